@@ -1,0 +1,59 @@
+"""A `Profile`: an operator graph with what each implementation of each operator costs on one device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from monetlite.graph import OperatorGraph, Resident
+
+
+class ProfileKind(StrEnum):
+    MEASURED = "measured"
+    ESTIMATED = "estimated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one run of an implementation takes.
+
+    `workspace_bytes` is the most it holds beyond its inputs and outputs while it runs; it is negative where
+    published data counts a saving that way. The `recompute_*` figures apply from the second run of the
+    operator on, where they differ.
+    """
+
+    latency_ms: float
+    workspace_bytes: int
+    recompute_latency_ms: float | None = None
+    recompute_workspace_bytes: int | None = None
+
+    def of_run(self, again: bool) -> tuple[float, int]:
+        """(latency in ms, workspace in bytes) of a first run, or of a run `again`."""
+        latency_ms, workspace_bytes = self.latency_ms, self.workspace_bytes
+        if again:
+            latency_ms = latency_ms if self.recompute_latency_ms is None else self.recompute_latency_ms
+            if self.recompute_workspace_bytes is not None:
+                workspace_bytes = self.recompute_workspace_bytes
+        return latency_ms, workspace_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Costs of every implementation of every operator of a graph.
+
+    `costs[operator][i]` belongs to the operator's i-th implementation. `environment` names what the figures
+    come from: the device, and the versions that matter.
+    """
+
+    graph: OperatorGraph
+    device: str
+    kind: ProfileKind
+    costs: tuple[tuple[Cost, ...], ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    optimizer: str | None = None
+
+    def __post_init__(self) -> None:
+        assert [len(costs) for costs in self.costs] == [len(op.implementations) for op in self.graph.operators]
+
+    def with_resident(self, resident: Resident) -> "Profile":
+        """The same profile with other resident bytes."""
+        return replace(self, graph=replace(self.graph, resident=resident))

@@ -1,0 +1,59 @@
+"""The errors monetlite raises on purpose. Each message names the thing, gives numbers and says what to do."""
+
+
+class MonetliteError(Exception):
+    """Base of every error that monetlite raises for a person to read."""
+
+
+class TraceError(MonetliteError):
+    """The model can't be captured as one graph; the message names the line of the model."""
+
+
+class ProfileError(MonetliteError):
+    """An operator can't be measured or estimated on the device that was asked for."""
+
+
+class BudgetError(MonetliteError, ValueError):
+    """A memory budget that can't be read, or is zero or negative."""
+
+
+class InfeasibleBudget(MonetliteError):
+    """No schedule fits the budget, or none was found; carries what is known about the smallest one that does.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        proven_bytes: a budget below which it is proven that nothing fits, in bytes.
+        reached_bytes: the smallest peak for which a schedule is known, in bytes; None if there is none.
+    """
+
+    def __init__(
+        self, message: str, *, budget_bytes: int, proven_bytes: int, reached_bytes: int | None
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.proven_bytes = proven_bytes
+        self.reached_bytes = reached_bytes
+
+
+class IllegalSchedule(MonetliteError):
+    """A schedule breaks a rule of legality, or exceeds the budget it is held to."""
+
+
+class ScheduleFileError(MonetliteError):
+    """A schedule or profile file that can't be read: truncated, malformed, of another version, hostile."""
+
+
+class ScheduleMismatch(MonetliteError):
+    """A schedule that was solved for another graph than the one it is applied to."""
+
+
+class DeviceError(MonetliteError, ValueError):
+    """An unknown device, or one that this machine does not have."""
+
+
+class ModelError(MonetliteError):
+    """A model name that can't be resolved, or a model or input that the schedule can't serve."""
+
+
+class SolverError(MonetliteError):
+    """A solver that is not installed, or that failed."""

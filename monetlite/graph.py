@@ -1,0 +1,259 @@
+"""One training step as data: operators in execution order, and the values that pass between them.
+
+Nothing here needs torch. A `Value` is a storage, not a tensor: views are part of the operators that read
+them. An `Operator` offers one or more `Implementation`s, and each says which values it reads, writes and
+overwrites. What is always in memory (weights, buffers, inputs, optimizer state) is not a value; `Resident`
+counts it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+
+class Phase(StrEnum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class ValueKind(StrEnum):
+    ACTIVATION = "activation"
+    """Computed in the forward pass; may be stored, or dropped and computed again."""
+    INTERMEDIATE = "intermediate"
+    """Computed from activations for the backward pass alone (a packed mask, a pooling offset)."""
+    GRADIENT = "gradient"
+    """Computed in the backward pass; dies at its last read."""
+    OUTPUT = "output"
+    """Returned to the caller, who holds it until the step ends."""
+    TANGENT = "tangent"
+    """The gradient of an output, held by autograd until the step ends."""
+    PARAM_GRAD = "param_grad"
+    """The gradient of a parameter or an input: never freed once written."""
+
+
+HELD = frozenset({ValueKind.OUTPUT, ValueKind.TANGENT, ValueKind.PARAM_GRAD})
+"""Kinds that stay in memory from when they are written until the step ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """The layout of a tensor: what has to be the same for two calls of an operator to cost the same.
+
+    `shape` and `stride` count elements; `dtype` is torch's name without the `torch.` prefix.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRef:
+    """A tensor argument of a call: a (view of a) value, or of something resident when `value` is None.
+
+    `node` names the tensor in the captured graph, from which the view is rebuilt when a schedule is lowered.
+    """
+
+    node: str
+    value: int | None
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchConstant:
+    """A dtype, device, layout or memory format among a call's arguments, by name: `("dtype", "float32")`."""
+
+    kind: str
+    name: str
+
+
+type Argument = TensorRef | TorchConstant | bool | int | float | str | None | tuple["Argument", ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """How an implementation is executed: a function by its registered name, and its arguments.
+
+    `outputs[i]` names the captured tensor that the i-th result becomes; None where nobody reads it.
+    """
+
+    target: str
+    args: tuple[Argument, ...]
+    kwargs: tuple[tuple[str, Argument], ...] = ()
+    outputs: tuple[str | None, ...]
+
+    def tensors(self) -> Iterator[TensorRef]:
+        """Every tensor argument, in order."""
+
+        def walk(argument: Argument) -> Iterator[TensorRef]:
+            if isinstance(argument, TensorRef):
+                yield argument
+            elif isinstance(argument, tuple):
+                for item in argument:
+                    yield from walk(item)
+
+        yield from walk(self.args)
+        yield from walk(tuple(value for _, value in self.kwargs))
+
+    @cached_property
+    def signature(self) -> str:
+        """What determines the cost of this call: target, layouts and constants, as canonical JSON.
+
+        Calls that share storage between arguments are told apart from calls that don't.
+        """
+        storages: dict[tuple[int | None, str], int] = {}
+
+        def encode(argument: Argument) -> Any:
+            if isinstance(argument, TensorRef):
+                key = (argument.value, "" if argument.value is not None else argument.node)
+                spec = argument.spec
+                return {"t": [spec.shape, spec.stride, spec.dtype, storages.setdefault(key, len(storages))]}
+            if isinstance(argument, TorchConstant):
+                return {argument.kind: argument.name}
+            if isinstance(argument, tuple):
+                return [encode(item) for item in argument]
+            return repr(argument) if isinstance(argument, float) else argument
+
+        kwargs = {name: encode(value) for name, value in self.kwargs}
+        used = [name is not None for name in self.outputs]
+        return json.dumps([self.target, encode(self.args), kwargs, used], sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """One way to run an operator.
+
+    `overwrites` are values whose memory it takes over; they must die at the step. `exact` is False where the
+    result may differ from the default implementation's in its last bits.
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    overwrites: tuple[int, ...] = ()
+    exact: bool = True
+    call: Call | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One kernel of the step. `implementations[0]` is what plain training runs.
+
+    `optional` operators are forward operators that only the backward pass needs: they run wherever it suits,
+    or never. An operator that is not `rerunnable` (it draws random numbers, or has a side effect) runs once.
+    """
+
+    name: str
+    family: str
+    phase: Phase
+    implementations: tuple[Implementation, ...]
+    optional: bool = False
+    rerunnable: bool = True
+    module: str = ""
+    source: str = ""
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return self.implementations[0].writes
+
+    def find(self, name: str) -> Implementation | None:
+        """The implementation of that name, if there is one."""
+        return next((item for item in self.implementations if item.name == name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A storage: its size, what it is for, and the layout of the tensor that its writer makes of it."""
+
+    name: str
+    kind: ValueKind
+    size_bytes: int
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+    @property
+    def held(self) -> bool:
+        return self.kind in HELD
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resident:
+    """Bytes that are in memory all through the step."""
+
+    parameters: int = 0
+    buffers: int = 0
+    inputs: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, item.name) for item in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorGraph:
+    """A training step: operators in execution order, forward before backward, and their values.
+
+    Operators and values are referred to by their index. Operator names are unique.
+    """
+
+    name: str
+    operators: tuple[Operator, ...]
+    values: tuple[Value, ...]
+    resident: Resident
+    inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        assert len({operator.name for operator in self.operators}) == len(self.operators), "names must be unique"
+        seen_backward = False
+        for operator in self.operators:
+            seen_backward |= operator.phase is Phase.BACKWARD
+            assert not (seen_backward and operator.phase is Phase.FORWARD), "forward operators come first"
+
+    @cached_property
+    def by_name(self) -> dict[str, int]:
+        return {operator.name: index for index, operator in enumerate(self.operators)}
+
+    @cached_property
+    def writer(self) -> dict[int, int]:
+        """For each value, the operator that writes it."""
+        return {value: index for index, operator in enumerate(self.operators) for value in operator.writes}
+
+    @cached_property
+    def forward_count(self) -> int:
+        return sum(operator.phase is Phase.FORWARD for operator in self.operators)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Ties a schedule to what it was solved for: operators, edges, and every value's size and dtype."""
+        return _digest([self._structure(), [(value.size_bytes, value.shape, value.dtype) for value in self.values]])
+
+    @cached_property
+    def structure(self) -> str:
+        """The fingerprint without sizes: the same for another batch size of the same model."""
+        return _digest(self._structure())
+
+    def _structure(self) -> list[Any]:
+        return [
+            [
+                operator.name,
+                operator.family,
+                operator.phase,
+                operator.optional,
+                operator.rerunnable,
+                operator.implementations[0].reads,
+                operator.writes,
+            ]
+            for operator in self.operators
+        ]
+
+
+def _digest(data: object) -> str:
+    text = json.dumps(data, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

@@ -1,0 +1,273 @@
+"""A schedule of a training step, and `simulate`: the one definition of its memory, latency and legality.
+
+The rules (those of the solver instances that MONeT's authors' measurements were converted to):
+
+1. every forward operator that is not optional runs once, in order; optional ones anywhere after what they
+   read;
+2. then every backward operator once, in order, with forward operators that can be re-run anywhere between.
+
+A step needs everything it reads in memory. A version of a value dies at its last read before it is next
+written; what is held to the end of the step (outputs, parameter gradients) never dies. A step's memory is
+what is live, plus its new outputs, plus its workspace, less what it overwrites; an overwritten value must
+not be read later.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from os import PathLike
+
+from monetlite.costs import Profile
+from monetlite.errors import IllegalSchedule
+from monetlite.graph import OperatorGraph, Phase, TensorSpec
+from monetlite.units import format_bytes
+
+type Step = tuple[int, int]
+"""(operator, index of the implementation it runs with)."""
+
+
+class Status(StrEnum):
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    TIMEOUT = "timeout"
+    """Time ran out with nothing found, and infeasibility is not proven."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What to run, in which order and how, and what the solver promises of it.
+
+    Attributes:
+        graph: the operator graph it was solved for.
+        steps: (operator, implementation) pairs in execution order.
+        budget_bytes: the budget it was solved for; peak_bytes: the peak it is predicted to reach.
+        latency_ms: the predicted step time; plain_latency_ms and plain_peak_bytes: those of plain training.
+        lower_bound_ms: no schedule within the budget is faster than this.
+        status: optimal or feasible. device, kind: where the costs come from, and whether they were measured
+            or estimated. solver, seconds: how it was found and how long that took.
+        smallest_budget_bytes: a budget proven to be too small for anything, and
+        reached_budget_bytes: the smallest peak for which a schedule is known.
+    """
+
+    graph: OperatorGraph
+    steps: tuple[Step, ...]
+    budget_bytes: int
+    peak_bytes: int
+    latency_ms: float
+    lower_bound_ms: float
+    status: Status
+    plain_peak_bytes: int
+    plain_latency_ms: float
+    device: str
+    kind: str
+    solver: str
+    seconds: float
+    optimizer: str | None = None
+    smallest_budget_bytes: int = 0
+    reached_budget_bytes: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """(latency − bound) / latency: how much faster, at most, the best schedule could be."""
+        if self.latency_ms <= 0:
+            return 0.0
+        return max(0.0, (self.latency_ms - self.lower_bound_ms) / self.latency_ms)
+
+    @property
+    def overhead(self) -> float:
+        """Predicted step time over plain training's, less one."""
+        return self.latency_ms / self.plain_latency_ms - 1 if self.plain_latency_ms > 0 else 0.0
+
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]:
+        return self.graph.inputs
+
+    @cached_property
+    def first_backward(self) -> int:
+        """Index of the first step that runs a backward operator."""
+        return next(
+            (at for at, (op, _) in enumerate(self.steps) if self.graph.operators[op].phase is Phase.BACKWARD),
+            len(self.steps),
+        )
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the schedule as YAML, atomically.
+
+        Raises:
+            ScheduleFileError: the file can't be written; what was there before is left as it was.
+        """
+        from monetlite.files import save_schedule
+
+        save_schedule(self, path)
+
+    def with_latency_bound(self, lower_bound_ms: float) -> "Schedule":
+        return replace(self, lower_bound_ms=lower_bound_ms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Memory and latency of a schedule, step by step.
+
+    `memory_bytes[i]` is the most that step i holds; `latency_ms[i]` how long it takes; `live[i]` the values
+    in memory before it starts; `frees[i]` what dies at it.
+    """
+
+    steps: tuple[Step, ...]
+    memory_bytes: tuple[int, ...]
+    latencies_ms: tuple[float, ...]
+    live: tuple[frozenset[int], ...]
+    frees: tuple[frozenset[int], ...]
+    resident_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.memory_bytes, default=self.resident_bytes)
+
+    @property
+    def peak_step(self) -> int:
+        return max(range(len(self.memory_bytes)), key=self.memory_bytes.__getitem__)
+
+    @property
+    def latency_ms(self) -> float:
+        return sum(self.latencies_ms)
+
+
+def simulate(
+    profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes: int | None = None
+) -> Timeline:
+    """Run a schedule on paper: check that it is legal, and return its memory and latency step by step.
+
+    Args:
+        profile: the graph and its costs.
+        schedule: a schedule, or its steps alone.
+        budget_bytes: if given, no step may need more.
+
+    Raises:
+        IllegalSchedule: a rule of legality is broken, or the budget exceeded; names the step.
+    """
+    graph = profile.graph
+    steps = tuple(schedule.steps if isinstance(schedule, Schedule) else schedule)
+    check_order(graph, [operator for operator, _ in steps])
+    frees = deaths(graph, steps)
+    size = [value.size_bytes for value in graph.values]
+    live: set[int] = set()
+    ran: set[int] = set()
+    held_bytes = graph.resident.total
+    memory: list[int] = []
+    latencies: list[float] = []
+    before: list[frozenset[int]] = []
+    for at, (index, choice) in enumerate(steps):
+        operator = graph.operators[index]
+        implementation = operator.implementations[choice]
+        if missing := [value for value in implementation.reads if value not in live]:
+            names = ", ".join(graph.values[value].name for value in missing)
+            raise IllegalSchedule(f"step {at} ({operator.name}): reads {names}, which is not in memory there")
+        for value in implementation.overwrites:
+            if value not in frees[at]:
+                raise IllegalSchedule(
+                    f"step {at} ({operator.name}, {implementation.name}): overwrites {graph.values[value].name}, "
+                    "which is read later"
+                )
+        before.append(frozenset(live))
+        latency_ms, workspace_bytes = profile.costs[index][choice].of_run(again=index in ran)
+        ran.add(index)
+        new_bytes = sum(size[value] for value in implementation.writes if value not in live)
+        overwritten_bytes = sum(size[value] for value in implementation.overwrites)
+        here = held_bytes + new_bytes + workspace_bytes - overwritten_bytes
+        if budget_bytes is not None and here > budget_bytes:
+            raise IllegalSchedule(
+                f"step {at} ({operator.name}): needs {format_bytes(here)} ({here} bytes), "
+                f"over the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes)"
+            )
+        memory.append(here)
+        latencies.append(latency_ms)
+        live.update(implementation.writes)
+        dying = frees[at] & live
+        held_bytes += new_bytes - sum(size[value] for value in dying)
+        live -= dying
+    return Timeline(
+        steps=steps,
+        memory_bytes=tuple(memory),
+        latencies_ms=tuple(latencies),
+        live=tuple(before),
+        frees=frees,
+        resident_bytes=graph.resident.total,
+    )
+
+
+def deaths(graph: OperatorGraph, steps: Iterable[Step]) -> tuple[frozenset[int], ...]:
+    """For each step, the values whose present version is not read after it."""
+    held = {index for index, value in enumerate(graph.values) if value.held}
+    needed = set(held)
+    dying: list[frozenset[int]] = []
+    for index, choice in reversed(tuple(steps)):
+        implementation = graph.operators[index].implementations[choice]
+        here = {value for value in implementation.writes if value not in needed}
+        needed.difference_update(set(implementation.writes) - held)
+        here.update(value for value in implementation.reads if value not in needed)
+        needed.update(implementation.reads)
+        dying.append(frozenset(here))
+    return tuple(reversed(dying))
+
+
+def check_order(graph: OperatorGraph, operators: Iterable[int]) -> None:
+    """Check rules 1 and 2 of legality on a sequence of operators.
+
+    Raises:
+        IllegalSchedule: an operator is missing, out of place, or re-run though it can't be.
+    """
+    mandatory = [i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
+    backward = [i for i, op in enumerate(graph.operators) if op.phase is Phase.BACKWARD]
+    expected = iter(mandatory)
+    waiting = next(expected, None)
+    at_backward = 0
+    ran: set[int] = set()
+    for at, index in enumerate(operators):
+        if not 0 <= index < len(graph.operators):
+            raise IllegalSchedule(f"step {at}: there is no operator {index}")
+        operator = graph.operators[index]
+        if operator.phase is Phase.BACKWARD:
+            if waiting is not None:
+                raise IllegalSchedule(
+                    f"step {at} ({operator.name}): backward begins before {graph.operators[waiting].name} has run"
+                )
+            if at_backward >= len(backward) or backward[at_backward] != index:
+                raise IllegalSchedule(f"step {at} ({operator.name}): backward operators must run once each, in order")
+            at_backward += 1
+        elif index == waiting:
+            waiting = next(expected, None)
+        elif not operator.optional and waiting is not None:
+            raise IllegalSchedule(f"step {at} ({operator.name}): the forward pass must run once, in order")
+        elif index in ran and not operator.rerunnable:
+            raise IllegalSchedule(f"step {at} ({operator.name}): can't be run again (random, or a side effect)")
+        ran.add(index)
+    if waiting is not None:
+        raise IllegalSchedule(f"{graph.operators[waiting].name} is never run")
+    if at_backward < len(backward):
+        raise IllegalSchedule(f"{graph.operators[backward[at_backward]].name} is never run")
+
+
+def plain_steps(graph: OperatorGraph) -> tuple[Step, ...]:
+    """The steps of plain training: everything once, with the default implementations.
+
+    An optional operator runs right before the first backward operator that needs it, as autograd's own
+    formulas do.
+    """
+    steps: list[Step] = []
+    live: set[int] = set()
+
+    def run(index: int) -> None:
+        implementation = graph.operators[index].implementations[0]
+        for value in implementation.reads:
+            if value not in live:
+                run(graph.writer[value])
+        steps.append((index, 0))
+        live.update(implementation.writes)
+
+    for index, operator in enumerate(graph.operators):
+        if not operator.optional:
+            run(index)
+    return tuple(steps)
