@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 
 class Phase(StrEnum):
@@ -72,7 +72,7 @@ class TorchConstant:
     name: str
 
 
-type Argument = TensorRef | TorchConstant | bool | int | float | str | None | tuple["Argument", ...]
+Argument: TypeAlias = "TensorRef | TorchConstant | bool | int | float | str | None | tuple[Argument, ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,8 @@ class Implementation:
     """One way to run an operator.
 
     `overwrites` are values whose memory it takes over; they must die at the step. `exact` is False where the
-    result may differ from the default implementation's in its last bits.
+    result may differ from the default implementation's in its last bits. `again` is what is called from the
+    second run on, where that is another call.
     """
 
     name: str
@@ -138,6 +139,7 @@ class Implementation:
     overwrites: tuple[int, ...] = ()
     exact: bool = True
     call: Call | None = None
+    again: Call | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +244,6 @@ class OperatorGraph:
     def _structure(self) -> list[Any]:
         return [
             [
-                operator.name,
                 operator.family,
                 operator.phase,
                 operator.optional,

@@ -13,17 +13,18 @@ not be read later.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from os import PathLike
+from typing import TypeAlias
 
+from monetlite.choices import Choices
 from monetlite.costs import Profile
 from monetlite.errors import IllegalSchedule
 from monetlite.graph import OperatorGraph, Phase, TensorSpec
 from monetlite.units import format_bytes
 
-type Step = tuple[int, int]
+Step: TypeAlias = tuple[int, int]
 """(operator, index of the implementation it runs with)."""
 
 
@@ -40,19 +41,26 @@ class Schedule:
     """What to run, in which order and how, and what the solver promises of it.
 
     Attributes:
-        graph: the operator graph it was solved for.
-        steps: (operator, implementation) pairs in execution order.
+        name: of the model; fingerprint: of the operator graph it was solved for; structure: the same without
+            sizes, which another batch size of the model shares; operators: how many it has.
+        inputs: layouts of the input tensors it was solved for.
+        choices: what it chooses, by operator name. `steps(graph)` spells it out.
         budget_bytes: the budget it was solved for; peak_bytes: the peak it is predicted to reach.
         latency_ms: the predicted step time; plain_latency_ms and plain_peak_bytes: those of plain training.
         lower_bound_ms: no schedule within the budget is faster than this.
-        status: optimal or feasible. device, kind: where the costs come from, and whether they were measured
-            or estimated. solver, seconds: how it was found and how long that took.
-        smallest_budget_bytes: a budget proven to be too small for anything, and
-        reached_budget_bytes: the smallest peak for which a schedule is known.
+        status: optimal or feasible. solver, seconds: how it was found and how long that took.
+        device, kind: what the costs are of, and whether they were measured or estimated; environment: the
+            versions behind them; optimizer: whose state is counted, if any.
+        smallest_proven_bytes: nothing fits below this; smallest_reached_bytes: the smallest peak for which a
+            schedule is known.
     """
 
-    graph: OperatorGraph
-    steps: tuple[Step, ...]
+    name: str
+    fingerprint: str
+    structure: str
+    operators: int
+    inputs: Mapping[str, TensorSpec]
+    choices: Choices
     budget_bytes: int
     peak_bytes: int
     latency_ms: float
@@ -64,10 +72,10 @@ class Schedule:
     kind: str
     solver: str
     seconds: float
-    optimizer: str | None = None
-    smallest_budget_bytes: int = 0
-    reached_budget_bytes: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    optimizer: str | None = None
+    smallest_proven_bytes: int = 0
+    smallest_reached_bytes: int | None = None
 
     @property
     def gap(self) -> float:
@@ -81,17 +89,13 @@ class Schedule:
         """Predicted step time over plain training's, less one."""
         return self.latency_ms / self.plain_latency_ms - 1 if self.plain_latency_ms > 0 else 0.0
 
-    @property
-    def inputs(self) -> Mapping[str, TensorSpec]:
-        return self.graph.inputs
+    def steps(self, graph: OperatorGraph) -> tuple[Step, ...]:
+        """(operator, implementation) pairs in execution order.
 
-    @cached_property
-    def first_backward(self) -> int:
-        """Index of the first step that runs a backward operator."""
-        return next(
-            (at for at, (op, _) in enumerate(self.steps) if self.graph.operators[op].phase is Phase.BACKWARD),
-            len(self.steps),
-        )
+        Raises:
+            ScheduleMismatch: the graph lacks an operator or an implementation that the schedule names.
+        """
+        return self.choices.steps(graph)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the schedule as YAML, atomically.
@@ -102,9 +106,6 @@ class Schedule:
         from monetlite.files import save_schedule
 
         save_schedule(self, path)
-
-    def with_latency_bound(self, lower_bound_ms: float) -> "Schedule":
-        return replace(self, lower_bound_ms=lower_bound_ms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ def simulate(
         IllegalSchedule: a rule of legality is broken, or the budget exceeded; names the step.
     """
     graph = profile.graph
-    steps = tuple(schedule.steps if isinstance(schedule, Schedule) else schedule)
+    steps = schedule.steps(graph) if isinstance(schedule, Schedule) else tuple(schedule)
     check_order(graph, [operator for operator, _ in steps])
     frees = deaths(graph, steps)
     size = [value.size_bytes for value in graph.values]

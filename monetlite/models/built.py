@@ -1,0 +1,150 @@
+"""What a model specification resolves to, and the helpers that every family shares."""
+
+import contextlib
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from monetlite.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+DEFAULT_BATCH = 32
+"""The batch where neither the person nor the model's paper names one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A model in training mode with inputs for one training step.
+
+    Attributes:
+        name: the specification it was built from, in its canonical spelling.
+        model: the module. It returns a loss, or outputs whose loss the person computes outside.
+        example_inputs: positional arguments as a tuple, or keyword arguments as a dict.
+        batch: the size of the inputs' first dimension.
+        description: one line for people: the model, its parameters, the inputs, what it returns.
+    """
+
+    name: str
+    model: "nn.Module"
+    example_inputs: "tuple[Any, ...] | dict[str, Any]"
+    batch: int
+    description: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """What a person may ask of a model beside its name; None leaves the choice to the family."""
+
+    batch: int | None = None
+    input_size: tuple[int, int] | None = None
+    """Height and width of an image, in pixels."""
+    dtype: "torch.dtype | None" = None
+    """Of parameters and floating-point inputs; None keeps what the model is built with."""
+    sequence_length: int | None = None
+    """Tokens of each sequence."""
+    meta: bool = False
+    """Build on torch's meta device: shapes and dtypes without memory."""
+
+    def __post_init__(self) -> None:
+        sizes = {"batch": self.batch, "sequence_length": self.sequence_length}
+        if self.input_size is not None:
+            sizes |= {"input height": self.input_size[0], "input width": self.input_size[1]}
+        for name, size in sizes.items():
+            if size is not None and size < 1:
+                raise ModelError(f"{name} is {size}; give a positive number")
+
+    def device(self) -> contextlib.AbstractContextManager[object]:
+        """The context to build in: the meta device if it was asked for, else whatever is in force."""
+        import torch
+
+        return torch.device("meta") if self.meta else contextlib.nullcontext()
+
+    def image(self, channels: int, default_batch: int, default_size: tuple[int, int]) -> "torch.Tensor":
+        """A batch of images (N, `channels`, H, W) of standard normal pixels."""
+        import torch
+
+        size = self.input_size or default_size
+        with self.device():
+            return torch.randn(self.batch or default_batch, channels, *size, dtype=self.dtype)
+
+
+def finish(
+    name: str,
+    model: "nn.Module",
+    example_inputs: "tuple[Any, ...] | dict[str, Any]",
+    options: BuildOptions,
+    *,
+    title: str,
+    returns: str,
+) -> BuiltModel:
+    """Convert to the dtype asked for, set training mode and describe.
+
+    Raises:
+        ModelError: no tensor of at least one dimension among the inputs, so no batch.
+    """
+    if options.dtype is not None:
+        model = model.to(options.dtype)
+        example_inputs = _cast(example_inputs, options.dtype)
+    model.train()
+    tensors = [(label, tensor) for label, tensor in _named_tensors(example_inputs) if tensor.dim() > 0]
+    if not tensors:
+        raise ModelError(
+            f"{name}: the example inputs hold no tensor with a batch dimension; return at least one"
+        )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    inputs = ", ".join(
+        f"{label}{'×'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
+        for label, tensor in tensors
+    )
+    return BuiltModel(
+        name=name,
+        model=model,
+        example_inputs=example_inputs,
+        batch=int(tensors[0][1].shape[0]),
+        description=f"{title}: {_count(parameters)} parameters; input {inputs}; returns {returns}",
+    )
+
+
+def _cast(item: Any, dtype: "torch.dtype") -> Any:
+    import torch
+
+    if isinstance(item, torch.Tensor):
+        return item.to(dtype) if item.is_floating_point() else item
+    if isinstance(item, Mapping):
+        return {key: _cast(value, dtype) for key, value in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_cast(value, dtype) for value in item))
+    if isinstance(item, tuple | list):
+        return type(item)(_cast(value, dtype) for value in item)
+    return item
+
+
+def _named_tensors(item: Any, label: str = "") -> "Iterator[tuple[str, torch.Tensor]]":
+    import torch
+
+    if isinstance(item, torch.Tensor):
+        yield f"{label} " if label else "", item
+    elif isinstance(item, Mapping):
+        for key, value in item.items():
+            yield from _named_tensors(value, str(key))
+    elif isinstance(item, tuple | list):
+        for value in item:
+            yield from _named_tensors(value, label)
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e6:.1f} M" if parameters >= 10**6 else f"{parameters:,}"
+
+
+def close_matches(name: str, known: Iterable[str]) -> str:
+    """A phrase to end an error with: `; did you mean a, b?`, or nothing.
+
+    >>> close_matches("resnet5", ["resnet50", "vgg16"])
+    '; did you mean resnet50?'
+    """
+    matches = difflib.get_close_matches(name.lower(), list(known), n=4, cutoff=0.6)
+    return f"; did you mean {', '.join(matches)}?" if matches else ""

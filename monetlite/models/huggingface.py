@@ -1,0 +1,183 @@
+"""`hf:NAME`: a transformers model with random weights, in the class that computes a loss.
+
+NAME is a model type (`gpt2`, `bert`, `llama`, `vit`, …), whose configuration's defaults are used, or the path
+of a `config.json` or of a folder with one, or a hub name whose configuration is already in the local cache.
+Nothing is downloaded, and no code from a hub is run.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from monetlite.errors import ModelError
+from monetlite.models.built import BuildOptions, BuiltModel, close_matches, finish
+from monetlite.models.libraries import require
+
+DEFAULT_BATCH = 8
+DEFAULT_SEQUENCE_LENGTH = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """A kind of model with a loss: where transformers lists the model types that have it, and its inputs."""
+
+    mapping: str
+    auto_class: str
+    image: bool = False
+    label_per_token: bool = True
+
+
+# In order of preference, where the configuration does not name an architecture: the objective that the model
+# type is mostly trained on comes before one that it also has (BERT has a causal head, BART a masked one).
+_HEADS = (
+    _Head(
+        mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        auto_class="AutoModelForImageClassification",
+        image=True,
+        label_per_token=False,
+    ),
+    _Head(mapping="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", auto_class="AutoModelForSeq2SeqLM"),
+    _Head(mapping="MODEL_FOR_MASKED_LM_MAPPING_NAMES", auto_class="AutoModelForMaskedLM"),
+    _Head(mapping="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", auto_class="AutoModelForCausalLM"),
+    _Head(
+        mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        auto_class="AutoModelForSequenceClassification",
+        label_per_token=False,
+    ),
+)
+
+
+def build(name: str, options: BuildOptions) -> BuiltModel:
+    """Build a transformers model and inputs with labels, so that calling it returns a loss.
+
+    Raises:
+        ModelError: transformers is missing, no configuration has that name, the model type has no class with
+            a loss, or the sequence is longer than the model's positions.
+    """
+    spec = f"hf:{name}"
+    transformers = require("transformers", spec)
+    config = _config(transformers, name)
+    head = _head(config, spec)
+    config.use_cache = False
+    inputs = _images(config, options, spec) if head.image else _tokens(config, options, spec)
+    try:
+        with options.device():
+            model = getattr(transformers, head.auto_class).from_config(config)
+    except Exception as error:
+        raise ModelError(f"{spec} failed to build: {type(error).__name__}: {error}") from error
+    labels = _labels(config, head, inputs, options)
+    title = type(model).__name__
+    return finish(spec, model, {**inputs, "labels": labels}, options, title=title, returns="its loss")
+
+
+def _config(transformers: Any, name: str) -> Any:
+    spec = f"hf:{name}"
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    path = os.path.expanduser(name)
+    try:
+        if os.path.exists(path):
+            return transformers.AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+        if name in known:
+            return transformers.AutoConfig.for_model(name)
+        if not _looks_like_path(name):
+            return transformers.AutoConfig.from_pretrained(
+                name, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:
+        if os.path.exists(path):
+            raise ModelError(
+                f"{spec}: {path} is not a model configuration that transformers can read "
+                f"({_first_line(error)}); it needs a config.json with a model_type"
+            ) from error
+        if name in known:
+            raise ModelError(
+                f"{spec}: the model type {name!r} has no default configuration ({_first_line(error)}); "
+                "give the path of a config.json"
+            ) from error
+    if _looks_like_path(name):
+        raise ModelError(
+            f"{spec}: there is no file or folder {path}; check the path, or give a model type like hf:gpt2"
+        )
+    prefixes = [kind for kind in known if name.rpartition("/")[2].lower().startswith(kind)]
+    hint = f"; did you mean hf:{max(prefixes, key=len)}?" if prefixes else close_matches(name, known)
+    raise ModelError(
+        f"{spec}: {name!r} is neither a model type of transformers {transformers.__version__}, nor a local "
+        f"path, nor in the local hub cache, and nothing is downloaded"
+        f"{hint or '; e.g. hf:gpt2, hf:bert, hf:llama, hf:vit'}"
+    )
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _head(config: Any, spec: str) -> _Head:
+    """The kind of model to build: the configuration's own architecture if it has a loss, or by preference."""
+    from transformers.models.auto import modeling_auto
+
+    model_type = config.model_type
+    offered = [head for head in _HEADS if model_type in getattr(modeling_auto, head.mapping)]
+    for architecture in config.architectures or ():
+        for head in offered:
+            if architecture in _class_names(getattr(modeling_auto, head.mapping)[model_type]):
+                return head
+    if not offered:
+        raise ModelError(
+            f"{spec}: transformers has no class of model type {model_type!r} with a language-modelling or "
+            "classification loss; write a builder function instead: path/to/file.py:build"
+        )
+    return offered[0]
+
+
+def _class_names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _images(config: Any, options: BuildOptions, spec: str) -> dict[str, Any]:
+    if options.sequence_length is not None:
+        raise ModelError(f"{spec} takes images, not sequences; drop the sequence length")
+    own = getattr(config, "image_size", None)
+    if options.input_size is not None and own is not None:
+        height, width = options.input_size
+        config.image_size = height if height == width else (height, width)
+    size = own or 224
+    if isinstance(size, dict):
+        size = (size["height"], size["width"])
+    height, width = (size, size) if isinstance(size, int) else size
+    channels = getattr(config, "num_channels", 3)
+    return {"pixel_values": options.image(channels, DEFAULT_BATCH, (height, width))}
+
+
+def _tokens(config: Any, options: BuildOptions, spec: str) -> dict[str, Any]:
+    import torch
+
+    if options.input_size is not None:
+        raise ModelError(
+            f"{spec} takes sequences, not images; give a sequence length instead of an input size"
+        )
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    length = options.sequence_length or min(DEFAULT_SEQUENCE_LENGTH, longest or DEFAULT_SEQUENCE_LENGTH)
+    if longest is not None and length > longest:
+        raise ModelError(
+            f"{spec}: sequences of {length} tokens are longer than the model's {longest} positions; "
+            "give a shorter one, or a config.json with more max_position_embeddings"
+        )
+    with options.device():
+        return {"input_ids": torch.randint(text.vocab_size, (options.batch or DEFAULT_BATCH, length))}
+
+
+def _labels(config: Any, head: _Head, inputs: dict[str, Any], options: BuildOptions) -> Any:
+    import torch
+
+    (first,) = inputs.values()
+    if head.label_per_token:
+        return first.clone()
+    with options.device():
+        return torch.randint(config.num_labels, (first.shape[0],))

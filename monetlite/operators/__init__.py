@@ -1,0 +1,79 @@
+"""Operator families: how each kernel can be split into operators, and the ways each operator can be run.
+
+One file per family. A family offers implementations beside the default one, which runs what was traced;
+each is a call that can be priced and lowered. See `docs/implementations.md`.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from monetlite.graph import Call, Implementation
+from monetlite.operators import batch_norm, convolution, elementwise, pooling, relu
+from monetlite.operators.kernel import Kernel
+
+_FAMILIES: tuple[Callable[[Kernel], Iterator[Implementation]], ...] = (
+    elementwise.in_place,
+    relu.backward_from_input,
+    pooling.backward_without_input,
+)
+
+_FUNCTIONS: dict[str, Callable[..., object]] = {
+    "monetlite.max_pool2d_backward_from_indices": pooling.max_pool2d_backward_from_indices,
+}
+
+
+def alternatives(kernel: Kernel) -> Iterator[Implementation]:
+    """Every implementation of a kernel beside its default one."""
+    for family in _FAMILIES:
+        yield from family(kernel)
+
+
+def split(call: Call) -> Iterator[tuple[str, Call]]:
+    """The operators that a call becomes: (suffix of the name, call)."""
+    yield from convolution.split_backward(call)
+
+
+def again(call: Call) -> Call | None:
+    """What a re-run calls, for an operator that must not be called again as it was."""
+    return batch_norm.without_running_statistics(call)
+
+
+def resolve(target: str) -> Callable[..., object]:
+    """The function behind a call's target.
+
+    Raises:
+        KeyError: no such function.
+    """
+    if target in _FUNCTIONS:
+        return _FUNCTIONS[target]
+    parts = target.split(".")
+    if len(parts) != 3:
+        raise KeyError(target)
+    namespace, name, overload = parts
+    try:
+        function: Callable[..., object] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except AttributeError as error:
+        raise KeyError(target) from error
+    return function
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a kernel draws from the random number generator, so that running it again differs."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = {argument.name: argument for argument in target._schema.arguments}
+    if "dropout_p" in arguments:
+        position = list(arguments).index("dropout_p")
+        probability = (
+            node.args[position]
+            if position < len(node.args)
+            else node.kwargs.get("dropout_p", arguments["dropout_p"].default_value)
+        )
+        return probability != 0
+    return True
+
+
+__all__ = ["Kernel", "again", "alternatives", "is_random", "resolve", "split"]

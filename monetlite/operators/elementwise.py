@@ -1,0 +1,70 @@
+"""Elementwise operators in place: the result takes the memory of an operand that dies there.
+
+Each element of the result depends on the same element of the operands alone, so writing over an operand
+changes no bit of the result.
+"""
+
+from collections.abc import Iterator
+
+from monetlite.graph import Implementation
+from monetlite.operators.kernel import Kernel
+
+_IN_PLACE = {
+    f"aten.{name}.{overload}": f"aten.{name}_.{overload}"
+    for name, overload in (
+        *((unary, "default") for unary in ("relu", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "leaky_relu")),
+        *((unary, "default") for unary in ("elu", "hardswish", "hardsigmoid", "neg", "exp", "sqrt", "rsqrt", "cos")),
+        *((unary, "default") for unary in ("sin", "log", "abs", "reciprocal", "mish", "clamp")),
+        *((binary, "Tensor") for binary in ("add", "sub", "mul", "div")),
+        *((binary, "Scalar") for binary in ("add", "sub", "mul", "div")),
+        ("pow", "Tensor_Scalar"),
+        ("masked_fill", "Scalar"),
+    )
+}
+"""Operators with a variant that overwrites the first operand."""
+
+_COMMUTATIVE = {"aten.add.Tensor": "aten.add.out", "aten.mul.Tensor": "aten.mul.out"}
+"""Operators whose result may as well take the memory of the second operand."""
+
+_GRADIENTS = {
+    f"aten.{name}.default": f"aten.{name}.grad_input"
+    for name in (
+        "threshold_backward",
+        "gelu_backward",
+        "silu_backward",
+        "hardtanh_backward",
+        "tanh_backward",
+        "sigmoid_backward",
+        "leaky_relu_backward",
+        "elu_backward",
+    )
+}
+"""Gradients of elementwise operators, which overwrite the gradient that comes in."""
+
+
+def in_place(kernel: Kernel) -> Iterator[Implementation]:
+    """The in-place variants of an elementwise kernel."""
+    target, args = kernel.call.target, kernel.call.args
+    if target in _IN_PLACE and kernel.can_overwrite(args[0]):
+        yield kernel.implement("inplace", target=_IN_PLACE[target], overwrites=(kernel_value(kernel, 0),))
+    if target in _COMMUTATIVE and len(args) > 1 and kernel.can_overwrite(args[1]):
+        yield kernel.implement(
+            "inplace_second",
+            target=_COMMUTATIVE[target],
+            kwargs=(*kernel.call.kwargs, ("out", args[1])),
+            overwrites=(kernel_value(kernel, 1),),
+        )
+    if target in _GRADIENTS and kernel.can_overwrite(args[0]):
+        yield kernel.implement(
+            "inplace",
+            target=_GRADIENTS[target],
+            kwargs=(*kernel.call.kwargs, ("grad_input", args[0])),
+            overwrites=(kernel_value(kernel, 0),),
+        )
+
+
+def kernel_value(kernel: Kernel, position: int) -> int:
+    """The value behind a positional argument that `Kernel.can_overwrite` accepted."""
+    value = getattr(kernel.call.args[position], "value", None)
+    assert isinstance(value, int)
+    return value

@@ -1,0 +1,148 @@
+"""A schedule as two straight-line programs, forward and backward, that AOTAutograd runs as its partition.
+
+Each step of the schedule becomes one call; views are rebuilt right before the step that reads them. What the
+backward program reads of the forward program's values is saved for it. Generated code drops every name after
+its last use, so a value is freed exactly where `simulate` says that it dies.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from monetlite.choices import first_backward
+from monetlite.graph import Call, TensorRef
+from monetlite.operators import resolve
+from monetlite.schedule import Step
+from monetlite.tracing import storages
+from monetlite.tracing.build import LOSS, Traced
+from monetlite.tracing.calls import decode_argument
+
+
+def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Lower a legal sequence of steps to (forward, backward) programs.
+
+    The forward program takes the joint graph's primals and returns the forward results and then the saved
+    tensors; the backward program takes the saved tensors and the tangents and returns the gradients. This is
+    AOTAutograd's convention for a partition.
+    """
+    joint = traced.joint.graph
+    outputs = storages.Reachability(joint.graph, traced.joint.forward_outputs).output
+    results, gradients = outputs[: traced.joint.forward_outputs], outputs[traced.joint.forward_outputs :]
+    inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    tangents = [node for node in inputs if storages.is_tangent(node)]
+    primals = [node for node in inputs if not storages.is_tangent(node)]
+    forward_calls, backward_calls = _calls(traced, steps)
+    saved = _read_before_written(joint, backward_calls, gradients, tangents)
+
+    backward = _Program(joint, [*saved, *tangents])
+    backward.run(backward_calls)
+    forward = _Program(joint, primals)
+    forward.run(forward_calls)
+    return forward.finish([*results, *saved]), backward.finish(gradients)
+
+
+def _calls(traced: Traced, steps: Sequence[Step]) -> tuple[list[Call], list[Call]]:
+    """The calls that the forward and the backward part of a sequence of steps become."""
+    parts: tuple[list[Call], list[Call]] = ([], [])
+    split = first_backward(traced.graph, steps)
+    ran: set[int] = set()
+    for at, (index, choice) in enumerate(steps):
+        traced_operator = traced.graph.operators[index]
+        if traced_operator.family != LOSS:
+            implementation = traced_operator.implementations[choice]
+            call = implementation.again if index in ran and implementation.again else implementation.call
+            assert call is not None, f"{traced_operator.name} can't be executed: it has no call"
+            parts[at >= split].append(call)
+        ran.add(index)
+    return parts
+
+
+def _read_before_written(
+    joint: fx.GraphModule, calls: Iterable[Call], outputs: Iterable[fx.Node | None], given: Iterable[fx.Node]
+) -> list[fx.Node]:
+    """Base tensors that calls and outputs need and that neither a call nor `given` provides, in order."""
+    nodes = {node.name: node for node in joint.graph.nodes}
+    there = set(given)
+    needed: dict[fx.Node, None] = {}
+
+    def read(node: fx.Node) -> None:
+        source = storages.base(node)
+        if source not in there and source.op != "get_attr":
+            needed[source] = None
+
+    for call in calls:
+        for ref in call.tensors():
+            read(nodes[ref.node])
+        there.update(nodes[name] for name in call.outputs if name is not None)
+    for node in outputs:
+        if node is not None:
+            read(node)
+    return list(needed)
+
+
+class _Program:
+    """A straight-line program under construction, over the tensors of a joint graph."""
+
+    def __init__(self, joint: fx.GraphModule, inputs: Iterable[fx.Node]) -> None:
+        self._joint = joint
+        self._nodes = {node.name: node for node in joint.graph.nodes}
+        self._graph = fx.Graph()
+        self._bases: dict[fx.Node, fx.Node] = {}
+        """For each base tensor of the joint graph, where its present version is in this program."""
+        self._views: dict[fx.Node, fx.Node] = {}
+        for node in inputs:
+            self._bases[node] = _described(self._graph.placeholder(node.name), node)
+
+    def run(self, calls: Iterable[Call]) -> None:
+        """Append calls, binding their results."""
+        for call in calls:
+            arguments = decode_argument(call.args, self._argument)
+            keywords = {name: decode_argument(value, self._argument) for name, value in call.kwargs}
+            result = self._graph.call_function(resolve(call.target), tuple(arguments), keywords)
+            captured = [None if name is None else self._nodes[name] for name in call.outputs]
+            if len(captured) == 1 and captured[0] is not None and not storages.is_item(captured[0]):
+                self._bind(captured[0], result)
+                continue
+            for position, node in enumerate(captured):
+                if node is not None:
+                    self._bind(node, self._graph.call_function(operator.getitem, (result, position)))
+
+    def finish(self, outputs: Iterable[fx.Node | None]) -> fx.GraphModule:
+        """Close the program with its outputs."""
+        self._graph.output(tuple(None if node is None else self._tensor(node) for node in outputs))
+        self._graph.lint()
+        return fx.GraphModule(self._joint, self._graph)
+
+    def _bind(self, node: fx.Node, created: fx.Node) -> None:
+        self._bases[node] = _described(created, node)
+        self._views = {view: made for view, made in self._views.items() if storages.base(view) is not node}
+
+    def _argument(self, ref: TensorRef) -> fx.Node:
+        return self._tensor(self._nodes[ref.node])
+
+    def _tensor(self, node: fx.Node) -> fx.Node:
+        """The present version of a tensor (or of a list of views), with the views that lead to it."""
+        if node in self._bases:
+            return self._bases[node]
+        if node in self._views:
+            return self._views[node]
+        target: Any = node.target
+        if node.op == "get_attr":
+            created = self._graph.get_attr(target)
+        else:
+            assert storages.is_view(node) or storages.is_item(node), f"{node.name} is read before it is computed"
+            arguments = fx.map_arg(node.args, self._tensor)
+            keywords = fx.map_arg(node.kwargs, self._tensor)
+            created = self._graph.call_function(target, arguments, keywords)
+        self._views[node] = _described(created, node)
+        return created
+
+
+def _described(created: fx.Node, node: fx.Node) -> fx.Node:
+    """A new node with what AOTAutograd reads of the captured one: its fake tensor."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        created.meta["val"] = node.meta["val"]
+    return created

@@ -1,0 +1,394 @@
+"""The exact optimum over every legal sequence of steps, for small graphs.
+
+A best-first search (A*) over states (main operators done, values live, optional operators that ran). Values
+are freed only when a step needs their room: a state with more live values can always free them later, so of
+two states at the same place the one with a superset of live values at no more latency dominates, and a step
+that does not fit branches over the minimal sets of values to free. The heuristic adds the cheapest run of
+every operator that still has to run: those left of the main run, and those whose outputs are read later by
+all implementations of an operator that has to run, and are not live. Only operators with all their reads live
+can run, so each step removes at most its own operator from that set: the heuristic is consistent.
+"""
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from monetlite.costs import Profile
+from monetlite.schedule import Step, simulate
+from monetlite.solving.options import Option, Outline
+
+_CHECK_EVERY = 512
+"""States between two looks at the clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exhausted:
+    """What an exhaustive search found.
+
+    Attributes:
+        steps: the best legal steps within the budget; None if there are none or the search gave up.
+        latency_ms: their latency.
+        lower_bound_ms: no legal steps within the budget are faster; infinite if none exist.
+        complete: whether the search proved its result, rather than giving up at a limit.
+        states: the states it looked at.
+    """
+
+    steps: tuple[Step, ...] | None
+    latency_ms: float
+    lower_bound_ms: float
+    complete: bool
+    states: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One way to run one operator, as bit masks over values."""
+
+    operator: int
+    choice: int
+    reads: int
+    writes: int
+    overwrites: int
+    latency_ms: float
+    extra_bytes: int
+
+
+class _Space:
+    """The state space of one profile, with bit masks for sets of values."""
+
+    def __init__(self, outline: Outline, *, latency_matters: bool) -> None:
+        self.outline = outline
+        self.latency_matters = latency_matters
+        self.size = outline.size_bytes
+        self.held = _mask(value for value, held in enumerate(outline.held) if held)
+        options = outline.options
+        self.optional_bit: dict[int, int] = {}
+        for operator in outline.extra:
+            if operator not in outline.position:
+                # Whether it ran before is part of the state only where that makes a difference.
+                matters = not outline.profile.graph.operators[operator].rerunnable or any(
+                    (o.first_ms, o.first_extra_bytes) != (o.again_ms, o.again_extra_bytes) for o in options[operator]
+                )
+                self.optional_bit[operator] = 1 << operator if matters else 0
+        self.main_runs = [
+            [self._run(operator, option, again=False) for option in options[operator]] for operator in outline.main
+        ]
+        self.extra_first = {
+            o: [self._run(o, option, again=False) for option in options[o]] for o in self.optional_bit
+        }
+        rerunnable = [o for o in outline.extra if outline.profile.graph.operators[o].rerunnable]
+        self.extra_again = {o: [self._run(o, option, again=True) for option in options[o]] for o in rerunnable}
+        self.useful = self._useful()
+        self.main_left_ms = [0.0] * (len(outline.main) + 1)
+        for at in range(len(outline.main) - 1, -1, -1):
+            self.main_left_ms[at] = self.main_left_ms[at + 1] + self._ms(outline.main_least_ms[at])
+        self.must = [_mask(outline.must_read[operator]) for operator in outline.main]
+        self.must_after = [0] * (len(outline.main) + 1)
+        for at in range(len(outline.main) - 1, -1, -1):
+            self.must_after[at] = self.must_after[at + 1] | self.must[at]
+        self.must_forward = [0] * (outline.forward_main + 1)
+        for at in range(outline.forward_main - 1, -1, -1):
+            self.must_forward[at] = self.must_forward[at + 1] | self.must[at]
+        self.must_read = [_mask(reads) for reads in outline.must_read]
+        self.producer = [found[0] if len(found) == 1 else -1 for found in outline.producers]
+        self.unmakeable = _mask(value for value, found in enumerate(outline.producers) if not found)
+        self.remembered: dict[tuple[int, int, int], float] = {}
+
+    def _ms(self, latency_ms: float) -> float:
+        return latency_ms if self.latency_matters else 0.0
+
+    def _run(self, operator: int, option: Option, *, again: bool) -> _Run:
+        return _Run(
+            operator=operator,
+            choice=option.choice,
+            reads=_mask(option.reads),
+            writes=_mask(option.writes),
+            overwrites=_mask(option.overwrites),
+            latency_ms=self._ms(option.again_ms if again else option.first_ms),
+            extra_bytes=option.again_extra_bytes if again else option.first_extra_bytes,
+        )
+
+    def _useful(self) -> list[int]:
+        """For each place in the main run, the values that anything still to run could need."""
+        outline = self.outline
+        useful = [0] * (len(outline.main) + 1)
+        for at in range(len(outline.main) - 1, -1, -1):
+            needed = useful[at + 1] | _mask(outline.may_read[outline.main[at]])
+            for operator in reversed(outline.extra):
+                if any(_mask(option.writes) & needed for option in outline.options[operator]):
+                    needed |= _mask(outline.may_read[operator])
+            useful[at] = needed
+        return useful
+
+    def live_bytes(self, live: int) -> int:
+        return sum(self.size[value] for value in _bits(live))
+
+    def left_ms(self, done: int, live: int, ran: int) -> float:
+        """A lower bound on the latency still to come; infinite where the state is a dead end."""
+        key = (done, live & self.must_closure(done), ran)
+        found = self.remembered.get(key)
+        if found is None:
+            found = self.main_left_ms[done] + self._forced_ms(done, live, ran)
+            self.remembered[key] = found
+        return found
+
+    def must_closure(self, done: int) -> int:
+        return self.useful[done]
+
+    def _forced_ms(self, done: int, live: int, ran: int) -> float:
+        outline = self.outline
+        total_ms = 0.0
+        missing = self.must_after[done] & ~live
+        seen = 0
+        while missing & ~seen:
+            value = (missing & ~seen).bit_length() - 1
+            seen |= 1 << value
+            if self.unmakeable >> value & 1:
+                return math.inf
+            operator = self.producer[value]
+            if operator < 0 or outline.position.get(operator, -1) >= done:
+                continue  # several operators can make it, or the main run still will
+            optional = operator in self.optional_bit
+            if operator not in self.extra_first and operator not in self.extra_again:
+                return math.inf
+            if not optional and done < outline.forward_main and self.must_forward[done] >> value & 1:
+                return math.inf
+            runs = self.extra_again.get(operator, [])
+            if optional and not ran & self.optional_bit[operator]:
+                runs = self.extra_first[operator] + runs
+            if not runs:
+                return math.inf
+            written = 0
+            for run in runs:
+                written |= run.writes
+            seen |= written  # the operator counts once, whichever of its outputs is missing
+            total_ms += min(run.latency_ms for run in runs)
+            missing |= self.must_read[operator] & ~live
+        return total_ms
+
+    def moves(self, done: int, live: int, ran: int) -> Iterator[tuple[_Run, int]]:
+        """Every run that can come next and could be of use, with the number of main operators done after it."""
+        for run in self.main_runs[done]:
+            if not run.reads & ~live:
+                yield run, done + 1
+        useful = self.useful[done]
+        in_forward = done < self.outline.forward_main
+        for operator in self.outline.extra:
+            optional = operator in self.optional_bit
+            if in_forward and not optional:
+                continue
+            first = optional and not ran & self.optional_bit[operator]
+            for run in self.extra_first[operator] if first else self.extra_again.get(operator, []):
+                if run.writes & useful & ~live and not run.reads & ~live:
+                    yield run, done
+
+    def freed(self, live: int, run: _Run, limit_bytes: int) -> Iterator[int]:
+        """The live values after freeing as little as lets `run` fit, one answer for each minimal choice."""
+        # A version that is written over was dead before: only held values stay through a second write.
+        live &= ~run.writes | self.held
+        new_bytes = self.live_bytes(run.writes & ~live)
+        excess = self.live_bytes(live) + new_bytes + run.extra_bytes - limit_bytes
+        if excess <= 0:
+            yield live
+            return
+        candidates = [v for v in _bits(live & ~run.reads & ~self.held) if self.size[v] > 0]
+        candidates.sort(key=lambda value: -self.size[value])
+        left = [0] * (len(candidates) + 1)
+        for at in range(len(candidates) - 1, -1, -1):
+            left[at] = left[at + 1] + self.size[candidates[at]]
+
+        def choose(at: int, excess: int, dropped: int, smallest: int) -> Iterator[int]:
+            if excess <= 0:
+                # Minimal: putting the smallest dropped value back must not fit.
+                if excess + smallest > 0:
+                    yield live & ~dropped
+                return
+            if left[at] < excess:
+                return
+            value = candidates[at]
+            yield from choose(at + 1, excess - self.size[value], dropped | 1 << value, self.size[value])
+            yield from choose(at + 1, excess, dropped, smallest)
+
+        if left[0] >= excess:
+            yield from choose(0, excess, 0, 0)
+
+
+def exhaustive(
+    profile: Profile,
+    budget_bytes: int,
+    *,
+    state_limit: int = 200_000,
+    seconds: float = math.inf,
+    latency_matters: bool = True,
+    should_stop: Callable[[], bool] | None = None,
+) -> Exhausted:
+    """Find the fastest legal steps within a budget, or prove that there are none.
+
+    Args:
+        profile: the graph and its costs.
+        budget_bytes: no step may need more.
+        state_limit: states to look at before giving up; seconds: time after which to give up.
+        latency_matters: if False, stop at the first steps that fit, whatever their latency.
+        should_stop: asked now and then; give up when it says so.
+    """
+    outline = Outline.of(profile)
+    if not outline.runnable:
+        return Exhausted(steps=None, latency_ms=math.inf, lower_bound_ms=math.inf, complete=True, states=0)
+    space = _Space(outline, latency_matters=latency_matters)
+    deadline = time.monotonic() + seconds
+    limit_bytes = budget_bytes - outline.resident_bytes
+    last = len(outline.main)
+    # Entries: (bound on the whole latency, −main operators done, tie-break, latency so far, done, live, ran).
+    queue = [(space.left_ms(0, 0, 0), 0, 0, 0.0, 0, 0, 0)]
+    best: dict[tuple[int, int, int], float] = {(0, 0, 0): 0.0}
+    came_from: dict[tuple[int, int, int], tuple[tuple[int, int, int], Step]] = {}
+    closed: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    looked, pushed = 0, 0
+    while queue:
+        bound_ms, _, _, so_far_ms, done, live, ran = queue[0]
+        stop = looked >= state_limit or pushed >= 8 * state_limit
+        if not stop and looked % _CHECK_EVERY == 0:
+            stop = time.monotonic() > deadline or (should_stop is not None and should_stop())
+        if stop:
+            lower_ms = bound_ms if latency_matters else 0.0
+            return Exhausted(
+                steps=None, latency_ms=math.inf, lower_bound_ms=lower_ms, complete=False, states=looked
+            )
+        heapq.heappop(queue)
+        state = (done, live, ran)
+        if so_far_ms > best[state]:
+            continue
+        if done == last:
+            steps = _trace_back(came_from, state)
+            latency_ms = simulate(profile, steps, budget_bytes).latency_ms
+            return Exhausted(
+                steps=steps, latency_ms=latency_ms, lower_bound_ms=latency_ms, complete=True, states=looked
+            )
+        peers = closed.setdefault((done, ran), [])
+        if any(live & ~other == 0 and so_far_ms >= other_ms for other, other_ms in peers):
+            continue
+        peers.append((live, so_far_ms))
+        looked += 1
+        for run, done_after in space.moves(done, live, ran):
+            after_ms = so_far_ms + run.latency_ms
+            ran_after = ran | space.optional_bit.get(run.operator, 0)
+            for kept in space.freed(live, run, limit_bytes):
+                live_after = (kept | run.writes) & ~run.overwrites
+                live_after &= space.useful[done_after] | space.held
+                reached = (done_after, live_after, ran_after)
+                if after_ms >= best.get(reached, math.inf):
+                    continue
+                left_ms = space.left_ms(done_after, live_after, ran_after)
+                if left_ms == math.inf:
+                    continue
+                best[reached] = after_ms
+                came_from[reached] = (state, (run.operator, run.choice))
+                pushed += 1
+                heapq.heappush(
+                    queue, (after_ms + left_ms, -done_after, pushed, after_ms, done_after, live_after, ran_after)
+                )
+    return Exhausted(steps=None, latency_ms=math.inf, lower_bound_ms=math.inf, complete=True, states=looked)
+
+
+def _trace_back(
+    came_from: dict[tuple[int, int, int], tuple[tuple[int, int, int], Step]], state: tuple[int, int, int]
+) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    while state in came_from:
+        state, step = came_from[state]
+        steps.append(step)
+    return tuple(reversed(steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallestPeak:
+    """The smallest budget that some legal steps fit: it lies in [proven_bytes, reached_bytes].
+
+    `reached_bytes` is the peak of `steps`; both are None when the search gave up before finding any, or when
+    no steps are legal at all (`complete` tells which).
+    """
+
+    proven_bytes: int
+    reached_bytes: int | None
+    steps: tuple[Step, ...] | None
+    complete: bool
+
+
+def exhaustive_smallest_peak(
+    profile: Profile,
+    *,
+    at_least_bytes: int = 0,
+    start: tuple[Step, ...] | None = None,
+    state_limit: int = 50_000,
+    seconds: float = math.inf,
+    should_stop: Callable[[], bool] | None = None,
+) -> SmallestPeak:
+    """Bisect on the budget until the smallest feasible one is known to the byte, or a limit is reached.
+
+    Args:
+        profile: the graph and its costs.
+        at_least_bytes: a budget below which nothing is known to fit.
+        start: legal steps to improve on.
+        state_limit: states to look at for each budget tried; seconds: in all.
+        should_stop: asked now and then; give up when it says so.
+    """
+    deadline = time.monotonic() + seconds
+
+    def attempt(budget_bytes: int) -> Exhausted:
+        return exhaustive(
+            profile,
+            budget_bytes,
+            state_limit=state_limit,
+            seconds=deadline - time.monotonic(),
+            latency_matters=False,
+            should_stop=should_stop,
+        )
+
+    steps = start
+    if steps is None:
+        plenty = _plenty(profile)
+        found = attempt(plenty)
+        if found.steps is None:
+            return SmallestPeak(
+                proven_bytes=at_least_bytes, reached_bytes=None, steps=None, complete=found.complete
+            )
+        steps = found.steps
+    reached = simulate(profile, steps).peak_bytes
+    proven = min(at_least_bytes, reached)
+    tried = proven  # the proven bound is often tight, so it is tried before halving
+    while proven < reached:
+        found = attempt(tried)
+        if found.steps is not None:
+            steps = found.steps
+            reached = simulate(profile, steps).peak_bytes
+        elif found.complete:
+            proven = tried + 1
+        else:
+            return SmallestPeak(proven_bytes=proven, reached_bytes=reached, steps=steps, complete=False)
+        tried = (proven + reached - 1) // 2
+    return SmallestPeak(proven_bytes=proven, reached_bytes=reached, steps=steps, complete=True)
+
+
+def _plenty(profile: Profile) -> int:
+    """A budget that no step of any legal schedule can exceed."""
+    workspace = max(
+        (max(cost.of_run(False)[1], cost.of_run(True)[1], 0) for costs in profile.costs for cost in costs), default=0
+    )
+    values = sum(value.size_bytes for value in profile.graph.values)
+    return profile.graph.resident.total + 2 * values + workspace
+
+
+def _mask(values: Iterator[int] | frozenset[int]) -> int:
+    mask = 0
+    for value in values:
+        mask |= 1 << value
+    return mask
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

@@ -1,0 +1,282 @@
+"""From a joint graph to an `OperatorGraph`: one operator per kernel, one value per storage.
+
+Three kinds of operators come out of the joint graph (`Reachability` tells them apart): those that a result
+of the forward pass needs, which are mandatory forward operators; those that depend on the gradient of an
+output, which are backward operators; and those that only the backward pass needs but that could run at any
+time, which are optional forward operators. Between forward and backward stands the operator `loss`, outside
+the model, which reads the outputs and writes their gradients.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from monetlite.errors import TraceError
+from monetlite.graph import (
+    Call,
+    Implementation,
+    Operator,
+    OperatorGraph,
+    Phase,
+    Resident,
+    TensorRef,
+    TensorSpec,
+    Value,
+    ValueKind,
+)
+from monetlite.operators import Kernel, again, alternatives, is_random, split
+from monetlite.operators.family import family_of
+from monetlite.tracing import storages
+from monetlite.tracing.calls import encode_arguments, spec_of
+from monetlite.tracing.capture import Joint, capture
+from monetlite.tracing.names import Namer
+
+LOSS = "monetlite.loss"
+
+
+def trace(model: nn.Module, example_inputs: "Inputs") -> OperatorGraph:
+    """Trace one training step of a model, without running it and without allocating memory.
+
+    Args:
+        model: a module in training mode; on the CPU, a GPU, or the meta device.
+        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Only the
+            shapes, strides, dtypes, devices and `requires_grad` of its tensors matter.
+
+    Returns:
+        The operator graph: every kernel of the forward and backward pass, and every storage they write.
+
+    Raises:
+        TraceError: the model can't be captured as one graph, or has nothing to train.
+    """
+    args, kwargs = split_inputs(example_inputs)
+    if not model.training:
+        raise TraceError("the model is in evaluation mode; call model.train() before tracing a training step")
+    return build_graph(capture(model, args, kwargs), model, (args, kwargs)).graph
+
+
+Inputs: TypeAlias = torch.Tensor | tuple[object, ...] | list[object] | dict[str, object]
+
+
+def split_inputs(example_inputs: Inputs) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Example inputs as (positional, keyword) arguments."""
+    if isinstance(example_inputs, dict):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """An operator graph together with the joint graph that its calls refer to, for lowering."""
+
+    graph: OperatorGraph
+    joint: Joint
+    base_of: dict[int, str]
+    """For each value, the node of the joint graph that is its storage's tensor."""
+
+
+def build_graph(
+    joint: Joint, model: nn.Module, inputs: tuple[tuple[object, ...], dict[str, object]]
+) -> Traced:
+    """Build the operator graph of a joint graph."""
+    graph = joint.graph.graph
+    reach = storages.Reachability(graph, joint.forward_outputs)
+    namer = Namer(model)
+    builder = _Builder(reach=reach, namer=namer)
+    kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
+    for node in kernels:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise TraceError(f"{namer.source(node) or 'the model'}: {node.target} can't be scheduled (not an operator)")
+    mandatory = [node for node in kernels if node in reach.forward or (is_random(node) and node not in reach.backward)]
+    backward = [node for node in kernels if node in reach.backward]
+    others = set(mandatory) | set(backward)
+    namer.assign(kernels)
+    for node in mandatory:
+        builder.add(node, Phase.FORWARD)
+    for node in kernels:
+        if node not in others:
+            builder.add(node, Phase.FORWARD, optional=True)
+    builder.add_loss()
+    for node in backward:
+        builder.add(node, Phase.BACKWARD)
+    flat_inputs = pytree.tree_leaves(inputs)
+    specs = {
+        f"input{index}": spec_of(tensor)
+        for index, tensor in enumerate(item for item in flat_inputs if isinstance(item, torch.Tensor))
+    }
+    built = OperatorGraph(
+        name=type(model).__name__,
+        operators=tuple(builder.operators),
+        values=tuple(builder.values),
+        resident=resident_bytes(model, flat_inputs),
+        inputs=specs,
+        device=_device(flat_inputs, model),
+    )
+    return Traced(graph=built, joint=joint, base_of={index: node.name for node, index in builder.index_of.items()})
+
+
+def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
+    """Bytes of a model's parameters and buffers and of its inputs, each storage counted once."""
+    seen: set[int] = set()
+
+    def total(tensors: Iterable[object]) -> int:
+        size = 0
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in seen:
+                    seen.add(storage._cdata)
+                    size += storage.nbytes()
+        return size
+
+    return Resident(
+        parameters=total(model.parameters()), buffers=total(model.buffers()), inputs=total(inputs)
+    )
+
+
+def _device(inputs: Iterable[object], model: nn.Module) -> str:
+    for tensor in (*inputs, *model.parameters()):
+        if isinstance(tensor, torch.Tensor):
+            return "cpu" if tensor.is_meta else tensor.device.type
+    return "cpu"
+
+
+@dataclass
+class _Builder:
+    reach: storages.Reachability
+    namer: Namer
+    operators: list[Operator] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    index_of: dict[fx.Node, int] = field(default_factory=dict)
+    """For each base tensor node that a kernel writes, its value."""
+
+    def __post_init__(self) -> None:
+        flat = self.reach.output
+        count = self.reach.forward_outputs
+        self.outputs = {storages.base(node) for node in flat[:count] if node is not None}
+        self.gradients = {storages.base(node) for node in flat[count:] if node is not None}
+        self.used_names: Counter[str] = Counter()
+        self.implementations_of: dict[str, tuple[Implementation, ...]] = {}
+
+    def add(self, node: fx.Node, phase: Phase, optional: bool = False) -> None:
+        """Add the operators that a kernel becomes: one, or several where parts of it can run apart."""
+        call = Call(
+            target=str(node.target),
+            args=encode_arguments(node.args, self.value_of),
+            kwargs=tuple((name, encode_arguments(value, self.value_of)) for name, value in node.kwargs.items()),
+            outputs=tuple(
+                item.name if item is not None and item in self.reach.needed else None
+                for item in storages.results(node)
+            ),
+        )
+        results = {item.name: item for item in storages.results(node) if item is not None}
+        module, source = self.namer.module(node), self.namer.source(node)
+        for suffix, part in split(call):
+            writes = []
+            for name in part.outputs:
+                if name is not None:
+                    writes.append(self._new_value(results[name], self.namer.name(node) + suffix, phase, optional))
+            changes = self._reads_mutated(node)
+            default = Implementation(
+                name="default",
+                reads=_values(part),
+                writes=tuple(writes),
+                call=part,
+                again=again(part) if changes else None,
+            )
+            kernel = Kernel(
+                call=part,
+                default=default,
+                results=tuple(None if name is None else spec_of(results[name].meta["val"]) for name in part.outputs),
+                values=self.values,
+                writer_call=self._writer_call,
+            )
+            implementations = (default, *alternatives(kernel))
+            self.operators.append(
+                Operator(
+                    name=self.namer.unique(node, suffix),
+                    family=family_of(part.target, suffix),
+                    phase=phase,
+                    implementations=implementations,
+                    optional=optional,
+                    rerunnable=phase is Phase.FORWARD
+                    and not is_random(node)
+                    and (not changes or default.again is not None),
+                    module=module,
+                    source=source,
+                )
+            )
+
+    def add_loss(self) -> None:
+        """Add what happens outside the model: the caller reads the outputs and autograd hands in gradients."""
+        reads = {self.index_of[node] for node in self.outputs if node in self.index_of}
+        tangents = [node for node in self.reach.graph.nodes if storages.is_tangent(node)]
+        writes = []
+        for number, node in enumerate(tangents):
+            self.index_of[node] = len(self.values)
+            writes.append(len(self.values))
+            self.values.append(_value(node, f"loss.tangent{number}", ValueKind.TANGENT))
+        implementation = Implementation(name="default", reads=tuple(sorted(reads)), writes=tuple(writes))
+        self.operators.append(
+            Operator(
+                name=self.namer.reserve("loss"),
+                family=LOSS,
+                phase=Phase.BACKWARD,
+                implementations=(implementation,),
+                rerunnable=False,
+            )
+        )
+
+    def value_of(self, node: fx.Node) -> int | None:
+        """The value that a tensor of the graph is (a view of); None where it is resident."""
+        return self.index_of.get(storages.base(node))
+
+    def _reads_mutated(self, node: fx.Node) -> bool:
+        return any(
+            isinstance(argument.meta.get("val"), torch.Tensor) and storages.base(argument) in self.reach.mutated
+            for argument in node.all_input_nodes
+        )
+
+    def _new_value(self, node: fx.Node, name: str, phase: Phase, optional: bool) -> int:
+        if node in self.outputs or (node in self.gradients and phase is Phase.FORWARD):
+            kind = ValueKind.OUTPUT
+        elif node in self.gradients:
+            kind = ValueKind.PARAM_GRAD
+        elif phase is Phase.BACKWARD:
+            kind = ValueKind.GRADIENT
+        else:
+            kind = ValueKind.INTERMEDIATE if optional else ValueKind.ACTIVATION
+        self.index_of[node] = len(self.values)
+        self.values.append(_value(node, f"{name}:{node.name}", kind))
+        return self.index_of[node]
+
+    def _writer_call(self, value: int) -> Call | None:
+        """The default call of the operator that writes a value, when it has been added."""
+        for operator in reversed(self.operators):
+            if value in operator.writes:
+                return operator.implementations[0].call
+        return None
+
+
+def _value(node: fx.Node, name: str, kind: ValueKind) -> Value:
+    tensor = node.meta["val"]
+    return Value(
+        name=name,
+        kind=kind,
+        size_bytes=storages.storage_bytes(node),
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+    )
+
+
+def _values(call: Call) -> tuple[int, ...]:
+    return tuple(sorted({ref.value for ref in call.tensors() if ref.value is not None}))
+
+
+__all__ = ["Inputs", "TensorRef", "TensorSpec", "Traced", "build_graph", "resident_bytes", "split_inputs", "trace"]

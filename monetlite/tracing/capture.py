@@ -1,0 +1,222 @@
+"""From a module and its inputs to one joint forward-and-backward graph, by TorchDynamo and AOTAutograd.
+
+TorchDynamo turns the whole model into a single graph without a break; AOTAutograd makes the joint graph of
+the forward and the backward pass from it, with mutations of buffers made functional. On fake tensors this
+allocates nothing. The wrapper captures through the same functions when it runs, so that a graph is the same
+whether it is traced for a schedule or executed.
+"""
+
+import contextlib
+import copy
+import inspect
+import logging
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from monetlite.errors import TraceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joint:
+    """The joint graph: its flat outputs are `forward_outputs` results and then a gradient for each input."""
+
+    graph: fx.GraphModule
+    forward_outputs: int
+
+
+MOST_LAYOUTS = 32
+"""How many different input layouts one wrapper compiles programs for, before it refuses another."""
+
+Partition = Callable[[Joint], tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def training_step(model: nn.Module) -> Callable[..., Any]:
+    """The function that is captured: the model's forward pass, differentiable where training needs it.
+
+    A model that returns a mapping with a scalar `loss` (as transformers' models do) is trained through that
+    loss: its other outputs come back detached. Otherwise every floating-point output can carry a gradient.
+    A transformers model is asked not to return its key-value cache, which training does not use and which
+    would keep every layer's keys and values in memory until the step ends (as gradient checkpointing does).
+    """
+    config = getattr(model, "config", None)
+    without_cache = bool(getattr(config, "use_cache", False)) and "use_cache" in _parameters(model)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if without_cache and "use_cache" not in kwargs:
+            kwargs["use_cache"] = False
+        return detach_all_but_loss(model(*args, **kwargs))
+
+    # Dynamo keeps what it compiled, and the limit on how much, with the code object: each model needs its own.
+    return types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(model.forward).parameters
+
+
+def detach_all_but_loss(output: Any) -> Any:
+    """Detach what stands beside a scalar `loss` in a mapping; anything else is returned as it is."""
+    if not has_loss(output):
+        return output
+    items = {
+        name: item if name == "loss" else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, item)
+        for name, item in output.items()
+    }
+    return type(output)(**items)
+
+
+def has_loss(output: Any) -> bool:
+    """Whether an output is a mapping (a dict, or a transformers ModelOutput) with a scalar tensor `loss`."""
+    if not isinstance(output, dict) or "loss" not in output:
+        return False
+    loss = output["loss"]
+    return isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad
+
+
+def compile_step(step: Callable[..., Any], partition: Partition) -> Callable[..., Any]:
+    """Compile a training step with a partition of our own: two programs, run as they are by eager kernels."""
+
+    def compile_program(program: fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+        return boxed(program)
+
+    def partition_fn(
+        joint: fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs))
+
+    backend = aot_autograd(
+        fw_compiler=compile_program,
+        bw_compiler=compile_program,
+        inference_compiler=compile_program,
+        partition_fn=partition_fn,
+    )
+    compiled: Callable[..., Any] = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+    return compiled
+
+
+def boxed(program: fx.GraphModule) -> Callable[..., Any]:
+    """A graph module as a function of one list, which it empties: arguments die at their last use.
+
+    Without this, what calls the program keeps every argument alive until it returns.
+    """
+    program.graph.set_codegen(fx.graph._BoxedCodeGen())  # type: ignore[no-untyped-call]
+    program.recompile()
+    forward = program.forward
+
+    def call(arguments: list[Any]) -> Any:
+        return forward(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+class _Captured(Exception):
+    """Ends a capture as soon as the joint graph is there."""
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Joint:
+    """Capture one training step on fake tensors.
+
+    Args:
+        model: in training mode, on any device, the meta device included. It is not run and not changed.
+        args, kwargs: example inputs; only shapes, strides, dtypes and devices of tensors matter.
+
+    Raises:
+        TraceError: the model can't be captured as one graph; names the line.
+    """
+    captured: list[Joint] = []
+
+    def keep(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+        captured.append(joint)
+        raise _Captured
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _without_meta(model, mode)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, mode), (args, dict(kwargs)))
+    try:
+        with mode, capture_settings():
+            compile_step(training_step(model), keep)(*args, **kwargs)
+    except Exception as error:
+        if not captured:
+            raise explain(error) from error
+    if not captured:
+        raise TraceError(
+            "nothing to train: no output of the model depends on a parameter or an input that requires a gradient"
+        )
+    return captured[0]
+
+
+@contextlib.contextmanager
+def capture_settings() -> Iterator[None]:
+    """What Dynamo needs to take a whole model: log messages are skipped, prints and warnings come afterwards."""
+    config = torch._dynamo.config
+    loggers = {
+        method
+        for name in ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
+        if callable(method := getattr(logging.Logger, name, None))
+    }
+    with config.patch(
+        ignore_logging_functions=config.ignore_logging_functions | loggers,
+        reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
+        recompile_limit=MOST_LAYOUTS,
+    ):
+        yield
+
+
+def explain(error: Exception) -> TraceError:
+    """Turn Dynamo's exception into one that names the line of the person's model and what to do."""
+    stack = getattr(error, "real_stack", None)
+    frames = [frame for frame in stack or () if not frame.filename.startswith(torch.__path__[0])]
+    frames = [frame for frame in frames if frame.filename != __file__] or frames
+    where = f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else "the model"
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    reason = lines[0].strip() if lines else type(error).__name__
+    return TraceError(
+        f"{where} can't be captured in one graph: {reason}. "
+        "Move what depends on the data (an if on a tensor's value, .item(), .numpy()) out of the forward pass, "
+        "or wrap only the submodule that doesn't need it: MONeTWrapper(model.backbone, ...)."
+    )
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor):
+        if tensor.fake_mode is not mode:
+            fake = FakeTensor(mode, tensor.to("meta"), tensor.device)  # type: ignore[no-untyped-call]
+            return fake.requires_grad_(tensor.requires_grad)
+        return tensor
+    if tensor.is_meta:
+        fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))  # type: ignore[no-untyped-call]
+        return fake.requires_grad_(tensor.requires_grad)
+    return mode.from_tensor(tensor, static_shapes=True)
+
+
+def _without_meta(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A model on the meta device, as one on the CPU without memory; any other model unchanged."""
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    model = copy.deepcopy(model)
+    fakes: dict[int, Any] = {}
+
+    def fake(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in fakes:
+            replacement: Any = _fake(tensor, mode)
+            if isinstance(tensor, nn.Parameter):
+                replacement = nn.Parameter(replacement.detach(), requires_grad=tensor.requires_grad)
+            fakes[id(tensor)] = replacement
+        return fakes[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    tensors[name] = fake(tensor)
+    return model

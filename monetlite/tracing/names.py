@@ -1,0 +1,82 @@
+"""Names people recognise: operators are called after the module that runs them (`layer1.0.conv1`)."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import fx, nn
+
+from monetlite.operators.family import short_name
+from monetlite.tracing import storages
+
+_ROOT = re.compile(r"^L\['[^']*'\](?:\._orig_mod)?")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+class Namer:
+    """Gives every kernel of a joint graph a unique name.
+
+    The main kernel of a leaf module has the module's name, its gradient `NAME.backward`; other kernels add
+    what they do: `layer1.0.add`, `layer1.0.add.backward`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._leaves = {name for name, module in model.named_modules() if not any(True for _ in module.children())}
+        self._names: dict[fx.Node, str] = {}
+        self._taken: Counter[str] = Counter()
+
+    def assign(self, kernels: Sequence[fx.Node]) -> None:
+        """Choose the names of all kernels at once, as the main one of a module is found by comparing them."""
+        largest: dict[tuple[str, bool], tuple[int, fx.Node]] = {}
+        for node in kernels:
+            module = self.module(node)
+            if module and module in self._leaves:
+                key = (module, is_backward(node))
+                weight = sum(storages.storage_bytes(item) for item in storages.results(node) if item is not None)
+                if key not in largest or weight > largest[key][0]:
+                    largest[key] = (weight, node)
+        main = {node for _, node in largest.values()}
+        for node in kernels:
+            module = self.module(node)
+            if node in main:
+                name = module
+            else:
+                what = short_name(str(node.target)).removesuffix("_backward")
+                name = f"{module}.{what}" if module else what
+            self._names[node] = f"{name}.backward" if is_backward(node) else name
+
+    def name(self, node: fx.Node) -> str:
+        return self._names[node]
+
+    def unique(self, node: fx.Node, suffix: str = "") -> str:
+        """The name of (a part of) a kernel, made unique by a number where it has to be."""
+        return self.reserve(self._names[node] + suffix)
+
+    def reserve(self, name: str) -> str:
+        self._taken[name] += 1
+        if self._taken[name] == 1:
+            return name
+        return self.reserve(f"{name}#{self._taken[name]}")
+
+    def module(self, node: fx.Node) -> str:
+        """Path of the innermost module that a node belongs to; empty for the model itself."""
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        path = ""
+        for item, _ in stack.values():
+            path = item
+        path = _ROOT.sub("", path)
+        path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
+        path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+        return path.lstrip(".")
+
+    @staticmethod
+    def source(node: fx.Node) -> str:
+        """File and line of the person's code that a node comes from."""
+        trace = node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or ""
+        frames = _FRAME.findall(str(trace))
+        return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd recorded a node while it traced the backward pass."""
+    return node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))

@@ -1,0 +1,140 @@
+"""Which storage each tensor of a captured graph lives in, and whose views are whose.
+
+A view shares the storage of what it is a view of. Only operators that compute something make storages; the
+graph of operators and values is made of those, and views are rebuilt where they are read.
+"""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+_UNANNOTATED_VIEWS = frozenset({"aten._unsafe_view.default"})
+"""Operators whose result shares its input's storage though their schema does not say so."""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call returns (a list of) views of its first tensor argument."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if str(target) in _UNANNOTATED_VIEWS:
+        return True
+    returns = target._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def is_item(node: fx.Node) -> bool:
+    """Whether a node takes one of the results of another."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_kernel(node: fx.Node) -> bool:
+    """Whether a node computes something: neither an input, nor a view, nor an item of another's results."""
+    return node.op == "call_function" and not is_item(node) and not is_view(node)
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The tensor node whose storage a tensor node is (a view of): an input, a kernel, or an item of a kernel."""
+    while True:
+        if is_view(node):
+            node = _viewed(node)
+        elif is_item(node) and is_view(producer := _argument(node)):
+            node = _viewed(producer)
+        else:
+            return node
+
+
+def kernel_of(node: fx.Node) -> fx.Node | None:
+    """The kernel that computes a base tensor; None for an input of the graph."""
+    if is_item(node):
+        node = _argument(node)
+    return node if is_kernel(node) else None
+
+
+def results(kernel: fx.Node) -> tuple[fx.Node | None, ...]:
+    """A kernel's results by position: itself, or the items taken of it (None where nobody takes one)."""
+    if isinstance(kernel.meta.get("val"), torch.Tensor):
+        return (kernel,)
+    items = {user.args[1]: user for user in kernel.users if is_item(user)}
+    count = len(kernel.meta["val"])
+    return tuple(items.get(index) for index in range(count))
+
+
+def storage_bytes(node: fx.Node) -> int:
+    """Size of the storage behind a base tensor, in bytes."""
+    return int(node.meta["val"].untyped_storage().nbytes())
+
+
+@dataclass(frozen=True)
+class Reachability:
+    """What the outputs of a joint graph need, and what depends on the gradients that come in."""
+
+    graph: fx.Graph
+    forward_outputs: int
+
+    @cached_property
+    def output(self) -> list[fx.Node | None]:
+        node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        flat = node.args[0]
+        assert isinstance(flat, (list, tuple))
+        return [item if isinstance(item, fx.Node) else None for item in flat]
+
+    @cached_property
+    def mutated(self) -> set[fx.Node]:
+        """Inputs that the step changes in place (running statistics): read again, they have other contents."""
+        output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        changed = [
+            item.mutated_input for item in output.meta["desc"] if isinstance(item, InputMutationAOTOutput)
+        ]
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return {node for node in inputs if node.meta["desc"] in changed}
+
+    @cached_property
+    def needed(self) -> set[fx.Node]:
+        """Nodes that some output depends on."""
+        return _ancestors(node for node in self.output if node is not None)
+
+    @cached_property
+    def forward(self) -> set[fx.Node]:
+        """Nodes that a result of the forward pass depends on."""
+        return _ancestors(node for node in self.output[: self.forward_outputs] if node is not None)
+
+    @cached_property
+    def backward(self) -> set[fx.Node]:
+        """Nodes that depend on the gradient of an output."""
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if is_tangent(node) or any(argument in found for argument in node.all_input_nodes):
+                found.add(node)
+        return found
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether an input of a joint graph is the gradient of an output (AOTAutograd's name for it)."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def _ancestors(roots: Iterator[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+def _argument(node: fx.Node) -> fx.Node:
+    argument = node.args[0]
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def _viewed(view: fx.Node) -> fx.Node:
+    return next(node for node in view.all_input_nodes)
