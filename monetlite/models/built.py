@@ -84,8 +84,14 @@ def finish(
     """Convert to the dtype asked for, set training mode and describe.
 
     Raises:
-        ModelError: no tensor of at least one dimension among the inputs, so no batch.
+        ModelError: lazy parameters, or no tensor of at least one dimension among the inputs, so no batch.
     """
+    import torch
+
+    if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ModelError(
+            f"{name} has lazy parameters without a shape; call the model once before returning it"
+        )
     if options.dtype is not None:
         model = model.to(options.dtype)
         example_inputs = _cast(example_inputs, options.dtype)

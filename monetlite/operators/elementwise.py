@@ -17,10 +17,9 @@ _IN_PLACE = {
         *((unary, "default") for unary in ("sin", "log", "abs", "reciprocal", "mish", "clamp")),
         *((binary, "Tensor") for binary in ("add", "sub", "mul", "div")),
         *((binary, "Scalar") for binary in ("add", "sub", "mul", "div")),
-        ("pow", "Tensor_Scalar"),
         ("masked_fill", "Scalar"),
     )
-}
+} | {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar"}
 """Operators with a variant that overwrites the first operand."""
 
 _COMMUTATIVE = {"aten.add.Tensor": "aten.add.out", "aten.mul.Tensor": "aten.mul.out"}

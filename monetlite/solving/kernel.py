@@ -11,10 +11,9 @@ A *genome* is one flat array of integers with everything the search decides, in 
 | eager | operators | 1: when an input is about to be dropped in the backward part, run first if it can and isn't there |
 | reverse | operators | 1: what is missing is recomputed last input first |
 
-Everything else follows. `generate` walks the backward operators and recomputes what is missing right where
-it is read, depth first; `price` goes back over the steps, derives from the rules of `monetlite.schedule`
-when each version of each value dies, and gives each step the option with the least latency + penalty ·
-overflow.
+Everything else follows. `generate` walks the agenda and recomputes what is missing right where it is read,
+depth first; `price` goes back over the steps, derives from the rules of `monetlite.schedule` when each
+version of each value dies, and gives each step the option with the least latency + penalty · overflow.
 """
 
 from typing import NamedTuple
@@ -22,236 +21,208 @@ from typing import NamedTuple
 import numba
 import numpy
 
-from monetlite.solving.problem import Flags, Floats, Integers, Tables
+from monetlite.solving.problem import (
+    AGENDA_OPERATOR,
+    AGENDA_WHEN,
+    BACKWARD,
+    EARLY,
+    GROUP_OPTIONS,
+    GROUP_OPTIONS_AGAIN,
+    GROUP_READS,
+    GROUP_READS_END,
+    GROUP_WRITES,
+    GROUP_WRITES_END,
+    LATE,
+    OPERATOR_GROUPS,
+    OPERATOR_GROUPS_END,
+    OPERATOR_RERUNNABLE,
+    OPTION_EXTRA,
+    OPTION_OVERWRITES,
+    OPTION_OVERWRITES_END,
+    VALUE_BYTES,
+    VALUE_HELD,
+    VALUE_READERS,
+    VALUE_READERS_END,
+    VALUE_WRITER,
+    Floats,
+    Integers,
+    Tables,
+)
 
 LAST_BIT = 62
 """Reads of a value beyond this many share a bit."""
 
-PARTS = 5
-"""Parts of a genome that have an entry for each operator, after the one that has an entry for each value."""
+PART_FIRST, PART_AGAIN, PART_PLACE, PART_EAGER, PART_REVERSE, PARTS = range(6)
+"""Parts of a genome with an entry for each operator; they follow the part with an entry for each value."""
+
+AVAILABLE, TOUCHES, PINS, NEEDED, DIED_AT = range(5)
+"""Columns of `Scratch.values`. Touches count reads since the end of the forward pass; pins count waiting readers."""
+
+STEP_OPERATOR, STEP_GROUP, STEP_AGAIN, STEP_OPTION = range(4)
+"""Columns of `Scratch.steps`."""
+
+LEAST_LATENCY, LATENCY, OVERFLOW, PEAK, STEPS = range(5)
+"""Entries of `Scratch.totals`."""
 
 
 class Scratch(NamedTuple):
-    """Working memory of one evaluation; also where its results are left."""
+    """Working memory of an evaluation; also where its results are left."""
 
-    available: Flags
-    touches: Integers
-    """Reads of each value since the end of the forward pass."""
-    pins: Integers
-    """Waiting operators that need the value."""
-    needed: Flags
-    died_at: Integers
-    ran: Flags
-    stack_operator: Integers
-    stack_group: Integers
-    stack_position: Integers
-    step_operator: Integers
-    step_group: Integers
-    step_again: Flags
-    step_option: Integers
-    numbers: Floats
-    """least latency of the steps, latency, overflow in bytes, peak in bytes: written by `generate` and `price`."""
+    values: Integers
+    ran: Integers
+    stack: Integers
+    """Operators that wait for their inputs: operator, group, position among its reads."""
+    steps: Integers
+    totals: Floats
+    """Least latency of the steps in ms; latency in ms, overflow and peak in bytes with the chosen options; steps."""
 
 
 def new_scratch(values: int, operators: int, most_steps: int) -> Scratch:
     """Working memory for schedules of at most `most_steps` steps."""
-
-    def integers(length: int) -> Integers:
-        return numpy.zeros(length, dtype=numpy.int64)
-
-    def flags(length: int) -> Flags:
-        return numpy.zeros(length, dtype=numpy.bool_)
-
     return Scratch(
-        available=flags(values),
-        touches=integers(values),
-        pins=integers(values),
-        needed=flags(values),
-        died_at=integers(values),
-        ran=flags(operators),
-        stack_operator=integers(operators + 1),
-        stack_group=integers(operators + 1),
-        stack_position=integers(operators + 1),
-        step_operator=integers(most_steps),
-        step_group=integers(most_steps),
-        step_again=flags(most_steps),
-        step_option=integers(most_steps),
-        numbers=numpy.zeros(4, dtype=numpy.float64),
+        values=numpy.zeros((values, 5), dtype=numpy.int64),
+        ran=numpy.zeros(operators, dtype=numpy.int64),
+        stack=numpy.zeros((operators + 1, 3), dtype=numpy.int64),
+        steps=numpy.zeros((most_steps, 4), dtype=numpy.int64),
+        totals=numpy.zeros(5, dtype=numpy.float64),
     )
 
 
 @numba.njit(cache=True, nogil=True)
-def _group_that_writes(tables: Tables, genome: Integers, operator: int, again: bool, wanted: int) -> int:
-    """The group the genome names, or the first one that writes `wanted`; -1 if there is none."""
-    values, operators = tables.value_bytes.size, tables.rerunnable.size
-    part = values + (operators if again else 0)
-    first, end = tables.group_start[operator], tables.group_start[operator + 1]
-    if first == end:
-        return -1
-    group = first + min(genome[part + operator], end - first - 1)
-    if wanted < 0:
-        return group
-    for candidate in range(-1, end - first):
-        at = group if candidate < 0 else first + candidate
-        for i in range(tables.writes_start[at], tables.writes_start[at + 1]):
-            if tables.writes[i] == wanted:
-                return at
-    return -1
-
-
-@numba.njit(cache=True, nogil=True)
-def _record(tables: Tables, scratch: Scratch, operator: int, group: int, count: int) -> int:
-    """Append a step; -1 where there is no room left."""
-    if count >= scratch.step_operator.size:
-        return -1
+def _run_eager(tables: Tables, genome: Integers, scratch: Scratch, operator: int, count: int) -> int:
+    """Run an operator if all it reads is there and something it writes is not; the number of steps after it."""
     again = scratch.ran[operator]
-    scratch.step_operator[count] = operator
-    scratch.step_group[count] = group
-    scratch.step_again[count] = again
-    scratch.ran[operator] = True
-    scratch.numbers[0] += tables.option_latency[tables.option_start[2 * group + (1 if again else 0)]]
+    if again != 0 and tables.operators[operator, OPERATOR_RERUNNABLE] == 0:
+        return count
+    part = tables.values.shape[0] + (PART_AGAIN if again != 0 else PART_FIRST) * tables.operators.shape[0]
+    group = tables.operators[operator, OPERATOR_GROUPS] + genome[part + operator]
+    if group >= tables.operators[operator, OPERATOR_GROUPS_END] or count >= scratch.steps.shape[0]:
+        return count
+    for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
+        if scratch.values[tables.lists[i], AVAILABLE] == 0:
+            return count
+    useful = False
+    for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+        useful = useful or scratch.values[tables.lists[i], AVAILABLE] == 0
+        scratch.values[tables.lists[i], AVAILABLE] = 1
+    if not useful:
+        return count
+    scratch.steps[count, STEP_OPERATOR] = operator
+    scratch.steps[count, STEP_GROUP] = group
+    scratch.steps[count, STEP_AGAIN] = again
+    scratch.ran[operator] = 1
+    scratch.totals[LEAST_LATENCY] += tables.latency_ms[tables.groups[group, GROUP_OPTIONS + again]]
     return count + 1
-
-
-@numba.njit(cache=True, nogil=True)
-def _run_eager(tables: Tables, genome: Integers, scratch: Scratch, value: int, count: int) -> int:
-    """Run the eager readers of a value that is about to be dropped, where all they read is there."""
-    values, operators = tables.value_bytes.size, tables.rerunnable.size
-    for i in range(tables.reader_start[value], tables.reader_start[value + 1]):
-        operator = tables.readers[i]
-        if genome[values + 3 * operators + operator] == 0:
-            continue
-        again = scratch.ran[operator]
-        if again and not tables.rerunnable[operator]:
-            continue
-        group = _group_that_writes(tables, genome, operator, again, -1)
-        if group < 0:
-            continue
-        possible = True
-        for j in range(tables.reads_start[group], tables.reads_start[group + 1]):
-            possible = possible and scratch.available[tables.reads[j]]
-        useful = False
-        for j in range(tables.writes_start[group], tables.writes_start[group + 1]):
-            useful = useful or not scratch.available[tables.writes[j]]
-        if possible and useful:
-            count = _record(tables, scratch, operator, group, count)
-            if count < 0:
-                return -1
-            for j in range(tables.writes_start[group], tables.writes_start[group + 1]):
-                scratch.available[tables.writes[j]] = True
-    return count
-
-
-@numba.njit(cache=True, nogil=True)
-def _push(tables: Tables, scratch: Scratch, depth: int, operator: int, group: int) -> None:
-    scratch.stack_operator[depth] = operator
-    scratch.stack_group[depth] = group
-    scratch.stack_position[depth] = 0
-    for i in range(tables.reads_start[group], tables.reads_start[group + 1]):
-        scratch.pins[tables.reads[i]] += 1
-
-
-@numba.njit(cache=True, nogil=True)
-def _run(tables: Tables, genome: Integers, scratch: Scratch, operator: int, backward: bool, count: int) -> int:
-    """Run an operator after recomputing what it needs; the number of steps so far, or -1 if that is impossible."""
-    values, operators = tables.value_bytes.size, tables.rerunnable.size
-    group = _group_that_writes(tables, genome, operator, scratch.ran[operator], -1)
-    if group < 0:
-        return -1
-    _push(tables, scratch, 0, operator, group)
-    depth = 1
-    while depth > 0:
-        operator = scratch.stack_operator[depth - 1]
-        group = scratch.stack_group[depth - 1]
-        first = tables.reads_start[group]
-        reads = tables.reads_start[group + 1] - first
-        backwards = genome[values + 4 * operators + operator] != 0
-        missing = -1
-        position = scratch.stack_position[depth - 1]
-        while position < reads:
-            value = tables.reads[first + (reads - 1 - position if backwards else position)]
-            if not scratch.available[value]:
-                missing = value
-                break
-            position += 1
-        scratch.stack_position[depth - 1] = position
-        if missing >= 0:
-            writer = tables.value_writer[missing]
-            if writer < 0 or (scratch.ran[writer] and not tables.rerunnable[writer]) or depth > operators:
-                return -1
-            child = _group_that_writes(tables, genome, writer, scratch.ran[writer], missing)
-            if child < 0:
-                return -1
-            _push(tables, scratch, depth, writer, child)
-            depth += 1
-            continue
-        depth -= 1
-        count = _record(tables, scratch, operator, group, count)
-        if count < 0:
-            return -1
-        for i in range(tables.writes_start[group], tables.writes_start[group + 1]):
-            value = tables.writes[i]
-            if not backward or scratch.pins[value] > 0:
-                scratch.available[value] = True
-            else:
-                bit = min(scratch.touches[value], LAST_BIT)
-                scratch.available[value] = (genome[value] >> bit) & 1 != 0
-        for i in range(first, first + reads):
-            value = tables.reads[i]
-            scratch.pins[value] -= 1
-            if backward:
-                scratch.touches[value] += 1
-                bit = min(scratch.touches[value], LAST_BIT)
-                if scratch.pins[value] == 0 and (genome[value] >> bit) & 1 == 0:
-                    count = _run_eager(tables, genome, scratch, value, count)
-                    if count < 0:
-                        return -1
-                    scratch.available[value] = False
-    return count
-
-
-@numba.njit(cache=True, nogil=True)
-def _run_optional(
-    tables: Tables, genome: Integers, scratch: Scratch, start: Integers, row: Integers, at: int, place: int, count: int
-) -> int:
-    """Run the optional operators whose place in the forward pass is here."""
-    values, operators = tables.value_bytes.size, tables.rerunnable.size
-    for i in range(start[at], start[at + 1]):
-        operator = row[i]
-        if genome[values + 2 * operators + operator] == place and not scratch.ran[operator]:
-            count = _run(tables, genome, scratch, operator, False, count)
-            if count < 0:
-                return -1
-    return count
 
 
 @numba.njit(cache=True, nogil=True)
 def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
     """Write the steps of a genome, without options, to `scratch`; their number, or -1 if it leads nowhere.
 
-    `numbers[0]` becomes the latency that the steps take at least.
+    One long function on purpose: a call that hands all the arrays on costs more than what it would do.
     """
-    scratch.available[:] = False
-    scratch.ran[:] = False
-    scratch.touches[:] = 0
-    scratch.pins[:] = 0
-    scratch.numbers[0] = 0.0
+    values, operators = tables.values.shape[0], tables.operators.shape[0]
+    state, stack, steps, ran = scratch.values, scratch.stack, scratch.steps, scratch.ran
+    groups, lists = tables.groups, tables.lists
+    place, eager = values + PART_PLACE * operators, values + PART_EAGER * operators
+    reverse = values + PART_REVERSE * operators
+    for value in range(values):
+        state[value, AVAILABLE] = 0
+        state[value, TOUCHES] = 0
+        state[value, PINS] = 0
+    ran[:] = 0
+    scratch.totals[LEAST_LATENCY] = 0.0
+    least_ms = 0.0
     count = 0
-    for at in range(tables.forward.size):
-        count = _run(tables, genome, scratch, tables.forward[at], False, count)
-        if count >= 0:
-            count = _run_optional(tables, genome, scratch, tables.early_start, tables.early, at, 1, count)
-        if count >= 0:
-            count = _run_optional(tables, genome, scratch, tables.late_start, tables.late, at, 2, count)
-        if count < 0:
-            return -1
-    for value in range(tables.value_bytes.size):
-        if genome[value] & 1 == 0:
-            scratch.available[value] = False
-    for at in range(tables.backward.size):
-        count = _run(tables, genome, scratch, tables.backward[at], True, count)
-        if count < 0:
-            return -1
+    backward = False
+    for at in range(tables.agenda.shape[0]):
+        entering = tables.agenda[at, AGENDA_OPERATOR]
+        when = tables.agenda[at, AGENDA_WHEN]
+        if (when == EARLY or when == LATE) and (genome[place + entering] != when or ran[entering] != 0):
+            continue
+        if when == BACKWARD and not backward:
+            backward = True
+            for value in range(values):
+                if genome[value] & 1 == 0:
+                    state[value, AVAILABLE] = 0
+        wanted = -1
+        depth = 0
+        while True:
+            if entering >= 0:
+                # Put an operator on the stack: with the group the genome names, or one that writes what is wanted.
+                again = ran[entering]
+                first_group = tables.operators[entering, OPERATOR_GROUPS]
+                last_group = tables.operators[entering, OPERATOR_GROUPS_END] - 1
+                if last_group < first_group or depth > operators:
+                    return -1
+                if again != 0 and tables.operators[entering, OPERATOR_RERUNNABLE] == 0:
+                    return -1
+                named = genome[values + (PART_AGAIN if again != 0 else PART_FIRST) * operators + entering]
+                group = min(first_group + named, last_group)
+                if wanted >= 0:
+                    candidate = first_group
+                    found = False
+                    while not found:
+                        for i in range(groups[group, GROUP_WRITES], groups[group, GROUP_WRITES_END]):
+                            found = found or lists[i] == wanted
+                        if not found:
+                            if candidate > last_group:
+                                return -1
+                            group = candidate
+                            candidate += 1
+                stack[depth, 0] = entering
+                stack[depth, 1] = group
+                stack[depth, 2] = 0
+                depth += 1
+                for i in range(groups[group, GROUP_READS], groups[group, GROUP_READS_END]):
+                    state[lists[i], PINS] += 1
+                entering = -1
+            operator = stack[depth - 1, 0]
+            group = stack[depth - 1, 1]
+            reads, reads_end = groups[group, GROUP_READS], groups[group, GROUP_READS_END]
+            backwards = genome[reverse + operator] != 0
+            missing = -1
+            position = stack[depth - 1, 2]
+            while position < reads_end - reads:
+                value = lists[reads_end - 1 - position if backwards else reads + position]
+                if state[value, AVAILABLE] == 0:
+                    missing = value
+                    break
+                position += 1
+            stack[depth - 1, 2] = position
+            if missing >= 0:
+                entering = tables.values[missing, VALUE_WRITER]
+                wanted = missing
+                if entering < 0:
+                    return -1
+                continue
+            depth -= 1
+            if count >= steps.shape[0]:
+                return -1
+            again = ran[operator]
+            steps[count, STEP_OPERATOR] = operator
+            steps[count, STEP_GROUP] = group
+            steps[count, STEP_AGAIN] = again
+            ran[operator] = 1
+            least_ms += tables.latency_ms[groups[group, GROUP_OPTIONS + again]]
+            count += 1
+            for i in range(groups[group, GROUP_WRITES], groups[group, GROUP_WRITES_END]):
+                state[lists[i], AVAILABLE] = 1
+            for i in range(reads, reads_end):
+                value = lists[i]
+                state[value, PINS] -= 1
+                if backward:
+                    touches = state[value, TOUCHES] + 1
+                    state[value, TOUCHES] = touches
+                    if state[value, PINS] == 0 and (genome[value] >> min(touches, LAST_BIT)) & 1 == 0:
+                        for j in range(tables.values[value, VALUE_READERS], tables.values[value, VALUE_READERS_END]):
+                            if genome[eager + lists[j]] != 0:
+                                count = _run_eager(tables, genome, scratch, lists[j], count)
+                        state[value, AVAILABLE] = 0
+            if depth == 0:
+                break
+    scratch.totals[LEAST_LATENCY] += least_ms
+    scratch.totals[STEPS] = count
     return count
 
 
@@ -262,75 +233,78 @@ def price(
     """weight · latency + penalty · overflow of the first `count` steps in `scratch`, each with its best option.
 
     The overflow is what steps need beyond `budget_bytes`, summed over steps. As soon as the cost is certain
-    to exceed `bound`, infinity is returned; so it is where a step has no legal option. `numbers[1:]` become
-    latency, overflow and peak, and `step_option` is written.
+    to exceed `bound`, infinity is returned; so it is where a step has no legal option. Latency, overflow and
+    peak are left in `scratch.totals`, the options in `scratch.steps`.
     """
-    scratch.needed[:] = tables.value_held
-    scratch.died_at[:] = -1
+    state, steps = scratch.values, scratch.steps
+    groups, lists, options, latency_ms = tables.groups, tables.lists, tables.options, tables.latency_ms
     after_bytes = tables.resident_bytes
-    for value in range(tables.value_bytes.size):
-        if tables.value_held[value] and scratch.available[value]:
-            after_bytes += tables.value_bytes[value]
-    cost = weight * scratch.numbers[0]
-    latency_ms = 0.0
+    for value in range(tables.values.shape[0]):
+        held = tables.values[value, VALUE_HELD]
+        state[value, NEEDED] = held
+        state[value, DIED_AT] = -1
+        if held != 0 and state[value, AVAILABLE] != 0:
+            after_bytes += tables.values[value, VALUE_BYTES]
+    cost = weight * scratch.totals[LEAST_LATENCY]
+    total_ms = 0.0
     overflow_bytes = 0
     peak_bytes = tables.resident_bytes
     for back in range(count):
         step = count - 1 - back
-        group = scratch.step_group[step]
-        again = scratch.step_again[step]
+        group = steps[step, STEP_GROUP]
+        again = steps[step, STEP_AGAIN]
         dying_bytes = 0
         written_bytes = 0
-        for i in range(tables.writes_start[group], tables.writes_start[group + 1]):
-            value = tables.writes[i]
-            if tables.value_held[value]:
-                if not again:
-                    written_bytes += tables.value_bytes[value]
-            elif scratch.needed[value]:
-                scratch.needed[value] = False
-                written_bytes += tables.value_bytes[value]
+        for i in range(groups[group, GROUP_WRITES], groups[group, GROUP_WRITES_END]):
+            value = lists[i]
+            size_bytes = tables.values[value, VALUE_BYTES]
+            if tables.values[value, VALUE_HELD] != 0:
+                if again == 0:
+                    written_bytes += size_bytes
+            elif state[value, NEEDED] != 0:
+                state[value, NEEDED] = 0
+                written_bytes += size_bytes
             else:
-                dying_bytes += tables.value_bytes[value]
+                dying_bytes += size_bytes
         read_bytes = 0
-        for i in range(tables.reads_start[group], tables.reads_start[group + 1]):
-            value = tables.reads[i]
-            if not scratch.needed[value]:
-                scratch.needed[value] = True
-                scratch.died_at[value] = step
-                read_bytes += tables.value_bytes[value]
+        for i in range(groups[group, GROUP_READS], groups[group, GROUP_READS_END]):
+            value = lists[i]
+            if state[value, NEEDED] == 0:
+                state[value, NEEDED] = 1
+                state[value, DIED_AT] = step
+                read_bytes += tables.values[value, VALUE_BYTES]
         base_bytes = after_bytes + dying_bytes + read_bytes
         after_bytes += read_bytes - written_bytes
         best = numpy.inf
         best_bytes = 0
         chosen = -1
-        first = tables.option_start[2 * group + (1 if again else 0)]
-        for option in range(first, tables.option_start[2 * group + (1 if again else 0) + 1]):
+        first = groups[group, GROUP_OPTIONS + again]
+        for option in range(first, groups[group, GROUP_OPTIONS_AGAIN + again]):
             legal = True
-            for i in range(tables.overwrites_start[option], tables.overwrites_start[option + 1]):
-                legal = legal and scratch.died_at[tables.overwrites[i]] == step
-            if not legal:
-                continue
-            here_bytes = base_bytes + tables.option_extra[option]
-            over_bytes = max(0, here_bytes - budget_bytes)
-            price_here = weight * tables.option_latency[option] + penalty * over_bytes
-            if price_here < best:
-                best = price_here
-                best_bytes = here_bytes
-                chosen = option
-            if over_bytes == 0:
-                break
+            for i in range(options[option, OPTION_OVERWRITES], options[option, OPTION_OVERWRITES_END]):
+                legal = legal and state[lists[i], DIED_AT] == step
+            if legal:
+                here_bytes = base_bytes + options[option, OPTION_EXTRA]
+                over_bytes = max(0, here_bytes - budget_bytes)
+                price_here = weight * latency_ms[option] + penalty * over_bytes
+                if price_here < best:
+                    best = price_here
+                    best_bytes = here_bytes
+                    chosen = option
+                if over_bytes == 0:
+                    break
         if chosen < 0:
             return numpy.inf
-        scratch.step_option[step] = chosen
-        cost += best - weight * tables.option_latency[first]
+        steps[step, STEP_OPTION] = chosen
+        cost += best - weight * latency_ms[first]
         if cost > bound:
             return numpy.inf
-        latency_ms += tables.option_latency[chosen]
+        total_ms += latency_ms[chosen]
         overflow_bytes += max(0, best_bytes - budget_bytes)
         peak_bytes = max(peak_bytes, best_bytes)
-    scratch.numbers[1] = latency_ms
-    scratch.numbers[2] = overflow_bytes
-    scratch.numbers[3] = peak_bytes
+    scratch.totals[LATENCY] = total_ms
+    scratch.totals[OVERFLOW] = overflow_bytes
+    scratch.totals[PEAK] = peak_bytes
     return cost
 
 
@@ -346,6 +320,6 @@ def evaluate(
 ) -> float:
     """`generate`, then `price`; infinity where the genome leads nowhere."""
     count = generate(tables, genome, scratch)
-    if count < 0 or weight * scratch.numbers[0] > bound:
+    if count < 0 or weight * scratch.totals[LEAST_LATENCY] > bound:
         return numpy.inf
     return price(tables, scratch, count, budget_bytes, weight, penalty, bound)

@@ -162,6 +162,30 @@ class Outline:
         """Whether every main operator has an implementation that can be legal at all."""
         return all(self.options[operator] for operator in self.main)
 
+    @cached_property
+    def extra_set(self) -> frozenset[int]:
+        return frozenset(self.extra)
+
+    @cached_property
+    def main_readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value, the places in the main run that read it in every implementation."""
+        found: list[list[int]] = [[] for _ in self.size_bytes]
+        for at, operator in enumerate(self.main):
+            for value in self.must_read[operator]:
+                found[value].append(at)
+        return tuple(tuple(places) for places in found)
+
+    def is_forward(self, operator: int) -> bool:
+        return self.profile.graph.operators[operator].phase is Phase.FORWARD
+
+    def useful_before(self, place: int) -> set[int]:
+        """The values that could serve anything from just before a place in the main run to the end."""
+        useful = {value for operator in self.main[place:] for value in self.may_read[operator]}
+        for operator in reversed(self.extra):
+            if any(not useful.isdisjoint(option.writes) for option in self.options[operator]):
+                useful |= self.may_read[operator]
+        return useful
+
     def least_ms(self, operator: int) -> float:
         """The least latency of a run outside the main run: of a first run too where the operator is optional."""
         options = self.options[operator]

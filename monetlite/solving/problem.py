@@ -13,9 +13,10 @@ nothing but the step itself feels, so the best option of a step follows from the
 | value re-run | r |
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
@@ -26,52 +27,44 @@ from monetlite.schedule import plain_steps, simulate
 
 Integers: TypeAlias = NDArray[numpy.int64]
 Floats: TypeAlias = NDArray[numpy.float64]
-Flags: TypeAlias = NDArray[numpy.bool_]
 
 TINY_FRACTION = 100_000
 """Values smaller than the plain peak divided by this are never dropped by the search."""
 
 
-class Tables(NamedTuple):
-    """The arrays that the kernel reads. `x_start[i]:x_start[i + 1]` is the slice of `x` that belongs to i.
+# Columns of the tables. X and X_END are a slice of `Tables.lists` or, for groups and options, of their rows.
+VALUE_BYTES, VALUE_HELD, VALUE_WRITER, VALUE_READERS, VALUE_READERS_END = range(5)
+OPERATOR_GROUPS, OPERATOR_GROUPS_END, OPERATOR_RERUNNABLE = range(3)
+GROUP_READS, GROUP_READS_END, GROUP_WRITES, GROUP_WRITES_END = range(4)
+GROUP_OPTIONS, GROUP_OPTIONS_AGAIN, GROUP_OPTIONS_END = range(4, 7)
+OPTION_EXTRA, OPTION_OVERWRITES, OPTION_OVERWRITES_END, OPTION_IMPLEMENTATION = range(4)
+AGENDA_OPERATOR, AGENDA_WHEN = range(2)
 
-    Sizes are in bytes, latencies in ms. The options of group g are those of row 2·g for an operator's first
-    run and of row 2·g + 1 for later ones, fastest first.
+FORWARD, EARLY, LATE, BACKWARD = range(4)
+"""When an entry of the agenda runs: always in the forward part; there if it is optional and its place is early,
+or late; always in the backward part."""
+
+
+class Tables(NamedTuple):
+    """What compiled code reads, one row an item; the columns are named above.
+
+    Few arrays with many columns, since handing an array to a compiled function costs time in every call.
     """
 
+    values: Integers
+    """Size in bytes; 1 if held; the operator that writes it, or -1; the forward operators that read it."""
+    operators: Integers
+    """Its groups; 1 if it can be run again."""
+    groups: Integers
+    """What it reads, ascending; what it writes; options of a first run, then of a run again; both fastest first."""
+    options: Integers
+    """Workspace less overwritten bytes; what it overwrites; its index among the operator's implementations."""
+    latency_ms: Floats
+    """Latency of each option."""
+    lists: Integers
+    agenda: Integers
+    """Operators in the order in which they run if nothing is recomputed; optional ones wherever they may run."""
     resident_bytes: int
-    value_bytes: Integers
-    value_held: Flags
-    value_writer: Integers
-    """Operator that writes the value, or -1."""
-    rerunnable: Flags
-    group_start: Integers
-    """Groups of each operator."""
-    reads_start: Integers
-    reads: Integers
-    """Values that each group reads, in ascending order."""
-    writes_start: Integers
-    writes: Integers
-    option_start: Integers
-    option_latency: Floats
-    option_extra: Integers
-    """Workspace less the bytes that the option overwrites."""
-    option_implementation: Integers
-    overwrites_start: Integers
-    overwrites: Integers
-    """Values that each option overwrites."""
-    forward: Integers
-    """Mandatory forward operators, in order."""
-    backward: Integers
-    early_start: Integers
-    early: Integers
-    """For each position in `forward`, optional operators whose inputs are all there right after it."""
-    late_start: Integers
-    late: Integers
-    """For each position in `forward`, optional operators one of whose inputs is read there for the last time."""
-    reader_start: Integers
-    readers: Integers
-    """Forward operators that read each value."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,36 +151,7 @@ def build_problem(profile: Profile) -> Problem:
         group_of.append(tuple(chosen))
         if not operator.optional or operator.phase is Phase.BACKWARD:
             least_latency_ms += min(fastest_ms, default=0.0)
-    forward = [i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
-    early, late = _optional_positions(graph, forward, writer)
-    reader_lists = _forward_readers(graph, range(len(size)))
-    option_start, flat_options = _flatten(options)
-    tables = Tables(
-        resident_bytes=graph.resident.total,
-        value_bytes=_integers(size),
-        value_held=numpy.array(held, dtype=numpy.bool_),
-        value_writer=_integers([writer.get(value, -1) for value in range(len(size))]),
-        rerunnable=numpy.array([op.rerunnable for op in graph.operators], dtype=numpy.bool_),
-        group_start=_starts(group_counts),
-        reads_start=_starts(map(len, reads)),
-        reads=_integers(value for row in reads for value in row),
-        writes_start=_starts(map(len, writes)),
-        writes=_integers(value for row in writes for value in row),
-        option_start=option_start,
-        option_latency=numpy.array([option.latency_ms for option in flat_options], dtype=numpy.float64),
-        option_extra=_integers(option.extra_bytes for option in flat_options),
-        option_implementation=_integers(option.implementation for option in flat_options),
-        overwrites_start=_starts(len(option.overwrites) for option in flat_options),
-        overwrites=_integers(value for option in flat_options for value in option.overwrites),
-        forward=_integers(forward),
-        backward=_integers(i for i, op in enumerate(graph.operators) if op.phase is Phase.BACKWARD),
-        early_start=_starts(map(len, early)),
-        early=_integers(operator for row in early for operator in row),
-        late_start=_starts(map(len, late)),
-        late=_integers(operator for row in late for operator in row),
-        reader_start=_starts(map(len, reader_lists)),
-        readers=_integers(operator for row in reader_lists for operator in row),
-    )
+    tables = _tables(graph, writer, group_counts, reads, writes, options)
     return Problem(
         profile=profile,
         tables=tables,
@@ -227,37 +191,87 @@ def _pareto(offered: list[_Option]) -> list[_Option]:
     return kept
 
 
-def _optional_positions(
-    graph: OperatorGraph, forward: list[int], writer: dict[int, int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Where in the forward pass each optional operator can run first, and last while its inputs are read anyway."""
-    position_of = {operator: position for position, operator in enumerate(forward)}
-    last_read: dict[int, int] = {}
-    for position, operator in enumerate(forward):
-        for implementation in graph.operators[operator].implementations:
-            last_read.update(dict.fromkeys(implementation.reads, position))
-    first_position = dict(position_of)
-    early: list[list[int]] = [[] for _ in forward]
-    late: list[list[int]] = [[] for _ in forward]
-    for index, candidate in enumerate(graph.operators):
-        if candidate.phase is Phase.BACKWARD or not candidate.optional or not forward:
-            continue
-        reads = candidate.implementations[0].reads
-        ready = max((first_position[writer[value]] for value in reads), default=0)
-        first_position[index] = ready
-        early[ready].append(index)
-        latest = min((last_read.get(value, ready) for value in reads), default=ready)
-        late[max(ready, latest)].append(index)
-    return early, late
-
-
-def _forward_readers(graph: OperatorGraph, values: Iterable[int]) -> list[list[int]]:
-    readers: list[list[int]] = [[] for _ in values]
+def _tables(
+    graph: OperatorGraph,
+    writer: dict[int, int],
+    group_counts: list[int],
+    reads: list[Sequence[int]],
+    writes: list[Sequence[int]],
+    options: list[list[_Option]],
+) -> Tables:
+    """Lay the parts out in rows; `options` holds two rows a group, of first runs and of later ones."""
+    readers: list[list[int]] = [[] for _ in graph.values]
     for index, operator in enumerate(graph.operators):
         if operator.phase is Phase.FORWARD:
             for value in {value for implementation in operator.implementations for value in implementation.reads}:
                 readers[value].append(index)
-    return readers
+    flat_options = [option for row in options for option in row]
+    lists: list[int] = []
+
+    def slices(rows: Iterable[Iterable[int]]) -> Iterator[tuple[int, int]]:
+        for row in rows:
+            start = len(lists)
+            lists.extend(row)
+            yield start, len(lists)
+
+    value_rows = [
+        (value.size_bytes, int(value.held), writer.get(index, -1), *of_readers)
+        for index, (value, of_readers) in enumerate(zip(graph.values, slices(readers), strict=True))
+    ]
+    group_ends = _ends(group_counts)
+    operator_rows = [
+        (end - count, end, int(operator.rerunnable))
+        for operator, count, end in zip(graph.operators, group_counts, group_ends, strict=True)
+    ]
+    option_ends = _ends(map(len, options))
+    group_rows = [
+        (*of_reads, *of_writes, option_ends[2 * group] - len(options[2 * group]), *option_ends[2 * group :][:2])
+        for group, (of_reads, of_writes) in enumerate(zip(slices(reads), slices(writes), strict=True))
+    ]
+    option_rows = [
+        (option.extra_bytes, *overwrites, option.implementation)
+        for option, overwrites in zip(flat_options, slices(o.overwrites for o in flat_options), strict=True)
+    ]
+    return Tables(
+        values=_rows(value_rows, 5),
+        operators=_rows(operator_rows, 3),
+        groups=_rows(group_rows, 7),
+        options=_rows(option_rows, 4),
+        latency_ms=numpy.array([option.latency_ms for option in flat_options], dtype=numpy.float64),
+        lists=numpy.array(lists, dtype=numpy.int64),
+        agenda=_rows(list(_agenda(graph, writer)), 2),
+        resident_bytes=graph.resident.total,
+    )
+
+
+def _agenda(graph: OperatorGraph, writer: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """Every place where an operator may have its first run in the forward part; then the backward operators.
+
+    An optional operator's early place is right after the last of its inputs is written; its late place is
+    after the last mandatory operator that reads the input which is needed for the shortest time.
+    """
+    forward = [i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
+    written_at = {operator: position for position, operator in enumerate(forward)}
+    last_read: dict[int, int] = {}
+    for position, index in enumerate(forward):
+        for implementation in graph.operators[index].implementations:
+            last_read.update(dict.fromkeys(implementation.reads, position))
+    early: list[list[int]] = [[] for _ in forward]
+    late: list[list[int]] = [[] for _ in forward]
+    for index, operator in enumerate(graph.operators):
+        if operator.phase is Phase.FORWARD and operator.optional and forward:
+            reads = operator.implementations[0].reads
+            ready = max((written_at[writer[value]] for value in reads), default=0)
+            written_at[index] = ready
+            early[ready].append(index)
+            late[max(ready, min((last_read.get(value, ready) for value in reads), default=ready))].append(index)
+    for position, index in enumerate(forward):
+        yield index, FORWARD
+        yield from ((optional, EARLY) for optional in early[position])
+        yield from ((optional, LATE) for optional in late[position])
+    for index, operator in enumerate(graph.operators):
+        if operator.phase is Phase.BACKWARD:
+            yield index, BACKWARD
 
 
 def _droppable(graph: OperatorGraph, writer: dict[int, int], tiny_bytes: int) -> Integers:
@@ -267,16 +281,12 @@ def _droppable(graph: OperatorGraph, writer: dict[int, int], tiny_bytes: int) ->
             operator = graph.operators[writer[index]]
             if operator.phase is Phase.FORWARD and operator.rerunnable:
                 chosen.append(index)
-    return _integers(chosen)
+    return numpy.array(chosen, dtype=numpy.int64)
 
 
-def _integers(values: Iterable[int]) -> Integers:
-    return numpy.array(list(values), dtype=numpy.int64)
+def _rows(rows: Sequence[tuple[int, ...]], columns: int) -> Integers:
+    return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), columns)
 
 
-def _starts(counts: Iterable[int]) -> Integers:
-    return numpy.concatenate([[0], numpy.cumsum(_integers(counts))]).astype(numpy.int64)
-
-
-def _flatten(rows: list[list[Any]]) -> tuple[Integers, list[Any]]:
-    return _starts(map(len, rows)), [item for row in rows for item in row]
+def _ends(counts: Iterable[int]) -> list[int]:
+    return list(itertools.accumulate(counts))

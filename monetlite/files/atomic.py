@@ -1,0 +1,44 @@
+"""Writing a file so that it is either what it was or complete, whatever happens in between."""
+
+import contextlib
+import os
+import tempfile
+from os import PathLike
+from pathlib import Path
+
+from monetlite.errors import ScheduleFileError
+
+
+def write_atomically(path: str | PathLike[str], text: str) -> None:
+    """Write text to a file through a temporary file beside it.
+
+    Raises:
+        ScheduleFileError: the file can't be written (no such folder, no permission, disk full); what was at
+            `path` is unchanged, and no temporary file is left.
+    """
+    target = Path(path)
+    temporary = ""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, _mode(target))
+        os.replace(temporary, target)
+    except OSError as error:
+        raise ScheduleFileError(
+            f"{target} can't be written: {error.strerror or error}; what was there before is unchanged"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def _mode(target: Path) -> int:
+    """Permissions of the file that is replaced, or those a new file would get."""
+    with contextlib.suppress(OSError):
+        return target.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask

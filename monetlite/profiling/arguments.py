@@ -1,0 +1,68 @@
+"""Real tensors for a call that is to be measured, with the layouts and the kind of contents it had."""
+
+from typing import Any
+
+import torch
+
+from monetlite.graph import Call, TensorRef
+from monetlite.tracing.calls import decode_argument
+
+
+def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of a call on a device: random numbers, and indices that are in range.
+
+    Tensors that shared a storage in the step share one here.
+    """
+    bound = index_bound(call)
+    storages: dict[tuple[int | None, str], torch.Tensor] = {}
+    extent: dict[tuple[int | None, str], int] = {}
+    for ref in call.tensors():
+        extent[_key(ref)] = max(extent.get(_key(ref), 0), _extent(ref))
+
+    def make(ref: TensorRef) -> torch.Tensor:
+        dtype = getattr(torch, ref.spec.dtype)
+        key = _key(ref)
+        if key not in storages or storages[key].dtype != dtype:
+            storages[key] = _contents(extent[key], dtype, device, bound)
+        return torch.as_strided(storages[key], ref.spec.shape, ref.spec.stride)
+
+    return (
+        decode_argument(call.args, make),
+        {name: decode_argument(value, make) for name, value in call.kwargs},
+    )
+
+
+def index_bound(call: Call) -> int:
+    """Integer arguments of a call may take values below this."""
+    tensors = [ref.spec for ref in call.tensors()]
+    if call.target.startswith("aten.embedding.") and tensors:
+        return tensors[0].shape[0]
+    if call.target.startswith("aten.embedding_dense_backward."):
+        rows = call.args[2]
+        return rows if isinstance(rows, int) else 1
+    if "max_pool2d" in call.target:
+        shape = call.args[1] if isinstance(call.args[1], tuple) else tensors[1].shape
+        height, width = shape[-2:]
+        return height * width if isinstance(height, int) and isinstance(width, int) else 1
+    if call.target.startswith("aten.nll_loss"):
+        return max(shape.shape[-1] for shape in tensors if len(shape.shape) > 1)
+    return 1
+
+
+def _contents(elements: int, dtype: torch.dtype, device: str, bound: int) -> torch.Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(elements, dtype=dtype, device=device)
+    if dtype is torch.bool:
+        return torch.rand(elements, device=device) < 0.5
+    return torch.randint(0, max(1, bound), (elements,), device=device).to(dtype)
+
+
+def _key(ref: TensorRef) -> tuple[int | None, str]:
+    return ref.value, "" if ref.value is not None else ref.node
+
+
+def _extent(ref: TensorRef) -> int:
+    """Elements of storage that a tensor spans."""
+    if 0 in ref.spec.shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(ref.spec.shape, ref.spec.stride, strict=True))

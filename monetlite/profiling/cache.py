@@ -1,0 +1,66 @@
+"""Measured costs on disk, so that a call is measured once on a machine, not once a model."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import platformdirs
+
+from monetlite.costs import Cost
+from monetlite.errors import ScheduleFileError
+from monetlite.files.atomic import write_atomically
+
+VERSION = 1
+_log = logging.getLogger(__name__)
+
+
+class CostCache:
+    """Costs by call signature, for one environment. `save` writes what has been added.
+
+    The folder is the platform's cache folder, or what `MONETLITE_CACHE` names.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        key = hashlib.sha256(json.dumps([VERSION, dict(environment)], sort_keys=True).encode()).hexdigest()[
+            :16
+        ]
+        folder = os.environ.get("MONETLITE_CACHE") or platformdirs.user_cache_dir("monetlite")
+        self.path = Path(folder) / "costs" / f"{key}.json"
+        self._environment = dict(environment)
+        self._costs = self._load()
+        self._changed = False
+
+    def get(self, signature: str) -> Cost | None:
+        found = self._costs.get(signature)
+        return None if found is None else Cost(latency_ms=found[0], workspace_bytes=int(found[1]))
+
+    def put(self, signature: str, cost: Cost) -> None:
+        self._costs[signature] = (cost.latency_ms, cost.workspace_bytes)
+        self._changed = True
+
+    def save(self) -> None:
+        """Write the cache; a folder that can't be written costs the next run its time, and nothing else."""
+        if not self._changed:
+            return
+        text = json.dumps({"environment": self._environment, "costs": self._costs})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, text)
+            self._changed = False
+        except (OSError, ScheduleFileError) as error:
+            _log.warning("measured costs could not be kept in %s: %s", self.path, error)
+
+    def _load(self) -> dict[str, tuple[float, float]]:
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            return {str(key): (float(item[0]), float(item[1])) for key, item in data["costs"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            _log.warning(
+                "measured costs in %s can't be read (%s) and will be measured again", self.path, error
+            )
+            return {}

@@ -1,0 +1,342 @@
+"""Costs for a machine without the GPU that will train: a roofline over the operators of a traced step.
+
+An estimate ranks operators and schedules; it does not promise milliseconds. `docs/estimates.md` gives its
+error against measurements.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+from monetlite.costs import Cost, Profile, ProfileKind
+from monetlite.graph import Argument, Call, OperatorGraph, TensorRef
+from monetlite.operators.family import packet
+from monetlite.profiling import roofline
+from monetlite.profiling.devices import Device, find_device
+from monetlite.profiling.roofline import Convolution, Kernel
+
+# What limits a kernel that is bound by memory, where it isn't plain streaming: a field of `Efficiency`.
+_LIMITED_BY = {
+    "normalization": (
+        "_native_batch_norm_legit_functional",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update_functional",
+        "_batch_norm_with_update",
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "native_batch_norm_backward",
+        "cudnn_batch_norm_backward",
+        "batch_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+        "_softmax",
+        "_log_softmax",
+    ),
+    "pooling": (
+        "max_pool2d_with_indices",
+        "avg_pool2d",
+        "_adaptive_avg_pool2d",
+        "upsample_bilinear2d",
+        "upsample_nearest2d",
+    ),
+    "scatter": (
+        "max_pool2d_with_indices_backward",
+        "max_pool2d_backward_from_indices",
+        "embedding_dense_backward",
+        "index_put",
+        "_unsafe_index_put",
+        "index_add",
+        "scatter",
+        "scatter_add",
+        "upsample_bilinear2d_backward",
+    ),
+}
+_LIMIT = {name: limit for limit, names in _LIMITED_BY.items() for name in names}
+# Normalizations read their operands again, after statistics or sums over all of them; those over single rows
+# hold a row in registers, so only their gradients (for the input, then for weight and bias) do.
+_SINGLE_PASS = {"native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax"}
+# Of their operands these read no more than they write.
+_GATHERS = {
+    "index",
+    "_unsafe_index",
+    "index_select",
+    "gather",
+    "embedding",
+    "slice",
+    "select",
+    "nll_loss_forward",
+}
+# These look at an operand's shape and dtype only: the position of each such operand.
+_SHAPE_ONLY = {
+    "max_pool2d_with_indices_backward": 1,
+    "new_zeros": 0,
+    "new_ones": 0,
+    "new_full": 0,
+    "new_empty": 0,
+    "zeros_like": 0,
+    "ones_like": 0,
+    "full_like": 0,
+    "empty_like": 0,
+    "rand_like": 0,
+    "randn_like": 0,
+    "bernoulli": 0,
+    "copy_": 0,
+}
+_ATTENTION = "_scaled_dot_product_flash_attention"
+_ITEM_BYTES = {
+    "complex128": 16,
+    "float64": 8,
+    "complex64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+}
+
+
+def estimate_profile(
+    graph: OperatorGraph, device_name: str, *, tf32_convolutions: bool = True, tf32_matmuls: bool = False
+) -> Profile:
+    """Estimate the costs of every implementation of every operator on a named device.
+
+    Args:
+        graph: a traced step.
+        device_name: one of `known_devices()`, such as `h100`, or what torch calls it.
+        tf32_convolutions: let float32 convolutions run as TF32 where the device can, as
+            `torch.backends.cudnn.allow_tf32` does by default.
+        tf32_matmuls: the same for matrix products, which `torch.backends.cuda.matmul.allow_tf32` by default
+            doesn't.
+
+    Returns:
+        A profile of kind `estimated`. Operators outside of the model (calls of None) cost nothing.
+
+    Raises:
+        DeviceError: no figures for a device of that name.
+    """
+    import torch
+
+    device = find_device(device_name)
+    estimated: dict[tuple[str, int], Cost] = {}
+    costs = []
+    for operator in graph.operators:
+        row = []
+        for implementation in operator.implementations:
+            if implementation.call is None:
+                row.append(Cost(latency_ms=0.0, workspace_bytes=0))
+                continue
+            written_bytes = sum(graph.values[value].size_bytes for value in implementation.writes)
+            key = (implementation.call.signature, written_bytes)
+            if key not in estimated:
+                estimated[key] = estimate_call(
+                    implementation.call,
+                    device,
+                    written_bytes,
+                    tf32_convolutions=tf32_convolutions,
+                    tf32_matmuls=tf32_matmuls,
+                )
+            row.append(estimated[key])
+        costs.append(tuple(row))
+    environment = {
+        "device": device.title,
+        "method": "roofline",
+        "float32 convolutions": "tf32" if tf32_convolutions and "tf32" in device.peak_flops else "fp32",
+        "float32 matmuls": "tf32" if tf32_matmuls and "tf32" in device.peak_flops else "fp32",
+        "torch": torch.__version__,
+    }
+    return Profile(
+        graph=graph,
+        device=device.name,
+        kind=ProfileKind.ESTIMATED,
+        costs=tuple(costs),
+        environment=environment,
+    )
+
+
+def estimate_call(
+    call: Call,
+    device: Device,
+    written_bytes: int,
+    *,
+    tf32_convolutions: bool = True,
+    tf32_matmuls: bool = False,
+) -> Cost:
+    """Estimate one call on a device.
+
+    A target without a formula is taken to be bound by memory: it reads its operands and writes its results.
+
+    Args:
+        call: target and arguments.
+        device: the device.
+        written_bytes: of the results.
+        tf32_convolutions: see `estimate_profile`.
+        tf32_matmuls: see `estimate_profile`.
+    """
+    name = packet(call.target)
+    dtype = _compute_dtype(call)
+    if name in ("convolution", "convolution_backward"):
+        kernel = _convolutions(call, name, device, dtype, written_bytes, tf32=tf32_convolutions)
+    elif (operations := _operations(call, name)) is not None:
+        kernel = _matrix_product(call, name, device, dtype, operations, written_bytes, tf32=tf32_matmuls)
+    else:
+        kernel = _memory_bound(call, name, device, written_bytes)
+    return Cost(
+        latency_ms=device.launch_us / 1e3 + kernel.seconds * 1e3,
+        workspace_bytes=kernel.workspace_bytes,
+    )
+
+
+def tensor_bytes(tensor: TensorRef) -> int:
+    """Bytes of a tensor's distinct elements: what a kernel has to read of it."""
+    spec = tensor.spec
+    elements = math.prod(size for size, step in zip(spec.shape, spec.stride, strict=True) if step != 0)
+    return elements * _ITEM_BYTES.get(spec.dtype, 1)
+
+
+def _convolutions(
+    call: Call, name: str, device: Device, dtype: str, written_bytes: int, *, tf32: bool
+) -> Kernel:
+    """A convolution, or the gradients of one that `output_mask` asks for."""
+    if name == "convolution":
+        image, weight = _tensor(call, 0), _tensor(call, 1)
+        stride, padding, dilation = (_ints(call, position) for position in (3, 4, 5))
+        transposed, extra, groups = bool(call.args[6]), _ints(call, 7), _ints(call, 8)[0]
+        sizes = zip(
+            image.spec.shape[2:], weight.spec.shape[2:], stride, padding, dilation, extra, strict=True
+        )
+        result_size = tuple(_result_size(*item, transposed=transposed) for item in sizes)
+        result_bytes, roles, bias = written_bytes, ["forward"], 0
+    else:
+        gradient, image, weight = (_tensor(call, position) for position in (0, 1, 2))
+        stride, dilation = _ints(call, 4), _ints(call, 6)
+        transposed, groups, mask = bool(call.args[7]), _ints(call, 9)[0], call.args[10]
+        assert isinstance(mask, tuple), "output_mask is a tuple of three"
+        result_size, result_bytes = gradient.spec.shape[2:], tensor_bytes(gradient)
+        roles = [
+            role for role, wanted in zip(("input_gradient", "weight_gradient"), mask, strict=False) if wanted
+        ]
+        bias = result_bytes if mask[2] else 0
+    # A transposed convolution is the input gradient of the convolution with the same weight.
+    batch, image_size = image.spec.shape[0], image.spec.shape[2:]
+    outer, inner = (result_size, image_size) if transposed else (image_size, result_size)
+    swap = {"forward": "input_gradient", "input_gradient": "forward"} if transposed else {}
+    kernels = [
+        roofline.convolution(
+            device,
+            Convolution(
+                role=swap.get(role, role),
+                batch=batch,
+                input_size=outer,
+                output_size=inner,
+                weight_shape=weight.spec.shape,
+                groups=groups,
+                image_bytes=tensor_bytes(image) + result_bytes,
+                weight_bytes=tensor_bytes(weight),
+                strided=any(step != 1 for step in stride),
+                dilated=any(step != 1 for step in dilation),
+                channels_last=image.spec.stride[1] == 1 and image.spec.shape[1] > 1,
+            ),
+            dtype=dtype,
+            tf32=tf32,
+        )
+        for role in roles
+    ]
+    kernels.append(roofline.memory_bound(device, bias, device.efficiency.elementwise))
+    return Kernel(
+        seconds=sum(kernel.seconds for kernel in kernels),
+        workspace_bytes=max(kernel.workspace_bytes for kernel in kernels),
+    )
+
+
+def _result_size(
+    size: int, kernel: int, stride: int, padding: int, dilation: int, extra: int, *, transposed: bool
+) -> int:
+    """Points along one dimension of a convolution's result; `extra` is `output_padding`."""
+    reach = dilation * (kernel - 1)
+    if transposed:
+        return (size - 1) * stride - 2 * padding + reach + extra + 1
+    return (size + 2 * padding - reach - 1) // stride + 1
+
+
+def _operations(call: Call, name: str) -> int | None:
+    """Operations of a matrix product or attention, by torch's own formulas; None for anything else."""
+    formula = _formulas().get(_formula_name(name))
+    if formula is None:
+        return None
+    shapes = [argument.spec.shape if isinstance(argument, TensorRef) else argument for argument in call.args]
+    return int(formula(*shapes))
+
+
+@cache
+def _formulas() -> dict[str, Any]:
+    from torch.utils.flop_counter import flop_registry
+
+    return {getattr(target, "__name__", str(target)): formula for target, formula in flop_registry.items()}
+
+
+def _formula_name(name: str) -> str:
+    """What torch's formulas call an operator: the CPU's attention counts like the GPU's."""
+    if name.startswith("_scaled_dot_product"):
+        return _ATTENTION + ("_backward" if name.endswith("_backward") else "")
+    return name
+
+
+def _matrix_product(
+    call: Call, name: str, device: Device, dtype: str, operations: int, written_bytes: int, *, tf32: bool
+) -> Kernel:
+    first = 1 if name in ("addmm", "baddbmm") or name.endswith("_backward") else 0
+    left, right = _tensor(call, first).spec.shape, _tensor(call, first + 1).spec.shape
+    # Attention multiplies queries by keys transposed.
+    columns = right[-2] if name.startswith("_scaled_dot_product") else right[-1]
+    return roofline.matmul(
+        device,
+        operations=operations,
+        batch=math.prod(left[:-2]),
+        rows=left[-2],
+        columns=columns,
+        depth=left[-1],
+        moved_bytes=_read_bytes(call, name) + written_bytes,
+        dtype=dtype,
+        tf32=tf32,
+    )
+
+
+def _memory_bound(call: Call, name: str, device: Device, written_bytes: int) -> Kernel:
+    """A kernel that is bound by memory: what it reads and writes, at which fraction of the bandwidth."""
+    read = _read_bytes(call, name)
+    limit = _LIMIT.get(name, "elementwise")
+    if limit == "normalization" and name not in _SINGLE_PASS:
+        read *= 2
+    elif name in _GATHERS:
+        read = min(read, 2 * written_bytes)
+    return roofline.memory_bound(device, read + written_bytes, getattr(device.efficiency, limit))
+
+
+def _read_bytes(call: Call, name: str) -> int:
+    """Bytes of a call's operands, each counted once, without those it needs only the shape of."""
+    ignored = call.args[_SHAPE_ONLY[name]] if name in _SHAPE_ONLY else None
+    tensors = {tensor.node: tensor for tensor in call.tensors() if tensor is not ignored}
+    return sum(tensor_bytes(tensor) for tensor in tensors.values())
+
+
+def _compute_dtype(call: Call) -> str:
+    """The dtype of the first floating-point operand."""
+    dtypes = (tensor.spec.dtype for tensor in call.tensors())
+    return next((dtype for dtype in dtypes if "float" in dtype), "float32")
+
+
+def _tensor(call: Call, position: int) -> TensorRef:
+    argument = call.args[position]
+    assert isinstance(argument, TensorRef), f"argument {position} of {call.target} is a tensor"
+    return argument
+
+
+def _ints(call: Call, position: int) -> tuple[int, ...]:
+    argument = call.args[position]
+    items: tuple[Argument, ...] = argument if isinstance(argument, tuple) else (argument,)
+    return tuple(item for item in items if isinstance(item, int))

@@ -1,0 +1,63 @@
+"""What an optimizer adds to a step: its state, all the time, and what its own step holds for a moment."""
+
+from dataclasses import dataclass, replace
+
+from monetlite.costs import Cost, Profile
+from monetlite.errors import ModelError
+from monetlite.graph import Implementation, Operator, Phase, ValueKind
+
+STEP = "monetlite.optimizer_step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Copies of the trained parameters that an optimizer of torch.optim holds, with its default settings.
+
+    `state` counts what it keeps between steps; `foreach` what its multi-tensor step, the default on a GPU,
+    holds for a moment; elsewhere it goes parameter by parameter, and the largest one counts that often.
+    """
+
+    state: int
+    foreach: int
+
+
+OPTIMIZERS = {
+    "sgd": Optimizer(state=0, foreach=0),
+    "momentum": Optimizer(state=1, foreach=0),
+    "adam": Optimizer(state=2, foreach=1),
+    "adamw": Optimizer(state=2, foreach=1),
+}
+"""State: the momentum buffer of SGD; exp_avg and exp_avg_sq of Adam and AdamW. For a moment: the square root
+of exp_avg_sq."""
+
+
+def with_optimizer(profile: Profile, name: str) -> Profile:
+    """Add an optimizer's state to a profile, and its step at the end.
+
+    Raises:
+        ModelError: an optimizer that is not known.
+    """
+    optimizer = OPTIMIZERS.get(name)
+    if optimizer is None:
+        raise ModelError(f"unknown optimizer {name!r}; known are {', '.join(OPTIMIZERS)}")
+    graph = profile.graph
+    gradients = [index for index, value in enumerate(graph.values) if value.kind is ValueKind.PARAM_GRAD]
+    sizes = [graph.values[index].size_bytes for index in gradients]
+    moment = sum(sizes) if profile.device != "cpu" else max(sizes, default=0)
+    step = Operator(
+        name="optimizer.step",
+        family=STEP,
+        phase=Phase.BACKWARD,
+        implementations=(Implementation(name="default", reads=tuple(gradients), writes=()),),
+        rerunnable=False,
+    )
+    return replace(
+        profile,
+        graph=replace(
+            graph,
+            operators=(*graph.operators, step),
+            resident=replace(graph.resident, optimizer=optimizer.state * sum(sizes)),
+        ),
+        costs=(*profile.costs, (Cost(latency_ms=0.0, workspace_bytes=optimizer.foreach * moment),)),
+        optimizer=name,
+    )

@@ -1,0 +1,225 @@
+"""Checking a scheduled model against plain training: gradients, buffers, random state, peak and step time."""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from monetlite.profiling.memory import peak_growth_bytes
+from monetlite.runtime.wrapper import MONeTWrapper
+from monetlite.schedule import Schedule
+from monetlite.tracing.build import Inputs, resident_bytes, split_inputs
+
+REORDERED_SUMS = 1e-6
+"""Largest relative difference of a gradient that sums in another order can make."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `verify` found. Differences are the largest absolute one over the largest absolute value.
+
+    Attributes:
+        gradients: for each parameter and input with a gradient, its difference from plain training's.
+        buffers: the same for the module's buffers after the step.
+        loss: the same for the output.
+        random_state: whether the generator is left as plain training leaves it.
+        peak_bytes, plain_peak_bytes: measured peak of the step, resident memory included.
+        predicted_peak_bytes, budget_bytes: what the schedule promises and was asked for; the prediction is
+            for the batch it was solved for.
+        step_ms, plain_step_ms: median measured step times, taken in turn.
+        same_shapes: whether the inputs are those the schedule was solved for.
+    """
+
+    gradients: Mapping[str, float]
+    buffers: Mapping[str, float]
+    loss: float
+    random_state: bool
+    peak_bytes: int
+    plain_peak_bytes: int
+    predicted_peak_bytes: int
+    budget_bytes: int
+    step_ms: float
+    plain_step_ms: float
+    same_shapes: bool
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is bit for bit as plain training's."""
+        return self.random_state and self.largest_difference == 0.0
+
+    @property
+    def largest_difference(self) -> float:
+        return max((self.loss, *self.gradients.values(), *self.buffers.values()))
+
+    @property
+    def within_budget(self) -> bool:
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def passed(self) -> bool:
+        """Same training (sums in another order allowed), and a peak within the budget."""
+        return self.random_state and self.largest_difference <= REORDERED_SUMS and self.within_budget
+
+
+def verify(
+    model: nn.Module,
+    schedule: Schedule,
+    example_inputs: Inputs,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    repeats: int = 3,
+    seed: int = 0,
+) -> Report:
+    """Run one training step plainly and by the schedule, and compare everything they leave behind.
+
+    The model itself is not changed: both run on copies.
+
+    Args:
+        model: the module the schedule is for, in training mode (a wrapped one is unwrapped).
+        schedule: as for `MONeTWrapper`.
+        example_inputs: as for `trace`.
+        loss: makes a scalar of the model's output; by default its `loss`, or the mean of the squares of
+            every floating-point output.
+        repeats: timed steps of each.
+        seed: of the random numbers of both.
+
+    Raises:
+        ScheduleMismatch, ModelError: as `MONeTWrapper`.
+    """
+    if isinstance(model, MONeTWrapper):
+        model = model.model
+    objective = loss or default_loss
+    args, kwargs = split_inputs(example_inputs)
+    device = "cuda" if any(item.is_cuda for item in model.parameters()) else "cpu"
+    plain = _Trainee(copy.deepcopy(model), args, kwargs, objective, device)
+    scheduled = _Trainee(MONeTWrapper(copy.deepcopy(model), schedule), args, kwargs, objective, device)
+    expected, found = plain.snapshot(seed), scheduled.snapshot(seed)
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeats):
+        for trainee, taken in zip((plain, scheduled), times, strict=True):
+            taken.append(trainee.time_ms())
+    leaves = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+    shapes = [tuple(item.shape) for item in leaves]
+    return Report(
+        gradients=_differences(expected.gradients, found.gradients),
+        buffers=_differences(expected.buffers, found.buffers),
+        loss=_difference(expected.loss, found.loss),
+        random_state=torch.equal(expected.random_state, found.random_state),
+        peak_bytes=scheduled.peak_bytes(),
+        plain_peak_bytes=plain.peak_bytes(),
+        predicted_peak_bytes=schedule.peak_bytes,
+        budget_bytes=schedule.budget_bytes,
+        step_ms=statistics.median(times[1]),
+        plain_step_ms=statistics.median(times[0]),
+        same_shapes=shapes == [spec.shape for spec in schedule.inputs.values()],
+    )
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """A scalar to train on: an output's `loss`, or the mean of the squares of all its floating-point tensors."""
+    if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
+        found: torch.Tensor = output["loss"]
+        return found
+    tensors = [
+        item for item in pytree.tree_leaves(output) if isinstance(item, torch.Tensor) and item.requires_grad
+    ]
+    return torch.stack([item.float().square().mean() for item in tensors]).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Snapshot:
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    random_state: torch.Tensor
+
+
+class _Trainee:
+    """A model that takes training steps, always from fresh gradients."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        objective: Callable[[Any], torch.Tensor],
+        device: str,
+    ) -> None:
+        self.model, self.objective, self.device = model, objective, device
+        self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, _fresh, (args, kwargs))
+        self.inputs = [item for item in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(item, torch.Tensor)]
+
+    def step(self) -> torch.Tensor:
+        for tensor in (*self.model.parameters(), *self.inputs):
+            tensor.grad = None
+        # A training loop holds the model's output until the step ends; the schedule counts on that.
+        output = self.model(*self.args, **self.kwargs)
+        loss = self.objective(output)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def snapshot(self, seed: int) -> _Snapshot:
+        """What one step leaves behind, from a seed."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            loss = self.step()
+            random_state = torch.cuda.get_rng_state() if self.device == "cuda" else torch.get_rng_state()
+        named = [*self.model.named_parameters(), *((f"input {i}", item) for i, item in enumerate(self.inputs))]
+        return _Snapshot(
+            loss=loss.clone(),
+            gradients={name: tensor.grad.clone() for name, tensor in named if tensor.grad is not None},
+            buffers={name: tensor.clone() for name, tensor in self.model.named_buffers()},
+            random_state=random_state,
+        )
+
+    def time_ms(self) -> float:
+        self._synchronize()
+        start = time.perf_counter()
+        self.step()
+        self._synchronize()
+        return (time.perf_counter() - start) * 1000
+
+    def peak_bytes(self) -> int:
+        """Resident memory of the step, and the most it allocates beyond that."""
+        for tensor in (*self.model.parameters(), *self.inputs):
+            tensor.grad = None
+        model = self.model.model if isinstance(self.model, MONeTWrapper) else self.model
+        return resident_bytes(model, self.inputs).total + peak_growth_bytes(self.step, self.device)
+
+    def _synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+
+
+def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, float]:
+    missing = float("inf")
+    return {
+        name: _difference(expected[name], found[name]) if name in expected and name in found else missing
+        for name in (*expected, *(name for name in found if name not in expected))
+    }
+
+
+def _difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    if expected.shape != found.shape:
+        return float("inf")
+    if torch.equal(expected, found):
+        return 0.0
+    expected, found = expected.double(), found.double()
+    worst = (expected - found).abs().max().item()
+    largest = expected.abs().max().item()
+    if worst != worst:
+        return 0.0 if torch.equal(expected.nan_to_num(), found.nan_to_num()) else float("inf")
+    return worst / largest if largest > 0 else worst
+
+
+__all__ = ["REORDERED_SUMS", "Report", "verify"]

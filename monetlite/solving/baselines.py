@@ -1,0 +1,258 @@
+"""What others do, on the same seam: step lists for comparison and as starting points.
+
+None of the functions that return steps knows a budget, except `greedy`: what they need is what `simulate` says.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy
+
+from monetlite.costs import Profile
+from monetlite.graph import OperatorGraph, Phase, ValueKind
+from monetlite.schedule import Step, plain_steps
+
+
+def store_all(profile: Profile) -> tuple[Step, ...]:
+    """Plain training: nothing is recomputed, default implementations."""
+    return plain_steps(profile.graph)
+
+
+def sqrt_checkpointing(profile: Profile) -> tuple[Step, ...]:
+    """√n segments of the n forward operators (Chen et al., 2016, section 3)."""
+    count = len(_mandatory(profile.graph))
+    pieces = max(1, math.isqrt(count))
+    return segment_checkpointing(profile, [count * piece // pieces for piece in range(1, pieces)])
+
+
+def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = None) -> tuple[Step, ...]:
+    """Keep what crosses from one segment of the forward pass to another; re-run a segment before its backward.
+
+    This is `torch.utils.checkpoint` around each segment: the first time the backward pass reads something a
+    segment dropped, what is missing of that segment and still read is run again, all at once.
+
+    Args:
+        profile: the graph and its costs.
+        segments: positions among the mandatory forward operators where a new segment begins. If not given,
+            `module_boundaries`, or where the graph has no module paths `articulation_boundaries`.
+    """
+    graph = profile.graph
+    if segments is None:
+        segments = module_boundaries(graph) or articulation_boundaries(graph)
+    segment_of: dict[int, int] = {}
+    number = 0
+    for position, index in enumerate(_mandatory(graph)):
+        number += sum(boundary == position for boundary in segments)
+        segment_of[index] = number
+    crossing = {
+        value
+        for index, segment in segment_of.items()
+        for value in graph.operators[index].implementations[0].reads
+        if segment_of.get(graph.writer[value], segment) != segment
+    }
+    return _Replay(graph, segment_of, crossing).steps()
+
+
+def module_boundaries(graph: OperatorGraph, depth: int = 2) -> list[int]:
+    """Where the module path of the mandatory forward operators changes, at its first `depth` levels."""
+    paths = [graph.operators[index].module.split(".")[:depth] for index in _mandatory(graph)]
+    if not any(any(path) for path in paths):
+        return []
+    return [at for at in range(1, len(paths)) if paths[at] != paths[at - 1]]
+
+
+def articulation_boundaries(graph: OperatorGraph) -> list[int]:
+    """Where at most one value passes from the mandatory forward operators before to those after."""
+    forward = _mandatory(graph)
+    position_of = {index: position for position, index in enumerate(forward)}
+    crossing = [0] * (len(forward) + 1)
+    last_read: dict[int, int] = {}
+    for position, index in enumerate(forward):
+        last_read.update(dict.fromkeys(graph.operators[index].implementations[0].reads, position))
+    for value, last in last_read.items():
+        written = position_of.get(graph.writer[value])
+        if written is not None:
+            crossing[written + 1] += 1
+            crossing[last + 1] -= 1
+    boundaries: list[int] = []
+    passing = 0
+    for position in range(len(forward)):
+        passing += crossing[position]
+        if position > 0 and passing <= 1:
+            boundaries.append(position)
+    return boundaries
+
+
+class _Replay:
+    """Writes the steps of segment checkpointing."""
+
+    def __init__(self, graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) -> None:
+        self.graph = graph
+        self.segment_of = segment_of
+        self.kept = kept
+        self.live: set[int] = set()
+        self.ran: set[int] = set()
+        self.order: list[Step] = []
+        self.wanted = self._needed_in_backward()
+
+    def _needed_in_backward(self) -> set[int]:
+        """What backward operators read, and what re-running that takes."""
+        waiting = [
+            value
+            for operator in self.graph.operators
+            if operator.phase is Phase.BACKWARD
+            for value in operator.implementations[0].reads
+        ]
+        wanted: set[int] = set()
+        while waiting:
+            value = waiting.pop()
+            if value not in wanted:
+                wanted.add(value)
+                waiting.extend(self.graph.operators[self.graph.writer[value]].implementations[0].reads)
+        return wanted
+
+    def steps(self) -> tuple[Step, ...]:
+        for index in _mandatory(self.graph):
+            self._run(index)
+        self.live = {value for value in self.live if self._stays(value)}
+        for index, operator in enumerate(self.graph.operators):
+            if operator.phase is Phase.BACKWARD:
+                self._run(index)
+        return tuple(self.order)
+
+    def _stays(self, value: int) -> bool:
+        writer = self.graph.operators[self.graph.writer[value]]
+        return value in self.kept or not writer.rerunnable or self.graph.values[value].held
+
+    def _run(self, index: int) -> None:
+        """Run an operator; first whatever it takes to have its inputs."""
+        pending = [index]
+        while pending:
+            operator = self.graph.operators[pending[-1]]
+            missing = [value for value in operator.implementations[0].reads if value not in self.live]
+            if missing:
+                pending.extend(reversed(self._to_rerun(missing[0])))
+                continue
+            current = pending.pop()
+            if all(value in self.live for value in operator.writes) and current in self.ran and operator.writes:
+                continue
+            self.order.append((current, 0))
+            self.ran.add(current)
+            self.live.update(operator.writes)
+
+    def _to_rerun(self, value: int) -> list[int]:
+        """The operators to run again when a value is missing: what is left of its segment up to the last needed."""
+        writer = self.graph.writer[value]
+        segment = self.segment_of.get(writer)
+        if segment is None:
+            return [writer]
+        return [
+            index
+            for index, of in self.segment_of.items()
+            if of == segment and any(v in self.wanted and v not in self.live for v in self.graph.operators[index].writes)
+        ]
+
+
+def greedy(profile: Profile, budget_bytes: int) -> tuple[Step, ...] | None:
+    """Drop values in order of bytes freed per millisecond of re-running their operator, until the rest fits.
+
+    Returns None if it does not fit however much is dropped.
+    """
+    from monetlite.solving.genomes import decode, keep_everything
+    from monetlite.solving.kernel import OVERFLOW, new_scratch
+    from monetlite.solving.problem import VALUE_WRITER, build_problem
+
+    problem = build_problem(profile)
+    scratch = new_scratch(problem.value_count, problem.operator_count, 20 * problem.operator_count)
+
+    def worth(value: int) -> float:
+        writer = int(problem.tables.values[value, VALUE_WRITER])
+        again_ms = min(cost.of_run(again=True)[0] for cost in profile.costs[writer])
+        return profile.graph.values[value].size_bytes / (again_ms + 1e-9)
+
+    dropped = sorted((int(value) for value in problem.droppable), key=worth, reverse=True)
+    impossible = problem.least_latency_ms * 1e6 + 1e6
+
+    def attempt(count: int) -> tuple[Step, ...] | None:
+        genome = keep_everything(problem)
+        genome[numpy.array(dropped[:count], dtype=numpy.int64)] &= ~1
+        steps = decode(problem, genome, scratch, budget_bytes, 1.0, impossible)
+        return steps if steps is not None and scratch.totals[OVERFLOW] == 0 else None
+
+    return _first_success(attempt, len(dropped))
+
+
+def _first_success(
+    attempt: Callable[[int], tuple[Step, ...] | None], most: int
+) -> tuple[Step, ...] | None:
+    """Try 0, 1, 2, 4, … then bisect: more is not always better, so an attempt that worked is remembered."""
+    failed, count = -1, 0
+    steps = attempt(0)
+    while steps is None and count < most:
+        failed, count = count, min(most, max(1, 2 * count))
+        steps = attempt(count)
+    if steps is None:
+        return None
+    while count - failed > 1:
+        middle = (count + failed) // 2
+        better = attempt(middle)
+        if better is None:
+            failed = middle
+        else:
+            count, steps = middle, better
+    return steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restriction:
+    """A profile with fewer implementations, and the way back to the one it was made from."""
+
+    profile: Profile
+    original: tuple[tuple[int, ...], ...]
+    """For each operator, the index that each implementation that is left had."""
+
+    def steps(self, steps: Sequence[Step]) -> tuple[Step, ...]:
+        """Steps of the restricted profile as steps of the original one."""
+        return tuple((operator, self.original[operator][choice]) for operator, choice in steps)
+
+
+def restrict_checkmate(profile: Profile) -> Restriction:
+    """Storage and recomputation only, with default implementations (Checkmate, Jain et al., MLSys 2020)."""
+    return _restrict(profile, lambda operator, choice: choice == 0)
+
+
+def restrict_gist(profile: Profile) -> Restriction:
+    """Masks and other compact intermediates, but no recomputation (Gist, Jain et al., ISCA 2018).
+
+    Operators that are not optional can't be run again; of the implementations only those are left that are
+    the default or read an intermediate.
+    """
+    kinds = [value.kind for value in profile.graph.values]
+
+    def reads_intermediate(operator: int, choice: int) -> bool:
+        reads = profile.graph.operators[operator].implementations[choice].reads
+        return choice == 0 or any(kinds[value] is ValueKind.INTERMEDIATE for value in reads)
+
+    restricted = _restrict(profile, reads_intermediate)
+    operators = tuple(replace(op, rerunnable=False) for op in restricted.profile.graph.operators)
+    graph = replace(restricted.profile.graph, operators=operators)
+    return replace(restricted, profile=replace(restricted.profile, graph=graph))
+
+
+def _restrict(profile: Profile, allowed: Callable[[int, int], bool]) -> Restriction:
+    original = tuple(
+        tuple(choice for choice in range(len(operator.implementations)) if allowed(index, choice))
+        for index, operator in enumerate(profile.graph.operators)
+    )
+    operators = tuple(
+        replace(operator, implementations=tuple(operator.implementations[choice] for choice in choices))
+        for operator, choices in zip(profile.graph.operators, original, strict=True)
+    )
+    costs = tuple(tuple(of[choice] for choice in choices) for of, choices in zip(profile.costs, original, strict=True))
+    graph = replace(profile.graph, operators=operators)
+    return Restriction(profile=replace(profile, graph=graph, costs=costs), original=original)
+
+
+def _mandatory(graph: OperatorGraph) -> list[int]:
+    return [i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]

@@ -1,0 +1,92 @@
+"""Between schedules and genomes: what a list of steps amounts to, and the steps that a genome amounts to."""
+
+from collections.abc import Sequence
+
+import numpy
+
+from monetlite.graph import Phase
+from monetlite.schedule import Step
+from monetlite.solving.kernel import (
+    LAST_BIT,
+    PART_AGAIN,
+    PART_FIRST,
+    PART_PLACE,
+    PARTS,
+    STEP_OPERATOR,
+    STEP_OPTION,
+    STEPS,
+    Scratch,
+    evaluate,
+)
+from monetlite.solving.problem import (
+    EARLY,
+    OPERATOR_GROUPS,
+    OPTION_IMPLEMENTATION,
+    Integers,
+    Problem,
+)
+
+KEEP_ALWAYS = -1
+"""A retain mask with every bit set."""
+
+
+def keep_everything(problem: Problem) -> Integers:
+    """The genome that drops nothing, and runs every operator with its first group."""
+    genome = numpy.zeros(problem.value_count + PARTS * problem.operator_count, dtype=numpy.int64)
+    genome[: problem.value_count] = KEEP_ALWAYS
+    return genome
+
+
+def encode(problem: Problem, steps: Sequence[Step]) -> Integers:
+    """The genome closest to a legal schedule.
+
+    It leads to the same steps where those recompute a value right where it is read; otherwise to similar ones.
+    """
+    graph, values, operators = problem.graph, problem.value_count, problem.operator_count
+    genome = keep_everything(problem)
+    genome[problem.droppable] = 0
+    droppable = set(problem.droppable.tolist())
+    boundary = _end_of_forward(problem, steps)
+    touches = [0] * values
+    ran: set[int] = set()
+    fresh: set[int] = set()
+    for at, (operator, choice) in enumerate(steps):
+        implementation = graph.operators[operator].implementations[choice]
+        group = problem.group_of[operator][choice]
+        part = values + (PART_AGAIN if operator in ran else PART_FIRST) * operators
+        ran.add(operator)
+        if group >= 0:
+            genome[part + operator] = group - problem.tables.operators[operator, OPERATOR_GROUPS]
+        if at < boundary:
+            genome[values + PART_PLACE * operators + operator] = EARLY if graph.operators[operator].optional else 0
+            continue
+        # A value that is read stayed since its read before, unless it was written in between.
+        for value in droppable.intersection(implementation.reads):
+            if value not in fresh:
+                genome[value] |= 1 << min(touches[value], LAST_BIT)
+            fresh.discard(value)
+            touches[value] += 1
+        fresh.update(implementation.writes)
+    return genome
+
+
+def _end_of_forward(problem: Problem, steps: Sequence[Step]) -> int:
+    """How many steps there are before the first one that runs again, or runs a backward operator."""
+    seen: set[int] = set()
+    for at, (operator, _) in enumerate(steps):
+        if operator in seen or problem.graph.operators[operator].phase is Phase.BACKWARD:
+            return at
+        seen.add(operator)
+    return len(steps)
+
+
+def decode(
+    problem: Problem, genome: Integers, scratch: Scratch, budget_bytes: int, weight: float, penalty: float
+) -> tuple[Step, ...] | None:
+    """The steps of a genome, each with the implementation that is best for the budget; None if it has none."""
+    if evaluate(problem.tables, genome, scratch, budget_bytes, weight, penalty, numpy.inf) == numpy.inf:
+        return None
+    steps: list[Step] = []
+    for row in scratch.steps[: int(scratch.totals[STEPS])]:
+        steps.append((int(row[STEP_OPERATOR]), int(problem.tables.options[row[STEP_OPTION], OPTION_IMPLEMENTATION])))
+    return tuple(steps)

@@ -1,0 +1,305 @@
+"""What simulated annealing changes in a genome at a time. Compiled; `kernel` says what a genome is."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numba
+import numpy
+from numpy.typing import NDArray
+
+from monetlite.graph import Operator, Phase
+from monetlite.solving.kernel import (
+    LAST_BIT,
+    PART_AGAIN,
+    PART_EAGER,
+    PART_FIRST,
+    PART_PLACE,
+    PART_REVERSE,
+    TOUCHES,
+    Scratch,
+)
+from monetlite.solving.problem import (
+    GROUP_READS,
+    GROUP_READS_END,
+    GROUP_WRITES,
+    GROUP_WRITES_END,
+    OPERATOR_GROUPS,
+    VALUE_WRITER,
+    Integers,
+    Problem,
+    Tables,
+)
+
+UNDO_LENGTH = 4096
+"""Changes that one move makes at most."""
+
+EVERYWHERE = -1
+"""A retain mask that never drops the value."""
+
+CHOICE_OPERATOR, CHOICE_PART, CHOICE_GROUPS = range(3)
+"""Columns of `Moves.choices`."""
+
+
+class Moves(NamedTuple):
+    """Where a genome may be changed.
+
+    `kin` lists, for each forward operator, the operators that look like it; `anchored` the backward operators
+    that can do with its output (and no later one); both as slices, `x_start[i]:x_start[i + 1]`.
+    """
+
+    droppable: Integers
+    is_droppable: Integers
+    choices: Integers
+    """Operator, part of the genome and number of groups, wherever there is more than one group."""
+    optional: Integers
+    eager: Integers
+    reversible: Integers
+    forward: Integers
+    look: Integers
+    """For each operator, a number that operators of the same make share."""
+    kin_start: Integers
+    kin: Integers
+    anchored_start: Integers
+    anchored: Integers
+
+
+def build_moves(problem: Problem) -> Moves:
+    """List what can be changed."""
+    graph, tables = problem.graph, problem.tables
+    is_droppable = numpy.zeros(problem.value_count, dtype=numpy.int64)
+    is_droppable[problem.droppable] = 1
+    choices: list[tuple[int, int, int]] = []
+    anchored: list[list[int]] = [[] for _ in graph.operators]
+    for index, operator in enumerate(graph.operators):
+        groups = int(tables.operators[index, OPERATOR_GROUPS + 1] - tables.operators[index, OPERATOR_GROUPS])
+        if groups > 1:
+            choices.append((index, PART_FIRST, groups))
+            if operator.phase is Phase.FORWARD and operator.rerunnable:
+                choices.append((index, PART_AGAIN, groups))
+        if operator.phase is Phase.BACKWARD:
+            reads = {value for item in operator.implementations for value in item.reads if is_droppable[value]}
+            if reads:
+                anchored[int(tables.values[max(reads), VALUE_WRITER])].append(index)
+    looks: dict[object, int] = {}
+    look = [looks.setdefault(_look(operator), len(looks)) for operator in graph.operators]
+    forward = [index for index, operator in enumerate(graph.operators) if operator.phase is Phase.FORWARD]
+    alike: dict[int, list[int]] = {}
+    for index in forward:
+        alike.setdefault(look[index], []).append(index)
+    kin = [_nearest(alike[look[i]], i) if i < len(forward) else [] for i in range(problem.operator_count)]
+    kin_start, flat_kin = _slices(kin)
+    anchored_start, flat_anchored = _slices(anchored)
+    rerunnable = [i for i in forward if graph.operators[i].rerunnable]
+    return Moves(
+        droppable=problem.droppable,
+        is_droppable=is_droppable,
+        choices=numpy.array(choices, dtype=numpy.int64).reshape(len(choices), 3),
+        optional=_integers(index for index in forward if graph.operators[index].optional),
+        eager=_integers(rerunnable),
+        reversible=_integers(i for i in range(problem.operator_count) if _reads_several(graph.operators[i])),
+        forward=_integers(forward),
+        look=_integers(look),
+        kin_start=kin_start,
+        kin=flat_kin,
+        anchored_start=anchored_start,
+        anchored=flat_anchored,
+    )
+
+
+def _look(operator: Operator) -> object:
+    groups = {(len(set(item.reads)), len(item.writes)) for item in operator.implementations}
+    return operator.family, operator.phase, operator.optional, operator.rerunnable, tuple(sorted(groups))
+
+
+def _nearest(members: list[int], operator: int, most: int = 24) -> list[int]:
+    """A few of the operators that look alike: enough to copy from, few enough for graphs of thousands."""
+    at = members.index(operator) if len(members) <= most else int(numpy.searchsorted(members, operator))
+    window = members[max(0, at - most // 2) : at + most // 2 + 1]
+    return [member for member in window if member != operator]
+
+
+def _reads_several(operator: Operator) -> bool:
+    return any(len(item.reads) > 1 for item in operator.implementations)
+
+
+def _integers(items: Iterable[int]) -> Integers:
+    return numpy.array(list(items), dtype=numpy.int64)
+
+
+def _slices(rows: list[list[int]]) -> tuple[Integers, Integers]:
+    starts = numpy.concatenate([[0], numpy.cumsum(_integers(map(len, rows)))]).astype(numpy.int64)
+    return starts, _integers(item for row in rows for item in row)
+
+
+@numba.njit(cache=True, nogil=True)
+def draw(random: NDArray[numpy.uint64]) -> float:
+    """The next number in [0, 1) of an xorshift64* generator."""
+    x = random[0]
+    x ^= x >> numpy.uint64(12)
+    x ^= x << numpy.uint64(25)
+    x ^= x >> numpy.uint64(27)
+    random[0] = x
+    return float((x * numpy.uint64(2685821657736338717)) >> numpy.uint64(11)) / 9007199254740992.0
+
+
+@numba.njit(cache=True, nogil=True)
+def _below(random: NDArray[numpy.uint64], end: int) -> int:
+    return int(draw(random) * end)
+
+
+@numba.njit(cache=True, nogil=True)
+def _set(genome: Integers, undo: Integers, index: int, gene: int) -> None:
+    """Change a gene, and note what it was; undo[0, 0] counts the notes."""
+    count = undo[0, 0]
+    if genome[index] != gene and count + 1 < undo.shape[0]:
+        undo[count + 1, 0] = index
+        undo[count + 1, 1] = genome[index]
+        undo[0, 0] = count + 1
+        genome[index] = gene
+
+
+@numba.njit(cache=True, nogil=True)
+def take_back(genome: Integers, undo: Integers) -> None:
+    """Undo a move."""
+    for back in range(undo[0, 0]):
+        note = undo[0, 0] - back
+        genome[undo[note, 0]] = undo[note, 1]
+    undo[0, 0] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def propose(
+    tables: Tables,
+    moves: Moves,
+    genome: Integers,
+    scratch: Scratch,
+    undo: Integers,
+    random: NDArray[numpy.uint64],
+) -> None:
+    """Make one random move; `take_back` reverts it. `scratch` is of the last evaluation."""
+    undo[0, 0] = 0
+    values, operators = tables.values.shape[0], tables.operators.shape[0]
+    place = values + PART_PLACE * operators
+    kind = draw(random)
+    if kind < 0.30 and moves.droppable.size > 0:
+        # Flip one bit of when a value is kept, among those that decide something.
+        value = moves.droppable[_below(random, moves.droppable.size)]
+        for _ in range(3):
+            if scratch.values[value, TOUCHES] == 0:
+                value = moves.droppable[_below(random, moves.droppable.size)]
+        bit = _below(random, max(1, min(scratch.values[value, TOUCHES], LAST_BIT)))
+        _set(genome, undo, value, genome[value] ^ (1 << bit))
+    elif kind < 0.50 and moves.droppable.size > 1:
+        # Exchange a value that is kept for one that is not, more often a close one.
+        at = _below(random, moves.droppable.size)
+        reach = 12 if draw(random) < 0.6 else moves.droppable.size
+        value = moves.droppable[at]
+        for _ in range(12):
+            other_at = at - reach + _below(random, 2 * reach + 1)
+            if 0 <= other_at < moves.droppable.size:
+                other = moves.droppable[other_at]
+                if (genome[other] ^ genome[value]) & 1 != 0:
+                    _set(genome, undo, other, genome[other] ^ 1)
+                    break
+        _set(genome, undo, value, genome[value] ^ 1)
+    elif kind < 0.74 and moves.choices.shape[0] > 0:
+        # Choose another group, and mostly keep what it reads in place of what the old one did.
+        choice = _below(random, moves.choices.shape[0])
+        operator, groups = moves.choices[choice, CHOICE_OPERATOR], moves.choices[choice, CHOICE_GROUPS]
+        gene = values + moves.choices[choice, CHOICE_PART] * operators + operator
+        old_group = tables.operators[operator, OPERATOR_GROUPS] + genome[gene]
+        named = (genome[gene] + 1 + _below(random, groups - 1)) % groups
+        _set(genome, undo, gene, named)
+        group = tables.operators[operator, OPERATOR_GROUPS] + named
+        if draw(random) < 0.6:
+            for i in range(tables.groups[old_group, GROUP_READS], tables.groups[old_group, GROUP_READS_END]):
+                value = tables.lists[i]
+                if moves.is_droppable[value] != 0 and draw(random) < 0.7:
+                    _set(genome, undo, value, genome[value] & ~1)
+        if draw(random) < 0.7:
+            for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
+                value = tables.lists[i]
+                if moves.is_droppable[value] != 0:
+                    _set(genome, undo, value, genome[value] | 1)
+                    writer = tables.values[value, VALUE_WRITER]
+                    if genome[place + writer] == 0:
+                        _set(genome, undo, place + writer, 1 + _below(random, 2))
+    elif kind < 0.80 and moves.optional.size > 0:
+        operator = moves.optional[_below(random, moves.optional.size)]
+        where = (genome[place + operator] + 1 + _below(random, 2)) % 3
+        _set(genome, undo, place + operator, where)
+        group = tables.operators[operator, OPERATOR_GROUPS]
+        for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+            value = tables.lists[i]
+            if moves.is_droppable[value] != 0 and draw(random) < 0.5:
+                _set(genome, undo, value, genome[value] | 1 if where != 0 else genome[value] & ~1)
+    elif kind < 0.88 and moves.kin.size > 0:
+        _copy_block(tables, moves, genome, undo, random)
+    elif kind < 0.96 and moves.forward.size > 0:
+        _redo_block(tables, moves, genome, undo, random, kind < 0.92)
+    elif kind < 0.985 and moves.reversible.size > 0:
+        operator = moves.reversible[_below(random, moves.reversible.size)]
+        gene = values + PART_REVERSE * operators + operator
+        _set(genome, undo, gene, 1 - genome[gene])
+    elif moves.eager.size > 0:
+        operator = moves.eager[_below(random, moves.eager.size)]
+        gene = values + PART_EAGER * operators + operator
+        _set(genome, undo, gene, 1 - genome[gene])
+
+
+@numba.njit(cache=True, nogil=True)
+def _copy_block(
+    tables: Tables, moves: Moves, genome: Integers, undo: Integers, random: NDArray[numpy.uint64]
+) -> None:
+    """Copy the choices of a run of operators to another run that looks the same."""
+    values, operators = tables.values.shape[0], tables.operators.shape[0]
+    target = moves.forward[_below(random, moves.forward.size)]
+    alike = moves.kin_start[target + 1] - moves.kin_start[target]
+    if alike == 0:
+        return
+    source = moves.kin[moves.kin_start[target] + _below(random, alike)]
+    length = 1 + _below(random, 2 ** (2 + _below(random, 5)))
+    for _ in range(length):
+        if max(source, target) >= moves.forward.size or moves.look[source] != moves.look[target]:
+            return
+        for part in range(PART_FIRST, PART_REVERSE + 1):
+            _set(genome, undo, values + part * operators + target, genome[values + part * operators + source])
+        group = tables.operators[target, OPERATOR_GROUPS]
+        shift = tables.groups[tables.operators[source, OPERATOR_GROUPS], GROUP_WRITES] - tables.groups[group, GROUP_WRITES]
+        for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+            if moves.is_droppable[tables.lists[i]] != 0:
+                _set(genome, undo, tables.lists[i], genome[tables.lists[i + shift]])
+        first, end = moves.anchored_start[target], moves.anchored_start[target + 1]
+        offset = moves.anchored_start[source] - first
+        if moves.anchored_start[source + 1] - offset == end:
+            for i in range(first, end):
+                to, of = moves.anchored[i], moves.anchored[i + offset]
+                if moves.look[to] == moves.look[of]:
+                    _set(genome, undo, values + to, genome[values + of])
+        source += 1
+        target += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _redo_block(
+    tables: Tables,
+    moves: Moves,
+    genome: Integers,
+    undo: Integers,
+    random: NDArray[numpy.uint64],
+    segment: bool,
+) -> None:
+    """Give the values of a run of forward operators random masks, or those of a checkpointed segment."""
+    first = _below(random, moves.forward.size)
+    length = 2 + _below(random, 2 ** (2 + _below(random, 4)))
+    whole = EVERYWHERE & ~1 if draw(random) < 0.8 else EVERYWHERE
+    share = draw(random)
+    for at in range(first, min(first + length, moves.forward.size)):
+        group = tables.operators[moves.forward[at], OPERATOR_GROUPS]
+        for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+            value = tables.lists[i]
+            if moves.is_droppable[value] != 0:
+                if segment:
+                    _set(genome, undo, value, whole)
+                else:
+                    _set(genome, undo, value, _below(random, 16) << 1 | (1 if draw(random) < share else 0))
