@@ -110,7 +110,7 @@ def solve(
         plain_peak_bytes=plain.peak_bytes,
         plain_latency_ms=plain.latency_ms,
         device=profile.device,
-        kind=profile.kind,
+        kind=str(profile.kind),
         solver=solution.solver,
         seconds=solution.seconds,
         environment=dict(profile.environment),
@@ -153,10 +153,13 @@ def _nothing_fits(
         where = f" (at {profile.graph.operators[timeline.steps[timeline.peak_step][0]].name})"
     asked = f"budget {format_bytes(budget_bytes)} ({budget_bytes} bytes)"
     if status is Status.INFEASIBLE:
-        problem = f"{asked} is too small: no schedule needs less than {format_bytes(proven_bytes)} ({proven_bytes} bytes)"
+        least = f"{format_bytes(proven_bytes)} ({proven_bytes} bytes)"
+        problem = f"{asked} is too small: no schedule needs less than {least}"
     else:
         problem = f"no schedule was found within {asked}, though it is not proven that there is none"
-    known = f"; the smallest peak reached is {format_bytes(reached)} ({reached} bytes){where}" if reached else ""
+    known = (
+        f"; the smallest peak reached is {format_bytes(reached)} ({reached} bytes){where}" if reached else ""
+    )
     return InfeasibleBudget(
         f"{problem}{known}. Raise the budget, or lower the batch or the input size",
         budget_bytes=budget_bytes,

@@ -55,7 +55,11 @@ class Choices:
         return cls(
             before={name: tuple(runs) for name, runs in before.items()},
             implementations=implementations,
-            stored=tuple(graph.values[value].name for value in stored_values(graph, steps)),
+            stored=tuple(
+                graph.values[value].name
+                for value in stored_values(graph, steps)
+                if not graph.values[value].held
+            ),
         )
 
     def steps(self, graph: OperatorGraph) -> tuple[tuple[int, int], ...]:
@@ -67,7 +71,9 @@ class Choices:
         known = graph.by_name
         for name in (*self.before, *self.implementations):
             if name not in known:
-                raise ScheduleMismatch(f"the schedule names operator {name!r}, which this graph does not have")
+                raise ScheduleMismatch(
+                    f"the schedule names operator {name!r}, which this graph does not have"
+                )
         steps: list[tuple[int, int]] = []
         for index, operator in enumerate(graph.operators):
             if operator.optional:
@@ -99,11 +105,14 @@ def reads_before_writes(graph: OperatorGraph, steps: Iterable[tuple[int, int]]) 
 def first_backward(graph: OperatorGraph, steps: Sequence[tuple[int, int]]) -> int:
     """Position of the first step that runs a backward operator."""
     return next(
-        (at for at, (index, _) in enumerate(steps) if graph.operators[index].phase is Phase.BACKWARD), len(steps)
+        (at for at, (index, _) in enumerate(steps) if graph.operators[index].phase is Phase.BACKWARD),
+        len(steps),
     )
 
 
-def _step(graph: OperatorGraph, name: str, implementation: str | None, index: int | None = None) -> tuple[int, int]:
+def _step(
+    graph: OperatorGraph, name: str, implementation: str | None, index: int | None = None
+) -> tuple[int, int]:
     if index is None:
         index = graph.by_name.get(name)
     if index is None:

@@ -121,7 +121,9 @@ class Call:
 
         kwargs = {name: encode(value) for name, value in self.kwargs}
         used = [name is not None for name in self.outputs]
-        return json.dumps([self.target, encode(self.args), kwargs, used], sort_keys=True, separators=(",", ":"))
+        return json.dumps(
+            [self.target, encode(self.args), kwargs, used], sort_keys=True, separators=(",", ":")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +214,9 @@ class OperatorGraph:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        assert len({operator.name for operator in self.operators}) == len(self.operators), "names must be unique"
+        assert len({operator.name for operator in self.operators}) == len(self.operators), (
+            "names must be unique"
+        )
         seen_backward = False
         for operator in self.operators:
             seen_backward |= operator.phase is Phase.BACKWARD
@@ -234,7 +238,9 @@ class OperatorGraph:
     @cached_property
     def fingerprint(self) -> str:
         """Ties a schedule to what it was solved for: operators, edges, and every value's size and dtype."""
-        return _digest([self._structure(), [(value.size_bytes, value.shape, value.dtype) for value in self.values]])
+        return _digest(
+            [self._structure(), [(value.size_bytes, value.shape, value.dtype) for value in self.values]]
+        )
 
     @cached_property
     def structure(self) -> str:

@@ -236,14 +236,18 @@ def check_order(graph: OperatorGraph, operators: Iterable[int]) -> None:
                     f"step {at} ({operator.name}): backward begins before {graph.operators[waiting].name} has run"
                 )
             if at_backward >= len(backward) or backward[at_backward] != index:
-                raise IllegalSchedule(f"step {at} ({operator.name}): backward operators must run once each, in order")
+                raise IllegalSchedule(
+                    f"step {at} ({operator.name}): backward operators must run once each, in order"
+                )
             at_backward += 1
         elif index == waiting:
             waiting = next(expected, None)
         elif not operator.optional and waiting is not None:
             raise IllegalSchedule(f"step {at} ({operator.name}): the forward pass must run once, in order")
         elif index in ran and not operator.rerunnable:
-            raise IllegalSchedule(f"step {at} ({operator.name}): can't be run again (random, or a side effect)")
+            raise IllegalSchedule(
+                f"step {at} ({operator.name}): can't be run again (random, or a side effect)"
+            )
         ran.add(index)
     if waiting is not None:
         raise IllegalSchedule(f"{graph.operators[waiting].name} is never run")

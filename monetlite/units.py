@@ -41,7 +41,9 @@ def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None)
         raise BudgetError(f"budget {budget!r} is not an amount of memory; {forms}")
     if percent := _PERCENT.fullmatch(text):
         if plain_peak_bytes is None:
-            raise BudgetError(f"budget {text!r} needs plain training's peak, which is not known here; give bytes")
+            raise BudgetError(
+                f"budget {text!r} needs plain training's peak, which is not known here; give bytes"
+            )
         amount = float(percent[1]) / 100 * plain_peak_bytes
     else:
         size = _SIZE.fullmatch(text)
@@ -63,7 +65,11 @@ def format_bytes(size_bytes: int | float) -> str:
     magnitude = abs(size_bytes)
     for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if magnitude >= factor:
-            return f"{size_bytes / factor:.3g} {unit}" if magnitude < 1000 * factor else f"{size_bytes / factor:.0f} {unit}"
+            return (
+                f"{size_bytes / factor:.3g} {unit}"
+                if magnitude < 1000 * factor
+                else f"{size_bytes / factor:.0f} {unit}"
+            )
     return f"{size_bytes:.0f} B"
 
 

@@ -15,7 +15,21 @@ DEEPEST_NESTING = 16
 LARGEST_INTEGER = 2**62
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class InLine(list[Any]):
+    """A list that is written on one line: a shape, a stride."""
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Writes plain data, and `InLine` lists on one line."""
+
+
+def _in_line(dumper: Any, items: InLine) -> Any:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+
+
+_Dumper.add_representer(InLine, _in_line)
 
 
 def load_yaml(path: str | PathLike[str]) -> Any:
@@ -32,7 +46,9 @@ def load_yaml(path: str | PathLike[str]) -> Any:
         reason = getattr(error, "strerror", None) or error
         raise ScheduleFileError(f"{path} can't be read: {reason}") from error
     if len(raw) > LARGEST_FILE_BYTES:
-        raise ScheduleFileError(f"{path} is larger than {LARGEST_FILE_BYTES} bytes, which no schedule file is")
+        raise ScheduleFileError(
+            f"{path} is larger than {LARGEST_FILE_BYTES} bytes, which no schedule file is"
+        )
     try:
         text = raw.decode("utf-8")
         _check_events(text, path)
@@ -45,7 +61,7 @@ def load_yaml(path: str | PathLike[str]) -> Any:
 def dump_yaml(data: Mapping[str, Any], header: str) -> str:
     """Plain data as YAML, keys in the order given, below a comment."""
     comment = "".join(f"# {line}\n" for line in header.splitlines())
-    body: str = yaml.dump(dict(data), Dumper=_DUMPER, sort_keys=False, allow_unicode=True, width=120)
+    body: str = yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return comment + body
 
 
@@ -53,19 +69,23 @@ def _check_events(text: str, path: object) -> None:
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ScheduleFileError(f"{path}, line {event.start_mark.line + 1}: anchors and aliases are not allowed")
+            raise ScheduleFileError(f"{path}, line {_line(event)}: anchors and aliases are not allowed")
         tag = getattr(event, "tag", None)
         if tag:
             raise ScheduleFileError(
-                f"{path}, line {event.start_mark.line + 1}: the tag {tag[:80]!r} is not allowed; "
+                f"{path}, line {_line(event)}: the tag {tag[:80]!r} is not allowed; "
                 "a schedule file is plain data"
             )
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > DEEPEST_NESTING:
-                raise ScheduleFileError(f"{path}, line {event.start_mark.line + 1}: nested too deeply")
+                raise ScheduleFileError(f"{path}, line {_line(event)}: nested too deeply")
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
+
+
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark else 0
 
 
 class Record:
@@ -86,12 +106,18 @@ class Record:
     def integer(self, name: str, least: int = 0) -> int:
         value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_INTEGER:
-            raise self._error(name, f"should be a whole number from {least} to {LARGEST_INTEGER}, not {value!r:.80}")
+            raise self._error(
+                name, f"should be a whole number from {least} to {LARGEST_INTEGER}, not {value!r:.80}"
+            )
         return value
 
     def number(self, name: str) -> float:
         value = self._get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST_INTEGER:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 <= value <= LARGEST_INTEGER
+        ):
             raise self._error(name, f"should be a number that is not negative, not {value!r:.80}")
         assert math.isfinite(value)
         return float(value)

@@ -6,7 +6,7 @@ from typing import Any
 from monetlite.choices import DEFAULT, Choices, Run
 from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
-from monetlite.files.safe_yaml import Record, dump_yaml, load_yaml
+from monetlite.files.safe_yaml import InLine, Record, dump_yaml, load_yaml
 from monetlite.graph import TensorSpec
 from monetlite.schedule import Schedule, Status
 from monetlite.units import format_bytes
@@ -39,7 +39,9 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
             f"is {record.integer('version')}; this monetlite reads version {VERSION}. "
             "Update monetlite, or solve the schedule again",
         )
-    costs, predicted, plain, solve = (record.record(name) for name in ("costs", "predicted", "plain", "solve"))
+    costs, predicted, plain, solve = (
+        record.record(name) for name in ("costs", "predicted", "plain", "solve")
+    )
     try:
         status = Status(solve.text("status"))
     except ValueError:
@@ -89,8 +91,8 @@ def schedule_text(schedule: Schedule) -> str:
         "operators": schedule.operators,
         "inputs": {
             name: {
-                "shape": list(spec.shape),
-                "stride": list(spec.stride),
+                "shape": InLine(spec.shape),
+                "stride": InLine(spec.stride),
                 "dtype": spec.dtype,
                 "requires_grad": spec.requires_grad,
             }
@@ -100,7 +102,7 @@ def schedule_text(schedule: Schedule) -> str:
         "costs": {
             "device": schedule.device,
             "kind": schedule.kind,
-            "environment": dict(schedule.environment),
+            "environment": {name: str(value) for name, value in schedule.environment.items()},
         },
         "budget_bytes": schedule.budget_bytes,
         "predicted": {"peak_bytes": schedule.peak_bytes, "latency_ms": float(schedule.latency_ms)},

@@ -1,8 +1,8 @@
 """`path/to/file.py:build` and `package.module:build`: a person's own model.
 
 The function is called with those of `batch` (an int), `input_size` (height, width) and `sequence_length` (an
-int) that its signature takes and the person gave. It returns a module, or a module and its example inputs. Their
-code runs with their rights, as a script of theirs would.
+int) that its signature takes and the person gave. It returns a module, or a module and its example inputs.
+Their code runs with their rights, as a script of theirs would.
 """
 
 import contextlib

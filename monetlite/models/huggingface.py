@@ -59,6 +59,9 @@ def build(name: str, options: BuildOptions) -> BuiltModel:
     config = _config(transformers, name)
     head = _head(config, spec)
     config.use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        # A model type's defaults lack it; the decoder's inputs are the labels, shifted behind this token.
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     inputs = _images(config, options, spec) if head.image else _tokens(config, options, spec)
     try:
         with options.device():

@@ -72,7 +72,7 @@ def is_random(node: fx.Node) -> bool:
             if position < len(node.args)
             else node.kwargs.get("dropout_p", arguments["dropout_p"].default_value)
         )
-        return probability != 0
+        return bool(probability != 0)
     return True
 
 

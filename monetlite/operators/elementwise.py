@@ -12,8 +12,14 @@ from monetlite.operators.kernel import Kernel
 _IN_PLACE = {
     f"aten.{name}.{overload}": f"aten.{name}_.{overload}"
     for name, overload in (
-        *((unary, "default") for unary in ("relu", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "leaky_relu")),
-        *((unary, "default") for unary in ("elu", "hardswish", "hardsigmoid", "neg", "exp", "sqrt", "rsqrt", "cos")),
+        *(
+            (unary, "default")
+            for unary in ("relu", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "leaky_relu")
+        ),
+        *(
+            (unary, "default")
+            for unary in ("elu", "hardswish", "hardsigmoid", "neg", "exp", "sqrt", "rsqrt", "cos")
+        ),
         *((unary, "default") for unary in ("sin", "log", "abs", "reciprocal", "mish", "clamp")),
         *((binary, "Tensor") for binary in ("add", "sub", "mul", "div")),
         *((binary, "Scalar") for binary in ("add", "sub", "mul", "div")),

@@ -29,6 +29,8 @@ class Efficiency:
     elementwise: float
     normalization: float
     pooling: float
+    resampling: float
+    """Interpolation and its gradient."""
     scatter: float
     """Kernels that read or write where indices say, such as the gradient of max pooling."""
 

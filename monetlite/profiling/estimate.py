@@ -40,8 +40,14 @@ _LIMITED_BY = {
         "max_pool2d_with_indices",
         "avg_pool2d",
         "_adaptive_avg_pool2d",
+    ),
+    "resampling": (
         "upsample_bilinear2d",
-        "upsample_nearest2d",
+        "upsample_bilinear2d_backward",
+        "upsample_bicubic2d",
+        "upsample_bicubic2d_backward",
+        "grid_sampler_2d",
+        "grid_sampler_2d_backward",
     ),
     "scatter": (
         "max_pool2d_with_indices_backward",
@@ -52,7 +58,6 @@ _LIMITED_BY = {
         "index_add",
         "scatter",
         "scatter_add",
-        "upsample_bilinear2d_backward",
     ),
 }
 _LIMIT = {name: limit for limit, names in _LIMITED_BY.items() for name in names}

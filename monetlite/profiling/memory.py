@@ -30,7 +30,7 @@ def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
 
 def running_totals(function: Callable[[], Any]) -> list[int]:
     """Bytes allocated on the CPU since the start, after each allocation or free that a function makes."""
-    profiler = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
+    profiler: Any = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
     with _without_stderr():
         profiler.__enter__()
     try:

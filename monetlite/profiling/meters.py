@@ -67,7 +67,7 @@ class CpuMeter:
         return {
             "device": _cpu_name(),
             "threads": str(torch.get_num_threads()),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "capability": torch.backends.cpu.get_cpu_capability(),
         }
 
@@ -91,7 +91,7 @@ class CudaMeter:
         while len(times) < FEWEST_RUNS or (
             time.perf_counter() - began < ENOUGH_SECONDS and len(times) < MOST_RUNS
         ):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = _event(), _event()
             start.record()
             run()
             end.record()
@@ -105,9 +105,9 @@ class CudaMeter:
     def environment(self) -> Mapping[str, str]:
         return {
             "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "cuda": str(torch.version.cuda),
-            "cudnn": str(torch.backends.cudnn.version()),
+            "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
             "tf32": str(torch.backends.cudnn.allow_tf32),
         }
 
@@ -119,6 +119,10 @@ def meter_for(device: str) -> Meter:
         DeviceError: this machine has no such device.
     """
     return CudaMeter() if device == "cuda" else CpuMeter()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _cpu_name() -> str:

@@ -25,8 +25,8 @@ _FUSED_WINOGRAD = 0.80
 _WINOGRAD_PRODUCTS = 1.20
 
 _WINOGRAD_IMAGES = 16
-"""Winograd's algorithm in three kernels pads the batch to a multiple of this, except for weight gradients: the
-measured workspaces say so."""
+"""Winograd's algorithm in three kernels pads the batch to a multiple of this, except for weight gradients:
+the measured workspaces say so."""
 _WINOGRAD_CHANNELS = 16
 """With fewer input or output channels, Winograd's algorithms aren't chosen."""
 

@@ -153,7 +153,9 @@ class _Trainee:
     ) -> None:
         self.model, self.objective, self.device = model, objective, device
         self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, _fresh, (args, kwargs))
-        self.inputs = [item for item in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(item, torch.Tensor)]
+        self.inputs = [
+            item for item in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(item, torch.Tensor)
+        ]
 
     def step(self) -> torch.Tensor:
         for tensor in (*self.model.parameters(), *self.inputs):
@@ -170,7 +172,10 @@ class _Trainee:
             torch.manual_seed(seed)
             loss = self.step()
             random_state = torch.cuda.get_rng_state() if self.device == "cuda" else torch.get_rng_state()
-        named = [*self.model.named_parameters(), *((f"input {i}", item) for i, item in enumerate(self.inputs))]
+        named = [
+            *self.model.named_parameters(),
+            *((f"input {i}", item) for i, item in enumerate(self.inputs)),
+        ]
         return _Snapshot(
             loss=loss.clone(),
             gradients={name: tensor.grad.clone() for name, tensor in named if tensor.grad is not None},

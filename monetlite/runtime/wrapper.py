@@ -64,7 +64,9 @@ class MONeTWrapper(nn.Module):
 
             schedule = load_schedule(schedule)
         if isinstance(model, MONeTWrapper):
-            raise ModelError("the model is wrapped already; wrap the model itself: MONeTWrapper(wrapper.model, ...)")
+            raise ModelError(
+                "the model is wrapped already; wrap the model itself: MONeTWrapper(wrapper.model, ...)"
+            )
         # Sharing the dictionaries, rather than registering the model as a child, makes names and state_dict
         # keys the model's own and keeps both views consistent whatever is replaced in either.
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -158,8 +160,12 @@ def guard_outputs(output: Any) -> Any:
     anchor = torch.empty(0, requires_grad=True)
 
     def guard(path: tuple[Any, ...], item: Any) -> Any:
-        if isinstance(item, torch.Tensor) and item.is_floating_point() and path[0] != pytree.MappingKey("loss"):
-            return _Refuse.apply(item, anchor, pytree.keystr(path))
+        if (
+            isinstance(item, torch.Tensor)
+            and item.is_floating_point()
+            and path[0] != pytree.MappingKey("loss")
+        ):
+            return _Refuse.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]
         return item
 
     guarded = {

@@ -2,11 +2,10 @@
 
 import math
 
-import numba
 import numpy
 from numpy.typing import NDArray
 
-from monetlite.solving.kernel import LATENCY, OVERFLOW, Scratch, evaluate
+from monetlite.solving.kernel import LATENCY, OVERFLOW, Scratch, entry, evaluate
 from monetlite.solving.moves import Moves, draw, propose, take_back
 from monetlite.solving.problem import Floats, Integers, Tables
 
@@ -21,7 +20,7 @@ REFRESH = 256
 """Iterations between changes of the temperature and the penalty."""
 
 
-@numba.njit(cache=True, nogil=True)
+@entry
 def anneal(
     tables: Tables,
     moves: Moves,

@@ -8,8 +8,8 @@ A *genome* is one flat array of integers with everything the search decides, in 
 | first | operators | which of its groups an operator's first run reads |
 | again | operators | which one its re-runs read |
 | place | operators | an optional operator runs 0: where it is needed; 1: once its inputs are there; 2: as they die |
-| eager | operators | 1: when an input is about to be dropped in the backward part, run first if it can and isn't there |
-| reverse | operators | 1: what is missing is recomputed last input first |
+| eager | operators | i: a forward operator also runs right after entry i of the agenda, if its output isn't there |
+| order | operators | 1: what is missing is recomputed last input first; 2: inputs may be dropped while it waits; 3: both |
 
 Everything else follows. `generate` walks the agenda and recomputes what is missing right where it is read,
 depth first; `price` goes back over the steps, derives from the rules of `monetlite.schedule` when each
@@ -41,8 +41,6 @@ from monetlite.solving.problem import (
     OPTION_OVERWRITES_END,
     VALUE_BYTES,
     VALUE_HELD,
-    VALUE_READERS,
-    VALUE_READERS_END,
     VALUE_WRITER,
     Floats,
     Integers,
@@ -52,7 +50,7 @@ from monetlite.solving.problem import (
 LAST_BIT = 62
 """Reads of a value beyond this many share a bit."""
 
-PART_FIRST, PART_AGAIN, PART_PLACE, PART_EAGER, PART_REVERSE, PARTS = range(6)
+PART_FIRST, PART_AGAIN, PART_PLACE, PART_EAGER, PART_ORDER, PARTS = range(6)
 """Parts of a genome with an entry for each operator; they follow the part with an entry for each value."""
 
 AVAILABLE, TOUCHES, PINS, NEEDED, DIED_AT = range(5)
@@ -65,11 +63,22 @@ LEAST_LATENCY, LATENCY, OVERFLOW, PEAK, STEPS = range(5)
 """Entries of `Scratch.totals`."""
 
 
+entry = numba.njit(cache=True, nogil=True, error_model="numpy")
+"""Compiles what Python calls."""
+
+inner = numba.njit(cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Compiles what only compiled code calls; the wrappers that are left out take as long as the function."""
+
+
 class Scratch(NamedTuple):
     """Working memory of an evaluation; also where its results are left."""
 
     values: Integers
     ran: Integers
+    eager_next: Integers
+    """For each operator, the next one that runs eagerly after the same entry of the agenda, or -1."""
+    eager_first: Integers
+    """For each entry of the agenda, the first operator that runs eagerly after it, or -1."""
     stack: Integers
     """Operators that wait for their inputs: operator, group, position among its reads."""
     steps: Integers
@@ -82,40 +91,15 @@ def new_scratch(values: int, operators: int, most_steps: int) -> Scratch:
     return Scratch(
         values=numpy.zeros((values, 5), dtype=numpy.int64),
         ran=numpy.zeros(operators, dtype=numpy.int64),
+        eager_next=numpy.zeros(operators, dtype=numpy.int64),
+        eager_first=numpy.zeros(3 * operators + 1, dtype=numpy.int64),
         stack=numpy.zeros((operators + 1, 3), dtype=numpy.int64),
         steps=numpy.zeros((most_steps, 4), dtype=numpy.int64),
         totals=numpy.zeros(5, dtype=numpy.float64),
     )
 
 
-@numba.njit(cache=True, nogil=True)
-def _run_eager(tables: Tables, genome: Integers, scratch: Scratch, operator: int, count: int) -> int:
-    """Run an operator if all it reads is there and something it writes is not; the number of steps after it."""
-    again = scratch.ran[operator]
-    if again != 0 and tables.operators[operator, OPERATOR_RERUNNABLE] == 0:
-        return count
-    part = tables.values.shape[0] + (PART_AGAIN if again != 0 else PART_FIRST) * tables.operators.shape[0]
-    group = tables.operators[operator, OPERATOR_GROUPS] + genome[part + operator]
-    if group >= tables.operators[operator, OPERATOR_GROUPS_END] or count >= scratch.steps.shape[0]:
-        return count
-    for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
-        if scratch.values[tables.lists[i], AVAILABLE] == 0:
-            return count
-    useful = False
-    for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
-        useful = useful or scratch.values[tables.lists[i], AVAILABLE] == 0
-        scratch.values[tables.lists[i], AVAILABLE] = 1
-    if not useful:
-        return count
-    scratch.steps[count, STEP_OPERATOR] = operator
-    scratch.steps[count, STEP_GROUP] = group
-    scratch.steps[count, STEP_AGAIN] = again
-    scratch.ran[operator] = 1
-    scratch.totals[LEAST_LATENCY] += tables.latency_ms[tables.groups[group, GROUP_OPTIONS + again]]
-    return count + 1
-
-
-@numba.njit(cache=True, nogil=True)
+@inner
 def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
     """Write the steps of a genome, without options, to `scratch`; their number, or -1 if it leads nowhere.
 
@@ -125,26 +109,47 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
     state, stack, steps, ran = scratch.values, scratch.stack, scratch.steps, scratch.ran
     groups, lists = tables.groups, tables.lists
     place, eager = values + PART_PLACE * operators, values + PART_EAGER * operators
-    reverse = values + PART_REVERSE * operators
+    order = values + PART_ORDER * operators
     for value in range(values):
         state[value, AVAILABLE] = 0
         state[value, TOUCHES] = 0
         state[value, PINS] = 0
     ran[:] = 0
-    scratch.totals[LEAST_LATENCY] = 0.0
     least_ms = 0.0
     count = 0
     backward = False
-    for at in range(tables.agenda.shape[0]):
-        entering = tables.agenda[at, AGENDA_OPERATOR]
-        when = tables.agenda[at, AGENDA_WHEN]
-        if (when == EARLY or when == LATE) and (genome[place + entering] != when or ran[entering] != 0):
-            continue
-        if when == BACKWARD and not backward:
-            backward = True
-            for value in range(values):
-                if genome[value] & 1 == 0:
-                    state[value, AVAILABLE] = 0
+    at = 0
+    waiting = -1
+    while waiting >= 0 or at < tables.agenda.shape[0]:
+        if waiting >= 0:
+            entering = waiting
+            waiting = scratch.eager_next[entering]
+            group = tables.operators[entering, OPERATOR_GROUPS]
+            useful = ran[entering] == 0 or tables.operators[entering, OPERATOR_RERUNNABLE] != 0
+            there = True
+            for i in range(groups[group, GROUP_WRITES], groups[group, GROUP_WRITES_END]):
+                there = there and state[lists[i], AVAILABLE] != 0
+            if there or not useful:
+                continue
+        else:
+            entering = tables.agenda[at, AGENDA_OPERATOR]
+            when = tables.agenda[at, AGENDA_WHEN]
+            at += 1
+            if (when == EARLY or when == LATE) and (genome[place + entering] != when or ran[entering] != 0):
+                continue
+            if when == BACKWARD:
+                if not backward:
+                    backward = True
+                    for value in range(values):
+                        if genome[value] & 1 == 0:
+                            state[value, AVAILABLE] = 0
+                    scratch.eager_first[:] = -1
+                    for operator in range(operators):
+                        after = genome[eager + operator]
+                        if after > 0:
+                            scratch.eager_next[operator] = scratch.eager_first[after]
+                            scratch.eager_first[after] = operator
+                waiting = scratch.eager_first[at - 1]
         wanted = -1
         depth = 0
         while True:
@@ -174,13 +179,15 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
                 stack[depth, 1] = group
                 stack[depth, 2] = 0
                 depth += 1
-                for i in range(groups[group, GROUP_READS], groups[group, GROUP_READS_END]):
-                    state[lists[i], PINS] += 1
+                if genome[order + entering] & 2 == 0:
+                    for i in range(groups[group, GROUP_READS], groups[group, GROUP_READS_END]):
+                        state[lists[i], PINS] += 1
                 entering = -1
             operator = stack[depth - 1, 0]
             group = stack[depth - 1, 1]
             reads, reads_end = groups[group, GROUP_READS], groups[group, GROUP_READS_END]
-            backwards = genome[reverse + operator] != 0
+            backwards = genome[order + operator] & 1 != 0
+            pin_late = genome[order + operator] & 2 != 0
             missing = -1
             position = stack[depth - 1, 2]
             while position < reads_end - reads:
@@ -188,6 +195,8 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
                 if state[value, AVAILABLE] == 0:
                     missing = value
                     break
+                if pin_late:
+                    state[value, PINS] += 1
                 position += 1
             stack[depth - 1, 2] = position
             if missing >= 0:
@@ -215,18 +224,15 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
                     touches = state[value, TOUCHES] + 1
                     state[value, TOUCHES] = touches
                     if state[value, PINS] == 0 and (genome[value] >> min(touches, LAST_BIT)) & 1 == 0:
-                        for j in range(tables.values[value, VALUE_READERS], tables.values[value, VALUE_READERS_END]):
-                            if genome[eager + lists[j]] != 0:
-                                count = _run_eager(tables, genome, scratch, lists[j], count)
                         state[value, AVAILABLE] = 0
             if depth == 0:
                 break
-    scratch.totals[LEAST_LATENCY] += least_ms
+    scratch.totals[LEAST_LATENCY] = least_ms
     scratch.totals[STEPS] = count
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def price(
     tables: Tables, scratch: Scratch, count: int, budget_bytes: int, weight: float, penalty: float, bound: float
 ) -> float:
@@ -308,7 +314,7 @@ def price(
     return cost
 
 
-@numba.njit(cache=True, nogil=True)
+@entry
 def evaluate(
     tables: Tables,
     genome: Integers,

@@ -3,22 +3,23 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import numba
 import numpy
 from numpy.typing import NDArray
 
-from monetlite.graph import Operator, Phase
+from monetlite.graph import Operator, OperatorGraph, Phase
 from monetlite.solving.kernel import (
     LAST_BIT,
     PART_AGAIN,
     PART_EAGER,
     PART_FIRST,
     PART_PLACE,
-    PART_REVERSE,
+    PART_ORDER,
     TOUCHES,
     Scratch,
+    inner,
 )
 from monetlite.solving.problem import (
+    BACKWARD,
     GROUP_READS,
     GROUP_READS_END,
     GROUP_WRITES,
@@ -53,7 +54,9 @@ class Moves(NamedTuple):
     """Operator, part of the genome and number of groups, wherever there is more than one group."""
     optional: Integers
     eager: Integers
-    reversible: Integers
+    """Operator, and an entry of the agenda after which it may be worth running in the backward part."""
+    several: Integers
+    """Operators that read more than one value."""
     forward: Integers
     look: Integers
     """For each operator, a number that operators of the same make share."""
@@ -89,14 +92,14 @@ def build_moves(problem: Problem) -> Moves:
     kin = [_nearest(alike[look[i]], i) if i < len(forward) else [] for i in range(problem.operator_count)]
     kin_start, flat_kin = _slices(kin)
     anchored_start, flat_anchored = _slices(anchored)
-    rerunnable = [i for i in forward if graph.operators[i].rerunnable]
+    eager = _eager(graph, tables, forward)
     return Moves(
         droppable=problem.droppable,
         is_droppable=is_droppable,
         choices=numpy.array(choices, dtype=numpy.int64).reshape(len(choices), 3),
         optional=_integers(index for index in forward if graph.operators[index].optional),
-        eager=_integers(rerunnable),
-        reversible=_integers(i for i in range(problem.operator_count) if _reads_several(graph.operators[i])),
+        eager=numpy.array(eager, dtype=numpy.int64).reshape(len(eager), 2),
+        several=_integers(i for i in range(problem.operator_count) if _reads_several(graph.operators[i])),
         forward=_integers(forward),
         look=_integers(look),
         kin_start=kin_start,
@@ -104,6 +107,29 @@ def build_moves(problem: Problem) -> Moves:
         anchored_start=anchored_start,
         anchored=flat_anchored,
     )
+
+
+def _eager(graph: OperatorGraph, tables: Tables, forward: list[int]) -> list[tuple[int, int]]:
+    """(forward operator, entry of the agenda) pairs: where an input is read or about to be, or soon an output."""
+    read_at: dict[int, set[int]] = {}
+    first = len(tables.agenda)
+    for at, (index, when) in enumerate(tables.agenda.tolist()):
+        if when == BACKWARD:
+            first = min(first, at)
+            for value in _reads(graph.operators[index]):
+                read_at.setdefault(value, set()).add(at)
+    pairs: list[tuple[int, int]] = []
+    for index in forward:
+        operator = graph.operators[index]
+        if operator.optional or operator.rerunnable:
+            near_inputs = {at - back for value in _reads(operator) for at in read_at.get(value, ()) for back in (0, 1)}
+            near_outputs = {at - back for value in operator.writes for at in read_at.get(value, ()) for back in (2, 3)}
+            pairs += [(index, at) for at in sorted(near_inputs | near_outputs) if at >= max(1, first)]
+    return pairs
+
+
+def _reads(operator: Operator) -> set[int]:
+    return {value for item in operator.implementations for value in item.reads}
 
 
 def _look(operator: Operator) -> object:
@@ -131,7 +157,7 @@ def _slices(rows: list[list[int]]) -> tuple[Integers, Integers]:
     return starts, _integers(item for row in rows for item in row)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def draw(random: NDArray[numpy.uint64]) -> float:
     """The next number in [0, 1) of an xorshift64* generator."""
     x = random[0]
@@ -142,12 +168,12 @@ def draw(random: NDArray[numpy.uint64]) -> float:
     return float((x * numpy.uint64(2685821657736338717)) >> numpy.uint64(11)) / 9007199254740992.0
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _below(random: NDArray[numpy.uint64], end: int) -> int:
     return int(draw(random) * end)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _set(genome: Integers, undo: Integers, index: int, gene: int) -> None:
     """Change a gene, and note what it was; undo[0, 0] counts the notes."""
     count = undo[0, 0]
@@ -158,7 +184,7 @@ def _set(genome: Integers, undo: Integers, index: int, gene: int) -> None:
         genome[index] = gene
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def take_back(genome: Integers, undo: Integers) -> None:
     """Undo a move."""
     for back in range(undo[0, 0]):
@@ -167,7 +193,7 @@ def take_back(genome: Integers, undo: Integers) -> None:
     undo[0, 0] = 0
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def propose(
     tables: Tables,
     moves: Moves,
@@ -237,17 +263,30 @@ def propose(
         _copy_block(tables, moves, genome, undo, random)
     elif kind < 0.96 and moves.forward.size > 0:
         _redo_block(tables, moves, genome, undo, random, kind < 0.92)
-    elif kind < 0.985 and moves.reversible.size > 0:
-        operator = moves.reversible[_below(random, moves.reversible.size)]
-        gene = values + PART_REVERSE * operators + operator
-        _set(genome, undo, gene, 1 - genome[gene])
-    elif moves.eager.size > 0:
-        operator = moves.eager[_below(random, moves.eager.size)]
+    elif kind < 0.98 and moves.several.size > 0:
+        operator = moves.several[_below(random, moves.several.size)]
+        gene = values + PART_ORDER * operators + operator
+        _set(genome, undo, gene, (genome[gene] + 1 + _below(random, 3)) % 4)
+    elif moves.eager.shape[0] > 0:
+        # Run an operator early in the backward part, while what it reads is there; or no longer do so.
+        chosen = _below(random, moves.eager.shape[0])
+        operator = moves.eager[chosen, 0]
         gene = values + PART_EAGER * operators + operator
-        _set(genome, undo, gene, 1 - genome[gene])
+        _set(genome, undo, gene, moves.eager[chosen, 1] if genome[gene] == 0 or draw(random) < 0.3 else 0)
+        group = tables.operators[operator, OPERATOR_GROUPS]
+        if draw(random) < 0.5:
+            for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
+                value = tables.lists[i]
+                if moves.is_droppable[value] != 0:
+                    bit = _below(random, max(1, min(scratch.values[value, TOUCHES], LAST_BIT)))
+                    _set(genome, undo, value, genome[value] | (1 << bit))
+            for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+                value = tables.lists[i]
+                if moves.is_droppable[value] != 0:
+                    _set(genome, undo, value, genome[value] & ~1)
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _copy_block(
     tables: Tables, moves: Moves, genome: Integers, undo: Integers, random: NDArray[numpy.uint64]
 ) -> None:
@@ -262,8 +301,9 @@ def _copy_block(
     for _ in range(length):
         if max(source, target) >= moves.forward.size or moves.look[source] != moves.look[target]:
             return
-        for part in range(PART_FIRST, PART_REVERSE + 1):
-            _set(genome, undo, values + part * operators + target, genome[values + part * operators + source])
+        for part in range(PART_FIRST, PART_ORDER + 1):
+            if part != PART_EAGER:
+                _set(genome, undo, values + part * operators + target, genome[values + part * operators + source])
         group = tables.operators[target, OPERATOR_GROUPS]
         shift = tables.groups[tables.operators[source, OPERATOR_GROUPS], GROUP_WRITES] - tables.groups[group, GROUP_WRITES]
         for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
@@ -280,7 +320,7 @@ def _copy_block(
         target += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@inner
 def _redo_block(
     tables: Tables,
     moves: Moves,

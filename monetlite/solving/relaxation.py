@@ -38,6 +38,9 @@ from scipy import sparse
 
 from monetlite.solving.options import Option, Outline
 
+_SPAN_LENGTHS = (4, 16)
+"""Besides single intervals and the whole backward part, supply rows are written over so many intervals."""
+
 Floats: TypeAlias = npt.NDArray[np.float64]
 Integers: TypeAlias = npt.NDArray[np.int64]
 
@@ -145,18 +148,18 @@ def certain_lifetimes(outline: Outline) -> _Lifetimes:
     return _Lifetimes(fixed_bytes=fixed_bytes, pinned_until=pinned_until)
 
 
-def own_bytes(outline: Outline, at: int, option: Option, lifetimes: _Lifetimes, modelled: set[int]) -> int:
+def own_bytes(outline: Outline, at: int, option: Option, lifetimes: _Lifetimes, modelled: frozenset[int]) -> int:
     """What main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
     size = outline.size_bytes
     reads = sum(
         size[value]
         for value in option.reads
-        if value not in modelled and not _pinned(outline, lifetimes, value, at)
+        if value not in modelled and not pinned(outline, lifetimes, value, at)
     )
     return reads + sum(size[value] for value in option.writes) + option.first_extra_bytes
 
 
-def _pinned(outline: Outline, lifetimes: _Lifetimes, value: int, at: int) -> bool:
+def pinned(outline: Outline, lifetimes: _Lifetimes, value: int, at: int) -> bool:
     """Whether `fixed_bytes[at]` counts the value."""
     if lifetimes.pinned_until[value] < at:
         return False
@@ -164,7 +167,7 @@ def _pinned(outline: Outline, lifetimes: _Lifetimes, value: int, at: int) -> boo
 
 
 def relaxation(
-    outline: Outline, budget_bytes: int, *, checkpoint_limit: int, value_limit: int, spans: tuple[int, ...] = ()
+    outline: Outline, budget_bytes: int, *, checkpoint_limit: int = 60, value_limit: int = 400
 ) -> ZeroOneProgram:
     """Build the relaxation, coarser the smaller the limits are.
 
@@ -174,195 +177,192 @@ def relaxation(
         checkpoint_limit: the most backward operators that get a memory row.
         value_limit: the most values that are modelled; the largest are.
     """
-    build = _Builder()
-    lifetimes = certain_lifetimes(outline)
-    room = float(budget_bytes - outline.resident_bytes)
-    scale = 1.0 / max(room, 1.0)
-    modelled = _modelled_values(outline, value_limit)
-    modelled_set = set(modelled)
-    maker = {value: outline.producers[value][0] for value in modelled}
-    size = {value: outline.size_bytes[value] * scale for value in modelled}
-    forward = outline.forward_main
-    count = len(outline.main)
+    return _Relaxation(outline, budget_bytes, checkpoint_limit, value_limit).build()
 
-    constant_ms = 0.0
-    chosen: dict[int, list[tuple[Option, int]]] = {}
-    fixed_choice: dict[int, Option] = {}
-    groups = 0
-    for at, operator in enumerate(outline.main):
-        options = _worthwhile(outline, at, operator, lifetimes, modelled_set)
-        if len(options) == 1:
-            fixed_choice[at] = options[0]
-            constant_ms += options[0].first_ms
-            continue
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """A stretch of the backward part, from just before `places[0]` to main operator `places[-1]`.
+
+    `before` and `once` are the columns of values live when it starts, and of operators that run outside the
+    main run in it at least once.
+    """
+
+    places: range
+    before: dict[int, int]
+    once: dict[int, int]
+
+
+class _Relaxation:
+    """Builds the program: the columns by what they stand for, and the rows family by family."""
+
+    def __init__(self, outline: Outline, budget_bytes: int, checkpoint_limit: int, value_limit: int) -> None:
+        self.outline = outline
+        self.rows = _Builder()
+        self.lifetimes = certain_lifetimes(outline)
+        self.room = float(budget_bytes - outline.resident_bytes)
+        self.scale = 1.0 / max(abs(self.room), 1.0)
+        self.values = _modelled_values(outline, value_limit)
+        self.modelled = frozenset(self.values)
+        self.maker = {value: outline.producers[value][0] for value in self.values}
+        self.checkpoints = _checkpoints(outline, self.lifetimes, self.modelled, checkpoint_limit)
+        self.constant_ms = 0.0
+        self.groups = 0
+        # For each main operator: its options, each with its column (−1 where there is no choice).
+        self.chosen = [self._choices(at) for at in range(len(outline.main))]
+
+    def build(self) -> ZeroOneProgram:
+        stored = self._forward_part()
+        live = [stored]
+        intervals: list[_Span] = []
+        start = self.outline.forward_main
+        for checkpoint in self.checkpoints:
+            span = _Span(places=range(start, checkpoint + 1), before=live[-1], once=self._runs(start))
+            at_checkpoint = self._live_columns(span, checkpoint)
+            self._supply(span, [at_checkpoint])
+            self._overwriting(span, at_checkpoint)
+            self._memory(checkpoint, at_checkpoint)
+            intervals.append(span)
+            live.append(at_checkpoint)
+            start = checkpoint + 1
+        for length in _SPAN_LENGTHS:
+            if length >= 2 * len(intervals):
+                continue
+            for first in range(0, len(intervals), length):
+                self._joined(intervals[first : first + length], live[first + 1 : first + length + 1])
+        if len(intervals) > 1:
+            self._joined(intervals, live[1:])
+        return self.rows.program(self.constant_ms, self.groups)
+
+    def _choices(self, at: int) -> list[tuple[Option, int]]:
+        options = _worthwhile(self.outline, at, self.lifetimes, self.modelled)
         least_ms = min(option.first_ms for option in options)
-        constant_ms += least_ms
-        chosen[at] = [(option, build.column(option.first_ms - least_ms, groups)) for option in options]
-        groups += 1
+        self.constant_ms += least_ms
+        if len(options) == 1:
+            return [(options[0], -1)]
+        self.groups += 1
+        return [(option, self.rows.column(option.first_ms - least_ms, self.groups - 1)) for option in options]
 
-    def own_terms(at: int) -> tuple[list[tuple[int, float]], float]:
-        """The memory of main operator `at` that depends on its implementation: columns, and a constant."""
-        if at in fixed_choice:
-            return [], own_bytes(outline, at, fixed_choice[at], lifetimes, modelled_set) * scale
-        return [
-            (column, own_bytes(outline, at, option, lifetimes, modelled_set) * scale)
-            for option, column in chosen[at]
-        ], 0.0
-
-    # The forward part: what is stored, and the memory of each of its operators.
-    useful = outline.useful_before(forward)
-    stored: dict[int, int] = {}
-    for value in modelled:
-        if value not in useful:
-            continue
-        operator = maker[value]
-        if operator in outline.position:
-            stored[value] = build.column()
-        elif (first := outline.least_ms(operator)) >= 0:
-            # An optional operator's output is there only if it ran in the forward part.
-            stored[value] = build.column(0.0)
-    early: dict[int, int] = {}
-    for value, column in stored.items():
-        operator = maker[value]
-        if operator not in outline.position:
-            if operator not in early:
-                early[operator] = build.column(outline.least_ms(operator))
-            build.row([(column, 1.0), (early[operator], -1.0)], 0.0)
-    for at in range(forward):
-        terms, own = own_terms(at)
-        fixed = (lifetimes.fixed_bytes[at]) * scale + own
+    def _forward_part(self) -> dict[int, int]:
+        """Columns and rows of the forward part; returns the columns of what is stored at its end."""
+        outline, position = self.outline, self.outline.position
+        useful = outline.useful_before(outline.forward_main)
+        stored = {value: self.rows.column() for value in self.values if value in useful}
+        early: dict[int, int] = {}
         for value, column in stored.items():
-            operator = maker[value]
-            if operator in outline.position and outline.position[operator] < at:
-                if not _pinned(outline, lifetimes, value, at):
-                    terms.append((column, size[value]))
-        build.row(terms, room * scale - fixed)
-        for option, column in chosen.get(at, []):
-            for value in option.overwrites & stored.keys():
-                if maker[value] in outline.position:
-                    build.row([(column, 1.0), (stored[value], 1.0)], 1.0)
-        if at in fixed_choice:
-            for value in fixed_choice[at].overwrites & stored.keys():
-                if maker[value] in outline.position:
-                    build.row([(stored[value], 1.0)], 0.0)
+            operator = self.maker[value]
+            if operator not in position:
+                # An optional operator's output is there only if it ran in the forward part.
+                if operator not in early:
+                    early[operator] = self.rows.column(outline.least_ms(operator))
+                self.rows.row([(column, 1.0), (early[operator], -1.0)], 0.0)
+        for at in range(outline.forward_main):
+            # A stored value is live from its maker on; one that is pinned here is counted already.
+            self._memory(
+                at,
+                {
+                    value: column
+                    for value, column in stored.items()
+                    if position.get(self.maker[value], at) < at and not pinned(outline, self.lifetimes, value, at)
+                },
+            )
+            for option, choice in self.chosen[at]:
+                for value in option.overwrites & stored.keys():
+                    if self.maker[value] in position:
+                        terms = [(stored[value], 1.0)] + ([(choice, 1.0)] if choice >= 0 else [])
+                        self.rows.row(terms, 1.0 if choice >= 0 else 0.0)
+        return stored
 
-    # The backward part, interval by interval.
-    checkpoints = _checkpoints(outline, lifetimes, modelled_set, checkpoint_limit)
-    before: dict[int, int] = dict(stored)
-    started = forward
-    live_at = [before]
-    rerun_in: list[dict[int, int]] = []
-    starts = []
-    for checkpoint in checkpoints:
-        needed = outline.useful_before(started)
-        rerun: dict[int, int] = {}
-        for value in modelled:
-            operator = maker[value]
-            if operator in rerun or value not in needed:
-                continue
-            if operator in outline.extra_set:
-                rerun[operator] = build.column(outline.least_ms(operator))
-        at_checkpoint = outline.useful_before(checkpoint)
+    def _runs(self, start: int) -> dict[int, int]:
+        """A column for each operator that could usefully run outside the main run from place `start` on."""
+        needed = self.outline.useful_before(start)
+        operators = {self.maker[value]: None for value in self.values if value in needed}
+        return {
+            operator: self.rows.column(self.outline.least_ms(operator))
+            for operator in operators
+            if operator in self.outline.extra_set
+        }
 
-        def source(value: int) -> list[tuple[int, float]]:
-            """Minus what can supply the value during this interval."""
-            terms = []
-            if value in before:
-                terms.append((before[value], -1.0))
-            if maker[value] in rerun:
-                terms.append((rerun[maker[value]], -1.0))
-            return terms
+    def _live_columns(self, span: _Span, checkpoint: int) -> dict[int, int]:
+        useful = self.outline.useful_before(checkpoint)
+        return {v: self.rows.column() for v in self.values if v in useful and self._sources(span, v)}
 
-        for operator, column in rerun.items():
-            for value in outline.must_read[operator] & modelled_set:
-                build.row([(column, 1.0), *source(value)], 0.0)
-        live = {value: build.column() for value in modelled if value in at_checkpoint and source(value)}
-        for value, column in live.items():
-            build.row([(column, 1.0), *source(value)], 0.0)
-        for at in range(started, checkpoint + 1):
-            if at in fixed_choice:
-                reading = {value: None for value in fixed_choice[at].reads & modelled_set}
-                for value in reading:
-                    supply = [(live[value], -1.0)] if at == checkpoint and value in live else source(value)
-                    build.row(supply, -1.0)
-                continue
-            by_value: dict[int, list[int]] = {}
-            for option, column in chosen[at]:
-                for value in option.reads & modelled_set:
-                    by_value.setdefault(value, []).append(column)
-            for value, columns in by_value.items():
-                supply = [(live[value], -1.0)] if at == checkpoint and value in live else source(value)
-                if len(columns) == len(chosen[at]):
-                    build.row(supply, -1.0)
+    def _sources(self, span: _Span, value: int) -> list[tuple[int, float]]:
+        """Minus the columns of which one has to be 1 if the value is to be live at some time in the span."""
+        columns = (span.before.get(value), span.once.get(self.maker[value]))
+        return [(column, -1.0) for column in columns if column is not None]
+
+    def _supply(self, span: _Span, live: list[dict[int, int]]) -> None:
+        """What re-runs and main operators of the span read, and what is live in it, has to come from somewhere."""
+        for operator, column in span.once.items():
+            for value in self.outline.must_read[operator] & self.modelled:
+                self.rows.row([(column, 1.0), *self._sources(span, value)], 0.0)
+        for columns in live:
+            for value, column in columns.items():
+                self.rows.row([(column, 1.0), *self._sources(span, value)], 0.0)
+        at_end = live[-1]
+        for at in span.places:
+            readers: dict[int, list[int]] = {}
+            for option, choice in self.chosen[at]:
+                for value in option.reads & self.modelled:
+                    readers.setdefault(value, []).append(choice)
+            for value, choices in readers.items():
+                at_last = at == span.places[-1] and value in at_end
+                supply = [(at_end[value], -1.0)] if at_last else self._sources(span, value)
+                if len(choices) == len(self.chosen[at]):
+                    self.rows.row(supply, -1.0)
                 else:
-                    build.row([*((column, 1.0) for column in columns), *supply], 0.0)
-        for at in range(max(started - 1, forward), checkpoint):
-            overwriting = [(fixed_choice[at], -1)] if at in fixed_choice else chosen[at]
-            for option, column in overwriting:
+                    self.rows.row([*((choice, 1.0) for choice in choices), *supply], 0.0)
+
+    def _overwriting(self, span: _Span, live: dict[int, int]) -> None:
+        """What a main operator since the last checkpoint overwrote has to be made again to be live."""
+        for at in range(max(span.places[0] - 1, self.outline.forward_main), span.places[-1]):
+            for option, choice in self.chosen[at]:
                 for value in option.overwrites & live.keys():
                     terms = [(live[value], 1.0)]
-                    if column >= 0:
-                        terms.append((column, 1.0))
-                    if maker[value] in rerun:
-                        terms.append((rerun[maker[value]], -1.0))
-                    build.row(terms, 1.0 if column >= 0 else 0.0)
-        terms, own = own_terms(checkpoint)
-        terms.extend((column, size[value]) for value, column in live.items())
-        build.row(terms, room * scale - lifetimes.fixed_bytes[checkpoint] * scale - own)
-        before = live
-        live_at.append(live)
-        rerun_in.append(rerun)
-        starts.append(started)
-        started = checkpoint + 1
-    for span in spans:
-        for first in range(0, len(checkpoints), span):
-            last = min(first + span, len(checkpoints))
-            if last - first < 2:
-                continue
-            begin = live_at[first]
-            once: dict[int, int] = {}
-            for interval in range(first, last):
-                for operator in rerun_in[interval]:
-                    once.setdefault(operator, -1)
-            for operator in once:
-                once[operator] = build.column()
-                cols = [rerun_in[i][operator] for i in range(first, last) if operator in rerun_in[i]]
-                build.row([(once[operator], 1.0), *((c, -1.0) for c in cols)], 0.0)
-            def supply_of(value):
-                terms = []
-                if value in begin:
-                    terms.append((begin[value], -1.0))
-                if maker[value] in once:
-                    terms.append((once[maker[value]], -1.0))
-                return terms
-            for operator, column in once.items():
-                for value in outline.must_read[operator] & modelled_set:
-                    build.row([(column, 1.0), *supply_of(value)], 0.0)
-            for interval in range(first, last):
-                if interval > first:
-                    for value, column in live_at[interval + 1].items():
-                        build.row([(column, 1.0), *supply_of(value)], 0.0)
-                for at in range(starts[interval], checkpoints[interval] + 1):
-                    if at in fixed_choice:
-                        for value in fixed_choice[at].reads & modelled_set:
-                            build.row(supply_of(value), -1.0)
-                        continue
-                    by_value = {}
-                    for option, column in chosen[at]:
-                        for value in option.reads & modelled_set:
-                            by_value.setdefault(value, []).append(column)
-                    for value, columns in by_value.items():
-                        build.row([*((column, 1.0) for column in columns), *supply_of(value)], 0.0)
-    assert started == count
-    return build.program(constant_ms, groups)
+                    if self.maker[value] in span.once:
+                        terms.append((span.once[self.maker[value]], -1.0))
+                    if choice >= 0:
+                        terms.append((choice, 1.0))
+                    self.rows.row(terms, 1.0 if choice >= 0 else 0.0)
+
+    def _memory(self, at: int, live: dict[int, int]) -> None:
+        """The memory of main operator `at` is within the budget."""
+        size = self.outline.size_bytes
+        terms = [(column, size[value] * self.scale) for value, column in live.items()]
+        room = self.room - self.lifetimes.fixed_bytes[at]
+        for option, choice in self.chosen[at]:
+            own = own_bytes(self.outline, at, option, self.lifetimes, self.modelled)
+            if choice < 0:
+                room -= own
+            else:
+                terms.append((choice, own * self.scale))
+        self.rows.row(terms, room * self.scale)
+
+    def _joined(self, intervals: list[_Span], live: list[dict[int, int]]) -> None:
+        """The supply rows again over several intervals, with a column for `ran at least once` in all of them.
+
+        The sum over intervals may exceed 1 in the linear relaxation, where a part of a run here and a part
+        there add up; `once` may not, and this is what lifts the bound most.
+        """
+        if len(intervals) < 2:
+            return
+        operators = {operator: None for span in intervals for operator in span.once}
+        once = {operator: self.rows.column() for operator in operators}
+        for operator, column in once.items():
+            runs = [(span.once[operator], -1.0) for span in intervals if operator in span.once]
+            self.rows.row([(column, 1.0), *runs], 0.0)
+        places = range(intervals[0].places[0], intervals[-1].places[-1] + 1)
+        # The last one's columns stand for what its last operator reads: those rows are there already.
+        self._supply(_Span(places=places, before=intervals[0].before, once=once), [*live[:-1], live[-1]])
 
 
 def _worthwhile(
-    outline: Outline, at: int, operator: int, lifetimes: _Lifetimes, modelled: set[int]
+    outline: Outline, at: int, lifetimes: _Lifetimes, modelled: frozenset[int]
 ) -> list[Option]:
     """The options of a main operator that differ here: reading fewer modelled values at no more cost wins."""
     kept: list[tuple[tuple[float, int], frozenset[int], frozenset[int], Option]] = []
-    options = outline.options[operator]
+    options = outline.options[outline.main[at]]
     described = [
         (option.first_ms, own_bytes(outline, at, option, lifetimes, modelled), option) for option in options
     ]
@@ -386,10 +386,9 @@ def _modelled_values(outline: Outline, limit: int) -> list[int]:
         and not outline.held[value]
         and outline.is_forward(makers[0])
         and value in outline.always_writes[makers[0]]
-        and (makers[0] in outline.position or makers[0] in outline.extra_set)
+        # One that cannot be made again is pinned to its certain readers already.
+        and outline.profile.graph.operators[makers[0]].rerunnable
     ]
-    # One that cannot be made again is pinned to its certain readers; the rest of its life is not worth columns.
-    candidates = [value for value in candidates if outline.profile.graph.operators[outline.producers[value][0]].rerunnable]
     candidates.sort(key=lambda value: -outline.size_bytes[value])
     largest = outline.size_bytes[candidates[0]] if candidates else 0
     if len(candidates) > 64:
@@ -398,7 +397,7 @@ def _modelled_values(outline: Outline, limit: int) -> list[int]:
 
 
 def _checkpoints(
-    outline: Outline, lifetimes: _Lifetimes, modelled: set[int], limit: int
+    outline: Outline, lifetimes: _Lifetimes, modelled: frozenset[int], limit: int
 ) -> list[int]:
     """Backward places for memory rows: of each stretch of the backward part, the operator that needs the most."""
     places = list(range(outline.forward_main, len(outline.main)))

@@ -21,7 +21,7 @@ from monetlite.schedule import Step, simulate
 from monetlite.solving import baselines
 from monetlite.solving.annealing import BEST_LATENCY, REFRESH, anneal
 from monetlite.solving.genomes import decode, encode, keep_everything
-from monetlite.solving.kernel import PEAK, new_scratch
+from monetlite.solving.kernel import LATENCY, OVERFLOW, PEAK, new_scratch
 from monetlite.solving.moves import UNDO_LENGTH, Moves, build_moves
 from monetlite.solving.problem import Integers, Problem, build_problem
 
@@ -41,6 +41,10 @@ SMALL_PROBLEM = 12
 """With at most this many droppable values, the search ends after a few runs without improvement."""
 
 IDLE_RUNS = 6
+
+CHECK_EVERYTHING = 3000
+"""With more operators than this, `simulate` takes seconds, and only the best of the known schedules is offered."""
+
 NEVER_FITS = 1e9
 """Penalty per byte, over the mean latency of an operator, that no latency makes up for."""
 
@@ -317,21 +321,25 @@ def _known_schedules(profile: Profile, starts: Sequence[tuple[Step, ...]]) -> It
 
 def _seed(state: _Search, incumbent: _Incumbent, starts: Sequence[tuple[Step, ...]]) -> None:
     """Offer what is known already, with the implementations that suit the budget, and begin from the best."""
-    workspace = _Workspace(state.problem, state.moves, 0)
-    genomes = [keep_everything(state.problem)]
-    for steps in _known_schedules(state.problem.profile, starts):
-        incumbent.offer(steps)
-        genomes.append(encode(state.problem, steps))
-    greedy_steps = baselines.greedy(state.problem.profile, state.budget_bytes)
+    problem = state.problem
+    workspace = _Workspace(problem, state.moves, 0)
+    known = list(_known_schedules(problem.profile, starts))
+    greedy_steps = baselines.greedy(problem.profile, state.budget_bytes)
     if greedy_steps is not None:
-        genomes.append(encode(state.problem, greedy_steps))
-    for genome in genomes:
+        known.append(greedy_steps)
+    candidates: list[tuple[float, tuple[Step, ...], Integers]] = []
+    for genome in [keep_everything(problem), *(encode(problem, steps) for steps in known)]:
         steps = workspace.steps(genome, state.budget_bytes)
-        if steps is not None and incumbent.offer(steps):
-            latency_ms = simulate(state.problem.profile, steps).latency_ms
-            if latency_ms < state.first_latency_ms:
-                state.first_latency_ms = latency_ms
-                state.first_genome = genome
+        if steps is not None and workspace.scratch.totals[OVERFLOW] == 0:
+            candidates.append((float(workspace.scratch.totals[LATENCY]), steps, genome))
+    candidates.sort(key=lambda candidate: candidate[0])
+    for latency_ms, steps, genome in candidates:
+        if incumbent.offer(steps):
+            state.first_latency_ms, state.first_genome = latency_ms, genome
+            break
+    if not candidates or problem.operator_count <= CHECK_EVERYTHING:
+        for steps in known:
+            incumbent.offer(steps)
 
 
 def minimise_peak(
@@ -366,13 +374,15 @@ def minimise_peak(
         return time.monotonic() >= deadline or (should_stop is not None and should_stop())
 
     floor_bytes = problem.tables.resident_bytes
+    sizes = [profile.graph.values[value].size_bytes for value in problem.droppable]
+    hot = max(1.0, 0.3 * sum(sizes) / max(1, len(sizes)))
     step_bytes = max(1, (best_bytes - floor_bytes) // 8)
     failures = 0
-    while not finished() and failures < 4 and best_bytes > floor_bytes:
+    while not finished() and failures < 6 and best_bytes > floor_bytes:
         target_bytes = max(floor_bytes, best_bytes - step_bytes)
-        hot = max(1.0, 0.01 * best_bytes)
         workspace.rate = workspace.rate or 6e6 / max(1, problem.operator_count)
-        iterations = _round_down(min(200_000, workspace.rate * (deadline - time.monotonic()) / 4))
+        affordable = workspace.rate * (deadline - time.monotonic()) / 4
+        iterations = _round_down(min(200_000, 1500 * problem.operator_count, affordable))
         record = numpy.array([numpy.inf, 1.0])
         figures = (hot, hot / 1000, 1.0, 1.0, 0.0)
         fits = workspace.run(workspace.best.copy(), target_bytes, figures, iterations, record, finished, True)

@@ -7,7 +7,6 @@ time, which are optional forward operators. Between forward and backward stands 
 the model, which reads the outputs and writes their gradients.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -39,13 +38,14 @@ from monetlite.tracing.names import Namer
 LOSS = "monetlite.loss"
 
 
-def trace(model: nn.Module, example_inputs: "Inputs") -> OperatorGraph:
+def trace(model: nn.Module, example_inputs: "Inputs", *, meta_device: str = "cpu") -> OperatorGraph:
     """Trace one training step of a model, without running it and without allocating memory.
 
     Args:
         model: a module in training mode; on the CPU, a GPU, or the meta device.
         example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Only the
             shapes, strides, dtypes, devices and `requires_grad` of its tensors matter.
+        meta_device: the device that tensors on the meta device stand for.
 
     Returns:
         The operator graph: every kernel of the forward and backward pass, and every storage they write.
@@ -56,7 +56,8 @@ def trace(model: nn.Module, example_inputs: "Inputs") -> OperatorGraph:
     args, kwargs = split_inputs(example_inputs)
     if not model.training:
         raise TraceError("the model is in evaluation mode; call model.train() before tracing a training step")
-    return build_graph(capture(model, args, kwargs), model, (args, kwargs)).graph
+    joint = capture(model, args, kwargs, meta_device=meta_device)
+    return build_graph(joint, model, (args, kwargs), meta_device=meta_device).graph
 
 
 Inputs: TypeAlias = torch.Tensor | tuple[object, ...] | list[object] | dict[str, object]
@@ -82,7 +83,11 @@ class Traced:
 
 
 def build_graph(
-    joint: Joint, model: nn.Module, inputs: tuple[tuple[object, ...], dict[str, object]]
+    joint: Joint,
+    model: nn.Module,
+    inputs: tuple[tuple[object, ...], dict[str, object]],
+    *,
+    meta_device: str = "cpu",
 ) -> Traced:
     """Build the operator graph of a joint graph."""
     graph = joint.graph.graph
@@ -92,8 +97,12 @@ def build_graph(
     kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
     for node in kernels:
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise TraceError(f"{namer.source(node) or 'the model'}: {node.target} can't be scheduled (not an operator)")
-    mandatory = [node for node in kernels if node in reach.forward or (is_random(node) and node not in reach.backward)]
+            raise TraceError(
+                f"{namer.source(node) or 'the model'}: {node.target} can't be scheduled (not an operator)"
+            )
+    mandatory = [
+        node for node in kernels if node in reach.forward or (is_random(node) and node not in reach.backward)
+    ]
     backward = [node for node in kernels if node in reach.backward]
     others = set(mandatory) | set(backward)
     namer.assign(kernels)
@@ -116,9 +125,11 @@ def build_graph(
         values=tuple(builder.values),
         resident=resident_bytes(model, flat_inputs),
         inputs=specs,
-        device=_device(flat_inputs, model),
+        device=_device(flat_inputs, model, meta_device),
     )
-    return Traced(graph=built, joint=joint, base_of={index: node.name for node, index in builder.index_of.items()})
+    return Traced(
+        graph=built, joint=joint, base_of={index: node.name for node, index in builder.index_of.items()}
+    )
 
 
 def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
@@ -140,11 +151,11 @@ def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
     )
 
 
-def _device(inputs: Iterable[object], model: nn.Module) -> str:
+def _device(inputs: Iterable[object], model: nn.Module, meta_device: str) -> str:
     for tensor in (*inputs, *model.parameters()):
         if isinstance(tensor, torch.Tensor):
-            return "cpu" if tensor.is_meta else tensor.device.type
-    return "cpu"
+            return meta_device if tensor.is_meta else tensor.device.type
+    return meta_device
 
 
 @dataclass
@@ -161,15 +172,15 @@ class _Builder:
         count = self.reach.forward_outputs
         self.outputs = {storages.base(node) for node in flat[:count] if node is not None}
         self.gradients = {storages.base(node) for node in flat[count:] if node is not None}
-        self.used_names: Counter[str] = Counter()
-        self.implementations_of: dict[str, tuple[Implementation, ...]] = {}
 
     def add(self, node: fx.Node, phase: Phase, optional: bool = False) -> None:
         """Add the operators that a kernel becomes: one, or several where parts of it can run apart."""
         call = Call(
             target=str(node.target),
             args=encode_arguments(node.args, self.value_of),
-            kwargs=tuple((name, encode_arguments(value, self.value_of)) for name, value in node.kwargs.items()),
+            kwargs=tuple(
+                (name, encode_arguments(value, self.value_of)) for name, value in node.kwargs.items()
+            ),
             outputs=tuple(
                 item.name if item is not None and item in self.reach.needed else None
                 for item in storages.results(node)
@@ -178,10 +189,17 @@ class _Builder:
         results = {item.name: item for item in storages.results(node) if item is not None}
         module, source = self.namer.module(node), self.namer.source(node)
         for suffix, part in split(call):
-            writes = []
-            for name in part.outputs:
-                if name is not None:
-                    writes.append(self._new_value(results[name], self.namer.name(node) + suffix, phase, optional))
+            operator_name = self.namer.unique(node, suffix)
+            used = [(position, name) for position, name in enumerate(part.outputs) if name is not None]
+            writes = [
+                self._new_value(
+                    results[name],
+                    operator_name if len(used) == 1 else f"{operator_name}[{position}]",
+                    phase,
+                    optional,
+                )
+                for position, name in used
+            ]
             changes = self._reads_mutated(node)
             default = Implementation(
                 name="default",
@@ -193,14 +211,16 @@ class _Builder:
             kernel = Kernel(
                 call=part,
                 default=default,
-                results=tuple(None if name is None else spec_of(results[name].meta["val"]) for name in part.outputs),
+                results=tuple(
+                    None if name is None else spec_of(results[name].meta["val"]) for name in part.outputs
+                ),
                 values=self.values,
                 writer_call=self._writer_call,
             )
             implementations = (default, *alternatives(kernel))
             self.operators.append(
                 Operator(
-                    name=self.namer.unique(node, suffix),
+                    name=operator_name,
                     family=family_of(part.target, suffix),
                     phase=phase,
                     implementations=implementations,
@@ -239,7 +259,8 @@ class _Builder:
 
     def _reads_mutated(self, node: fx.Node) -> bool:
         return any(
-            isinstance(argument.meta.get("val"), torch.Tensor) and storages.base(argument) in self.reach.mutated
+            isinstance(argument.meta.get("val"), torch.Tensor)
+            and storages.base(argument) in self.reach.mutated
             for argument in node.all_input_nodes
         )
 
@@ -253,7 +274,7 @@ class _Builder:
         else:
             kind = ValueKind.INTERMEDIATE if optional else ValueKind.ACTIVATION
         self.index_of[node] = len(self.values)
-        self.values.append(_value(node, f"{name}:{node.name}", kind))
+        self.values.append(_value(node, name, kind))
         return self.index_of[node]
 
     def _writer_call(self, value: int) -> Call | None:
@@ -279,4 +300,13 @@ def _values(call: Call) -> tuple[int, ...]:
     return tuple(sorted({ref.value for ref in call.tensors() if ref.value is not None}))
 
 
-__all__ = ["Inputs", "TensorRef", "TensorSpec", "Traced", "build_graph", "resident_bytes", "split_inputs", "trace"]
+__all__ = [
+    "Inputs",
+    "TensorRef",
+    "TensorSpec",
+    "Traced",
+    "build_graph",
+    "resident_bytes",
+    "split_inputs",
+    "trace",
+]

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from monetlite.errors import TraceError
+from monetlite.tracing.fused import kernels_kept_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +109,14 @@ def boxed(program: fx.GraphModule) -> Callable[..., Any]:
 
     Without this, what calls the program keeps every argument alive until it returns.
     """
-    program.graph.set_codegen(fx.graph._BoxedCodeGen())  # type: ignore[no-untyped-call]
+    program.graph.set_codegen(fx.graph._BoxedCodeGen())
     program.recompile()
     forward = program.forward
 
     def call(arguments: list[Any]) -> Any:
         return forward(arguments)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
+    call.__dict__["_boxed_call"] = True
     return call
 
 
@@ -123,12 +124,15 @@ class _Captured(Exception):
     """Ends a capture as soon as the joint graph is there."""
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Joint:
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, meta_device: str = "cpu"
+) -> Joint:
     """Capture one training step on fake tensors.
 
     Args:
         model: in training mode, on any device, the meta device included. It is not run and not changed.
         args, kwargs: example inputs; only shapes, strides, dtypes and devices of tensors matter.
+        meta_device: the device that tensors on the meta device stand for.
 
     Raises:
         TraceError: the model can't be captured as one graph; names the line.
@@ -140,8 +144,11 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         raise _Captured
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = _without_meta(model, mode)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, mode), (args, dict(kwargs)))
+    stand_in = torch.device(meta_device)
+    model = _without_meta(model, mode, stand_in)
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: _fake(tensor, mode, stand_in), (args, dict(kwargs))
+    )
     try:
         with mode, capture_settings():
             compile_step(training_step(model), keep)(*args, **kwargs)
@@ -157,17 +164,23 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
-    """What Dynamo needs to take a whole model: log messages are skipped, prints and warnings come afterwards."""
+    """What a capture of a whole model needs.
+
+    Log messages are skipped, prints and warnings come afterwards, and kernels are not taken apart.
+    """
     config = torch._dynamo.config
     loggers = {
         method
         for name in ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
         if callable(method := getattr(logging.Logger, name, None))
     }
-    with config.patch(
-        ignore_logging_functions=config.ignore_logging_functions | loggers,
-        reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
-        recompile_limit=MOST_LAYOUTS,
+    with (
+        kernels_kept_whole(),
+        config.patch(
+            ignore_logging_functions=config.ignore_logging_functions | loggers,
+            reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
+            recompile_limit=MOST_LAYOUTS,
+        ),
     ):
         yield
 
@@ -177,7 +190,11 @@ def explain(error: Exception) -> TraceError:
     stack = getattr(error, "real_stack", None)
     frames = [frame for frame in stack or () if not frame.filename.startswith(torch.__path__[0])]
     frames = [frame for frame in frames if frame.filename != __file__] or frames
-    where = f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else "the model"
+    where = (
+        f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})"
+        if frames
+        else "the model"
+    )
     lines = [line for line in str(error).splitlines() if line.strip()]
     reason = lines[0].strip() if lines else type(error).__name__
     return TraceError(
@@ -187,20 +204,18 @@ def explain(error: Exception) -> TraceError:
     )
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    if isinstance(tensor, FakeTensor):
-        if tensor.fake_mode is not mode:
-            fake = FakeTensor(mode, tensor.to("meta"), tensor.device)  # type: ignore[no-untyped-call]
-            return fake.requires_grad_(tensor.requires_grad)
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, meta_device: torch.device) -> torch.Tensor:
+    if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
-    if tensor.is_meta:
-        fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))  # type: ignore[no-untyped-call]
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        device = meta_device if tensor.is_meta else tensor.device
+        fake = FakeTensor(mode, tensor.detach().to("meta"), device)
         return fake.requires_grad_(tensor.requires_grad)
     return mode.from_tensor(tensor, static_shapes=True)
 
 
-def _without_meta(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A model on the meta device, as one on the CPU without memory; any other model unchanged."""
+def _without_meta(model: nn.Module, mode: FakeTensorMode, meta_device: torch.device) -> nn.Module:
+    """A model on the meta device, as one on a real device without memory; any other model unchanged."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return model
     model = copy.deepcopy(model)
@@ -208,7 +223,7 @@ def _without_meta(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
     def fake(tensor: torch.Tensor) -> Any:
         if id(tensor) not in fakes:
-            replacement: Any = _fake(tensor, mode)
+            replacement: Any = _fake(tensor, mode, meta_device)
             if isinstance(tensor, nn.Parameter):
                 replacement = nn.Parameter(replacement.detach(), requires_grad=tensor.requires_grad)
             fakes[id(tensor)] = replacement

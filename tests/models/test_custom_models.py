@@ -74,7 +74,12 @@ def test_a_class_is_a_builder_too(write):
 def test_files_import_their_neighbours_and_packages_resolve(write, tmp_path, monkeypatch):
     write("WIDTH = 3", name="neighbour_of_net.py")
     path = write(
-        "from neighbour_of_net import WIDTH\ndef build():\n    return nn.Linear(WIDTH, 1), torch.randn(2, WIDTH)"
+        """
+        import neighbour_of_net as other
+
+        def build():
+            return nn.Linear(other.WIDTH, 1), torch.randn(2, other.WIDTH)
+        """
     )
     before = list(sys.path)
     assert build_model(f"{path}:build").batch == 2

@@ -70,10 +70,9 @@ def test_a_missing_library_is_named(family, monkeypatch):
 class Net(nn.Module):
     """Stands in for a library's model."""
 
-    default_cfg = {"input_size": (1, 48, 40)}
-
     def __init__(self):
         super().__init__()
+        self.default_cfg = {"input_size": (1, 48, 40)}
         self.conv = nn.Conv2d(1, 4, 3)
 
     def forward(self, x):

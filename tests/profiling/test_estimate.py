@@ -1,4 +1,4 @@
-"""Estimated costs: operations against torch's own counts, bytes and passes by hand, and the P100 as measured."""
+"""Estimated costs: operations against torch's own counts, bytes and passes by hand, the P100 as measured."""
 
 import math
 from dataclasses import replace
@@ -10,8 +10,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from monetlite.costs import ProfileKind
 from monetlite.errors import DeviceError
-from monetlite.graph import Call, Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
-from monetlite.graph import TensorRef, TensorSpec
+from monetlite.graph import (
+    Call,
+    Implementation,
+    Operator,
+    OperatorGraph,
+    Phase,
+    Resident,
+    TensorRef,
+    TensorSpec,
+    Value,
+    ValueKind,
+)
 from monetlite.profiling import estimate, roofline
 from monetlite.profiling.devices import Efficiency, find_device
 from monetlite.profiling.estimate import estimate_call, estimate_profile, tensor_bytes
@@ -30,6 +40,7 @@ PERFECT = replace(
         elementwise=1.0,
         normalization=1.0,
         pooling=1.0,
+        resampling=1.0,
         scatter=1.0,
     ),
 )

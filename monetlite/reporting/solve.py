@@ -1,0 +1,158 @@
+"""What `monetlite solve` and `monetlite verify` print: the figures people decide by."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from monetlite.costs import Profile
+from monetlite.runtime.verify import Report
+from monetlite.schedule import Schedule, Timeline
+from monetlite.units import format_bytes, format_ms
+
+
+def cost_source(device: str, kind: str, environment: Mapping[str, str]) -> str:
+    """Where costs come from, in words: `estimated for a100-40gb` or `measured on NAME`."""
+    if kind == "estimated":
+        return f"estimated for {device}"
+    return f"measured on {environment.get('device', device)}"
+
+
+def schedule_facts(schedule: Schedule, output: str | None = None) -> dict[str, Any]:
+    """The figures of a schedule, for `--json`: bytes, milliseconds, and fractions."""
+    return {
+        "model": schedule.name,
+        "operators": schedule.operators,
+        "fingerprint": schedule.fingerprint,
+        "costs": schedule.kind,
+        "device": schedule.device,
+        "optimizer": schedule.optimizer,
+        "budget_bytes": schedule.budget_bytes,
+        "peak_bytes": schedule.peak_bytes,
+        "latency_ms": schedule.latency_ms,
+        "plain_peak_bytes": schedule.plain_peak_bytes,
+        "plain_latency_ms": schedule.plain_latency_ms,
+        "overhead": schedule.overhead,
+        "lower_bound_ms": schedule.lower_bound_ms,
+        "gap": schedule.gap,
+        "status": str(schedule.status),
+        "smallest_proven_bytes": schedule.smallest_proven_bytes,
+        "smallest_reached_bytes": schedule.smallest_reached_bytes,
+        "stored_values": len(schedule.choices.stored),
+        "recomputed_runs": sum(len(runs) for runs in schedule.choices.before.values()),
+        "solver": schedule.solver,
+        "seconds": schedule.seconds,
+        "output": output,
+    }
+
+
+def print_schedule(
+    console: Console, profile: Profile, schedule: Schedule, timeline: Timeline, output: str
+) -> None:
+    """Print what a solve found."""
+    graph = profile.graph
+    source = cost_source(schedule.device, schedule.kind, schedule.environment)
+    peak_operator = graph.operators[timeline.steps[timeline.peak_step][0]].name
+    resident = graph.resident
+    kept = [f"{format_bytes(resident.parameters)} weights", f"{format_bytes(resident.inputs)} inputs"]
+    if resident.buffers:
+        kept.insert(1, f"{format_bytes(resident.buffers)} buffers")
+    if resident.optimizer:
+        kept.append(f"{format_bytes(resident.optimizer)} {schedule.optimizer} state")
+    reached = schedule.smallest_reached_bytes
+    smallest = f"at least {format_bytes(schedule.smallest_proven_bytes)}"
+    if reached is not None and reached <= schedule.smallest_proven_bytes:
+        smallest = f"{format_bytes(reached)} (proven)"
+    elif reached is not None:
+        smallest = f"{format_bytes(reached)} reached, {format_bytes(schedule.smallest_proven_bytes)} proven"
+    runs = sum(len(runs) for runs in schedule.choices.before.values())
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(
+        "graph",
+        f"{len(graph.operators)} operators, {len(graph.values)} values; always in memory: " + ", ".join(kept),
+    )
+    table.add_row("costs", source)
+    table.add_row(
+        "plain training",
+        f"peak {format_bytes(schedule.plain_peak_bytes)}, step {format_ms(schedule.plain_latency_ms)}",
+    )
+    table.add_row(
+        "schedule",
+        f"peak {format_bytes(schedule.peak_bytes)} of {format_bytes(schedule.budget_bytes)} (at {peak_operator}), "
+        f"step {format_ms(schedule.latency_ms)}",
+    )
+    table.add_row(
+        "overhead",
+        f"{schedule.overhead:+.1%} step time; {len(schedule.choices.stored)} values stored, "
+        f"{runs} runs beyond the forward pass",
+    )
+    table.add_row(
+        "bound",
+        f"no schedule within the budget is faster than {format_ms(schedule.lower_bound_ms)} "
+        f"(gap {schedule.gap:.1%}, {schedule.status})",
+    )
+    table.add_row("smallest budget", smallest)
+    table.add_row("solved", f"in {schedule.seconds:.1f} s by {schedule.solver}")
+    table.add_row("written", output)
+    console.print(table)
+
+
+def report_facts(report: Report) -> dict[str, Any]:
+    """The figures of a verification, for `--json`."""
+    return {
+        "passed": report.passed,
+        "exact": report.exact,
+        "largest_difference": report.largest_difference,
+        "random_state": report.random_state,
+        "peak_bytes": report.peak_bytes,
+        "predicted_peak_bytes": report.predicted_peak_bytes,
+        "budget_bytes": report.budget_bytes,
+        "plain_peak_bytes": report.plain_peak_bytes,
+        "step_ms": report.step_ms,
+        "plain_step_ms": report.plain_step_ms,
+        "same_shapes": report.same_shapes,
+        "differences": {
+            name: difference
+            for name, difference in sorted(
+                {**report.gradients, **report.buffers}.items(), key=lambda item: -item[1]
+            )
+            if difference > 0
+        },
+    }
+
+
+def print_report(console: Console, report: Report) -> None:
+    """Print what a verification found."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    same = (
+        "bit for bit plain training's"
+        if report.exact
+        else (f"within {report.largest_difference:.1e} of plain training's (relative)")
+    )
+    table.add_row(
+        "gradients, buffers", f"{same}; {len(report.gradients)} gradients, {len(report.buffers)} buffers"
+    )
+    table.add_row("random state", "as plain training leaves it" if report.random_state else "DIFFERS")
+    table.add_row(
+        "peak",
+        f"{format_bytes(report.peak_bytes)} measured, {format_bytes(report.predicted_peak_bytes)} predicted"
+        + ("" if report.same_shapes else " for the batch it was solved for")
+        + f", {format_bytes(report.budget_bytes)} budget; plain {format_bytes(report.plain_peak_bytes)}",
+    )
+    table.add_row(
+        "step time",
+        f"{format_ms(report.step_ms)} measured, plain {format_ms(report.plain_step_ms)} "
+        f"(×{report.step_ms / report.plain_step_ms:.2f})",
+    )
+    worst = sorted({**report.gradients, **report.buffers}.items(), key=lambda item: -item[1])[:5]
+    for name, difference in worst:
+        if difference > 0:
+            table.add_row("  differs", f"{name}: {difference:.1e}")
+    table.add_row("verdict", "pass" if report.passed else "FAIL")
+    console.print(table)
