@@ -1,8 +1,7 @@
 """Solver instances: operator graphs with costs as JSON, in the `remat-instance/1` format.
 
 MONeT's authors measured ResNet-50, UNet and VGG-16 training steps on a P100; converted to this format they
-let a solver be judged on real work, without torch and without a model. `read_instance` makes a `Profile` of
-one; `write_instance` does the reverse for any profile.
+let a solver be judged on real work, without torch and without a model.
 """
 
 import json

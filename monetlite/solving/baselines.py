@@ -14,6 +14,10 @@ from monetlite.graph import OperatorGraph, Phase, ValueKind
 from monetlite.schedule import Step, plain_steps
 
 
+GREEDY_TRIALS = 1000
+"""With more values than this, `greedy` drops several at a time."""
+
+
 def store_all(profile: Profile) -> tuple[Step, ...]:
     """Plain training: nothing is recomputed, default implementations."""
     return plain_steps(profile.graph)
@@ -155,53 +159,47 @@ class _Replay:
 
 
 def greedy(profile: Profile, budget_bytes: int) -> tuple[Step, ...] | None:
-    """Drop values in order of bytes freed per millisecond of re-running their operator, until the rest fits.
+    """Drop values until the rest fits, those first that free most bytes per millisecond of re-running.
 
-    Returns None if it does not fit however much is dropped.
+    A value stays dropped where that lowers what steps need beyond the budget, summed over steps. It is
+    re-run at its first read in the backward pass and then kept, or on a second turn re-run at every read.
+    Returns None if that does not fit.
     """
+    # Compiled code takes a while to load, and not every caller wants this baseline.
     from monetlite.solving.genomes import decode, keep_everything
-    from monetlite.solving.kernel import OVERFLOW, new_scratch
+    from monetlite.solving.kernel import OVERFLOW, evaluate, new_scratch
     from monetlite.solving.problem import VALUE_WRITER, build_problem
 
     problem = build_problem(profile)
     scratch = new_scratch(problem.value_count, problem.operator_count, 20 * problem.operator_count)
+    genome = keep_everything(problem)
+    impossible = problem.least_latency_ms + 1.0
+
+    def overflow_bytes() -> float:
+        cost = evaluate(problem.tables, genome, scratch, budget_bytes, 1.0, impossible, numpy.inf)
+        return float(scratch.totals[OVERFLOW]) if cost < numpy.inf else math.inf
 
     def worth(value: int) -> float:
         writer = int(problem.tables.values[value, VALUE_WRITER])
         again_ms = min(cost.of_run(again=True)[0] for cost in profile.costs[writer])
         return profile.graph.values[value].size_bytes / (again_ms + 1e-9)
 
-    dropped = sorted((int(value) for value in problem.droppable), key=worth, reverse=True)
-    impossible = problem.least_latency_ms * 1e6 + 1e6
-
-    def attempt(count: int) -> tuple[Step, ...] | None:
-        genome = keep_everything(problem)
-        genome[numpy.array(dropped[:count], dtype=numpy.int64)] &= ~1
-        steps = decode(problem, genome, scratch, budget_bytes, 1.0, impossible)
-        return steps if steps is not None and scratch.totals[OVERFLOW] == 0 else None
-
-    return _first_success(attempt, len(dropped))
-
-
-def _first_success(
-    attempt: Callable[[int], tuple[Step, ...] | None], most: int
-) -> tuple[Step, ...] | None:
-    """Try 0, 1, 2, 4, … then bisect: more is not always better, so an attempt that worked is remembered."""
-    failed, count = -1, 0
-    steps = attempt(0)
-    while steps is None and count < most:
-        failed, count = count, min(most, max(1, 2 * count))
-        steps = attempt(count)
-    if steps is None:
-        return None
-    while count - failed > 1:
-        middle = (count + failed) // 2
-        better = attempt(middle)
-        if better is None:
-            failed = middle
-        else:
-            count, steps = middle, better
-    return steps
+    order = numpy.array(sorted(problem.droppable.tolist(), key=worth, reverse=True), dtype=numpy.int64)
+    batch = 1 + len(order) // GREEDY_TRIALS
+    excess = overflow_bytes()
+    for rest in (~1, 0):
+        for start in range(0, len(order), batch):
+            if excess == 0:
+                break
+            values = order[start : start + batch]
+            before = genome[values]
+            genome[values] &= rest
+            after = overflow_bytes()
+            if after < excess:
+                excess = after
+            else:
+                genome[values] = before
+    return decode(problem, genome, scratch, budget_bytes, 1.0, impossible) if excess == 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,21 +9,33 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from scipy import sparse
 
 from monetlite.costs import Profile
-from monetlite.solving.options import Outline
-from monetlite.solving.relaxation import Floats, ZeroOneProgram, relaxation
+from monetlite.solving.options import Option, Outline
+from monetlite.solving.relaxation import (
+    Floats,
+    ZeroOneProgram,
+    certain_lifetimes,
+    own_bytes,
+    pinned,
+    relaxation,
+)
 
 _ROUNDING = 1e-11
 """How much of the summed magnitudes a floating-point bound gives up, to stay below its exact value."""
+_BRANCH_AND_BOUND_ROUNDING = 2e-6
+"""How much of a branch-and-bound's dual bound is given up for the solver's tolerances (SCIP's are 1e-6)."""
+_AVAILABILITY_LIMIT = 1_000_000
+"""Backward operators times forward ones, beyond which `smallest_budget_bound` leaves out its second part."""
 
 
 def trivial_bound_ms(profile: Profile) -> float:
     """Every main operator once, each with its fastest implementation: in ms."""
-    outline = Outline.of(profile)
-    return math.fsum(outline.main_least_ms)
+    return math.fsum(Outline.of(profile).main_least_ms)
 
 
 def dual_bound_ms(program: ZeroOneProgram, multipliers: Floats) -> float:
@@ -32,97 +44,250 @@ def dual_bound_ms(program: ZeroOneProgram, multipliers: Floats) -> float:
     For multipliers λ ≥ 0 and every feasible x, cost·x ≥ cost·x + λ·(matrix·x − limit), and the right side is
     least when each column takes the sign of its reduced cost, one column in each group.
     """
-    multipliers = np.maximum(multipliers, 0.0)
     if not np.all(np.isfinite(multipliers)):
         return -math.inf
+    multipliers = np.maximum(multipliers, 0.0)
     reduced_ms = program.cost_ms + program.matrix.T @ multipliers
     single = program.group < 0
     least_of_group = np.full(program.groups, np.inf)
     np.minimum.at(least_of_group, program.group[~single], reduced_ms[~single])
-    terms = [
-        np.minimum(reduced_ms[single], 0.0),
-        least_of_group,
-        -multipliers * program.limit,
-        np.array([program.constant_ms]),
-    ]
-    magnitude = sum(float(np.abs(part).sum()) for part in terms)
-    magnitude += float((abs(program.matrix).T @ multipliers).sum())
-    return math.fsum(float(x) for part in terms for x in part) - _ROUNDING * magnitude
+    terms = np.concatenate(
+        [np.minimum(reduced_ms[single], 0.0), least_of_group, -multipliers * program.limit, [program.constant_ms]]
+    )
+    magnitude = float(np.abs(terms).sum() + (abs(program.matrix).T @ multipliers).sum())
+    return math.fsum(terms.tolist()) - _ROUNDING * magnitude
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearBound:
-    """The bound of one linear relaxation, and how large that was."""
+class LatencyBound:
+    """A bound on the latency of every schedule within the budget.
+
+    Attributes:
+        lower_bound_ms: the bound; infinite if it proves that there are none.
+        program: the relaxation it came from, for `integer_bound` to continue with.
+        multipliers: the dual multipliers of its rows.
+    """
 
     lower_bound_ms: float
-    rows: int
-    columns: int
-    seconds: float
+    program: ZeroOneProgram | None
+    multipliers: Floats | None
 
 
-def linear_bound(
+def latency_bound(
     profile: Profile,
     budget_bytes: int,
     *,
     seconds: float,
-    checkpoint_limit: int = 120,
+    checkpoint_limit: int = 60,
     value_limit: int = 400,
-    method: str = "simplex", spans=()
-) -> LinearBound:
-    began = time.monotonic()
+) -> LatencyBound:
+    """Bound the latency of every legal schedule within a budget by a linear program.
+
+    Args:
+        profile: the graph and its costs.
+        budget_bytes: the budget.
+        seconds: the most that the linear program may take; unfinished, it still gives a bound.
+        checkpoint_limit, value_limit: how fine the relaxation is; see `relaxation`.
+
+    Raises:
+        SolverError: HiGHS is not installed.
+    """
     outline = Outline.of(profile)
+    least_ms = math.fsum(outline.main_least_ms)
+    if not outline.runnable:
+        return LatencyBound(lower_bound_ms=math.inf, program=None, multipliers=None)
+    began = time.monotonic()
     program = relaxation(
-        outline, budget_bytes, checkpoint_limit=checkpoint_limit, value_limit=value_limit, spans=spans
+        outline, budget_bytes, checkpoint_limit=checkpoint_limit, value_limit=value_limit
     )
-    built = time.monotonic()
-    multipliers = _row_multipliers(program, seconds=seconds, method=method)
-    bound = dual_bound_ms(program, multipliers) if multipliers is not None else -math.inf
-    return LinearBound(lower_bound_ms=bound, rows=program.limit.size, columns=program.cost_ms.size, seconds=time.monotonic()-began)
+    if program.cost_ms.size == 0 or program.limit.size == 0:
+        return LatencyBound(lower_bound_ms=least_ms, program=None, multipliers=None)
+    multipliers = _multipliers(program, seconds=max(0.1, seconds - (time.monotonic() - began)))
+    if multipliers is None:
+        return LatencyBound(lower_bound_ms=least_ms, program=program, multipliers=None)
+    bound_ms = max(least_ms, dual_bound_ms(program, multipliers))
+    return LatencyBound(lower_bound_ms=bound_ms, program=program, multipliers=multipliers)
 
 
-def _row_multipliers(program: ZeroOneProgram, *, seconds: float, method: str) -> Floats | None:
-    import highspy
-
-    columns = program.cost_ms.size
-    rows = program.limit.size
-    matrix = program.matrix.tocsr()
-    # The groups' rows come last.
-    from scipy import sparse
-
-    member = np.flatnonzero(program.group >= 0)
-    choice = sparse.csr_array(
-        (np.ones(member.size), (program.group[member], member)), shape=(program.groups, columns)
+def _multipliers(program: ZeroOneProgram, *, seconds: float) -> Floats | None:
+    """Dual multipliers of the rows, from the linear relaxation; None if HiGHS has none to give."""
+    highspy = _import_highspy()
+    columns, rows = program.cost_ms.size, program.limit.size
+    members = np.flatnonzero(program.group >= 0)
+    one_of = sparse.csr_array(
+        (np.ones(members.size), (program.group[members], members)), shape=(program.groups, columns)
     )
-    full = sparse.vstack([matrix, choice], format="csr")
-    full.sum_duplicates()
-    lp = highspy.HighsLp()
-    lp.num_col_ = columns
-    lp.num_row_ = rows + program.groups
-    lp.col_cost_ = program.cost_ms
-    lp.col_lower_ = np.zeros(columns)
-    lp.col_upper_ = np.ones(columns)
-    lp.row_lower_ = np.concatenate([np.full(rows, -highspy.kHighsInf), np.ones(program.groups)])
-    lp.row_upper_ = np.concatenate([program.limit, np.ones(program.groups)])
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = full.indptr
-    lp.a_matrix_.index_ = full.indices
-    lp.a_matrix_.value_ = full.data
+    matrix = sparse.csr_array(sparse.vstack([program.matrix, one_of], format="csr"))
+    matrix.sum_duplicates()
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = columns, rows + program.groups
+    model.col_cost_ = program.cost_ms
+    model.col_lower_, model.col_upper_ = np.zeros(columns), np.ones(columns)
+    model.row_lower_ = np.concatenate([np.full(rows, -highspy.kHighsInf), np.ones(program.groups)])
+    model.row_upper_ = np.concatenate([program.limit, np.ones(program.groups)])
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = matrix.indptr
+    model.a_matrix_.index_ = matrix.indices
+    model.a_matrix_.value_ = matrix.data
     highs = highspy.Highs()
     highs.silent()
     highs.setOptionValue("time_limit", float(seconds))
     highs.setOptionValue("threads", 1)
-    highs.setOptionValue("solver", method)
-    if method == "ipm":
-        highs.setOptionValue("run_crossover", "off")
-    highs.passModel(lp)
+    highs.passModel(model)
     highs.run()
-    print(highs.getModelStatus(), highs.getInfo().objective_function_value + program.constant_ms)
     solution = highs.getSolution()
     if not solution.dual_valid:
         return None
-    return -np.array(solution.row_dual[:rows])
+    return -np.array(solution.row_dual[:rows], dtype=np.float64)
+
+
+def _import_highspy() -> Any:
+    from monetlite.errors import SolverError
+
+    try:
+        import highspy
+    except ImportError as error:
+        raise SolverError("bounds need HiGHS, which is not installed; pip install highspy") from error
+    return highspy
+
+
+def integer_bound(
+    program: ZeroOneProgram,
+    *,
+    seconds: float,
+    cutoff_ms: float = math.inf,
+    on_bound: Callable[[float], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> float:
+    """Tighten a relaxation's bound by branch and bound and cuts (SCIP): its dual bound, in ms, rounded down.
+
+    Every legal schedule is a 0-1 point of the relaxation, so the dual bound is valid for all of them, finished
+    or not. `cutoff_ms`, the latency of a known schedule, prunes what could only confirm it: the result is
+    never above it.
+
+    Args:
+        program: the relaxation.
+        seconds: when to stop.
+        cutoff_ms: the latency of a schedule that is known.
+        on_bound: told of the bound as it rises.
+        should_stop: asked at each node and each round of cuts.
+
+    Raises:
+        SolverError: SCIP is not installed.
+    """
+    from monetlite.solving.scip import minimise_dual_bound
+
+    dual_ms = minimise_dual_bound(
+        program,
+        seconds=seconds,
+        cutoff_ms=cutoff_ms,
+        on_bound=None if on_bound is None else lambda bound_ms: on_bound(_rounded_down(bound_ms)),
+        should_stop=should_stop,
+    )
+    return min(_rounded_down(dual_ms), cutoff_ms)
+
+
+def _rounded_down(bound_ms: float) -> float:
+    return bound_ms - _BRANCH_AND_BOUND_ROUNDING * abs(bound_ms) if math.isfinite(bound_ms) else bound_ms
 
 
 def smallest_budget_bound(profile: Profile) -> int:
-    """A number of bytes below which no budget is feasible."""
-    return profile.graph.resident.total
+    """A number of bytes below which no schedule fits, however slow.
+
+    Each main operator needs the values that are live across it whatever the schedule (`certain_lifetimes`), and
+    its own reads, outputs and workspace. What it reads was either kept since the forward part, past every
+    operator in between, or made again somewhere, beside what was certainly live there, from what was available
+    there by the same argument: the least peak of all those ways, value by value, is a bound too.
+    """
+    outline = Outline.of(profile)
+    if not outline.runnable:
+        return outline.resident_bytes
+    lifetimes = certain_lifetimes(outline)
+    nothing: frozenset[int] = frozenset()
+    needs = [
+        [
+            (option, lifetimes.fixed_bytes[at] + own_bytes(outline, at, option, lifetimes, nothing))
+            for option in outline.options[operator]
+        ]
+        for at, operator in enumerate(outline.main)
+    ]
+    bound = max((min(need for _, need in ways) for ways in needs), default=0)
+    backward = len(outline.main) - outline.forward_main
+    if backward * len(outline.extra) <= _AVAILABILITY_LIMIT:
+        bound = max(bound, _availability_bound(outline, needs))
+    return outline.resident_bytes + max(bound, 0)
+
+
+def _availability_bound(outline: Outline, needs: list[list[tuple[Option, int]]]) -> int:
+    """The second part of `smallest_budget_bound`: the peak without which some operator's reads can't be live."""
+    lifetimes = certain_lifetimes(outline)
+    size = np.array(outline.size_bytes, dtype=np.int64)
+    forward, count = outline.forward_main, len(outline.main)
+    # peak[v]: no schedule has v live just before the present place with a smaller peak so far. Values with
+    # several makers, and those of the backward part, are not followed: 0 is a bound for them.
+    followed = np.array(
+        [len(makers) == 1 and outline.is_forward(makers[0]) for makers in outline.producers], dtype=bool
+    )
+    peak = np.zeros(len(size), dtype=np.int64)
+    runs = [
+        (
+            operator,
+            sorted(value for value in outline.must_read[operator] if followed[value]),
+            sorted(value for value in outline.options[operator][0].writes if followed[value]),
+            [
+                (
+                    option.reads,
+                    sum(outline.size_bytes[value] for value in option.writes if not outline.held[value])
+                    + min(option.first_extra_bytes, option.again_extra_bytes),
+                )
+                for option in outline.options[operator]
+            ],
+        )
+        for operator in outline.extra
+        if outline.options[operator] and all(o.writes == outline.options[operator][0].writes for o in outline.options[operator])
+    ]
+    irregular = {
+        value
+        for operator in outline.extra
+        if any(o.writes != outline.options[operator][0].writes for o in outline.options[operator])
+        for option in outline.options[operator]
+        for value in option.writes
+    }
+    for value in irregular:
+        followed[value] = False
+    made_at = np.full(len(size), count, dtype=np.int64)
+    for value, makers in enumerate(outline.producers):
+        if followed[value] and makers[0] in outline.position:
+            made_at[value] = outline.position[makers[0]]
+    bound = 0
+    for at in range(count):
+        if at >= forward:
+            for _, reads, writes, ways in runs:
+                here = min(
+                    extra + sum(outline.size_bytes[v] for v in option_reads if not pinned(outline, lifetimes, v, at))
+                    for option_reads, extra in ways
+                )
+                here = max([lifetimes.fixed_bytes[at] + here, *(int(peak[value]) for value in reads)])
+                for value in writes:
+                    if here < peak[value]:
+                        peak[value] = here
+        bound = max(
+            bound,
+            min(
+                max([need, *(int(peak[value]) for value in option.reads if followed[value])])
+                for option, need in needs[at]
+            ),
+        )
+        # Keeping a value past this operator takes the operator's memory, with the value beside its reads.
+        least = min(need for _, need in needs[at])
+        beside = least + size
+        for value in {value for option, _ in needs[at] for value in option.reads}:
+            beside[value] = min(
+                need + (0 if value in option.reads else int(size[value])) for option, need in needs[at]
+            )
+        for value in np.flatnonzero(followed):
+            if pinned(outline, lifetimes, int(value), at):
+                beside[value] = least
+        alive = followed & (made_at < at)
+        peak[alive] = np.maximum(peak[alive], beside[alive])
+    return bound

@@ -60,27 +60,31 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """One run of annealing; the temperature counts mean operator latencies, the penalty latency over peak."""
+    """One run of annealing: start temperature over the mean latency of an operator, and first penalty over
+    latency by peak."""
 
     temperature: float
     penalty: float
-    share: float
-    """Of the time that is left."""
-    refine: bool = False
 
 
-def _plans(offset: int) -> Iterator[_Plan]:
-    """What a worker runs, over and over; `offset` tells workers apart."""
-    yield _Plan(temperature=0.6 + offset, penalty=0.17, share=0.04)
-    exploring = [(0.5, 0.2), (1.5, 0.17), (0.8, 0.17), (0.3, 0.4)]
-    refining = [0.1, 0.2, 0.06, 0.3, 0.15]
-    for turn in range(4):
-        temperature, penalty = exploring[(turn + 2 * offset) % len(exploring)]
-        yield _Plan(temperature=temperature, penalty=penalty, share=EXPLORING_SHARE / (4 - turn * EXPLORING_SHARE))
-    turn = offset
-    while True:
-        yield _Plan(temperature=refining[turn % len(refining)], penalty=1.0, share=0.25, refine=True)
-        turn += 1
+EXPLORING = (
+    _Plan(temperature=0.6, penalty=0.17),
+    _Plan(temperature=1.5, penalty=0.17),
+    _Plan(temperature=0.8, penalty=0.25),
+    _Plan(temperature=2.5, penalty=0.17),
+    _Plan(temperature=0.35, penalty=0.4),
+)
+"""Runs from the first schedule, in turn."""
+
+REFINING = tuple(_Plan(temperature=temperature, penalty=1.0) for temperature in (0.1, 0.2, 0.06, 0.3, 0.15))
+"""Runs from the best schedule, in turn."""
+
+LAST_PENALTY = 3.0
+RUN_LENGTH = 2000
+"""Iterations of a run, over droppable values."""
+
+LONGEST_RUN = 0.15
+"""Part of the time that a run takes at most."""
 
 
 class _Workspace:
@@ -166,7 +170,6 @@ class _Search:
         self.budget_bytes = budget_bytes
         self.deadline = deadline
         self.seed = seed
-        self.began = time.monotonic()
         self.stop = threading.Event()
         self.found: queue.Queue[tuple[Step, ...] | BaseException | None] = queue.Queue()
         self.first_genome = keep_everything(problem)
@@ -192,19 +195,23 @@ class _Search:
         penalty_scale = (problem.least_latency_ms or 1.0) / max(1, problem.plain_peak_bytes)
         workspace.rate = 6e6 / max(1, problem.operator_count)
         idle = 0
-        for plan in _plans(number):
-            if self.finished() or (idle >= IDLE_RUNS and problem.droppable.size <= SMALL_PROBLEM):
+        total = max(0.0, self.deadline - time.monotonic())
+        turn = number
+        while not self.finished():
+            if idle >= IDLE_RUNS and problem.droppable.size <= SMALL_PROBLEM:
                 return
-            left = max(0.0, self.deadline - time.monotonic())
-            iterations = _round_down(workspace.rate * left * plan.share)
-            if problem.droppable.size <= SMALL_PROBLEM:
-                iterations = min(iterations, 20_000)
-            genome = self.first_genome.copy()
-            if plan.refine and best_ms < math.inf:
-                genome = workspace.best.copy()
+            spent = 1 - (self.deadline - time.monotonic()) / total
+            refine = best_ms < math.inf and spent > EXPLORING_SHARE
+            plan = REFINING[turn % len(REFINING)] if refine else EXPLORING[turn % len(EXPLORING)]
+            iterations = float(RUN_LENGTH * problem.droppable.size)
+            if turn == number:
+                iterations /= 8
+            iterations = _round_down(min(iterations, workspace.rate * total * min(LONGEST_RUN, 1 - spent)))
+            turn += 1
+            genome = workspace.best.copy() if refine else self.first_genome.copy()
             record = numpy.array([best_ms, 1.0])
             hot = plan.temperature * workspace.mean_ms
-            figures = (hot, hot / 100, plan.penalty * penalty_scale, 3.0 * penalty_scale, 1.0)
+            figures = (hot, hot / 100, plan.penalty * penalty_scale, LAST_PENALTY * penalty_scale, 1.0)
             workspace.run(genome, self.budget_bytes, figures, iterations, record, self.finished)
             if best_ms == math.inf and record[BEST_LATENCY] == numpy.inf:
                 # Nothing fits yet: look for anything that does.

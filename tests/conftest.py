@@ -1,0 +1,42 @@
+"""What every test needs: a cache of its own, few threads, and the helper modules on the path."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_threads():
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory):
+    """A cache of measured costs for the whole session, for tests that need a profile and don't test the cache."""
+    return tmp_path_factory.mktemp("shared-cache")
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    """Where measured costs are kept: never in a person's own cache."""
+    folder = tmp_path / "monetlite-cache"
+    monkeypatch.setenv("MONETLITE_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _fresh_random_numbers():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_programs():
+    """Dynamo keeps what it compiled for as long as the process lives; a suite of many models need not."""
+    yield
+    torch._dynamo.reset()

@@ -1,0 +1,189 @@
+"""A scheduled step is plain autograd's step, whatever is recomputed and however operators run."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_models import Elementwise, SmallCNN, TwoInputsTwoOutputs, WithLoss, assert_same, step, tiny_transformer, twin
+from step_lists import (
+    drop_once,
+    free_profile,
+    recompute_at_random,
+    recompute_everything,
+    schedule_of,
+    with_random_implementations,
+)
+from torch import nn
+
+import monetlite
+from monetlite.graph import Phase
+from monetlite.models import build_model
+from monetlite.schedule import plain_steps
+
+REORDERED_SUMS = 1e-6
+
+
+def wrapped_step(model, graph, steps, inputs):
+    return step(monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps)), inputs)
+
+
+def small_cnn():
+    return SmallCNN(), (torch.randn(4, 3, 12, 12),)
+
+
+def elementwise():
+    return Elementwise(), (torch.randn(5, 16, requires_grad=True),)
+
+
+def two_inputs():
+    return TwoInputsTwoOutputs(), (torch.randint(0, 11, (3, 6)), torch.randn(3, 8, requires_grad=True))
+
+
+def with_loss():
+    return WithLoss(), {"x": torch.randn(4, 6), "labels": torch.tensor([0, 3, 1, 2])}
+
+
+SMALL = {"cnn": small_cnn, "elementwise": elementwise, "two inputs": two_inputs, "with loss": with_loss}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_every_kind_of_schedule_is_plain_training_bit_for_bit(kind):
+    model, inputs = SMALL[kind]()
+    graph = monetlite.trace(model, inputs)
+    expected = step(twin(model), inputs)
+    rng = random.Random(7)
+    everything = recompute_everything(graph)
+    runs = [index for index, _ in everything if graph.operators[index].phase is Phase.FORWARD]
+    assert len(runs) > 1.5 * len(set(runs)), "this schedule should recompute a lot"
+    in_place = with_random_implementations(graph, everything, rng)
+    at_random = with_random_implementations(graph, recompute_at_random(graph, rng), rng)
+    for steps in (plain_steps(graph), everything, in_place, at_random):
+        assert_same(wrapped_step(model, graph, steps, inputs), expected)
+
+
+def test_in_place_implementations_were_tested():
+    """The random choices above do reach the in-place implementations, in both passes."""
+    used = set()
+    for build in SMALL.values():
+        model, inputs = build()
+        graph = monetlite.trace(model, inputs)
+        steps = with_random_implementations(graph, recompute_everything(graph), random.Random(7))
+        for index, choice in steps:
+            item = graph.operators[index].implementations[choice]
+            if item.overwrites:
+                used.add(item.call.target)
+    assert {"aten.relu_.default", "aten.add_.Tensor", "aten.threshold_backward.grad_input"} <= used
+    assert len(used) >= 12, used
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), share=st.sampled_from([0.2, 0.5, 0.9]))
+def test_random_legal_schedules_of_a_cnn_with_batch_norm_and_dropout(seed, share):
+    torch.manual_seed(0)
+    model, inputs = small_cnn()
+    graph = monetlite.trace(model, inputs)
+    rng = random.Random(seed)
+    steps = with_random_implementations(graph, recompute_at_random(graph, rng, share), rng)
+    assert_same(wrapped_step(model, graph, steps, inputs), step(twin(model), inputs))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2", "densenet121"])
+def test_real_convolutional_networks(name):
+    built = build_model(name, batch=2, input_size=(32, 32))
+    model, inputs = built.model, built.example_inputs
+    graph = monetlite.trace(model, inputs)
+    expected = step(twin(model), inputs)
+    steps = with_random_implementations(graph, drop_once(graph), random.Random(1))
+    assert any(graph.operators[index].implementations[choice].overwrites for index, choice in steps)
+    assert_same(wrapped_step(model, graph, steps, inputs), expected)
+
+
+@pytest.mark.parametrize(("kind", "within"), [("gpt2", 0.0), ("bert", 0.0), ("vit", 0.0), ("llama", REORDERED_SUMS)])
+def test_transformers(kind, within):
+    model, inputs = tiny_transformer(kind)
+    graph = monetlite.trace(model, inputs)
+    stored = wrapped_step(model, graph, plain_steps(graph), inputs)
+    assert_same(stored, step(twin(model), inputs), within)
+    rng = random.Random(2)
+    for steps in (drop_once(graph), recompute_at_random(graph, rng, 0.3)):
+        found = wrapped_step(model, graph, with_random_implementations(graph, steps, rng), inputs)
+        assert_same(found, stored)
+
+
+def test_bfloat16():
+    built = build_model("resnet18", batch=2, input_size=(32, 32), dtype=torch.bfloat16)
+    graph = monetlite.trace(built.model, built.example_inputs)
+    steps = with_random_implementations(graph, drop_once(graph), random.Random(3))
+    expected = step(twin(built.model), built.example_inputs)
+    assert_same(wrapped_step(built.model, graph, steps, built.example_inputs), expected)
+
+
+def test_running_statistics_are_updated_once():
+    """With batch norm re-run several times, the counter and the running mean are those of one forward pass."""
+    model, inputs = small_cnn()
+    graph = monetlite.trace(model, inputs)
+    steps = recompute_everything(graph)
+    batch_norms = [index for index, _ in steps if graph.operators[index].family == "batch_norm"]
+    assert len(batch_norms) > 2 * len(set(batch_norms))
+    after = wrapped_step(model, graph, steps, inputs)
+    assert after.buffers["bn1.num_batches_tracked"].item() == 1
+    with torch.no_grad():
+        mean = model.stem(inputs[0]).mean((0, 2, 3))
+    torch.testing.assert_close(after.buffers["bn1.running_mean"], 0.1 * mean)
+
+
+def test_dropout_draws_one_mask_for_a_step_and_another_for_the_next():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, x):
+            return nn.functional.dropout(torch.tanh(self.weight * x), 0.5).exp()
+
+    model, x = Net(), torch.ones(64)
+    graph = monetlite.trace(model, x)
+    trained = monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), recompute_everything(graph)))
+    kept = []
+    for _ in range(2):
+        model.weight.grad = None
+        output = trained(x)
+        output.sum().backward()
+        dropped = output == 1  # exp(0)
+        assert torch.equal(model.weight.grad == 0, dropped), "the backward pass used the forward pass's mask"
+        kept.append(dropped)
+    assert not torch.equal(*kept)
+
+
+def test_two_steps_with_an_optimizer():
+    model, inputs = small_cnn()
+    graph = monetlite.trace(model, inputs)
+    rng = random.Random(4)
+    steps = with_random_implementations(graph, recompute_everything(graph), rng)
+    schedule = schedule_of(free_profile(graph), steps)
+    plain, trained = twin(model), monetlite.MONeTWrapper(twin(model), schedule)
+    for candidate in (plain, trained):
+        torch.manual_seed(11)
+        optimizer = torch.optim.SGD(candidate.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            candidate(*inputs).square().mean().backward()
+            optimizer.step()
+    for (name, ours), (_, theirs) in zip(trained.state_dict().items(), plain.state_dict().items(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert not torch.equal(plain.stem.weight, model.stem.weight)
+
+
+def test_gradients_accumulate_over_steps():
+    model, inputs = small_cnn()
+    model.dropout.p = 0.0
+    graph = monetlite.trace(model, inputs)
+    trained = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), recompute_everything(graph)))
+    plain = twin(model)
+    for candidate in (plain, trained):
+        for factor in (1.0, 2.0):
+            candidate(inputs[0] * factor).square().mean().backward()
+    for (name, ours), (_, theirs) in zip(trained.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name

@@ -1,0 +1,103 @@
+"""What others do, as steps."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from random_graphs import random_profile
+
+from monetlite.graph import Phase, ValueKind
+from monetlite.schedule import plain_steps, simulate
+from monetlite.solving import baselines
+from monetlite.solving.search import search
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_baseline_is_legal(seed: int) -> None:
+    rng = random.Random(seed)
+    count = rng.randint(1, 14)
+    profile = random_profile(rng, count)
+    boundaries = sorted(rng.sample(range(1, count + 1), min(count, 3)))
+    assert simulate(profile, baselines.store_all(profile)).steps == plain_steps(profile.graph)
+    for steps in (
+        baselines.sqrt_checkpointing(profile),
+        baselines.segment_checkpointing(profile),
+        baselines.segment_checkpointing(profile, boundaries),
+        baselines.segment_checkpointing(profile, []),
+    ):
+        simulate(profile, steps)
+        runs = Counter(operator for operator, _ in steps)
+        for index, operator in enumerate(profile.graph.operators):
+            assert runs[index] <= (2 if operator.rerunnable else 1) or operator.optional
+
+
+def test_sqrt_checkpointing_of_a_chain() -> None:
+    """16 operators in 4 segments: each is re-run once, but for the last value of each segment, which is kept."""
+    from test_search import chain
+
+    profile = chain(16)
+    steps = baselines.sqrt_checkpointing(profile)
+    runs = Counter(operator for operator, _ in steps)
+    assert [runs[operator] for operator in range(16)] == [2, 2, 2, 1] * 3 + [2, 2, 2, 2]
+    plain = simulate(profile, plain_steps(profile.graph))
+    assert simulate(profile, steps).peak_bytes < plain.peak_bytes
+
+
+def test_boundaries_from_module_paths() -> None:
+    profile = random_profile(random.Random(1), 6, optional=False)
+    modules = iter(["stem", "layer1.0.conv", "layer1.0.norm", "layer1.1.conv", "layer2.0.conv", "head"])
+    operators = tuple(
+        replace(operator, module=next(modules)) if operator.phase is Phase.FORWARD else operator
+        for operator in profile.graph.operators
+    )
+    graph = replace(profile.graph, operators=operators)
+    assert baselines.module_boundaries(graph) == [1, 3, 4, 5]
+    assert baselines.module_boundaries(graph, depth=1) == [1, 4, 5]
+    assert baselines.module_boundaries(profile.graph) == []
+
+
+def test_boundaries_where_one_value_passes() -> None:
+    from test_search import chain
+
+    assert baselines.articulation_boundaries(chain(5).graph) == [1, 2, 3, 4]
+
+
+def test_greedy_fits_or_says_so() -> None:
+    feasible = 0
+    for seed in range(20):
+        profile = random_profile(random.Random(seed), 8)
+        budget_bytes = int(0.8 * simulate(profile, plain_steps(profile.graph)).peak_bytes)
+        steps = baselines.greedy(profile, budget_bytes)
+        if steps is not None:
+            feasible += 1
+            simulate(profile, steps, budget_bytes)
+    assert feasible >= 10
+    assert baselines.greedy(profile, 1) is None
+
+
+def test_checkmate_has_default_implementations_only() -> None:
+    for seed in range(10):
+        profile = random_profile(random.Random(seed), 4)
+        budget_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
+        restricted = baselines.restrict_checkmate(profile)
+        found = search(restricted.profile, budget_bytes, seconds=0.05)
+        assert found is not None
+        steps = restricted.steps(found.steps)
+        assert all(choice == 0 for _, choice in steps)
+        assert simulate(profile, steps, budget_bytes).latency_ms == found.latency_ms
+
+
+def test_gist_reruns_nothing_and_reads_masks() -> None:
+    for seed in range(10):
+        profile = random_profile(random.Random(seed), 4)
+        budget_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
+        restricted = baselines.restrict_gist(profile)
+        found = search(restricted.profile, budget_bytes, seconds=0.05)
+        assert found is not None
+        steps = restricted.steps(found.steps)
+        assert simulate(profile, steps, budget_bytes).latency_ms == found.latency_ms
+        assert max(Counter(operator for operator, _ in steps).values()) == 1
+        for operator, choice in steps:
+            reads = profile.graph.operators[operator].implementations[choice].reads
+            assert choice == 0 or any(profile.graph.values[v].kind is ValueKind.INTERMEDIATE for v in reads)

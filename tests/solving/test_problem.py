@@ -1,0 +1,206 @@
+"""The flat form of a profile."""
+
+import random
+
+import numpy
+import pytest
+from random_graphs import random_profile
+
+from monetlite.costs import Cost, Profile, ProfileKind
+from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.schedule import plain_steps, simulate
+from monetlite.solving.genomes import decode, encode, keep_everything
+from monetlite.solving.kernel import LATENCY, OVERFLOW, PEAK, new_scratch
+from monetlite.solving.problem import (
+    GROUP_OPTIONS,
+    GROUP_OPTIONS_AGAIN,
+    GROUP_OPTIONS_END,
+    GROUP_READS,
+    GROUP_READS_END,
+    OPERATOR_GROUPS,
+    OPERATOR_GROUPS_END,
+    OPTION_EXTRA,
+    OPTION_IMPLEMENTATION,
+    OPTION_OVERWRITES,
+    OPTION_OVERWRITES_END,
+    build_problem,
+)
+
+
+def two_operators(implementations: list[tuple[Implementation, Cost]], *, size_bytes: int = 10) -> Profile:
+    """One operator that makes value 0, and a backward operator with these implementations, which makes value 1."""
+    operators = (
+        Operator(
+            name="make",
+            family="make",
+            phase=Phase.FORWARD,
+            implementations=(Implementation(name="default", reads=(), writes=(0,)),),
+        ),
+        Operator(
+            name="use",
+            family="use",
+            phase=Phase.BACKWARD,
+            implementations=tuple(implementation for implementation, _ in implementations),
+        ),
+    )
+    values = (
+        Value(name="made", kind=ValueKind.ACTIVATION, size_bytes=size_bytes),
+        Value(name="gradient", kind=ValueKind.PARAM_GRAD, size_bytes=3),
+    )
+    graph = OperatorGraph(name="two", operators=operators, values=values, resident=Resident(parameters=5))
+    costs = ((Cost(latency_ms=1.0, workspace_bytes=0),), tuple(cost for _, cost in implementations))
+    return Profile(graph=graph, device="cpu", kind=ProfileKind.MEASURED, costs=costs)
+
+
+def implementation(
+    name: str, latency_ms: float, workspace_bytes: int, *, reads: tuple[int, ...] = (0,), overwrites: tuple[int, ...] = ()
+) -> tuple[Implementation, Cost]:
+    return (
+        Implementation(name=name, reads=reads, writes=(1,), overwrites=overwrites),
+        Cost(latency_ms=latency_ms, workspace_bytes=workspace_bytes),
+    )
+
+
+def offered(profile: Profile, operator: int, *, again: bool = False) -> list[set[str]]:
+    """Names of the implementations that are left in each group of an operator."""
+    tables = build_problem(profile).tables
+    groups = range(tables.operators[operator, OPERATOR_GROUPS], tables.operators[operator, OPERATOR_GROUPS_END])
+    start, end = (GROUP_OPTIONS_AGAIN, GROUP_OPTIONS_END) if again else (GROUP_OPTIONS, GROUP_OPTIONS_AGAIN)
+    return [
+        {
+            profile.graph.operators[operator].implementations[choice].name
+            for choice in tables.options[tables.groups[g, start] : tables.groups[g, end], OPTION_IMPLEMENTATION]
+        }
+        for g in groups
+    ]
+
+
+def test_dominated_implementations_are_left_out() -> None:
+    profile = two_operators(
+        [
+            implementation("slow and small", 5.0, 1),
+            implementation("fast and large", 1.0, 9),
+            implementation("slower and as large", 2.0, 9),
+            implementation("twin of the first", 5.0, 1),
+        ]
+    )
+    assert offered(profile, 1) == [{"slow and small", "fast and large"}]
+
+
+def test_what_is_read_makes_groups() -> None:
+    profile = two_operators([implementation("a", 5.0, 1), implementation("b", 9.0, 9, reads=())])
+    assert offered(profile, 1) == [{"a"}, {"b"}]
+
+
+def test_in_place_stays_beside_what_beats_it_only_where_memory_is_plenty() -> None:
+    profile = two_operators([implementation("a", 1.0, 0), implementation("in place", 2.0, 0, overwrites=(0,))])
+    assert offered(profile, 1) == [{"a", "in place"}]
+    tables = build_problem(profile).tables
+    row = next(row for row in tables.options if row[OPTION_OVERWRITES] != row[OPTION_OVERWRITES_END])
+    assert row[OPTION_EXTRA] == -10
+    profile = two_operators([implementation("a", 1.0, -10), implementation("in place", 2.0, 0, overwrites=(0,))])
+    assert offered(profile, 1) == [{"a"}]
+
+
+def test_overwriting_what_is_not_read_or_held_is_never_legal() -> None:
+    profile = two_operators([implementation("a", 9.0, 0), implementation("b", 1.0, 0, reads=(), overwrites=(0,))])
+    assert offered(profile, 1) == [{"a"}]
+    assert build_problem(profile).group_of[1] == (1, -1)
+
+
+def test_costs_of_first_runs_and_later_ones_are_apart() -> None:
+    one, other = implementation("a", 1.0, 0)[0], implementation("b", 2.0, 0)[0]
+    profile = two_operators(
+        [
+            (one, Cost(latency_ms=1.0, workspace_bytes=0, recompute_latency_ms=9.0)),
+            (other, Cost(latency_ms=2.0, workspace_bytes=0)),
+        ]
+    )
+    assert offered(profile, 1) == [{"a"}]
+    assert offered(profile, 1, again=True) == [{"b"}]
+
+
+def test_what_may_be_dropped() -> None:
+    for seed in range(50):
+        profile = random_profile(random.Random(seed))
+        graph = profile.graph
+        expected = {
+            value
+            for operator in graph.operators
+            if operator.phase is Phase.FORWARD and operator.rerunnable
+            for value in operator.writes
+            if not graph.values[value].held
+        }
+        assert set(build_problem(profile).droppable.tolist()) == expected
+
+
+def test_tiny_values_are_constants_only_beside_a_large_peak() -> None:
+    profile = two_operators([implementation("a", 1.0, 0)], size_bytes=1)
+    assert build_problem(profile).droppable.tolist() == [0]
+    profile = two_operators([implementation("a", 1.0, 10**9)], size_bytes=1)
+    assert build_problem(profile).droppable.tolist() == []
+
+
+def test_reads_are_in_ascending_order_and_unique() -> None:
+    tables = build_problem(random_profile(random.Random(3), 5)).tables
+    for group in tables.groups:
+        reads = tables.lists[group[GROUP_READS] : group[GROUP_READS_END]].tolist()
+        assert reads == sorted(set(reads))
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_kernel_and_simulate_agree(seed: int) -> None:
+    """Random genomes: whatever comes out is legal, and costs what `simulate` says."""
+    rng = random.Random(seed)
+    profile = random_profile(rng)
+    problem = build_problem(profile)
+    scratch = new_scratch(problem.value_count, problem.operator_count, 400)
+    for _ in range(20):
+        genome = keep_everything(problem)
+        genome[problem.droppable] = [rng.randrange(16) for _ in problem.droppable]
+        for gene in range(problem.value_count, len(genome)):
+            part, operator = divmod(gene - problem.value_count, problem.operator_count)
+            most = (3, 3, 3, len(problem.tables.agenda) if operator < profile.graph.forward_count else 1, 4)[part]
+            genome[gene] = rng.randrange(most) if rng.random() < 0.5 else 0
+        budget_bytes = rng.randint(1, 2 * problem.plain_peak_bytes)
+        steps = decode(problem, genome, scratch, budget_bytes, 1.0, rng.choice([0.001, 1.0, 1e6]))
+        if steps is None:
+            continue
+        timeline = simulate(profile, steps)
+        assert timeline.peak_bytes == scratch.totals[PEAK]
+        assert timeline.latency_ms == pytest.approx(scratch.totals[LATENCY])
+        assert sum(max(0, here - budget_bytes) for here in timeline.memory_bytes) == scratch.totals[OVERFLOW]
+
+
+def test_steps_survive_the_way_through_a_genome() -> None:
+    """What recomputes right where it is needed comes back with the same operators in the same order."""
+    for seed in range(60):
+        profile = random_profile(random.Random(seed))
+        problem = build_problem(profile)
+        scratch = new_scratch(problem.value_count, problem.operator_count, 400)
+        genome = keep_everything(problem)
+        genome[problem.droppable] = [random.Random(seed).randrange(16) for _ in problem.droppable]
+        steps = decode(problem, genome, scratch, 10**6, 1.0, 1.0)
+        if steps is not None:
+            back = decode(problem, encode(problem, steps), scratch, 10**6, 1.0, 1.0)
+            assert back is not None
+            assert simulate(profile, back).latency_ms <= simulate(profile, steps).latency_ms + 1e-9
+
+
+def test_plain_training_survives_the_way_through_a_genome() -> None:
+    for seed in range(60):
+        profile = random_profile(random.Random(seed))
+        problem = build_problem(profile)
+        scratch = new_scratch(problem.value_count, problem.operator_count, 400)
+        steps = plain_steps(profile.graph)
+        back = decode(problem, encode(problem, steps), scratch, 10**6, 1.0, 1.0)
+        assert back is not None
+        assert [operator for operator, _ in back] == [operator for operator, _ in steps]
+
+
+def test_nothing_at_all() -> None:
+    graph = OperatorGraph(name="empty", operators=(), values=(), resident=Resident(parameters=7))
+    profile = Profile(graph=graph, device="cpu", kind=ProfileKind.ESTIMATED, costs=())
+    problem = build_problem(profile)
+    assert problem.plain_peak_bytes == 7
+    assert numpy.array_equal(problem.droppable, [])

@@ -1,0 +1,146 @@
+"""Schedules for tests, made without a solver: store everything, recompute everything, recompute at random.
+
+The step lists here are built forwards from what is in memory, with none of the package's own lifetime analysis.
+"""
+
+import random
+from collections.abc import Callable, Iterable
+
+from monetlite.choices import Choices
+from monetlite.costs import Cost, Profile, ProfileKind
+from monetlite.graph import OperatorGraph, Phase
+from monetlite.schedule import Schedule, Status, Step, simulate
+
+
+def free_profile(graph: OperatorGraph) -> Profile:
+    """A profile in which every operator takes a millisecond and no workspace."""
+    cost = Cost(latency_ms=1.0, workspace_bytes=0)
+    return Profile(
+        graph=graph,
+        device="cpu",
+        kind=ProfileKind.ESTIMATED,
+        costs=tuple(tuple(cost for _ in operator.implementations) for operator in graph.operators),
+    )
+
+
+def recompute(graph: OperatorGraph, drop: Callable[[int], bool]) -> tuple[Step, ...]:
+    """Run the forward pass, and before each backward operator whatever it needs that is not in memory.
+
+    `drop(value)` is asked, after each backward operator and after the forward pass, whether a value that can be
+    computed again is dropped. Everything runs with its first implementation.
+    """
+    steps: list[Step] = []
+    live: set[int] = set()
+
+    def run(index: int) -> None:
+        implementation = graph.operators[index].implementations[0]
+        for value in implementation.reads:
+            if value not in live:
+                run(graph.writer[value])
+        steps.append((index, 0))
+        live.update(implementation.writes)
+
+    def forget() -> None:
+        for value in sorted(live):
+            writer = graph.operators[graph.writer[value]]
+            if not graph.values[value].held and writer.phase is Phase.FORWARD and writer.rerunnable and drop(value):
+                live.discard(value)
+
+    started = False
+    for index, operator in enumerate(graph.operators):
+        if operator.optional:
+            continue
+        if operator.phase is Phase.BACKWARD:
+            if not started:
+                forget()
+            started = True
+        run(index)
+        if started:
+            forget()
+    return tuple(steps)
+
+
+def recompute_everything(graph: OperatorGraph) -> tuple[Step, ...]:
+    """Nothing that can be computed again survives from one backward operator to the next."""
+    return recompute(graph, lambda _: True)
+
+
+def recompute_at_random(graph: OperatorGraph, rng: random.Random, share: float = 0.5) -> tuple[Step, ...]:
+    """A random share of what can be computed again is dropped at each opportunity."""
+    return recompute(graph, lambda _: rng.random() < share)
+
+
+def drop_once(graph: OperatorGraph, chosen: Iterable[int] | None = None) -> tuple[Step, ...]:
+    """Drop values after the forward pass (all, or those chosen), compute each again when it is next needed."""
+    wanted = set(range(len(graph.values))) if chosen is None else set(chosen)
+
+    def drop(value: int) -> bool:
+        if value in wanted:
+            wanted.discard(value)
+            return True
+        return False
+
+    return recompute(graph, drop)
+
+
+def with_random_implementations(graph: OperatorGraph, steps: tuple[Step, ...], rng: random.Random) -> tuple[Step, ...]:
+    """Choose implementations at random, and take back what is not legal together with the rest."""
+    chosen = [(index, rng.randrange(len(graph.operators[index].implementations))) for index, _ in steps]
+    while broken := _illegal(graph, chosen):
+        for at in broken:
+            chosen[at] = (chosen[at][0], 0)
+    return tuple(chosen)
+
+
+def _illegal(graph: OperatorGraph, steps: list[Step]) -> list[int]:
+    """Steps that read what is not in memory, or overwrite what is read later; all with other than the default."""
+    next_read: dict[int, int] = {}
+    broken: list[int] = []
+    for at in range(len(steps) - 1, -1, -1):
+        item = graph.operators[steps[at][0]].implementations[steps[at][1]]
+        for value in item.writes:
+            next_read.pop(value, None)
+        if any(value in next_read or graph.values[value].held for value in item.overwrites):
+            broken.append(at)
+        for value in item.reads:
+            next_read[value] = at
+    lives_until = {}
+    last: dict[int, int] = {}
+    for at in range(len(steps) - 1, -1, -1):
+        item = graph.operators[steps[at][0]].implementations[steps[at][1]]
+        for value in item.writes:
+            lives_until[at, value] = last.pop(value, at)
+        for value in item.reads:
+            last.setdefault(value, at)
+    version: dict[int, int] = {}
+    for at, (index, choice) in enumerate(steps):
+        item = graph.operators[index].implementations[choice]
+        if any(value not in version or lives_until[version[value], value] < at for value in item.reads):
+            broken.append(at)
+        version.update(dict.fromkeys(item.writes, at))
+    return [at for at in dict.fromkeys(broken) if steps[at][1] != 0]
+
+
+def schedule_of(profile: Profile, steps: Iterable[Step], budget_bytes: int | None = None) -> Schedule:
+    """A schedule file's worth of facts about steps, as a solver would promise them."""
+    graph, steps = profile.graph, tuple(steps)
+    timeline = simulate(profile, steps)
+    return Schedule(
+        name=graph.name,
+        fingerprint=graph.fingerprint,
+        structure=graph.structure,
+        operators=len(graph.operators),
+        inputs=graph.inputs,
+        choices=Choices.of_steps(graph, steps),
+        budget_bytes=timeline.peak_bytes if budget_bytes is None else budget_bytes,
+        peak_bytes=timeline.peak_bytes,
+        latency_ms=timeline.latency_ms,
+        lower_bound_ms=0.0,
+        status=Status.FEASIBLE,
+        plain_peak_bytes=timeline.peak_bytes,
+        plain_latency_ms=timeline.latency_ms,
+        device=profile.device,
+        kind=str(profile.kind),
+        solver="test",
+        seconds=0.0,
+    )
