@@ -152,7 +152,10 @@ class _Trainee:
         device: str,
     ) -> None:
         self.model, self.objective, self.device = model, objective, device
-        self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, _fresh, (args, kwargs))
+        copies: dict[int, torch.Tensor] = {}
+        self.args, self.kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda tensor: _fresh(tensor, copies), (args, kwargs)
+        )
         self.inputs = [
             item for item in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(item, torch.Tensor)
         ]
@@ -202,8 +205,12 @@ class _Trainee:
             torch.cuda.synchronize()
 
 
-def _fresh(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
+def _fresh(tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+    """A copy that is a leaf; a tensor that is passed twice is copied once."""
+    if id(tensor) not in copies:
+        copy = tensor.detach().clone(memory_format=torch.preserve_format)
+        copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+    return copies[id(tensor)]
 
 
 def _differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -8,7 +8,8 @@ A *genome* is one flat array of integers with everything the search decides, in 
 | first | operators | which of its groups an operator's first run reads |
 | again | operators | which one its re-runs read |
 | place | operators | an optional operator runs 0: where it is needed; 1: once its inputs are there; 2: as they die |
-| eager | operators | i: a forward operator also runs right after entry i of the agenda, if its output isn't there |
+| eager | operators | a forward operator also runs, where its output isn't there, 1: in the backward part as an \
+input is about to be dropped; i > 1: right after entry i of the agenda |
 | order | operators | 1: what is missing is recomputed last input first; 2: inputs may be dropped while it waits; 3: both |
 
 Everything else follows. `generate` walks the agenda and recomputes what is missing right where it is read,
@@ -41,6 +42,8 @@ from monetlite.solving.problem import (
     OPTION_OVERWRITES_END,
     VALUE_BYTES,
     VALUE_HELD,
+    VALUE_READERS,
+    VALUE_READERS_END,
     VALUE_WRITER,
     Floats,
     Integers,
@@ -58,6 +61,9 @@ AVAILABLE, TOUCHES, PINS, NEEDED, DIED_AT = range(5)
 
 STEP_OPERATOR, STEP_GROUP, STEP_AGAIN, STEP_OPTION = range(4)
 """Columns of `Scratch.steps`."""
+
+NEVER, AS_INPUTS_DROP = range(2)
+"""Values of the eager part of a genome; larger ones are entries of the agenda."""
 
 LEAST_LATENCY, LATENCY, OVERFLOW, PEAK, STEPS = range(5)
 """Entries of `Scratch.totals`."""
@@ -100,6 +106,34 @@ def new_scratch(values: int, operators: int, most_steps: int) -> Scratch:
 
 
 @inner
+def _run_eagerly(tables: Tables, genome: Integers, scratch: Scratch, operator: int, count: int) -> int:
+    """Run an operator if all it reads is there and something it writes is not; the number of steps after it."""
+    again = scratch.ran[operator]
+    if again != 0 and tables.operators[operator, OPERATOR_RERUNNABLE] == 0:
+        return count
+    part = tables.values.shape[0] + (PART_AGAIN if again != 0 else PART_FIRST) * tables.operators.shape[0]
+    group = tables.operators[operator, OPERATOR_GROUPS] + genome[part + operator]
+    if group >= tables.operators[operator, OPERATOR_GROUPS_END] or count >= scratch.steps.shape[0]:
+        return count
+    for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
+        if scratch.values[tables.lists[i], AVAILABLE] == 0:
+            return count
+    useful = False
+    for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+        useful = useful or scratch.values[tables.lists[i], AVAILABLE] == 0
+    if not useful:
+        return count
+    for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+        scratch.values[tables.lists[i], AVAILABLE] = 1
+    scratch.steps[count, STEP_OPERATOR] = operator
+    scratch.steps[count, STEP_GROUP] = group
+    scratch.steps[count, STEP_AGAIN] = again
+    scratch.ran[operator] = 1
+    scratch.totals[LEAST_LATENCY] += tables.latency_ms[tables.groups[group, GROUP_OPTIONS + again]]
+    return count + 1
+
+
+@inner
 def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
     """Write the steps of a genome, without options, to `scratch`; their number, or -1 if it leads nowhere.
 
@@ -115,6 +149,7 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
         state[value, TOUCHES] = 0
         state[value, PINS] = 0
     ran[:] = 0
+    scratch.totals[LEAST_LATENCY] = 0.0
     least_ms = 0.0
     count = 0
     backward = False
@@ -146,7 +181,7 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
                     scratch.eager_first[:] = -1
                     for operator in range(operators):
                         after = genome[eager + operator]
-                        if after > 0:
+                        if after > AS_INPUTS_DROP:
                             scratch.eager_next[operator] = scratch.eager_first[after]
                             scratch.eager_first[after] = operator
                 waiting = scratch.eager_first[at - 1]
@@ -224,10 +259,13 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
                     touches = state[value, TOUCHES] + 1
                     state[value, TOUCHES] = touches
                     if state[value, PINS] == 0 and (genome[value] >> min(touches, LAST_BIT)) & 1 == 0:
+                        for j in range(tables.values[value, VALUE_READERS], tables.values[value, VALUE_READERS_END]):
+                            if genome[eager + lists[j]] == AS_INPUTS_DROP:
+                                count = _run_eagerly(tables, genome, scratch, lists[j], count)
                         state[value, AVAILABLE] = 0
             if depth == 0:
                 break
-    scratch.totals[LEAST_LATENCY] = least_ms
+    scratch.totals[LEAST_LATENCY] += least_ms
     scratch.totals[STEPS] = count
     return count
 

@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 
 from monetlite.graph import Operator, OperatorGraph, Phase
 from monetlite.solving.kernel import (
+    AS_INPUTS_DROP,
     LAST_BIT,
+    NEVER,
     PART_AGAIN,
     PART_EAGER,
     PART_FIRST,
@@ -124,7 +126,7 @@ def _eager(graph: OperatorGraph, tables: Tables, forward: list[int]) -> list[tup
         if operator.optional or operator.rerunnable:
             near_inputs = {at - back for value in _reads(operator) for at in read_at.get(value, ()) for back in (0, 1)}
             near_outputs = {at - back for value in operator.writes for at in read_at.get(value, ()) for back in (2, 3)}
-            pairs += [(index, at) for at in sorted(near_inputs | near_outputs) if at >= max(1, first)]
+            pairs += [(index, at) for at in sorted(near_inputs | near_outputs) if at >= max(2, first)]
     return pairs
 
 
@@ -207,7 +209,7 @@ def propose(
     values, operators = tables.values.shape[0], tables.operators.shape[0]
     place = values + PART_PLACE * operators
     kind = draw(random)
-    if kind < 0.30 and moves.droppable.size > 0:
+    if kind < 0.29 and moves.droppable.size > 0:
         # Flip one bit of when a value is kept, among those that decide something.
         value = moves.droppable[_below(random, moves.droppable.size)]
         for _ in range(3):
@@ -215,7 +217,7 @@ def propose(
                 value = moves.droppable[_below(random, moves.droppable.size)]
         bit = _below(random, max(1, min(scratch.values[value, TOUCHES], LAST_BIT)))
         _set(genome, undo, value, genome[value] ^ (1 << bit))
-    elif kind < 0.50 and moves.droppable.size > 1:
+    elif kind < 0.48 and moves.droppable.size > 1:
         # Exchange a value that is kept for one that is not, more often a close one.
         at = _below(random, moves.droppable.size)
         reach = 12 if draw(random) < 0.6 else moves.droppable.size
@@ -228,7 +230,7 @@ def propose(
                     _set(genome, undo, other, genome[other] ^ 1)
                     break
         _set(genome, undo, value, genome[value] ^ 1)
-    elif kind < 0.74 and moves.choices.shape[0] > 0:
+    elif kind < 0.71 and moves.choices.shape[0] > 0:
         # Choose another group, and mostly keep what it reads in place of what the old one did.
         choice = _below(random, moves.choices.shape[0])
         operator, groups = moves.choices[choice, CHOICE_OPERATOR], moves.choices[choice, CHOICE_GROUPS]
@@ -250,7 +252,7 @@ def propose(
                     writer = tables.values[value, VALUE_WRITER]
                     if genome[place + writer] == 0:
                         _set(genome, undo, place + writer, 1 + _below(random, 2))
-    elif kind < 0.80 and moves.optional.size > 0:
+    elif kind < 0.77 and moves.optional.size > 0:
         operator = moves.optional[_below(random, moves.optional.size)]
         where = (genome[place + operator] + 1 + _below(random, 2)) % 3
         _set(genome, undo, place + operator, where)
@@ -259,11 +261,11 @@ def propose(
             value = tables.lists[i]
             if moves.is_droppable[value] != 0 and draw(random) < 0.5:
                 _set(genome, undo, value, genome[value] | 1 if where != 0 else genome[value] & ~1)
-    elif kind < 0.88 and moves.kin.size > 0:
+    elif kind < 0.85 and moves.kin.size > 0:
         _copy_block(tables, moves, genome, undo, random)
-    elif kind < 0.96 and moves.forward.size > 0:
-        _redo_block(tables, moves, genome, undo, random, kind < 0.92)
-    elif kind < 0.98 and moves.several.size > 0:
+    elif kind < 0.92 and moves.forward.size > 0:
+        _redo_block(tables, moves, genome, undo, random, kind < 0.885)
+    elif kind < 0.94 and moves.several.size > 0:
         operator = moves.several[_below(random, moves.several.size)]
         gene = values + PART_ORDER * operators + operator
         _set(genome, undo, gene, (genome[gene] + 1 + _below(random, 3)) % 4)
@@ -272,7 +274,10 @@ def propose(
         chosen = _below(random, moves.eager.shape[0])
         operator = moves.eager[chosen, 0]
         gene = values + PART_EAGER * operators + operator
-        _set(genome, undo, gene, moves.eager[chosen, 1] if genome[gene] == 0 or draw(random) < 0.3 else 0)
+        if genome[gene] == NEVER or draw(random) < 0.2:
+            _set(genome, undo, gene, AS_INPUTS_DROP if draw(random) < 0.5 else moves.eager[chosen, 1])
+        else:
+            _set(genome, undo, gene, NEVER)
         group = tables.operators[operator, OPERATOR_GROUPS]
         if draw(random) < 0.5:
             for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
@@ -302,8 +307,9 @@ def _copy_block(
         if max(source, target) >= moves.forward.size or moves.look[source] != moves.look[target]:
             return
         for part in range(PART_FIRST, PART_ORDER + 1):
-            if part != PART_EAGER:
-                _set(genome, undo, values + part * operators + target, genome[values + part * operators + source])
+            gene = genome[values + part * operators + source]
+            if part != PART_EAGER or gene <= AS_INPUTS_DROP:
+                _set(genome, undo, values + part * operators + target, gene)
         group = tables.operators[target, OPERATOR_GROUPS]
         shift = tables.groups[tables.operators[source, OPERATOR_GROUPS], GROUP_WRITES] - tables.groups[group, GROUP_WRITES]
         for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):

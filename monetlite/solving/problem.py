@@ -33,7 +33,7 @@ TINY_FRACTION = 100_000
 
 
 # Columns of the tables. X and X_END are a slice of `Tables.lists` or, for groups and options, of their rows.
-VALUE_BYTES, VALUE_HELD, VALUE_WRITER = range(3)
+VALUE_BYTES, VALUE_HELD, VALUE_WRITER, VALUE_READERS, VALUE_READERS_END = range(5)
 OPERATOR_GROUPS, OPERATOR_GROUPS_END, OPERATOR_RERUNNABLE = range(3)
 GROUP_READS, GROUP_READS_END, GROUP_WRITES, GROUP_WRITES_END = range(4)
 GROUP_OPTIONS, GROUP_OPTIONS_AGAIN, GROUP_OPTIONS_END = range(4, 7)
@@ -52,7 +52,7 @@ class Tables(NamedTuple):
     """
 
     values: Integers
-    """Size in bytes; 1 if held; the operator that writes it, or -1."""
+    """Size in bytes; 1 if held; the operator that writes it, or -1; the forward operators that read it."""
     operators: Integers
     """Its groups; 1 if it can be run again."""
     groups: Integers
@@ -200,6 +200,11 @@ def _tables(
     options: list[list[_Option]],
 ) -> Tables:
     """Lay the parts out in rows; `options` holds two rows a group, of first runs and of later ones."""
+    readers: list[list[int]] = [[] for _ in graph.values]
+    for index, operator in enumerate(graph.operators):
+        if operator.phase is Phase.FORWARD:
+            for value in {value for item in operator.implementations for value in item.reads}:
+                readers[value].append(index)
     flat_options = [option for row in options for option in row]
     lists: list[int] = []
 
@@ -210,7 +215,8 @@ def _tables(
             yield start, len(lists)
 
     value_rows = [
-        (value.size_bytes, int(value.held), writer.get(index, -1)) for index, value in enumerate(graph.values)
+        (value.size_bytes, int(value.held), writer.get(index, -1), *of_readers)
+        for index, (value, of_readers) in enumerate(zip(graph.values, slices(readers), strict=True))
     ]
     group_ends = _ends(group_counts)
     operator_rows = [
@@ -227,7 +233,7 @@ def _tables(
         for option, overwrites in zip(flat_options, slices(o.overwrites for o in flat_options), strict=True)
     ]
     return Tables(
-        values=_rows(value_rows, 3),
+        values=_rows(value_rows, 5),
         operators=_rows(operator_rows, 3),
         groups=_rows(group_rows, 7),
         options=_rows(option_rows, 4),
