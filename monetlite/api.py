@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from monetlite.choices import Choices
 from monetlite.costs import Profile
 from monetlite.errors import DeviceError, InfeasibleBudget
-from monetlite.graph import OperatorGraph
+from monetlite.graph import OPTIMIZER_STEP, OperatorGraph
 from monetlite.schedule import Schedule, Status, plain_steps, simulate
 from monetlite.units import format_bytes, parse_budget
 
@@ -99,7 +99,7 @@ def solve(
         name=graph.name,
         fingerprint=graph.fingerprint,
         structure=graph.structure,
-        operators=len(graph.operators),
+        operators=sum(operator.family != OPTIMIZER_STEP for operator in graph.operators),
         inputs=graph.inputs,
         choices=Choices.of_steps(graph, solution.steps),
         budget_bytes=budget_bytes,

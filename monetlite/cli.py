@@ -4,6 +4,7 @@ Exit codes: 0 done, 2 usage (a bad option, budget, model or device), 3 infeasibl
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,6 +44,12 @@ class _ImageSize(click.ParamType[tuple[int, int]]):
         if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
             self.fail(f"{value!r} is not an image size; write 224 or 416x608", param, ctx)
         return int(sides[0]), int(sides[-1])
+
+
+def _finite(_: click.Context, __: click.Parameter, value: float) -> float:
+    if not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a number of seconds")
+    return value
 
 
 def _model_options(function: _Function) -> _Function:
@@ -110,7 +117,12 @@ def main() -> None:
 )
 @_cost_options
 @click.option(
-    "--time-limit", type=click.FloatRange(min=0.1), default=60.0, show_default=True, help="Seconds."
+    "--time-limit",
+    type=click.FloatRange(min=0.1),
+    callback=_finite,
+    default=60.0,
+    show_default=True,
+    help="Seconds.",
 )
 @click.option("--solver", type=click.Choice(["SCIP", "HIGHS", "GUROBI"]), default="SCIP", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")

@@ -15,6 +15,10 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 
+OPTIMIZER_STEP = "monetlite.optimizer_step"
+"""Family of the operator that stands for the optimizer's step: priced with the rest, but not part of the model."""
+
+
 class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -258,6 +262,7 @@ class OperatorGraph:
                 operator.writes,
             ]
             for operator in self.operators
+            if operator.family != OPTIMIZER_STEP
         ]
 
 

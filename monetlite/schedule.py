@@ -152,6 +152,11 @@ def simulate(
     graph = profile.graph
     steps = schedule.steps(graph) if isinstance(schedule, Schedule) else tuple(schedule)
     check_order(graph, [operator for operator, _ in steps])
+    for at, (index, choice) in enumerate(steps):
+        if not 0 <= choice < len(graph.operators[index].implementations):
+            raise IllegalSchedule(
+                f"step {at} ({graph.operators[index].name}): there is no implementation {choice}"
+            )
     frees = deaths(graph, steps)
     size = [value.size_bytes for value in graph.values]
     live: set[int] = set()

@@ -19,6 +19,8 @@ _FACTORS = {
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%", re.ASCII)
 _LARGEST_BYTES = 2**60
+_MOST_DIGITS = 25
+"""More digits than any budget has: beyond them, a number is only compared with the largest."""
 
 
 def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None) -> int:
@@ -50,7 +52,8 @@ def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None)
         factor = _FACTORS.get(size[2].lower()) if size else None
         if size is None or factor is None:
             raise BudgetError(f"budget {text!r} is not an amount of memory; {forms}")
-        amount = int(size[1]) * factor if size[1].isdigit() else float(size[1]) * factor
+        exact = size[1].isdigit() and len(size[1]) <= _MOST_DIGITS
+        amount = int(size[1]) * factor if exact else float(size[1]) * factor
     if not 1 <= amount <= _LARGEST_BYTES:
         raise BudgetError(f"budget {text!r} must be at least 1 byte and at most 1 EiB; {forms}")
     return int(amount)
@@ -64,12 +67,10 @@ def format_bytes(size_bytes: int | float) -> str:
     """
     magnitude = abs(size_bytes)
     for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if magnitude >= factor:
-            return (
-                f"{size_bytes / factor:.3g} {unit}"
-                if magnitude < 1000 * factor
-                else f"{size_bytes / factor:.0f} {unit}"
-            )
+        # 999.5 of a unit would be written 1000, or 1e+03: it is 1.00 of the next one.
+        if magnitude >= 0.9995 * factor:
+            scaled = size_bytes / factor
+            return f"{scaled:.3g} {unit}" if magnitude < 999.5 * factor else f"{scaled:.0f} {unit}"
     return f"{size_bytes:.0f} B"
 
 
@@ -77,4 +78,4 @@ def format_ms(latency_ms: float) -> str:
     """Write a latency for people: `961 ms`, `1.14 s`."""
     if abs(latency_ms) >= 10_000:
         return f"{latency_ms / 1000:.1f} s"
-    return f"{latency_ms:.3g} ms" if abs(latency_ms) < 1000 else f"{latency_ms:.0f} ms"
+    return f"{latency_ms:.3g} ms" if abs(latency_ms) < 999.5 else f"{latency_ms:.0f} ms"

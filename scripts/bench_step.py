@@ -79,7 +79,13 @@ def gpt2() -> tuple[nn.Module, Any, Callable[[nn.Module], None]]:
 
     vocabulary = 8192
     config = GPT2Config(
-        n_layer=6, n_embd=384, n_head=6, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, use_cache=False
+        n_layer=6,
+        n_embd=384,
+        n_head=6,
+        vocab_size=vocabulary,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
     )
     tokens = torch.randint(0, vocabulary, (4, 256))
     model = GPT2LMHeadModel(config).train()
@@ -123,7 +129,9 @@ def run(name: str, repeats: int, time_limit: float) -> list[str]:
             contender.time()
     rows = []
     for contender in contenders:
-        ratios = sorted(mine / theirs for mine, theirs in zip(contender.times_ms, plain.times_ms, strict=True))
+        ratios = sorted(
+            mine / theirs for mine, theirs in zip(contender.times_ms, plain.times_ms, strict=True)
+        )
         median_ms = statistics.median(contender.times_ms)
         rows.append(
             f"| {name} | {contender.name} | {contender.peak_bytes / 2**20:.0f} | {median_ms:.0f} | "

@@ -23,21 +23,24 @@ def free_profile(graph: OperatorGraph) -> Profile:
     )
 
 
-def recompute(graph: OperatorGraph, drop: Callable[[int], bool]) -> tuple[Step, ...]:
+def recompute(
+    graph: OperatorGraph, drop: Callable[[int], bool], choose: Callable[[int], int] = lambda _: 0
+) -> tuple[Step, ...]:
     """Run the forward pass, and before each backward operator whatever it needs that is not in memory.
 
     `drop(value)` is asked, after each backward operator and after the forward pass, whether a value that can be
-    computed again is dropped. Everything runs with its first implementation.
+    computed again is dropped; `choose(operator)` which implementation a run uses.
     """
     steps: list[Step] = []
     live: set[int] = set()
 
     def run(index: int) -> None:
-        implementation = graph.operators[index].implementations[0]
+        choice = choose(index)
+        implementation = graph.operators[index].implementations[choice]
         for value in implementation.reads:
             if value not in live:
                 run(graph.writer[value])
-        steps.append((index, 0))
+        steps.append((index, choice))
         live.update(implementation.writes)
 
     def forget() -> None:
@@ -70,6 +73,16 @@ def recompute_at_random(graph: OperatorGraph, rng: random.Random, share: float =
     return recompute(graph, lambda _: rng.random() < share)
 
 
+def recompute_with_any_reads(graph: OperatorGraph, rng: random.Random, share: float) -> tuple[Step, ...]:
+    """`recompute_at_random`, where operators also read at random what their implementations offer to read."""
+
+    def choose(index: int) -> int:
+        items = graph.operators[index].implementations
+        return rng.choice([0, *(choice for choice, item in enumerate(items) if not item.overwrites)])
+
+    return recompute(graph, lambda _: rng.random() < share, choose)
+
+
 def drop_once(graph: OperatorGraph, chosen: Iterable[int] | None = None) -> tuple[Step, ...]:
     """Drop values after the forward pass (all, or those chosen), compute each again when it is next needed."""
     wanted = set(range(len(graph.values))) if chosen is None else set(chosen)
@@ -86,14 +99,14 @@ def drop_once(graph: OperatorGraph, chosen: Iterable[int] | None = None) -> tupl
 def with_random_implementations(graph: OperatorGraph, steps: tuple[Step, ...], rng: random.Random) -> tuple[Step, ...]:
     """Choose implementations at random, and take back what is not legal together with the rest."""
     chosen = [(index, rng.randrange(len(graph.operators[index].implementations))) for index, _ in steps]
-    while broken := _illegal(graph, chosen):
+    while broken := [at for at in _illegal(graph, chosen) if chosen[at] != steps[at]]:
         for at in broken:
-            chosen[at] = (chosen[at][0], 0)
+            chosen[at] = steps[at]
     return tuple(chosen)
 
 
 def _illegal(graph: OperatorGraph, steps: list[Step]) -> list[int]:
-    """Steps that read what is not in memory, or overwrite what is read later; all with other than the default."""
+    """Positions of steps that read what is not in memory, or overwrite what is read later."""
     next_read: dict[int, int] = {}
     broken: list[int] = []
     for at in range(len(steps) - 1, -1, -1):
@@ -118,7 +131,7 @@ def _illegal(graph: OperatorGraph, steps: list[Step]) -> list[int]:
         if any(value not in version or lives_until[version[value], value] < at for value in item.reads):
             broken.append(at)
         version.update(dict.fromkeys(item.writes, at))
-    return [at for at in dict.fromkeys(broken) if steps[at][1] != 0]
+    return broken
 
 
 def schedule_of(profile: Profile, steps: Iterable[Step], budget_bytes: int | None = None) -> Schedule:

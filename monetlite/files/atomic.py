@@ -10,15 +10,18 @@ from monetlite.errors import ScheduleFileError
 
 
 def write_atomically(path: str | PathLike[str], text: str) -> None:
-    """Write text to a file through a temporary file beside it.
+    """Write text to a file through a temporary file beside it. A symbolic link stays one.
 
     Raises:
-        ScheduleFileError: the file can't be written (no such folder, no permission, disk full); what was at
-            `path` is unchanged, and no temporary file is left.
+        ScheduleFileError: the file can't be written (no such folder, no permission, disk full, a device or a
+            pipe in its place); what was at `path` is unchanged, and no temporary file is left.
     """
     target = Path(path)
     temporary = ""
     try:
+        target = Path(os.path.realpath(target))
+        if target.exists() and not target.is_file():
+            raise ScheduleFileError(f"{target} can't be written: it is not a regular file")
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
@@ -26,9 +29,10 @@ def write_atomically(path: str | PathLike[str], text: str) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, _mode(target))
         os.replace(temporary, target)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ScheduleFileError(
-            f"{target} can't be written: {error.strerror or error}; what was there before is unchanged"
+            f"{target} can't be written: {reason}; what was there before is unchanged"
         ) from error
     finally:
         with contextlib.suppress(OSError):

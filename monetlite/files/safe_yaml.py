@@ -13,6 +13,8 @@ from monetlite.errors import ScheduleFileError
 LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST_NESTING = 16
 LARGEST_INTEGER = 2**62
+END = "..."
+"""YAML's own mark of a document's end: without it, a file cut short at the end of a line would look complete."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -37,7 +39,7 @@ def load_yaml(path: str | PathLike[str]) -> Any:
 
     Raises:
         ScheduleFileError: the file can't be read, is too large or too deeply nested, is not YAML, or uses
-            tags, anchors or aliases, which our files never do.
+            tags, anchors, aliases or merge keys, which our files never do.
     """
     try:
         with Path(path).open("rb") as file:
@@ -59,29 +61,56 @@ def load_yaml(path: str | PathLike[str]) -> Any:
 
 
 def dump_yaml(data: Mapping[str, Any], header: str) -> str:
-    """Plain data as YAML, keys in the order given, below a comment."""
+    """Plain data as YAML, keys in the order given, between a comment and the mark of its end."""
     comment = "".join(f"# {line}\n" for line in header.splitlines())
-    body: str = yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    body: str = yaml.dump(
+        dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, explicit_end=True
+    )
     return comment + body
 
 
 def _check_events(text: str, path: object) -> None:
-    depth = 0
+    """Refuse what `yaml.load` would accept but our files never have, before anything is built of it."""
+    keys: list[set[str] | None] = []
+    """For each collection that is open, the keys seen in it; None for a list."""
+    at_key = False
+    complete = False
     for event in yaml.parse(text, Loader=_LOADER):
+        where = f"{path}, line {_line(event)}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ScheduleFileError(f"{path}, line {_line(event)}: anchors and aliases are not allowed")
+            raise ScheduleFileError(f"{where}: anchors and aliases are not allowed")
         tag = getattr(event, "tag", None)
         if tag:
             raise ScheduleFileError(
-                f"{path}, line {_line(event)}: the tag {tag[:80]!r} is not allowed; "
-                "a schedule file is plain data"
+                f"{where}: the tag {tag[:80]!r} is not allowed; a schedule file is plain data"
             )
+        if isinstance(event, yaml.NodeEvent) and at_key:
+            _check_key(event, keys[-1], where)
         if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > DEEPEST_NESTING:
-                raise ScheduleFileError(f"{path}, line {_line(event)}: nested too deeply")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+            keys.append(set() if isinstance(event, yaml.MappingStartEvent) else None)
+            if len(keys) > DEEPEST_NESTING:
+                raise ScheduleFileError(f"{where}: nested too deeply")
+            at_key = keys[-1] is not None
+        elif isinstance(event, (yaml.CollectionEndEvent, yaml.ScalarEvent)):
+            if isinstance(event, yaml.CollectionEndEvent):
+                keys.pop()
+                at_key = False
+            at_key = bool(keys) and keys[-1] is not None and not at_key
+        elif isinstance(event, yaml.DocumentEndEvent):
+            complete = bool(event.explicit)
+    if not complete:
+        raise ScheduleFileError(f"{path} is truncated: its last line should be {END!r}")
+
+
+def _check_key(event: yaml.Event, seen: set[str] | None, where: str) -> None:
+    assert seen is not None
+    if not isinstance(event, yaml.ScalarEvent):
+        raise ScheduleFileError(f"{where}: a name should stand before the colon")
+    if event.value == "<<" and event.implicit[0]:
+        raise ScheduleFileError(f"{where}: merge keys are not allowed")
+    if event.value in seen:
+        raise ScheduleFileError(f"{where}: {event.value[:80]!r} is there twice")
+    seen.add(event.value)
 
 
 def _line(event: yaml.Event) -> int:

@@ -46,18 +46,21 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         status = Status(solve.text("status"))
     except ValueError:
         raise solve.error("status", f"is {solve.text('status')!r:.80}, which is not a status") from None
-    environment = costs.record("environment")
+    environment, inputs, before, implementations = (
+        costs.record("environment"),
+        record.record("inputs"),
+        record.record("before"),
+        record.record("implementations"),
+    )
     return Schedule(
         name=record.text("model"),
         fingerprint=record.text("fingerprint"),
         structure=record.text("structure"),
         operators=record.integer("operators"),
-        inputs={name: _tensor_spec(record.record("inputs").record(name)) for name in record.record("inputs")},
+        inputs={name: _tensor_spec(inputs.record(name)) for name in inputs},
         choices=Choices(
-            before={name: _runs(record.record("before"), name) for name in record.record("before")},
-            implementations={
-                name: record.record("implementations").text(name) for name in record.record("implementations")
-            },
+            before={name: _runs(before, name) for name in before},
+            implementations={name: implementations.text(name) for name in implementations},
             stored=record.texts("stored"),
         ),
         budget_bytes=record.integer("budget_bytes", least=1),

@@ -4,9 +4,7 @@ from dataclasses import dataclass, replace
 
 from monetlite.costs import Cost, Profile
 from monetlite.errors import ModelError
-from monetlite.graph import Implementation, Operator, Phase, ValueKind
-
-STEP = "monetlite.optimizer_step"
+from monetlite.graph import OPTIMIZER_STEP, Implementation, Operator, Phase, ValueKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,7 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
     moment = sum(sizes) if profile.device != "cpu" else max(sizes, default=0)
     step = Operator(
         name="optimizer.step",
-        family=STEP,
+        family=OPTIMIZER_STEP,
         phase=Phase.BACKWARD,
         implementations=(Implementation(name="default", reads=tuple(gradients), writes=()),),
         rerunnable=False,

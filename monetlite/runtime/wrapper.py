@@ -79,11 +79,16 @@ class MONeTWrapper(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         model: nn.Module = self.__dict__["model"]
-        if not (self.training and torch.is_grad_enabled()):
+        if not (model.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
         layout = _layout(args, kwargs)
         if layout in self._ready:
-            output = self._compiled()(*args, **kwargs)
+            try:
+                output = self._compiled()(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException:
+                # Something other than the inputs is new since the program was made (a parameter is frozen, a
+                # submodule in evaluation mode, autocast on), so Dynamo wants another one. Nothing has run yet.
+                output = self._first(layout, args, kwargs)
         else:
             output = self._first(layout, args, kwargs)
         return guard_outputs(output) if has_loss(output) else output
@@ -112,8 +117,9 @@ class MONeTWrapper(nn.Module):
         return output
 
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
-        inputs = self.__dict__.get("_example", ((), {}))
-        traced = build_graph(joint, self.model, inputs)
+        if "_example" not in self.__dict__:
+            raise _NotAsked
+        traced = build_graph(joint, self.model, self.__dict__["_example"])
         return lower(traced, bind(self.schedule, traced.graph))
 
     def train(self, mode: bool = True) -> "MONeTWrapper":
@@ -153,6 +159,10 @@ class MONeTWrapper(nn.Module):
 
     def extra_repr(self) -> str:
         return f"schedule={self.schedule.name}, budget_bytes={self.schedule.budget_bytes}"
+
+
+class _NotAsked(Exception):
+    """A program was captured other than through `_first`, so without the settings that captures need."""
 
 
 def guard_outputs(output: Any) -> Any:

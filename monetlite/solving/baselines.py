@@ -1,21 +1,15 @@
 """What others do, on the same seam: step lists for comparison and as starting points.
 
-None of the functions that return steps knows a budget, except `greedy`: what they need is what `simulate` says.
+Of the functions that return steps only `greedy` knows a budget: what the others need is what `simulate` says.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy
-
 from monetlite.costs import Profile
 from monetlite.graph import OperatorGraph, Phase, ValueKind
 from monetlite.schedule import Step, plain_steps
-
-
-GREEDY_TRIALS = 1000
-"""With more values than this, `greedy` drops several at a time."""
 
 
 def store_all(profile: Profile) -> tuple[Step, ...]:
@@ -31,7 +25,7 @@ def sqrt_checkpointing(profile: Profile) -> tuple[Step, ...]:
 
 
 def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = None) -> tuple[Step, ...]:
-    """Keep what crosses from one segment of the forward pass to another; re-run a segment before its backward.
+    """Keep what crosses from one segment of the forward pass to another; re-run each before its backward.
 
     This is `torch.utils.checkpoint` around each segment: the first time the backward pass reads something a
     segment dropped, what is missing of that segment and still read is run again, all at once.
@@ -139,14 +133,18 @@ class _Replay:
                 pending.extend(reversed(self._to_rerun(missing[0])))
                 continue
             current = pending.pop()
-            if all(value in self.live for value in operator.writes) and current in self.ran and operator.writes:
+            if (
+                all(value in self.live for value in operator.writes)
+                and current in self.ran
+                and operator.writes
+            ):
                 continue
             self.order.append((current, 0))
             self.ran.add(current)
             self.live.update(operator.writes)
 
     def _to_rerun(self, value: int) -> list[int]:
-        """The operators to run again when a value is missing: what is left of its segment up to the last needed."""
+        """The operators to run again when a value is missing: all of its segment that is still needed."""
         writer = self.graph.writer[value]
         segment = self.segment_of.get(writer)
         if segment is None:
@@ -154,52 +152,21 @@ class _Replay:
         return [
             index
             for index, of in self.segment_of.items()
-            if of == segment and any(v in self.wanted and v not in self.live for v in self.graph.operators[index].writes)
+            if of == segment
+            and any(v in self.wanted and v not in self.live for v in self.graph.operators[index].writes)
         ]
 
 
 def greedy(profile: Profile, budget_bytes: int) -> tuple[Step, ...] | None:
     """Drop values until the rest fits, those first that free most bytes per millisecond of re-running.
 
-    A value stays dropped where that lowers what steps need beyond the budget, summed over steps. It is
-    re-run at its first read in the backward pass and then kept, or on a second turn re-run at every read.
     Returns None if that does not fit.
     """
     # Compiled code takes a while to load, and not every caller wants this baseline.
-    from monetlite.solving.genomes import decode, keep_everything
-    from monetlite.solving.kernel import OVERFLOW, evaluate, new_scratch
-    from monetlite.solving.problem import VALUE_WRITER, build_problem
+    from monetlite.solving.greedy import Greedy
+    from monetlite.solving.problem import build_problem
 
-    problem = build_problem(profile)
-    scratch = new_scratch(problem.value_count, problem.operator_count, 20 * problem.operator_count)
-    genome = keep_everything(problem)
-    impossible = problem.least_latency_ms + 1.0
-
-    def overflow_bytes() -> float:
-        cost = evaluate(problem.tables, genome, scratch, budget_bytes, 1.0, impossible, numpy.inf)
-        return float(scratch.totals[OVERFLOW]) if cost < numpy.inf else math.inf
-
-    def worth(value: int) -> float:
-        writer = int(problem.tables.values[value, VALUE_WRITER])
-        again_ms = min(cost.of_run(again=True)[0] for cost in profile.costs[writer])
-        return profile.graph.values[value].size_bytes / (again_ms + 1e-9)
-
-    order = numpy.array(sorted(problem.droppable.tolist(), key=worth, reverse=True), dtype=numpy.int64)
-    batch = 1 + len(order) // GREEDY_TRIALS
-    excess = overflow_bytes()
-    for rest in (~1, 0):
-        for start in range(0, len(order), batch):
-            if excess == 0:
-                break
-            values = order[start : start + batch]
-            before = genome[values]
-            genome[values] &= rest
-            after = overflow_bytes()
-            if after < excess:
-                excess = after
-            else:
-                genome[values] = before
-    return decode(problem, genome, scratch, budget_bytes, 1.0, impossible) if excess == 0 else None
+    return Greedy(build_problem(profile), budget_bytes).best()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +214,9 @@ def _restrict(profile: Profile, allowed: Callable[[int, int], bool]) -> Restrict
         replace(operator, implementations=tuple(operator.implementations[choice] for choice in choices))
         for operator, choices in zip(profile.graph.operators, original, strict=True)
     )
-    costs = tuple(tuple(of[choice] for choice in choices) for of, choices in zip(profile.costs, original, strict=True))
+    costs = tuple(
+        tuple(of[choice] for choice in choices) for of, choices in zip(profile.costs, original, strict=True)
+    )
     graph = replace(profile.graph, operators=operators)
     return Restriction(profile=replace(profile, graph=graph, costs=costs), original=original)
 

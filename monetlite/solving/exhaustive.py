@@ -69,17 +69,20 @@ class _Space:
             if operator not in outline.position:
                 # Whether it ran before is part of the state only where that makes a difference.
                 matters = not outline.profile.graph.operators[operator].rerunnable or any(
-                    (o.first_ms, o.first_extra_bytes) != (o.again_ms, o.again_extra_bytes) for o in options[operator]
+                    option.rerun_differs for option in options[operator]
                 )
                 self.optional_bit[operator] = 1 << operator if matters else 0
         self.main_runs = [
-            [self._run(operator, option, again=False) for option in options[operator]] for operator in outline.main
+            [self._run(operator, option, again=False) for option in options[operator]]
+            for operator in outline.main
         ]
         self.extra_first = {
             o: [self._run(o, option, again=False) for option in options[o]] for o in self.optional_bit
         }
         rerunnable = [o for o in outline.extra if outline.profile.graph.operators[o].rerunnable]
-        self.extra_again = {o: [self._run(o, option, again=True) for option in options[o]] for o in rerunnable}
+        self.extra_again = {
+            o: [self._run(o, option, again=True) for option in options[o]] for o in rerunnable
+        }
         self.useful = self._useful()
         self.main_left_ms = [0.0] * (len(outline.main) + 1)
         for at in range(len(outline.main) - 1, -1, -1):
@@ -127,15 +130,12 @@ class _Space:
 
     def left_ms(self, done: int, live: int, ran: int) -> float:
         """A lower bound on the latency still to come; infinite where the state is a dead end."""
-        key = (done, live & self.must_closure(done), ran)
+        key = (done, live & self.useful[done], ran)
         found = self.remembered.get(key)
         if found is None:
             found = self.main_left_ms[done] + self._forced_ms(done, live, ran)
             self.remembered[key] = found
         return found
-
-    def must_closure(self, done: int) -> int:
-        return self.useful[done]
 
     def _forced_ms(self, done: int, live: int, ran: int) -> float:
         outline = self.outline
@@ -169,7 +169,7 @@ class _Space:
         return total_ms
 
     def moves(self, done: int, live: int, ran: int) -> Iterator[tuple[_Run, int]]:
-        """Every run that can come next and could be of use, with the number of main operators done after it."""
+        """Every run that can come next and be of use, with the number of main operators done after it."""
         for run in self.main_runs[done]:
             if not run.reads & ~live:
                 yield run, done + 1
@@ -286,9 +286,8 @@ def exhaustive(
                 best[reached] = after_ms
                 came_from[reached] = (state, (run.operator, run.choice))
                 pushed += 1
-                heapq.heappush(
-                    queue, (after_ms + left_ms, -done_after, pushed, after_ms, done_after, live_after, ran_after)
-                )
+                entry = (after_ms + left_ms, -done_after, pushed, after_ms, *reached)
+                heapq.heappush(queue, entry)
     return Exhausted(steps=None, latency_ms=math.inf, lower_bound_ms=math.inf, complete=True, states=looked)
 
 
@@ -374,10 +373,11 @@ def exhaustive_smallest_peak(
 def _plenty(profile: Profile) -> int:
     """A budget that no step of any legal schedule can exceed."""
     workspace = max(
-        (max(cost.of_run(False)[1], cost.of_run(True)[1], 0) for costs in profile.costs for cost in costs), default=0
+        (cost.of_run(again)[1] for costs in profile.costs for cost in costs for again in (False, True)),
+        default=0,
     )
     values = sum(value.size_bytes for value in profile.graph.values)
-    return profile.graph.resident.total + 2 * values + workspace
+    return profile.graph.resident.total + 2 * values + max(workspace, 0)
 
 
 def _mask(values: Iterator[int] | frozenset[int]) -> int:

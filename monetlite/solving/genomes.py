@@ -6,8 +6,12 @@ import numpy
 
 from monetlite.graph import Phase
 from monetlite.schedule import Step
-from monetlite.solving.kernel import (
+from monetlite.solving.kernel import evaluate
+from monetlite.solving.layout import (
+    EARLY,
     LAST_BIT,
+    OPERATOR_GROUPS,
+    OPTION_IMPLEMENTATION,
     PART_AGAIN,
     PART_FIRST,
     PART_PLACE,
@@ -15,16 +19,10 @@ from monetlite.solving.kernel import (
     STEP_OPERATOR,
     STEP_OPTION,
     STEPS,
-    Scratch,
-    evaluate,
-)
-from monetlite.solving.problem import (
-    EARLY,
-    OPERATOR_GROUPS,
-    OPTION_IMPLEMENTATION,
     Integers,
-    Problem,
+    Scratch,
 )
+from monetlite.solving.problem import Problem
 
 KEEP_ALWAYS = -1
 """A retain mask with every bit set."""
@@ -40,7 +38,7 @@ def keep_everything(problem: Problem) -> Integers:
 def encode(problem: Problem, steps: Sequence[Step]) -> Integers:
     """The genome closest to a legal schedule.
 
-    It leads to the same steps where those recompute a value right where it is read; otherwise to similar ones.
+    It leads to the same steps where those recompute a value right where it is read; else to similar ones.
     """
     graph, values, operators = problem.graph, problem.value_count, problem.operator_count
     genome = keep_everything(problem)
@@ -58,7 +56,9 @@ def encode(problem: Problem, steps: Sequence[Step]) -> Integers:
         if group >= 0:
             genome[part + operator] = group - problem.tables.operators[operator, OPERATOR_GROUPS]
         if at < boundary:
-            genome[values + PART_PLACE * operators + operator] = EARLY if graph.operators[operator].optional else 0
+            genome[values + PART_PLACE * operators + operator] = (
+                EARLY if graph.operators[operator].optional else 0
+            )
             continue
         # A value that is read stayed since its read before, unless it was written in between.
         for value in droppable.intersection(implementation.reads):
@@ -83,10 +83,12 @@ def _end_of_forward(problem: Problem, steps: Sequence[Step]) -> int:
 def decode(
     problem: Problem, genome: Integers, scratch: Scratch, budget_bytes: int, weight: float, penalty: float
 ) -> tuple[Step, ...] | None:
-    """The steps of a genome, each with the implementation that is best for the budget; None if it has none."""
+    """The steps of a genome, each with the best implementation for the budget; None if it leads nowhere."""
     if evaluate(problem.tables, genome, scratch, budget_bytes, weight, penalty, numpy.inf) == numpy.inf:
         return None
     steps: list[Step] = []
     for row in scratch.steps[: int(scratch.totals[STEPS])]:
-        steps.append((int(row[STEP_OPERATOR]), int(problem.tables.options[row[STEP_OPTION], OPTION_IMPLEMENTATION])))
+        steps.append(
+            (int(row[STEP_OPERATOR]), int(problem.tables.options[row[STEP_OPTION], OPTION_IMPLEMENTATION]))
+        )
     return tuple(steps)

@@ -1,113 +1,96 @@
-"""Compiled evaluation of one choice of what to keep, what to re-run and which groups to read.
+"""Everything that is compiled: the evaluation of a genome, the moves of simulated annealing, and its loop.
 
-A *genome* is one flat array of integers with everything the search decides, in parts of this order:
-
-| part | length | says |
-| --- | --- | --- |
-| retain | values | bit 0: the value stays at the end of the forward pass; bit i: it stays after its i-th read since |
-| first | operators | which of its groups an operator's first run reads |
-| again | operators | which one its re-runs read |
-| place | operators | an optional operator runs 0: where it is needed; 1: once its inputs are there; 2: as they die |
-| eager | operators | a forward operator also runs, where its output isn't there, 1: in the backward part as an \
-input is about to be dropped; i > 1: right after entry i of the agenda |
-| order | operators | 1: what is missing is recomputed last input first; 2: inputs may be dropped while it waits; 3: both |
-
-Everything else follows. `generate` walks the agenda and recomputes what is missing right where it is read,
-depth first; `price` goes back over the steps, derives from the rules of `monetlite.schedule` when each
+`layout` says what a genome is. `generate` walks the agenda and recomputes what is missing right where it is
+read, depth first; `price` goes back over the steps, derives from the rules of `monetlite.schedule` when each
 version of each value dies, and gives each step the option with the least latency + penalty · overflow.
+
+All in one file, since numba's cache does not notice when a compiled function of another file changes.
 """
 
-from typing import NamedTuple
+import math
 
 import numba
 import numpy
+from numpy.typing import NDArray
 
-from monetlite.solving.problem import (
+from monetlite.solving.layout import (
     AGENDA_OPERATOR,
     AGENDA_WHEN,
+    AS_INPUTS_DROP,
+    AVAILABLE,
     BACKWARD,
+    BEST_LATENCY,
+    CHOICE_GROUPS,
+    CHOICE_OPERATOR,
+    CHOICE_PART,
+    DIED_AT,
     EARLY,
+    EVERYWHERE,
     GROUP_OPTIONS,
     GROUP_OPTIONS_AGAIN,
     GROUP_READS,
     GROUP_READS_END,
     GROUP_WRITES,
     GROUP_WRITES_END,
+    LAST_BIT,
+    LAST_FIRST,
     LATE,
+    LATENCY,
+    LEAST_LATENCY,
+    NEEDED,
+    NEVER,
     OPERATOR_GROUPS,
     OPERATOR_GROUPS_END,
     OPERATOR_RERUNNABLE,
     OPTION_EXTRA,
     OPTION_OVERWRITES,
     OPTION_OVERWRITES_END,
+    OVERFLOW,
+    PART_AGAIN,
+    PART_EAGER,
+    PART_FIRST,
+    PART_ORDER,
+    PART_PLACE,
+    PEAK,
+    PENALTY_END,
+    PENALTY_START,
+    PIN_LATE,
+    PINS,
+    PRESSURE,
+    REFRESH,
+    STEP_AGAIN,
+    STEP_GROUP,
+    STEP_OPERATOR,
+    STEP_OPTION,
+    STEPS,
+    TEMPERATURE_END,
+    TEMPERATURE_START,
+    TOUCHES,
     VALUE_BYTES,
     VALUE_HELD,
     VALUE_READERS,
     VALUE_READERS_END,
     VALUE_WRITER,
+    WEIGHT,
     Floats,
     Integers,
+    Moves,
+    Scratch,
     Tables,
 )
-
-LAST_BIT = 62
-"""Reads of a value beyond this many share a bit."""
-
-PART_FIRST, PART_AGAIN, PART_PLACE, PART_EAGER, PART_ORDER, PARTS = range(6)
-"""Parts of a genome with an entry for each operator; they follow the part with an entry for each value."""
-
-AVAILABLE, TOUCHES, PINS, NEEDED, DIED_AT = range(5)
-"""Columns of `Scratch.values`. Touches count reads since the end of the forward pass; pins count waiting readers."""
-
-STEP_OPERATOR, STEP_GROUP, STEP_AGAIN, STEP_OPTION = range(4)
-"""Columns of `Scratch.steps`."""
-
-NEVER, AS_INPUTS_DROP = range(2)
-"""Values of the eager part of a genome; larger ones are entries of the agenda."""
-
-LEAST_LATENCY, LATENCY, OVERFLOW, PEAK, STEPS = range(5)
-"""Entries of `Scratch.totals`."""
-
 
 entry = numba.njit(cache=True, nogil=True, error_model="numpy")
 """Compiles what Python calls."""
 
-inner = numba.njit(cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = numba.njit(  # type: ignore[call-overload]  # numba's own annotations lack the last two
+    cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
 """Compiles what only compiled code calls; the wrappers that are left out take as long as the function."""
-
-
-class Scratch(NamedTuple):
-    """Working memory of an evaluation; also where its results are left."""
-
-    values: Integers
-    ran: Integers
-    eager_next: Integers
-    """For each operator, the next one that runs eagerly after the same entry of the agenda, or -1."""
-    eager_first: Integers
-    """For each entry of the agenda, the first operator that runs eagerly after it, or -1."""
-    stack: Integers
-    """Operators that wait for their inputs: operator, group, position among its reads."""
-    steps: Integers
-    totals: Floats
-    """Least latency of the steps in ms; latency in ms, overflow and peak in bytes with the chosen options; steps."""
-
-
-def new_scratch(values: int, operators: int, most_steps: int) -> Scratch:
-    """Working memory for schedules of at most `most_steps` steps."""
-    return Scratch(
-        values=numpy.zeros((values, 5), dtype=numpy.int64),
-        ran=numpy.zeros(operators, dtype=numpy.int64),
-        eager_next=numpy.zeros(operators, dtype=numpy.int64),
-        eager_first=numpy.zeros(3 * operators + 1, dtype=numpy.int64),
-        stack=numpy.zeros((operators + 1, 3), dtype=numpy.int64),
-        steps=numpy.zeros((most_steps, 4), dtype=numpy.int64),
-        totals=numpy.zeros(5, dtype=numpy.float64),
-    )
 
 
 @inner
 def _run_eagerly(tables: Tables, genome: Integers, scratch: Scratch, operator: int, count: int) -> int:
-    """Run an operator if all it reads is there and something it writes is not; the number of steps after it."""
+    """Run an operator if all it reads is there and something it writes is not; the number of steps then."""
     again = scratch.ran[operator]
     if again != 0 and tables.operators[operator, OPERATOR_RERUNNABLE] == 0:
         return count
@@ -170,7 +153,7 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
             entering = tables.agenda[at, AGENDA_OPERATOR]
             when = tables.agenda[at, AGENDA_WHEN]
             at += 1
-            if (when == EARLY or when == LATE) and (genome[place + entering] != when or ran[entering] != 0):
+            if when in (EARLY, LATE) and (genome[place + entering] != when or ran[entering] != 0):
                 continue
             if when == BACKWARD:
                 if not backward:
@@ -189,7 +172,7 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
         depth = 0
         while True:
             if entering >= 0:
-                # Put an operator on the stack: with the group the genome names, or one that writes what is wanted.
+                # Push an operator: with the group the genome names, or one that writes what is wanted.
                 again = ran[entering]
                 first_group = tables.operators[entering, OPERATOR_GROUPS]
                 last_group = tables.operators[entering, OPERATOR_GROUPS_END] - 1
@@ -214,15 +197,15 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
                 stack[depth, 1] = group
                 stack[depth, 2] = 0
                 depth += 1
-                if genome[order + entering] & 2 == 0:
+                if genome[order + entering] & PIN_LATE == 0:
                     for i in range(groups[group, GROUP_READS], groups[group, GROUP_READS_END]):
                         state[lists[i], PINS] += 1
                 entering = -1
             operator = stack[depth - 1, 0]
             group = stack[depth - 1, 1]
             reads, reads_end = groups[group, GROUP_READS], groups[group, GROUP_READS_END]
-            backwards = genome[order + operator] & 1 != 0
-            pin_late = genome[order + operator] & 2 != 0
+            backwards = genome[order + operator] & LAST_FIRST != 0
+            pin_late = genome[order + operator] & PIN_LATE != 0
             missing = -1
             position = stack[depth - 1, 2]
             while position < reads_end - reads:
@@ -259,7 +242,9 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
                     touches = state[value, TOUCHES] + 1
                     state[value, TOUCHES] = touches
                     if state[value, PINS] == 0 and (genome[value] >> min(touches, LAST_BIT)) & 1 == 0:
-                        for j in range(tables.values[value, VALUE_READERS], tables.values[value, VALUE_READERS_END]):
+                        for j in range(
+                            tables.values[value, VALUE_READERS], tables.values[value, VALUE_READERS_END]
+                        ):
                             if genome[eager + lists[j]] == AS_INPUTS_DROP:
                                 count = _run_eagerly(tables, genome, scratch, lists[j], count)
                         state[value, AVAILABLE] = 0
@@ -272,9 +257,15 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
 
 @inner
 def price(
-    tables: Tables, scratch: Scratch, count: int, budget_bytes: int, weight: float, penalty: float, bound: float
+    tables: Tables,
+    scratch: Scratch,
+    count: int,
+    budget_bytes: int,
+    weight: float,
+    penalty: float,
+    bound: float,
 ) -> float:
-    """weight · latency + penalty · overflow of the first `count` steps in `scratch`, each with its best option.
+    """weight · latency + penalty · overflow of the first `count` steps in `scratch`, with the best options.
 
     The overflow is what steps need beyond `budget_bytes`, summed over steps. As soon as the cost is certain
     to exceed `bound`, infinity is returned; so it is where a step has no legal option. Latency, overflow and
@@ -289,7 +280,7 @@ def price(
         state[value, DIED_AT] = -1
         if held != 0 and state[value, AVAILABLE] != 0:
             after_bytes += tables.values[value, VALUE_BYTES]
-    cost = weight * scratch.totals[LEAST_LATENCY]
+    cost: float = weight * scratch.totals[LEAST_LATENCY]
     total_ms = 0.0
     overflow_bytes = 0
     peak_bytes = tables.resident_bytes
@@ -366,4 +357,257 @@ def evaluate(
     count = generate(tables, genome, scratch)
     if count < 0 or weight * scratch.totals[LEAST_LATENCY] > bound:
         return numpy.inf
-    return price(tables, scratch, count, budget_bytes, weight, penalty, bound)
+    cost: float = price(tables, scratch, count, budget_bytes, weight, penalty, bound)
+    return cost
+
+
+@inner
+def draw(random: NDArray[numpy.uint64]) -> float:
+    """The next number in [0, 1) of an xorshift64* generator."""
+    x = random[0]
+    x ^= x >> numpy.uint64(12)
+    x ^= x << numpy.uint64(25)
+    x ^= x >> numpy.uint64(27)
+    random[0] = x
+    return float((x * numpy.uint64(2685821657736338717)) >> numpy.uint64(11)) / 9007199254740992.0
+
+
+@inner
+def _below(random: NDArray[numpy.uint64], end: int) -> int:
+    return int(draw(random) * end)
+
+
+@inner
+def _set(genome: Integers, undo: Integers, index: int, gene: int) -> None:
+    """Change a gene, and note what it was; undo[0, 0] counts the notes."""
+    count = undo[0, 0]
+    if genome[index] != gene and count + 1 < undo.shape[0]:
+        undo[count + 1, 0] = index
+        undo[count + 1, 1] = genome[index]
+        undo[0, 0] = count + 1
+        genome[index] = gene
+
+
+@inner
+def take_back(genome: Integers, undo: Integers) -> None:
+    """Undo a move."""
+    for back in range(undo[0, 0]):
+        note = undo[0, 0] - back
+        genome[undo[note, 0]] = undo[note, 1]
+    undo[0, 0] = 0
+
+
+@inner
+def propose(
+    tables: Tables,
+    moves: Moves,
+    genome: Integers,
+    scratch: Scratch,
+    undo: Integers,
+    random: NDArray[numpy.uint64],
+) -> None:
+    """Make one random move; `take_back` reverts it. `scratch` is of the last evaluation."""
+    undo[0, 0] = 0
+    values, operators = tables.values.shape[0], tables.operators.shape[0]
+    place = values + PART_PLACE * operators
+    kind = draw(random)
+    if kind < 0.29 and moves.droppable.size > 0:
+        # Flip one bit of when a value is kept, among those that decide something.
+        value = moves.droppable[_below(random, moves.droppable.size)]
+        for _ in range(3):
+            if scratch.values[value, TOUCHES] == 0:
+                value = moves.droppable[_below(random, moves.droppable.size)]
+        bit = _below(random, max(1, min(scratch.values[value, TOUCHES], LAST_BIT)))
+        _set(genome, undo, value, genome[value] ^ (1 << bit))
+    elif kind < 0.48 and moves.droppable.size > 1:
+        # Exchange a value that is kept for one that is not, more often a close one.
+        at = _below(random, moves.droppable.size)
+        reach = 12 if draw(random) < 0.6 else moves.droppable.size
+        value = moves.droppable[at]
+        for _ in range(12):
+            other_at = at - reach + _below(random, 2 * reach + 1)
+            if 0 <= other_at < moves.droppable.size:
+                other = moves.droppable[other_at]
+                if (genome[other] ^ genome[value]) & 1 != 0:
+                    _set(genome, undo, other, genome[other] ^ 1)
+                    break
+        _set(genome, undo, value, genome[value] ^ 1)
+    elif kind < 0.71 and moves.choices.shape[0] > 0:
+        # Choose another group, and mostly keep what it reads in place of what the old one did.
+        choice = _below(random, moves.choices.shape[0])
+        operator, groups = moves.choices[choice, CHOICE_OPERATOR], moves.choices[choice, CHOICE_GROUPS]
+        gene = values + moves.choices[choice, CHOICE_PART] * operators + operator
+        old_group = tables.operators[operator, OPERATOR_GROUPS] + genome[gene]
+        named = (genome[gene] + 1 + _below(random, groups - 1)) % groups
+        _set(genome, undo, gene, named)
+        group = tables.operators[operator, OPERATOR_GROUPS] + named
+        if draw(random) < 0.6:
+            for i in range(tables.groups[old_group, GROUP_READS], tables.groups[old_group, GROUP_READS_END]):
+                value = tables.lists[i]
+                if moves.is_droppable[value] != 0 and draw(random) < 0.7:
+                    _set(genome, undo, value, genome[value] & ~1)
+        if draw(random) < 0.7:
+            for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
+                value = tables.lists[i]
+                if moves.is_droppable[value] != 0:
+                    _set(genome, undo, value, genome[value] | 1)
+                    writer = tables.values[value, VALUE_WRITER]
+                    if genome[place + writer] == 0:
+                        _set(genome, undo, place + writer, 1 + _below(random, 2))
+    elif kind < 0.77 and moves.optional.size > 0:
+        operator = moves.optional[_below(random, moves.optional.size)]
+        where = (genome[place + operator] + 1 + _below(random, 2)) % 3
+        _set(genome, undo, place + operator, where)
+        group = tables.operators[operator, OPERATOR_GROUPS]
+        for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+            value = tables.lists[i]
+            if moves.is_droppable[value] != 0 and draw(random) < 0.5:
+                _set(genome, undo, value, genome[value] | 1 if where != 0 else genome[value] & ~1)
+    elif kind < 0.85 and moves.kin.size > 0:
+        _copy_block(tables, moves, genome, undo, random)
+    elif kind < 0.92 and moves.forward.size > 0:
+        _redo_block(tables, moves, genome, undo, random, kind < 0.885)
+    elif kind < 0.94 and moves.several.size > 0:
+        operator = moves.several[_below(random, moves.several.size)]
+        gene = values + PART_ORDER * operators + operator
+        _set(genome, undo, gene, (genome[gene] + 1 + _below(random, 3)) % 4)
+    elif kind < 0.97 and moves.forward.size > 0:
+        operator = moves.forward[_below(random, moves.forward.size)]
+        gene = values + PART_EAGER * operators + operator
+        _set(genome, undo, gene, AS_INPUTS_DROP if genome[gene] == NEVER else NEVER)
+    elif moves.eager.shape[0] > 0:
+        # Run an operator early in the backward part, while what it reads is there; or no longer do so.
+        chosen = _below(random, moves.eager.shape[0])
+        operator = moves.eager[chosen, 0]
+        gene = values + PART_EAGER * operators + operator
+        _set(genome, undo, gene, moves.eager[chosen, 1] if genome[gene] <= AS_INPUTS_DROP else NEVER)
+        group = tables.operators[operator, OPERATOR_GROUPS]
+        if draw(random) < 0.5:
+            for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
+                value = tables.lists[i]
+                if moves.is_droppable[value] != 0:
+                    bit = _below(random, max(1, min(scratch.values[value, TOUCHES], LAST_BIT)))
+                    _set(genome, undo, value, genome[value] | (1 << bit))
+            for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+                value = tables.lists[i]
+                if moves.is_droppable[value] != 0:
+                    _set(genome, undo, value, genome[value] & ~1)
+
+
+@inner
+def _copy_block(
+    tables: Tables, moves: Moves, genome: Integers, undo: Integers, random: NDArray[numpy.uint64]
+) -> None:
+    """Copy the choices of a run of operators to another run that looks the same."""
+    values, operators = tables.values.shape[0], tables.operators.shape[0]
+    target = moves.forward[_below(random, moves.forward.size)]
+    alike = moves.kin_start[target + 1] - moves.kin_start[target]
+    if alike == 0:
+        return
+    source = moves.kin[moves.kin_start[target] + _below(random, alike)]
+    length = 1 + _below(random, 2 ** (2 + _below(random, 5)))
+    for _ in range(length):
+        if max(source, target) >= moves.forward.size or moves.look[source] != moves.look[target]:
+            return
+        for part in range(PART_FIRST, PART_ORDER + 1):
+            gene = genome[values + part * operators + source]
+            if part != PART_EAGER or gene <= AS_INPUTS_DROP:
+                _set(genome, undo, values + part * operators + target, gene)
+        group = tables.operators[target, OPERATOR_GROUPS]
+        shift = (
+            tables.groups[tables.operators[source, OPERATOR_GROUPS], GROUP_WRITES]
+            - tables.groups[group, GROUP_WRITES]
+        )
+        for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+            if moves.is_droppable[tables.lists[i]] != 0:
+                _set(genome, undo, tables.lists[i], genome[tables.lists[i + shift]])
+        first, end = moves.anchored_start[target], moves.anchored_start[target + 1]
+        offset = moves.anchored_start[source] - first
+        if moves.anchored_start[source + 1] - offset == end:
+            for i in range(first, end):
+                to, of = moves.anchored[i], moves.anchored[i + offset]
+                if moves.look[to] == moves.look[of]:
+                    _set(genome, undo, values + to, genome[values + of])
+        source += 1
+        target += 1
+
+
+@inner
+def _redo_block(
+    tables: Tables,
+    moves: Moves,
+    genome: Integers,
+    undo: Integers,
+    random: NDArray[numpy.uint64],
+    segment: bool,
+) -> None:
+    """Give the values of a run of forward operators random masks, or those of a checkpointed segment."""
+    first = _below(random, moves.forward.size)
+    length = 2 + _below(random, 2 ** (2 + _below(random, 4)))
+    whole = EVERYWHERE & ~1 if draw(random) < 0.8 else EVERYWHERE
+    share = draw(random)
+    for at in range(first, min(first + length, moves.forward.size)):
+        group = tables.operators[moves.forward[at], OPERATOR_GROUPS]
+        for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+            value = tables.lists[i]
+            if moves.is_droppable[value] != 0:
+                if segment:
+                    _set(genome, undo, value, whole)
+                else:
+                    _set(genome, undo, value, _below(random, 16) << 1 | (1 if draw(random) < share else 0))
+
+
+@entry
+def anneal(
+    tables: Tables,
+    moves: Moves,
+    genome: Integers,
+    best: Integers,
+    scratch: Scratch,
+    undo: Integers,
+    random: NDArray[numpy.uint64],
+    record: Floats,
+    plan: Floats,
+    budget_bytes: int,
+    begin: int,
+    end: int,
+    total: int,
+    stop_when_fits: bool,
+) -> bool:
+    """Iterations `begin` to `end` of a run of `total`; whether it stopped since something fits.
+
+    `genome` is what the run stands at; what fits and is faster than record[BEST_LATENCY] is copied to `best`.
+    """
+    weight = plan[WEIGHT]
+    temperature = plan[TEMPERATURE_START]
+    penalty = plan[PENALTY_START]
+    cost = numpy.inf
+    for iteration in range(begin, end):
+        if (iteration - begin) % REFRESH == 0:
+            share = iteration / total
+            temperature = plan[TEMPERATURE_START] * (plan[TEMPERATURE_END] / plan[TEMPERATURE_START]) ** share
+            penalty = plan[PENALTY_START] * (plan[PENALTY_END] / plan[PENALTY_START]) ** min(
+                1.0, share / 0.85
+            )
+            penalty *= record[PRESSURE]
+            cost = evaluate(tables, genome, scratch, budget_bytes, weight, penalty, numpy.inf)
+            if cost < numpy.inf:
+                if scratch.totals[OVERFLOW] > 0 and share > 0.6:
+                    record[PRESSURE] *= 1.05
+                elif scratch.totals[OVERFLOW] == 0:
+                    record[PRESSURE] = max(1.0, record[PRESSURE] / 1.05)
+        propose(tables, moves, genome, scratch, undo, random)
+        if undo[0, 0] == 0:
+            continue
+        bound = cost - temperature * math.log(1.0 - draw(random))
+        after = evaluate(tables, genome, scratch, budget_bytes, weight, penalty, bound)
+        if after > bound or after == numpy.inf:
+            take_back(genome, undo)
+            continue
+        cost = after
+        if scratch.totals[OVERFLOW] == 0 and scratch.totals[LATENCY] < record[BEST_LATENCY]:
+            record[BEST_LATENCY] = scratch.totals[LATENCY]
+            best[:] = genome
+            if stop_when_fits:
+                return True
+    return False

@@ -16,8 +16,8 @@ from monetlite.graph import Phase
 class Option:
     """One implementation of an operator as the solver sees it.
 
-    `first_extra_bytes` and `again_extra_bytes` are the workspace less what it overwrites: what a first run, or
-    a run after the first, takes beyond the values that are live and those it writes.
+    `first_extra_bytes` and `again_extra_bytes` are the workspace less what it overwrites: what a first run,
+    or a run after the first, takes beyond the values that are live and those it writes.
     """
 
     choice: int
@@ -28,6 +28,11 @@ class Option:
     again_ms: float
     first_extra_bytes: int
     again_extra_bytes: int
+
+    @property
+    def rerun_differs(self) -> bool:
+        """Whether a run after the first costs something else than the first."""
+        return (self.first_ms, self.first_extra_bytes) != (self.again_ms, self.again_extra_bytes)
 
     def dominates(self, other: "Option") -> bool:
         """Whether this can replace `other` in every schedule, at no more latency or memory."""
@@ -114,7 +119,7 @@ class Outline:
 
     @cached_property
     def extra(self) -> tuple[int, ...]:
-        """The operators that may run outside the main run: the forward ones that are optional or rerunnable."""
+        """The operators that may run outside the main run: forward ones, optional or rerunnable."""
         return tuple(
             index
             for index, op in enumerate(self.profile.graph.operators)
@@ -187,7 +192,7 @@ class Outline:
         return useful
 
     def least_ms(self, operator: int) -> float:
-        """The least latency of a run outside the main run: of a first run too where the operator is optional."""
+        """The least latency of a run outside the main run; it may be the first of an optional one."""
         options = self.options[operator]
         if operator in self.position:
             return min((option.again_ms for option in options), default=0.0)

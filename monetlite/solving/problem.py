@@ -16,55 +16,24 @@ nothing but the step itself feels, so the best option of a step follows from the
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy
-from numpy.typing import NDArray
 
 from monetlite.costs import Profile
 from monetlite.graph import OperatorGraph, Phase
 from monetlite.schedule import plain_steps, simulate
-
-Integers: TypeAlias = NDArray[numpy.int64]
-Floats: TypeAlias = NDArray[numpy.float64]
+from monetlite.solving.layout import (
+    BACKWARD,
+    EARLY,
+    FORWARD,
+    LATE,
+    Integers,
+    Tables,
+)
 
 TINY_FRACTION = 100_000
 """Values smaller than the plain peak divided by this are never dropped by the search."""
-
-
-# Columns of the tables. X and X_END are a slice of `Tables.lists` or, for groups and options, of their rows.
-VALUE_BYTES, VALUE_HELD, VALUE_WRITER, VALUE_READERS, VALUE_READERS_END = range(5)
-OPERATOR_GROUPS, OPERATOR_GROUPS_END, OPERATOR_RERUNNABLE = range(3)
-GROUP_READS, GROUP_READS_END, GROUP_WRITES, GROUP_WRITES_END = range(4)
-GROUP_OPTIONS, GROUP_OPTIONS_AGAIN, GROUP_OPTIONS_END = range(4, 7)
-OPTION_EXTRA, OPTION_OVERWRITES, OPTION_OVERWRITES_END, OPTION_IMPLEMENTATION = range(4)
-AGENDA_OPERATOR, AGENDA_WHEN = range(2)
-
-FORWARD, EARLY, LATE, BACKWARD = range(4)
-"""When an entry of the agenda runs: always in the forward part; there if it is optional and its place is early,
-or late; always in the backward part."""
-
-
-class Tables(NamedTuple):
-    """What compiled code reads, one row an item; the columns are named above.
-
-    Few arrays with many columns, since handing an array to a compiled function costs time in every call.
-    """
-
-    values: Integers
-    """Size in bytes; 1 if held; the operator that writes it, or -1; the forward operators that read it."""
-    operators: Integers
-    """Its groups; 1 if it can be run again."""
-    groups: Integers
-    """What it reads, ascending; what it writes; options of a first run, then of a run again; both fastest first."""
-    options: Integers
-    """Workspace less overwritten bytes; what it overwrites; its index among the operator's implementations."""
-    latency_ms: Floats
-    """Latency of each option."""
-    lists: Integers
-    agenda: Integers
-    """Operators in the order in which they run if nothing is recomputed; optional ones wherever they may run."""
-    resident_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,7 +149,9 @@ def _offered(
 
 def _pareto(offered: list[_Option]) -> list[_Option]:
     """Options that none beats on latency, memory and conditions at once, fastest first."""
-    ordered = sorted(offered, key=lambda option: (option.latency_ms, option.extra_bytes, len(option.overwrites)))
+    ordered = sorted(
+        offered, key=lambda option: (option.latency_ms, option.extra_bytes, len(option.overwrites))
+    )
     kept: list[_Option] = []
     for option in ordered:
         if not any(
@@ -225,7 +196,12 @@ def _tables(
     ]
     option_ends = _ends(map(len, options))
     group_rows = [
-        (*of_reads, *of_writes, option_ends[2 * group] - len(options[2 * group]), *option_ends[2 * group :][:2])
+        (
+            *of_reads,
+            *of_writes,
+            option_ends[2 * group] - len(options[2 * group]),
+            *option_ends[2 * group :][:2],
+        )
         for group, (of_reads, of_writes) in enumerate(zip(slices(reads), slices(writes), strict=True))
     ]
     option_rows = [
@@ -264,7 +240,9 @@ def _agenda(graph: OperatorGraph, writer: dict[int, int]) -> Iterator[tuple[int,
             ready = max((written_at[writer[value]] for value in reads), default=0)
             written_at[index] = ready
             early[ready].append(index)
-            late[max(ready, min((last_read.get(value, ready) for value in reads), default=ready))].append(index)
+            late[max(ready, min((last_read.get(value, ready) for value in reads), default=ready))].append(
+                index
+            )
     for position, index in enumerate(forward):
         yield index, FORWARD
         yield from ((optional, EARLY) for optional in early[position])

@@ -1,14 +1,14 @@
 """MONeT's problem as a boolean program over a *template* of slots, stated in cvxpy.
 
-A template is a sequence of slots: every main operator once, and between them candidates, operators that may run
-there or not. The full template offers every useful candidate in every stage, in graph order, `passes` times
-over, so that re-runs in another order, or twice within a stage, can be stated; `polish` offers an incumbent's
-own steps, and everything within a window of it.
+A template is a sequence of slots: every main operator once, and between them candidates, operators that may
+run there or not. The full template offers every useful candidate in every stage, in graph order, `passes`
+times over, so that re-runs in another order, or twice within a stage, can be stated; `polish` offers an
+incumbent's own steps, and everything within a window of it.
 
 | here | is | MONeT (Shah et al., ICLR 2021), Checkmate (Jain et al., MLSys 2020) |
 | --- | --- | --- |
 | `run[slot, option]` | the slot runs, with that implementation | r^k_i with δ^k_{i,l} (eq. 9); R |
-| `keep[value, touch]` | the value stays in memory from one slot that touches it to the next | s^k_i (eq. 4, 5); S |
+| `keep[value, touch]` | kept from one slot that touches the value to the next | s^k_i (eq. 4, 5); S |
 | `total[slot]` | bytes live when the slot begins, as a running sum | m^k, m̂^k (eq. 6, 7); U |
 | memory row | `total + outputs + workspace − overwritten ≤ budget`, where the slot runs | eq. 8, 10 |
 
@@ -18,9 +18,10 @@ bounds is the template's schedules and not all of them: it is handed on only whe
 faster schedule lies outside.
 """
 
+import importlib.util
 import math
-import random
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +33,12 @@ from monetlite.costs import Profile
 from monetlite.errors import IllegalSchedule, SolverError
 from monetlite.schedule import Status, Step, simulate
 from monetlite.solving.options import Option, Outline
+from monetlite.solving.templates import Slot, full_template, window_template
 
 SOLVERS = ("SCIP", "HIGHS", "GUROBI")
 _PACKAGES = {"SCIP": "pyscipopt", "HIGHS": "highspy", "GUROBI": "gurobipy"}
 _TOLERANCE = 3e-6
-"""Solvers accept rows violated by 1e-6; where a solution exceeds the budget by that, this much is held back."""
+"""Solvers accept rows violated by 1e-6; where that exceeds the budget, this much is held back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +60,6 @@ class ProgramResult:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A place for one run of an operator. `main`: it must run; `fixed`: a candidate that must run too."""
-
-    operator: int
-    main: bool
-    fixed: bool = False
-
-
 def check_solver(solver: str) -> str:
     """The solver's name as cvxpy knows it.
 
@@ -76,32 +69,11 @@ def check_solver(solver: str) -> str:
     name = solver.upper()
     if name not in SOLVERS:
         raise SolverError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}")
-    import cvxpy
-
-    if name not in cvxpy.installed_solvers():
-        others = [other for other in SOLVERS if other in cvxpy.installed_solvers()]
-        choice = f", or choose {' or '.join(others)}" if others else ""
+    installed = [other for other in SOLVERS if importlib.util.find_spec(_PACKAGES[other]) is not None]
+    if name not in installed:
+        choice = f", or choose {' or '.join(installed)}" if installed else ""
         raise SolverError(f"the {name} solver is not installed; pip install {_PACKAGES[name]}{choice}")
     return name
-
-
-def full_template(outline: Outline, passes: int = 1) -> list[Slot]:
-    """Every main operator, and before each of them every candidate that could be of use there."""
-    slots: list[Slot] = []
-    operators = outline.profile.graph.operators
-    for at, main in enumerate(outline.main):
-        useful = outline.useful_before(at)
-        candidates = [
-            operator
-            for operator in outline.extra
-            if any(not useful.isdisjoint(option.writes) for option in outline.options[operator])
-            and (operators[operator].optional or at >= outline.forward_main)
-            and (operators[operator].rerunnable or operators[operator].optional)
-        ]
-        for _ in range(passes):
-            slots.extend(Slot(operator, main=False) for operator in candidates)
-        slots.append(Slot(main, main=True))
-    return slots
 
 
 @dataclass
@@ -206,7 +178,7 @@ class _Program:
             return [(option, self._column(option.again_ms), False) for option in options]
         # An optional operator: its first run may cost something else than the others, and comes before them.
         differs = not outline.profile.graph.operators[operator].rerunnable or any(
-            (o.first_ms, o.first_extra_bytes) != (o.again_ms, o.again_extra_bytes) for o in options
+            option.rerun_differs for option in options
         )
         first = [(option, self._column(option.first_ms), True) for option in options]
         if not differs:
@@ -334,46 +306,8 @@ def polish(
     """
     outline = Outline.of(profile)
     latency_ms = simulate(profile, incumbent, budget_bytes).latency_ms
-    places = len(outline.main)
-    backward = places - outline.forward_main
-    start = outline.forward_main + random.Random(seed).randrange(max(1, backward - width + 1))
-    window = range(start, min(places, start + width))
-    candidates: dict[int, list[int]] = {}
-    stage: list[int] = []
-    for slot in full_template(outline):
-        if slot.main:
-            candidates[outline.position[slot.operator]] = stage
-            stage = []
-        else:
-            stage.append(slot.operator)
-    slots: list[Slot] = []
-    ran: set[int] = set()
-    pending: list[int] = []
-    for operator, _ in incumbent:
-        if operator in outline.position and operator not in ran:
-            at = outline.position[operator]
-            offered = candidates[at] if at in window else []
-            slots.extend(Slot(other, main=False) for other in _merged(pending, offered))
-            slots.append(Slot(operator, main=True))
-            pending = []
-        else:
-            pending.append(operator)
-        ran.add(operator)
+    slots = window_template(outline, incumbent, seed=seed, width=width)
     return _solve(outline, budget_bytes, slots, seconds=seconds, cutoff_ms=latency_ms, solver=solver)
-
-
-def _merged(first: list[int], second: list[int]) -> list[int]:
-    """A sequence that has both as subsequences; `second` is in graph order."""
-    merged: list[int] = []
-    rest = list(second)
-    for operator in first:
-        if operator in rest:
-            at = rest.index(operator)
-            merged.extend(rest[: at + 1])
-            rest = rest[at + 1 :]
-        else:
-            merged.append(operator)
-    return merged + rest
 
 
 def _solve(
@@ -384,7 +318,7 @@ def _solve(
     for margin in (0.0, _TOLERANCE):
         room = budget_bytes - outline.resident_bytes
         program = _Program(outline, budget_bytes - math.ceil(margin * max(room, 0)), slots)
-        status, values = _call(program, name, max(0.1, deadline - time.monotonic()), cutoff_ms)
+        status, values = _call(program, name, deadline, cutoff_ms)
         columns, rows = len(program.cost_ms), len(program.less.right) + len(program.equal.right)
         if values is None:
             break
@@ -405,14 +339,14 @@ def _solve(
 
 
 def _call(
-    program: _Program, solver: str, seconds: float, cutoff_ms: float
+    program: _Program, solver: str, deadline: float, cutoff_ms: float
 ) -> tuple[Status, npt.NDArray[np.float64] | None]:
     """State the program in cvxpy and solve it; the status is about the program."""
     import cvxpy
 
     columns = len(program.cost_ms)
     cost_ms = np.array(program.cost_ms)
-    x = cvxpy.Variable(columns, boolean=[(index,) for index in program.boolean])
+    x = cvxpy.Variable(columns, boolean=(np.array(program.boolean),))
     constraints = [
         program.less.matrix(columns) @ x <= np.array(program.less.right),
         program.equal.matrix(columns) @ x == np.array(program.equal.right),
@@ -422,13 +356,19 @@ def _call(
     if math.isfinite(cutoff_ms):
         constraints.append(cost_ms @ x <= cutoff_ms * (1 + 1e-7))
     problem = cvxpy.Problem(cvxpy.Minimize(cost_ms @ x), constraints)
-    options: dict[str, Any] = {
+    began = time.monotonic()
+    problem.get_problem_data(solver)  # remembered by cvxpy: what follows compiles nothing anew
+    # Handing the data on to the solver takes longer than compiling it; the limit does not count it.
+    seconds = max(0.1, deadline - time.monotonic() - 2 * (time.monotonic() - began))
+    limits: dict[str, dict[str, Any]] = {
         "SCIP": {"scip_params": {"limits/time": seconds}},
         "HIGHS": {"time_limit": seconds, "mip_rel_gap": 0.0},
         "GUROBI": {"TimeLimit": seconds, "MIPGap": 0.0},
-    }[solver]
+    }
     try:
-        problem.solve(solver=solver, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "may be inaccurate": the status says so, and simulate checks
+            problem.solve(solver=solver, **limits[solver])  # type: ignore[no-untyped-call]
     except cvxpy.error.SolverError:
         # What cvxpy raises when the time is up before anything is found.
         return Status.TIMEOUT, None

@@ -1,6 +1,6 @@
 """A relaxation of the whole problem as a sparse 0-1 program, whose optimum bounds every legal schedule.
 
-Notation, against MONeT (Shah et al., ICLR 2021, section 4) and Checkmate (Jain et al., MLSys 2020, section 4):
+Notation, against MONeT (Shah et al., ICLR 2021) and Checkmate (Jain et al., MLSys 2020, section 4):
 
 | here | is | MONeT | Checkmate |
 | --- | --- | --- | --- |
@@ -16,11 +16,11 @@ Every legal schedule within the budget gives a feasible point of no more cost, s
 on the latency of all of them:
 
 - a value is live before checkpoint k only if it was live before checkpoint k−1 or made in between:
-  `live[v, k] ≤ live[v, k−1] + rerun[o, k]`, for *every* checkpoint, so that a value that is kept for one reader
+  `live[v, k] ≤ live[v, k−1] + rerun[o, k]`, for *every* checkpoint; a value that is kept for one reader
   cannot be forgotten on the way; a value that an operator in between overwrote must be made again;
 - what a main operator reads is live before it; what a re-run reads was live at the last checkpoint, or was
   made since: only reads and writes common to all implementations of a re-run are used;
-- the memory of a main operator is at least what is live, its outputs and its workspace, less what it overwrites;
+- the memory of a main operator is at least what is live, its outputs and workspace, less what it overwrites;
 - gradients that a later operator reads in every implementation stay live until then, for nothing makes them
   again; held values stay live to the end; these are constants;
 - runs in different intervals are different runs, so their cheapest latencies add up;
@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
+from monetlite.solving.lifetimes import Lifetimes, certain_lifetimes, own_bytes, pinned
 from monetlite.solving.options import Option, Outline
 
 _SPAN_LENGTHS = (4, 16)
@@ -95,75 +96,6 @@ class _Builder:
             group=np.array(self.group, dtype=np.int64),
             groups=groups,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Lifetimes:
-    """What is known of values before anything is decided.
-
-    `fixed_bytes[m]` is live before main operator m in every schedule, and is no modelled value;
-    `pinned_until[v]` is the last main operator before which value v certainly is live, −1 if there is none.
-    """
-
-    fixed_bytes: list[int]
-    pinned_until: list[int]
-
-
-def certain_lifetimes(outline: Outline) -> _Lifetimes:
-    """The values that are live before each main operator whatever the schedule, modelled values left out.
-
-    A value that only a main operator makes, and that cannot be made again, stays from its maker to the last
-    main operator that reads it in every implementation; a held value stays to the end.
-    """
-    count = len(outline.main)
-    pinned_until = [-1] * len(outline.size_bytes)
-    for at, operator in enumerate(outline.main):
-        for value in outline.must_read[operator]:
-            pinned_until[value] = at
-    change = [0] * (count + 1)
-    for value, makers in enumerate(outline.producers):
-        if len(makers) != 1 or makers[0] not in outline.position:
-            pinned_until[value] = -1
-            continue
-        maker, made_at = makers[0], outline.position[makers[0]]
-        if value not in outline.always_writes[maker]:
-            pinned_until[value] = -1
-            continue
-        if outline.held[value]:
-            pinned_until[value] = count - 1
-        elif made_at < outline.forward_main and outline.profile.graph.operators[maker].rerunnable:
-            # It can be made again in the backward part: certain only up to its last forward reader.
-            pinned_until[value] = max(
-                (at for at in outline.main_readers[value] if at < outline.forward_main), default=-1
-            )
-        if pinned_until[value] > made_at:
-            change[made_at + 1] += outline.size_bytes[value]
-            change[pinned_until[value] + 1] -= outline.size_bytes[value]
-        else:
-            pinned_until[value] = -1
-    fixed_bytes, running = [], 0
-    for at in range(count):
-        running += change[at]
-        fixed_bytes.append(running)
-    return _Lifetimes(fixed_bytes=fixed_bytes, pinned_until=pinned_until)
-
-
-def own_bytes(outline: Outline, at: int, option: Option, lifetimes: _Lifetimes, modelled: frozenset[int]) -> int:
-    """What main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
-    size = outline.size_bytes
-    reads = sum(
-        size[value]
-        for value in option.reads
-        if value not in modelled and not pinned(outline, lifetimes, value, at)
-    )
-    return reads + sum(size[value] for value in option.writes) + option.first_extra_bytes
-
-
-def pinned(outline: Outline, lifetimes: _Lifetimes, value: int, at: int) -> bool:
-    """Whether `fixed_bytes[at]` counts the value."""
-    if lifetimes.pinned_until[value] < at:
-        return False
-    return outline.position[outline.producers[value][0]] < at
 
 
 def relaxation(
@@ -263,7 +195,8 @@ class _Relaxation:
                 {
                     value: column
                     for value, column in stored.items()
-                    if position.get(self.maker[value], at) < at and not pinned(outline, self.lifetimes, value, at)
+                    if position.get(self.maker[value], at) < at
+                    and not pinned(outline, self.lifetimes, value, at)
                 },
             )
             for option, choice in self.chosen[at]:
@@ -293,7 +226,7 @@ class _Relaxation:
         return [(column, -1.0) for column in columns if column is not None]
 
     def _supply(self, span: _Span, live: list[dict[int, int]]) -> None:
-        """What re-runs and main operators of the span read, and what is live in it, has to come from somewhere."""
+        """What the span's re-runs and main operators read, and what is live in it, comes from somewhere."""
         for operator, column in span.once.items():
             for value in self.outline.must_read[operator] & self.modelled:
                 self.rows.row([(column, 1.0), *self._sources(span, value)], 0.0)
@@ -353,13 +286,10 @@ class _Relaxation:
             runs = [(span.once[operator], -1.0) for span in intervals if operator in span.once]
             self.rows.row([(column, 1.0), *runs], 0.0)
         places = range(intervals[0].places[0], intervals[-1].places[-1] + 1)
-        # The last one's columns stand for what its last operator reads: those rows are there already.
-        self._supply(_Span(places=places, before=intervals[0].before, once=once), [*live[:-1], live[-1]])
+        self._supply(_Span(places=places, before=intervals[0].before, once=once), live)
 
 
-def _worthwhile(
-    outline: Outline, at: int, lifetimes: _Lifetimes, modelled: frozenset[int]
-) -> list[Option]:
+def _worthwhile(outline: Outline, at: int, lifetimes: Lifetimes, modelled: frozenset[int]) -> list[Option]:
     """The options of a main operator that differ here: reading fewer modelled values at no more cost wins."""
     kept: list[tuple[tuple[float, int], frozenset[int], frozenset[int], Option]] = []
     options = outline.options[outline.main[at]]
@@ -396,10 +326,8 @@ def _modelled_values(outline: Outline, limit: int) -> list[int]:
     return sorted(candidates[:limit])
 
 
-def _checkpoints(
-    outline: Outline, lifetimes: _Lifetimes, modelled: frozenset[int], limit: int
-) -> list[int]:
-    """Backward places for memory rows: of each stretch of the backward part, the operator that needs the most."""
+def _checkpoints(outline: Outline, lifetimes: Lifetimes, modelled: frozenset[int], limit: int) -> list[int]:
+    """Backward places for memory rows: in each stretch of the backward part, the neediest operator."""
     places = list(range(outline.forward_main, len(outline.main)))
     if not places:
         return []
@@ -418,5 +346,6 @@ def _checkpoints(
 
     if len(places) > limit:
         stretches = np.array_split(np.array(places), max(1, limit - 1))
-        places = sorted({max((int(at) for at in stretch), key=demand) for stretch in stretches} | {places[-1]})
+        neediest = {max((int(at) for at in stretch), key=demand) for stretch in stretches}
+        places = sorted(neediest | {places[-1]})
     return places

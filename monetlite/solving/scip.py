@@ -17,7 +17,7 @@ def import_pyscipopt() -> Any:
     try:
         import pyscipopt
     except ImportError as error:
-        raise SolverError("the SCIP solver is not installed; pip install pyscipopt, or choose HIGHS") from error
+        raise SolverError("SCIP is not installed; pip install pyscipopt, or choose HIGHS") from error
     return pyscipopt
 
 

@@ -19,11 +19,22 @@ from monetlite.costs import Profile
 from monetlite.errors import IllegalSchedule
 from monetlite.schedule import Step, simulate
 from monetlite.solving import baselines
-from monetlite.solving.annealing import BEST_LATENCY, REFRESH, anneal
 from monetlite.solving.genomes import decode, encode, keep_everything
-from monetlite.solving.kernel import LATENCY, OVERFLOW, PEAK, new_scratch
-from monetlite.solving.moves import UNDO_LENGTH, Moves, build_moves
-from monetlite.solving.problem import Integers, Problem, build_problem
+from monetlite.solving.greedy import Greedy
+from monetlite.solving.kernel import anneal
+from monetlite.solving.layout import (
+    BEST_LATENCY,
+    LATENCY,
+    OVERFLOW,
+    PEAK,
+    REFRESH,
+    UNDO_LENGTH,
+    Integers,
+    Moves,
+    new_scratch,
+)
+from monetlite.solving.moves import build_moves
+from monetlite.solving.problem import Problem, build_problem
 
 THREADS = 2
 """More threads than this find little more in a minute, and training machines have other work."""
@@ -43,7 +54,7 @@ SMALL_PROBLEM = 12
 IDLE_RUNS = 6
 
 CHECK_EVERYTHING = 3000
-"""With more operators than this, `simulate` takes seconds, and only the best of the known schedules is offered."""
+"""With more operators than this `simulate` takes seconds, and only the best known schedule is offered."""
 
 NEVER_FITS = 1e9
 """Penalty per byte, over the mean latency of an operator, that no latency makes up for."""
@@ -82,6 +93,9 @@ REFINING = tuple(_Plan(temperature=temperature, penalty=1.0) for temperature in 
 LAST_PENALTY = 3.0
 RUN_LENGTH = 2000
 """Iterations of a run, over droppable values."""
+
+MOST_STARTS = 4
+"""Schedules that runs begin from, beside the one that drops nothing."""
 
 LONGEST_RUN = 0.15
 """Part of the time that a run takes at most."""
@@ -172,8 +186,10 @@ class _Search:
         self.seed = seed
         self.stop = threading.Event()
         self.found: queue.Queue[tuple[Step, ...] | BaseException | None] = queue.Queue()
-        self.first_genome = keep_everything(problem)
-        self.first_latency_ms = math.inf
+        self.best_genome = keep_everything(problem)
+        self.best_latency_ms = math.inf
+        self.genomes = [self.best_genome]
+        """Where runs begin, in turn."""
 
     def finished(self) -> bool:
         return self.stop.is_set() or time.monotonic() >= self.deadline
@@ -190,8 +206,8 @@ class _Search:
     def _anneal_repeatedly(self, number: int) -> None:
         problem = self.problem
         workspace = _Workspace(problem, self.moves, self.seed * THREADS + number)
-        workspace.best = self.first_genome.copy()
-        best_ms = self.first_latency_ms
+        workspace.best = self.best_genome.copy()
+        best_ms = self.best_latency_ms
         penalty_scale = (problem.least_latency_ms or 1.0) / max(1, problem.plain_peak_bytes)
         workspace.rate = 6e6 / max(1, problem.operator_count)
         idle = 0
@@ -207,8 +223,8 @@ class _Search:
             if turn == number:
                 iterations /= 8
             iterations = _round_down(min(iterations, workspace.rate * total * min(LONGEST_RUN, 1 - spent)))
+            genome = (workspace.best if refine else self.genomes[turn % len(self.genomes)]).copy()
             turn += 1
-            genome = workspace.best.copy() if refine else self.first_genome.copy()
             record = numpy.array([best_ms, 1.0])
             hot = plan.temperature * workspace.mean_ms
             figures = (hot, hot / 100, plan.penalty * penalty_scale, LAST_PENALTY * penalty_scale, 1.0)
@@ -229,7 +245,7 @@ class _Search:
 
 def _round_down(iterations: float) -> int:
     """The next of 2ⁿ and 3·2ⁿ⁻¹ below: runs are then as long again where the machine is about as fast."""
-    power = 2 ** max(6, int(math.log2(max(64.0, iterations))))
+    power: int = 2 ** max(6, int(math.log2(max(64.0, iterations))))
     return power * 3 // 2 if iterations >= 1.5 * power else power
 
 
@@ -331,22 +347,23 @@ def _seed(state: _Search, incumbent: _Incumbent, starts: Sequence[tuple[Step, ..
     problem = state.problem
     workspace = _Workspace(problem, state.moves, 0)
     known = list(_known_schedules(problem.profile, starts))
-    greedy_steps = baselines.greedy(problem.profile, state.budget_bytes)
-    if greedy_steps is not None:
-        known.append(greedy_steps)
-    candidates: list[tuple[float, tuple[Step, ...], Integers]] = []
-    for genome in [keep_everything(problem), *(encode(problem, steps) for steps in known)]:
+    genomes = [encode(problem, steps) for steps in known]
+    genomes += [keep_everything(problem), *Greedy(problem, state.budget_bytes).genomes()]
+    fitting: list[tuple[float, tuple[Step, ...], Integers]] = []
+    for genome in genomes:
         steps = workspace.steps(genome, state.budget_bytes)
         if steps is not None and workspace.scratch.totals[OVERFLOW] == 0:
-            candidates.append((float(workspace.scratch.totals[LATENCY]), steps, genome))
-    candidates.sort(key=lambda candidate: candidate[0])
-    for latency_ms, steps, genome in candidates:
+            fitting.append((float(workspace.scratch.totals[LATENCY]), steps, genome))
+    fitting.sort(key=lambda candidate: candidate[0])
+    for latency_ms, steps, genome in fitting:
         if incumbent.offer(steps):
-            state.first_latency_ms, state.first_genome = latency_ms, genome
+            state.best_latency_ms, state.best_genome = latency_ms, genome
             break
-    if not candidates or problem.operator_count <= CHECK_EVERYTHING:
-        for steps in known:
-            incumbent.offer(steps)
+    if not fitting or problem.operator_count <= CHECK_EVERYTHING:
+        for known_steps in known:
+            incumbent.offer(known_steps)
+    state.genomes = [genome for _, _, genome in fitting[:MOST_STARTS]] or [genomes[0]]
+    state.genomes.append(keep_everything(problem))
 
 
 def minimise_peak(

@@ -1,4 +1,4 @@
-"""The smallest feasible budget: a bound proven for every schedule, and a peak that a known schedule reaches."""
+"""The smallest feasible budget: a bound proven for every schedule, and a peak that a known one reaches."""
 
 import time
 from collections.abc import Callable, Iterable

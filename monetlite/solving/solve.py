@@ -1,5 +1,6 @@
 """One entry to every solving method: anytime, within a time limit, and honest about what is proven."""
 
+import logging
 import math
 import threading
 import time
@@ -7,21 +8,31 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from monetlite.costs import Profile
-from monetlite.errors import IllegalSchedule
+from monetlite.errors import IllegalSchedule, SolverError
 from monetlite.schedule import Status, Step, plain_steps, simulate
 from monetlite.solving import baselines
-from monetlite.solving.bounds import smallest_budget_bound, trivial_bound_ms
+from monetlite.solving.bounds import integer_bound, latency_bound, smallest_budget_bound, trivial_bound_ms
 from monetlite.solving.exhaustive import exhaustive
 from monetlite.solving.options import Outline
+from monetlite.solving.program import check_solver, solve_program
 from monetlite.solving.smallest import SMALL_OPERATORS, smallest_budget
+from monetlite.solving.templates import full_template
 
+_LOG = logging.getLogger(__name__)
+_GRACE_SECONDS = 0.5
+"""What a solver is given to stop when it is asked to."""
+_PROGRAM_SLOTS = 1200
+"""The largest full program that is worth building beside a search."""
+_PROGRAM_OPERATORS = 100
+_PASSES = 2
+"""How often each stage of the program offers its candidates; two leave out next to nothing."""
 PROVEN_GAP = 1e-9
 """Latencies closer than this, relatively, are the same: rounding of sums."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How a solve stands: latencies in ms (infinite while nothing is found), bytes, seconds since it began."""
+    """How a solve stands: latencies in ms (infinite while nothing is found), bytes, and seconds."""
 
     latency_ms: float
     lower_bound_ms: float
@@ -42,7 +53,7 @@ class Solution:
     """What a solve found and what it proved.
 
     Attributes:
-        status: optimal, feasible, infeasible (proven) or timeout (nothing found, and infeasibility not proven).
+        status: optimal, feasible, infeasible (proven) or timeout (nothing found, nothing proven).
         steps, latency_ms, peak_bytes: the best schedule within the budget; None if there is none.
         lower_bound_ms: no schedule within the budget is faster.
         smallest_proven_bytes: no budget below it is feasible.
@@ -98,7 +109,7 @@ class _Race:
         return self.stopped.is_set() or self.left <= 0 or self.proven
 
     def offer(self, steps: Iterable[Step], method: str) -> None:
-        """Take steps that a method proposes, if they are legal and better; what they promise is not believed."""
+        """Take steps that a method proposes, if they are legal and better."""
         steps = tuple(steps)
         try:
             timeline = simulate(self.profile, steps)
@@ -118,6 +129,9 @@ class _Race:
         """Take a bound that is valid for every schedule."""
         with self.lock:
             if not bound_ms > self.bound_ms:
+                return
+            if math.isinf(bound_ms):
+                # Only a solver that met a cutoff, or found no schedule within its tolerances, says so.
                 return
             self.bound_ms = bound_ms
             if method not in self.methods:
@@ -161,6 +175,7 @@ def solve_profile(
     Raises:
         SolverError: `solver` is unknown or not installed.
     """
+    solver = check_solver(solver)
     race = _Race(profile, budget_bytes, time.monotonic() + time_limit, progress)
     infeasible = False
     try:
@@ -177,35 +192,75 @@ def _run(race: _Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...],
     profile, budget_bytes = race.profile, race.budget_bytes
     if not Outline.of(profile).runnable:
         return True
+    race.phase = "baselines"
+    race.offer(plain_steps(profile.graph), "plain")
     if budget_bytes < race.proven_bytes:
         _find_smallest(race, seed)
         return True
-    race.phase = "baselines"
-    race.offer(plain_steps(profile.graph), "plain")
     for steps in starts:
         race.offer(steps, "start")
     race.offer(baselines.store_all(profile), "store all")
     if race.should_stop():
         return False
-    race.phase = "exhaustive"
     if len(profile.graph.operators) <= SMALL_OPERATORS:
+        race.phase = "exhaustive"
         exact = exhaustive(profile, budget_bytes, seconds=0.3 * race.left, should_stop=race.should_stop)
         if exact.steps is not None:
             race.offer(exact.steps, "exhaustive")
-        if exact.complete and exact.steps is None:
-            _find_smallest(race, seed)
+        elif exact.complete:
             race.proven_bytes = max(race.proven_bytes, budget_bytes + 1)
+            _find_smallest(race, seed)
             return True
         race.raise_bound(exact.lower_bound_ms, "exhaustive")
-    if race.should_stop():
-        return False
-    race.phase = "search"
+        if race.should_stop():
+            return False
+    bounding = threading.Thread(target=_bound, args=(race,), name="monetlite-bound", daemon=True)
+    bounding.start()
+    try:
+        _improve(race, seed=seed, solver=solver)
+        while bounding.is_alive() and not race.should_stop():
+            bounding.join(min(0.1, max(0.0, race.left)))
+    finally:
+        race.stopped.set()
+        bounding.join(_GRACE_SECONDS)
+    return False
+
+
+def _improve(race: _Race, *, seed: int, solver: str) -> None:
+    """Search for better schedules, then let the boolean program improve on what was found."""
+    small = len(race.profile.graph.operators) <= _PROGRAM_OPERATORS
+    slots = _PASSES * len(full_template(Outline.of(race.profile))) if small else math.inf
+    with_program = race.left > 5 and slots <= _PROGRAM_SLOTS
+    fits = race.steps is not None
+    _search(race, seed, share=0.5 if with_program or not fits else 1.0)
+    if race.steps is None and not race.should_stop():
+        # Nothing fits so far: aim at memory alone, then go on from what that finds.
+        _find_smallest(race, seed, seconds=0.6 * race.left)
+        if race.steps is not None:
+            _search(race, seed, share=0.5 if with_program else 1.0)
+    if with_program and race.left > 2 and not race.should_stop():
+        race.phase = "program"
+        result = solve_program(
+            race.profile,
+            race.budget_bytes,
+            seconds=race.left - 1,
+            passes=_PASSES,
+            cutoff_ms=race.latency_ms,
+            solver=solver,
+        )
+        if result.steps is not None:
+            race.offer(result.steps, solver)
+
+
+def _search(race: _Race, seed: int, *, share: float) -> None:
+    """Search for a share of the time left, from the best steps known."""
     from monetlite.solving.search import search
 
+    race.phase = "search"
     found = search(
-        profile,
-        budget_bytes,
-        seconds=max(0.1, race.left),
+        race.profile,
+        race.budget_bytes,
+        seconds=max(0.1, race.left * share),
         seed=seed,
         starts=() if race.steps is None else (race.steps,),
         on_improvement=lambda better: race.offer(better.steps, "search"),
@@ -213,16 +268,35 @@ def _run(race: _Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...],
     )
     if found is not None:
         race.offer(found.steps, "search")
-    return False
 
 
-def _find_smallest(race: _Race, seed: int) -> None:
-    """Bracket the smallest feasible budget, in what time is left but no more than a few seconds."""
+def _bound(race: _Race) -> None:
+    """Raise the bound beside the search: by the linear relaxation, then by branch and bound on it."""
+    try:
+        linear = latency_bound(race.profile, race.budget_bytes, seconds=0.6 * race.left)
+        race.raise_bound(linear.lower_bound_ms, "HiGHS")
+        if linear.program is None or race.should_stop():
+            return
+        bound_ms = integer_bound(
+            linear.program,
+            seconds=max(0.0, race.left - _GRACE_SECONDS),
+            cutoff_ms=race.latency_ms,
+            on_bound=lambda better_ms: race.raise_bound(better_ms, "SCIP bound"),
+            should_stop=race.should_stop,
+        )
+        race.raise_bound(bound_ms, "SCIP bound")
+    except SolverError as error:
+        # Without its solver there is only the simple bound: the schedule itself does not depend on it.
+        _LOG.warning("no better bound: %s", error)
+
+
+def _find_smallest(race: _Race, seed: int, seconds: float = 5.0) -> None:
+    """Bracket the smallest feasible budget, in so many seconds, or what is left."""
     race.phase = "smallest budget"
     starts = () if race.leanest is None else (race.leanest,)
     smallest = smallest_budget(
         race.profile,
-        seconds=min(5.0, max(0.1, race.left)),
+        seconds=min(seconds, max(0.1, race.left)),
         seed=seed,
         starts=starts,
         should_stop=race.stopped.is_set,

@@ -36,7 +36,9 @@ def random_profile(
         if rng.random() < 0.2:
             writes.append(builder.value(ValueKind.ACTIVATION))
         rerunnable = not (once_only and rng.random() < 0.12)
-        builder.operator(Phase.FORWARD, _variants(rng, sources, tuple(writes), again=True), rerunnable=rerunnable)
+        builder.operator(
+            Phase.FORWARD, _variants(rng, sources, tuple(writes), again=True), rerunnable=rerunnable
+        )
         masks: tuple[int, ...] = ()
         if optional and rng.random() < 0.35:
             mask = builder.value(ValueKind.INTERMEDIATE, largest=max(1, largest_bytes // 6))
@@ -109,7 +111,7 @@ def _backward(
 def _needs(
     rng: random.Random, sources: tuple[int, ...], writes: tuple[int, ...], masks: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """Which activations each implementation of a backward operator reads: its input, output, mask or nothing."""
+    """Which activations each backward implementation reads: its input, output, both, a mask or nothing."""
     choices = [sources, (writes[0],), tuple(sorted({*sources, *writes}))]
     needs = rng.sample(choices, rng.choice([1, 1, 2]))
     if rng.random() < 0.15:

@@ -33,7 +33,7 @@ def test_every_baseline_is_legal(seed: int) -> None:
 
 
 def test_sqrt_checkpointing_of_a_chain() -> None:
-    """16 operators in 4 segments: each is re-run once, but for the last value of each segment, which is kept."""
+    """16 operators in 4 segments: each is re-run once, but for the last of each segment: that is kept."""
     from test_search import chain
 
     profile = chain(16)

@@ -10,25 +10,28 @@ from monetlite.costs import Cost, Profile, ProfileKind
 from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
 from monetlite.schedule import plain_steps, simulate
 from monetlite.solving.genomes import decode, encode, keep_everything
-from monetlite.solving.kernel import LATENCY, OVERFLOW, PEAK, new_scratch
-from monetlite.solving.problem import (
+from monetlite.solving.layout import (
     GROUP_OPTIONS,
     GROUP_OPTIONS_AGAIN,
     GROUP_OPTIONS_END,
     GROUP_READS,
     GROUP_READS_END,
+    LATENCY,
     OPERATOR_GROUPS,
     OPERATOR_GROUPS_END,
     OPTION_EXTRA,
     OPTION_IMPLEMENTATION,
     OPTION_OVERWRITES,
     OPTION_OVERWRITES_END,
-    build_problem,
+    OVERFLOW,
+    PEAK,
+    new_scratch,
 )
+from monetlite.solving.problem import build_problem
 
 
 def two_operators(implementations: list[tuple[Implementation, Cost]], *, size_bytes: int = 10) -> Profile:
-    """One operator that makes value 0, and a backward operator with these implementations, which makes value 1."""
+    """An operator that makes value 0, and a backward one with these implementations that makes value 1."""
     operators = (
         Operator(
             name="make",
@@ -53,7 +56,12 @@ def two_operators(implementations: list[tuple[Implementation, Cost]], *, size_by
 
 
 def implementation(
-    name: str, latency_ms: float, workspace_bytes: int, *, reads: tuple[int, ...] = (0,), overwrites: tuple[int, ...] = ()
+    name: str,
+    latency_ms: float,
+    workspace_bytes: int,
+    *,
+    reads: tuple[int, ...] = (0,),
+    overwrites: tuple[int, ...] = (),
 ) -> tuple[Implementation, Cost]:
     return (
         Implementation(name=name, reads=reads, writes=(1,), overwrites=overwrites),
@@ -64,12 +72,16 @@ def implementation(
 def offered(profile: Profile, operator: int, *, again: bool = False) -> list[set[str]]:
     """Names of the implementations that are left in each group of an operator."""
     tables = build_problem(profile).tables
-    groups = range(tables.operators[operator, OPERATOR_GROUPS], tables.operators[operator, OPERATOR_GROUPS_END])
+    groups = range(
+        tables.operators[operator, OPERATOR_GROUPS], tables.operators[operator, OPERATOR_GROUPS_END]
+    )
     start, end = (GROUP_OPTIONS_AGAIN, GROUP_OPTIONS_END) if again else (GROUP_OPTIONS, GROUP_OPTIONS_AGAIN)
     return [
         {
             profile.graph.operators[operator].implementations[choice].name
-            for choice in tables.options[tables.groups[g, start] : tables.groups[g, end], OPTION_IMPLEMENTATION]
+            for choice in tables.options[
+                tables.groups[g, start] : tables.groups[g, end], OPTION_IMPLEMENTATION
+            ]
         }
         for g in groups
     ]
@@ -93,17 +105,23 @@ def test_what_is_read_makes_groups() -> None:
 
 
 def test_in_place_stays_beside_what_beats_it_only_where_memory_is_plenty() -> None:
-    profile = two_operators([implementation("a", 1.0, 0), implementation("in place", 2.0, 0, overwrites=(0,))])
+    profile = two_operators(
+        [implementation("a", 1.0, 0), implementation("in place", 2.0, 0, overwrites=(0,))]
+    )
     assert offered(profile, 1) == [{"a", "in place"}]
     tables = build_problem(profile).tables
     row = next(row for row in tables.options if row[OPTION_OVERWRITES] != row[OPTION_OVERWRITES_END])
     assert row[OPTION_EXTRA] == -10
-    profile = two_operators([implementation("a", 1.0, -10), implementation("in place", 2.0, 0, overwrites=(0,))])
+    profile = two_operators(
+        [implementation("a", 1.0, -10), implementation("in place", 2.0, 0, overwrites=(0,))]
+    )
     assert offered(profile, 1) == [{"a"}]
 
 
 def test_overwriting_what_is_not_read_or_held_is_never_legal() -> None:
-    profile = two_operators([implementation("a", 9.0, 0), implementation("b", 1.0, 0, reads=(), overwrites=(0,))])
+    profile = two_operators(
+        [implementation("a", 9.0, 0), implementation("b", 1.0, 0, reads=(), overwrites=(0,))]
+    )
     assert offered(profile, 1) == [{"a"}]
     assert build_problem(profile).group_of[1] == (1, -1)
 
@@ -160,7 +178,9 @@ def test_kernel_and_simulate_agree(seed: int) -> None:
         genome[problem.droppable] = [rng.randrange(16) for _ in problem.droppable]
         for gene in range(problem.value_count, len(genome)):
             part, operator = divmod(gene - problem.value_count, problem.operator_count)
-            most = (3, 3, 3, len(problem.tables.agenda) if operator < profile.graph.forward_count else 1, 4)[part]
+            most = (3, 3, 3, len(problem.tables.agenda) if operator < profile.graph.forward_count else 1, 4)[
+                part
+            ]
             genome[gene] = rng.randrange(most) if rng.random() < 0.5 else 0
         budget_bytes = rng.randint(1, 2 * problem.plain_peak_bytes)
         steps = decode(problem, genome, scratch, budget_bytes, 1.0, rng.choice([0.001, 1.0, 1e6]))

@@ -1,0 +1,208 @@
+"""Measure the solver on the published instances, beside what was published, and write a dated report.
+
+    python scripts/bench_solver.py INSTANCES_FOLDER --judge check_schedule.py --seeds 0 1
+
+The folder holds NAME.json instances and published.json ({name: {budget in GiB: [objective, bound]}}). Every
+schedule is checked by the judge, a script that is told the instance, the schedule and the budget. Objectives
+are in the instance's latency unit. Baselines are solved once for each point.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from solve_instance import GIB, instance_steps
+
+from monetlite.costs import Profile
+from monetlite.errors import IllegalSchedule
+from monetlite.instances import instance_profile
+from monetlite.schedule import Step, simulate
+from monetlite.solving import baselines
+from monetlite.solving.search import search
+from monetlite.solving.solve import solve_profile
+
+
+def judged(judge: Path, instance: Path, steps: list[tuple[Any, str]], budget_gib: float) -> float:
+    """The objective that the judge computes; RuntimeError with its words if it refuses the schedule."""
+    with tempfile.TemporaryDirectory() as folder:
+        schedule = Path(folder) / "schedule.json"
+        schedule.write_text(json.dumps({"steps": steps}), encoding="utf-8")
+        command = [sys.executable, str(judge), str(instance), str(schedule), "--budget-gib", str(budget_gib)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.search(r"latency=([0-9.e+-]+)", done.stdout)
+    if done.returncode != 0 or found is None:
+        raise RuntimeError(
+            f"{instance.name} at {budget_gib} GiB: {done.stdout.strip()} {done.stderr.strip()}"
+        )
+    return float(found[1])
+
+
+def baseline_objectives(
+    profile: Profile, budget_bytes: int, seconds: float, unit_ms: float
+) -> dict[str, float | None]:
+    """What each baseline reaches within the budget; None where nothing that fits was found."""
+
+    def fits(steps: tuple[Step, ...] | None) -> float | None:
+        try:
+            return None if steps is None else simulate(profile, steps, budget_bytes).latency_ms / unit_ms
+        except IllegalSchedule:
+            return None
+
+    objectives = {
+        "store all": fits(baselines.store_all(profile)),
+        "sqrt(n)": fits(baselines.sqrt_checkpointing(profile)),
+        "segments": fits(baselines.segment_checkpointing(profile)),
+        "greedy": fits(baselines.greedy(profile, budget_bytes)),
+    }
+    for name, restricted in (
+        ("Checkmate", baselines.restrict_checkmate(profile)),
+        ("Gist", baselines.restrict_gist(profile)),
+    ):
+        found = search(restricted.profile, budget_bytes, seconds=seconds)
+        objectives[name] = fits(None if found is None else restricted.steps(found.steps))
+    return objectives
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    published = json.loads((arguments.instances / "published.json").read_text(encoding="utf-8"))
+    points: list[dict[str, Any]] = []
+    for name, budgets in published.items():
+        path = arguments.instances / f"{name}.json"
+        if name == "about" or (arguments.only and name not in arguments.only):
+            continue
+        instance = json.loads(path.read_text(encoding="utf-8"))
+        profile = instance_profile(instance)
+        unit_ms = float(instance.get("latency_unit_ms", 1.0))
+        for budget, (objective, bound) in budgets.items():
+            budget_bytes = int(float(budget) * GIB)
+            reference = (
+                baseline_objectives(profile, budget_bytes, arguments.baseline_seconds, unit_ms)
+                if arguments.baseline_seconds > 0
+                else {}
+            )
+            for seed in arguments.seeds:
+                began = time.monotonic()
+                solution = solve_profile(profile, budget_bytes, time_limit=arguments.time_limit, seed=seed)
+                seconds = time.monotonic() - began
+                reached = None
+                if solution.steps is not None:
+                    steps = instance_steps(instance, solution.steps)
+                    reached = judged(arguments.judge, path, steps, float(budget))
+                points.append(
+                    {
+                        "instance": name,
+                        "budget_gib": float(budget),
+                        "seed": seed,
+                        "status": str(solution.status),
+                        "objective": reached,
+                        "bound": solution.lower_bound_ms / unit_ms,
+                        "seconds": round(seconds, 1),
+                        "published_objective": objective,
+                        "published_bound": bound,
+                        "baselines": reference,
+                    }
+                )
+                sys.stderr.write(f"{name} {budget} GiB seed {seed}: {reached} (published {objective})\n")
+    return points
+
+
+def table(points: list[dict[str, Any]]) -> str:
+    """The points as a markdown table."""
+    names = list(points[0]["baselines"]) if points else []
+    heading = [
+        "instance",
+        "GiB",
+        "seed",
+        "objective",
+        "bound",
+        "gap",
+        "seconds",
+        "published",
+        "its bound",
+        "ratio",
+    ]
+    lines = ["| " + " | ".join(heading + names) + " |", "|" + " --- |" * len(heading + names)]
+    for point in points:
+        objective, bound, published = point["objective"], point["bound"], point["published_objective"]
+        cells = [point["instance"], f"{point['budget_gib']:g}", str(point["seed"])]
+        if objective is None:
+            cells += ["none", f"{bound:.0f}", ""]
+        else:
+            cells += [f"{objective:.0f}", f"{bound:.0f}", f"{1 - bound / objective:.2%}"]
+        cells += [f"{point['seconds']:.1f}", str(published), str(point["published_bound"])]
+        cells.append("" if objective is None else f"{objective / published:.4f}")
+        cells += ["over budget" if value is None else f"{value:.0f}" for value in point["baselines"].values()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def hardware() -> str:
+    """The processor, as the system names it, and how many of it there are."""
+    model = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        found = re.search(r"model name\s*:\s*(.+)", information.read_text(encoding="utf-8"))
+        model = found[1] if found else model
+    system = f"{platform.system()} {platform.release()}"
+    return f"{model}, {os.cpu_count()} CPUs, {system}, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    """The commit of the working tree, marked where files that it tracks were changed."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("instances", type=Path)
+    parser.add_argument("--judge", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", default=[], help="names of instances (default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each point (default 60)")
+    parser.add_argument(
+        "--baseline-seconds", type=float, default=10.0, help="for each of Checkmate and Gist; 0: none"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("docs"), help="folder for the report (default docs)"
+    )
+    arguments = parser.parse_args()
+    points = measure(arguments)
+    now = datetime.now(UTC)
+    about = {
+        "date": now.isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "commit": commit(),
+        "time_limit_seconds": arguments.time_limit,
+    }
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    stem = arguments.output / f"solver-{now:%Y-%m-%d-%H%M}"
+    stem.with_suffix(".json").write_text(json.dumps({**about, "points": points}, indent=1), encoding="utf-8")
+    lines = [f"# Solver on the published instances, {now:%Y-%m-%d}", ""]
+    lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in about.items()]
+    lines += ["", table(points), ""]
+    stem.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
+    sys.stdout.write(f"{stem.with_suffix('.md')}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

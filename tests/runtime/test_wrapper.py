@@ -1,0 +1,295 @@
+"""The wrapper as a module: the wrapped model's own state, what it passes through, and what it refuses."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from small_models import SmallCNN, TwoInputsTwoOutputs, WithLoss, assert_same, call, step, twin
+from step_lists import free_profile, recompute_everything, schedule_of
+from torch import nn
+
+import monetlite
+from monetlite.errors import ModelError, ScheduleFileError, ScheduleMismatch
+
+
+def schedule_for(model, inputs):
+    graph = monetlite.trace(model, inputs)
+    return schedule_of(free_profile(graph), recompute_everything(graph))
+
+
+def mlp(width=12):
+    return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.BatchNorm1d(width), nn.Linear(width, 2))
+
+
+@pytest.fixture
+def cnn():
+    model, inputs = SmallCNN(), (torch.randn(4, 3, 12, 12),)
+    return model, inputs, schedule_for(model, inputs)
+
+
+def test_parameters_buffers_and_keys_are_the_models_own(cnn):
+    model, inputs, schedule = cnn
+    keys, parameters = list(model.state_dict()), dict(model.named_parameters())
+    wrapper = monetlite.MONeTWrapper(model, schedule)
+    step(wrapper, inputs)
+    assert list(wrapper.state_dict()) == keys
+    assert {name: id(item) for name, item in wrapper.named_parameters()} == {
+        name: id(item) for name, item in parameters.items()
+    }
+    assert [name for name, _ in wrapper.named_buffers()] == [name for name, _ in model.named_buffers()]
+    assert [name for name, _ in wrapper.named_modules()] == [name for name, _ in model.named_modules()]
+    assert wrapper.stem is model.stem
+    assert len(list(wrapper.children())) == len(list(model.children()))
+
+
+def test_state_dict_goes_into_the_plain_model_and_back(cnn):
+    model, inputs, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule)
+    step(wrapper, inputs)
+    plain = SmallCNN()
+    plain.load_state_dict(wrapper.state_dict())
+    assert_same(step(wrapper, inputs), step(plain, inputs))
+    other = monetlite.MONeTWrapper(SmallCNN(), schedule)
+    other.load_state_dict(plain.state_dict())
+    assert_same(step(other, inputs), step(twin(plain), inputs))
+
+
+def test_loading_weights_between_steps_takes_effect(cnn):
+    model, inputs, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(model, schedule)
+    step(wrapper, inputs)
+    other = SmallCNN()
+    wrapper.load_state_dict(other.state_dict())
+    assert_same(step(wrapper, inputs), step(other, inputs))
+
+
+def test_deep_copies_share_nothing_and_train_alike(cnn):
+    model, inputs, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(model, schedule)
+    step(wrapper, inputs)
+    clone = copy.deepcopy(wrapper)
+    assert clone.model is not model
+    assert clone.stem.weight is not wrapper.stem.weight
+    expected = step(twin(model), inputs)
+    assert_same(step(clone, inputs), expected)
+    with torch.no_grad():
+        clone.stem.weight.zero_()
+    assert model.stem.weight.abs().sum() > 0
+
+
+def test_torch_save_and_load_of_a_wrapper_that_has_trained(cnn):
+    model, inputs, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(model, schedule)
+    step(wrapper, inputs)
+    file = io.BytesIO()
+    torch.save(wrapper, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert list(loaded.state_dict()) == list(wrapper.state_dict())
+    assert loaded._parameters is loaded.model._parameters, "state is shared with the wrapped model again"
+    assert_same(step(loaded, inputs), step(twin(model), inputs))
+    assert pickle.loads(pickle.dumps(wrapper)).schedule == schedule
+
+
+def test_train_and_eval_reach_the_model_and_eval_is_the_model(cnn):
+    model, inputs, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(model, schedule)
+    assert wrapper.training
+    assert wrapper.eval() is wrapper
+    assert not wrapper.training
+    assert not model.training
+    assert not model.bn1.training
+    assert torch.equal(wrapper(*inputs), model(*inputs))
+    assert wrapper._step is None, "nothing is compiled for evaluation"
+    wrapper.train()
+    assert model.bn1.training
+    expected = step(twin(model), inputs)
+    assert_same(step(wrapper, inputs), expected)
+
+
+def test_evaluation_mode_of_the_model_itself_is_respected(cnn):
+    model, inputs, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(model, schedule)
+    model.eval()
+    assert torch.equal(wrapper(*inputs), model(*inputs))
+
+
+def test_no_grad_in_training_mode_is_the_model(cnn):
+    model, inputs, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule)
+    with torch.no_grad():
+        torch.manual_seed(5)
+        found = wrapper(*inputs)
+        torch.manual_seed(5)
+        assert torch.equal(found, model(*inputs))
+    assert not found.requires_grad
+    assert torch.equal(wrapper.bn1.running_mean, model.bn1.running_mean)
+
+
+def test_to_another_dtype_applies_to_the_model_and_needs_another_schedule(cnn):
+    model, inputs, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(model, schedule)
+    assert wrapper.to(torch.float64) is wrapper
+    assert model.stem.weight.dtype is torch.float64
+    with pytest.raises(ModelError, match=r"input 0 is float64, the schedule was solved for float32"):
+        wrapper(inputs[0].double())
+    wrapper.float()
+    expected = step(twin(model), inputs)
+    assert_same(step(wrapper, inputs), expected)
+
+
+def test_a_smaller_last_batch_runs_by_the_same_schedule(cnn):
+    model, inputs, schedule = cnn
+    wrapper, plain = monetlite.MONeTWrapper(twin(model), schedule), twin(model)
+    for batch in (4, 3, 1, 4):
+        smaller = (inputs[0][:batch].clone(),)
+        assert_same(step(wrapper, smaller), step(plain, smaller))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "problem"),
+    [
+        ((5, 3, 12, 12), torch.float32, r"input 0 has shape \(5, 3, 12, 12\), the schedule was solved for \(4, 3, 12, 12\)"),
+        ((4, 3, 14, 12), torch.float32, r"input 0 has shape \(4, 3, 14, 12\)"),
+        ((3, 12, 12), torch.float32, r"input 0 has shape \(3, 12, 12\)"),
+        ((4, 3, 12, 12), torch.bfloat16, r"input 0 is bfloat16, the schedule was solved for float32"),
+    ],
+)  # fmt: skip
+def test_inputs_the_schedule_cannot_serve(cnn, shape, dtype, problem):
+    model, inputs, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule)
+    with pytest.raises(ModelError, match=problem):
+        wrapper(torch.zeros(shape, dtype=dtype))
+    assert_same(step(wrapper, inputs), step(model, inputs))
+    with pytest.raises(ModelError, match=problem):
+        wrapper(torch.zeros(shape, dtype=dtype))
+
+
+def test_another_number_of_inputs():
+    model = TwoInputsTwoOutputs()
+    inputs = (torch.randint(0, 11, (3, 6)), torch.randn(3, 8))
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    with pytest.raises(ModelError, match="solved for 2 input tensors, this call has 1"):
+        wrapper(inputs[0])
+
+
+def test_keyword_arguments_and_nested_outputs():
+    model = TwoInputsTwoOutputs()
+    inputs = {"tokens": torch.randint(0, 11, (3, 6)), "extra": torch.randn(3, 8, requires_grad=True)}
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, inputs))
+    output = call(wrapper, inputs)
+    assert set(output) == {"logits", "parts"}
+    assert isinstance(output["parts"], tuple)
+    assert_same(step(wrapper, inputs), step(model, inputs))
+
+
+def test_parameters_frozen_after_solving():
+    model, inputs = mlp(), (torch.randn(4, 8),)
+    schedule = schedule_for(model, inputs)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ScheduleMismatch, match="frozen"):
+        monetlite.MONeTWrapper(model, schedule)(*inputs)
+
+
+def test_parameters_frozen_after_the_first_step():
+    model, inputs = mlp(), (torch.randn(4, 8),)
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    step(wrapper, inputs)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ScheduleMismatch, match="frozen"):
+        wrapper(*inputs)
+    model[0].weight.requires_grad_(True)
+    step(wrapper, inputs)
+
+
+def test_a_submodule_put_into_evaluation_mode_after_the_first_step():
+    model, inputs = mlp(), (torch.randn(4, 8),)
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    step(wrapper, inputs)
+    model[2].eval()
+    with pytest.raises(ScheduleMismatch, match="evaluation mode"):
+        wrapper(*inputs)
+
+
+def test_a_graph_with_frozen_parameters_of_its_own():
+    model, inputs = mlp(), (torch.randn(4, 8),)
+    model[0].weight.requires_grad_(False)
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, inputs))
+    after = step(wrapper, inputs)
+    assert after.gradients["0.weight"] is None
+    assert_same(after, step(model, inputs))
+
+
+def test_another_model():
+    inputs = (torch.randn(4, 8),)
+    schedule = schedule_for(mlp(), inputs)
+    deeper = nn.Sequential(mlp(), nn.Linear(2, 2))
+    with pytest.raises(ScheduleMismatch, match="solved for Sequential with"):
+        monetlite.MONeTWrapper(deeper, schedule)(*inputs)
+
+
+def test_a_gradient_into_the_logits_of_a_model_with_a_loss_is_refused():
+    model = WithLoss()
+    inputs = {"x": torch.randn(4, 6), "labels": torch.tensor([0, 3, 1, 2])}
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    output = wrapper(**inputs)
+    assert torch.equal(output["logits"], model(**inputs)["logits"])
+    with pytest.raises(ModelError, match="a gradient reached output.*logits"):
+        (output["loss"] + output["logits"].mean()).backward()
+    output = wrapper(**inputs)
+    (output["loss"] + output["logits"].detach().mean()).backward()
+
+
+def test_a_wrapper_is_not_wrapped_again(cnn):
+    model, _, schedule = cnn
+    with pytest.raises(ModelError, match="wrapped already"):
+        monetlite.MONeTWrapper(monetlite.MONeTWrapper(model, schedule), schedule)
+
+
+def test_a_path_in_place_of_a_schedule(cnn, tmp_path):
+    model, inputs, schedule = cnn
+    schedule.save(tmp_path / "s.yaml")
+    wrapper = monetlite.MONeTWrapper(twin(model), str(tmp_path / "s.yaml"))
+    assert wrapper.schedule == schedule
+    assert_same(step(wrapper, inputs), step(model, inputs))
+    with pytest.raises(ScheduleFileError, match="can't be read"):
+        monetlite.MONeTWrapper(model, tmp_path / "absent.yaml")
+
+
+def test_inputs_and_outputs_are_the_callers_to_keep(cnn):
+    """The step writes over none of what the caller handed in or got back."""
+    model, inputs, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(model, schedule)
+    x = inputs[0].clone()
+    output = wrapper(x)
+    kept = output.detach().clone()
+    output.square().sum().backward()
+    assert torch.equal(x, inputs[0])
+    assert torch.equal(output, kept)
+
+
+def test_backward_twice_is_refused_as_plain_autograd_does(cnn):
+    model, inputs, schedule = cnn
+    output = monetlite.MONeTWrapper(model, schedule)(*inputs)
+    output.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        output.sum().backward()
+
+
+def test_more_layouts_than_torchs_own_limit_of_recompilations():
+    model, inputs = mlp(), (torch.randn(24, 8),)
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, inputs))
+    for batch in range(24, 12, -1):
+        smaller = (inputs[0][:batch].clone(),)
+        found, plain = wrapper(*smaller), model(*smaller)
+        assert torch.equal(found, plain)
+
+
+def test_autocast_turned_on_later_needs_another_schedule():
+    model, inputs = mlp(), (torch.randn(4, 8),)
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    step(wrapper, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ScheduleMismatch, match="solved for"):
+        wrapper(*inputs)

@@ -1,0 +1,70 @@
+"""Bounds are never above what the exhaustive search shows to be possible."""
+
+import random
+
+import numpy as np
+import pytest
+from random_graphs import random_profile
+
+from monetlite.schedule import plain_steps, simulate
+from monetlite.solving.bounds import (
+    dual_bound_ms,
+    integer_bound,
+    latency_bound,
+    smallest_budget_bound,
+    trivial_bound_ms,
+)
+from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
+from monetlite.solving.options import Outline
+from monetlite.solving.relaxation import relaxation
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_profile(rng, forward_operators=rng.randint(2, 7))
+    smallest = exhaustive_smallest_peak(profile)
+    assert smallest.complete
+    assert smallest.reached_bytes is not None
+    assert smallest_budget_bound(profile) <= smallest.reached_bytes
+    plain = simulate(profile, plain_steps(profile.graph))
+    for budget in {smallest.reached_bytes, (smallest.reached_bytes + plain.peak_bytes) // 2}:
+        best = exhaustive(profile, budget)
+        assert best.complete
+        bound = latency_bound(
+            profile,
+            budget,
+            seconds=10,
+            checkpoint_limit=rng.choice([2, 3, 5, 60]),
+            value_limit=rng.choice([2, 4, 400]),
+        )
+        assert trivial_bound_ms(profile) <= bound.lower_bound_ms + 1e-9
+        assert bound.lower_bound_ms <= best.latency_ms * (1 + 1e-9)
+        if bound.program is not None and seed % 6 == 0:
+            cutoff = rng.choice([float("inf"), best.latency_ms])
+            tight = integer_bound(bound.program, seconds=10, cutoff_ms=cutoff)
+            assert bound.lower_bound_ms * (1 - 1e-5) <= tight <= best.latency_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_multipliers_give_a_valid_bound(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = random_profile(random.Random(seed), forward_operators=5)
+    smallest = exhaustive_smallest_peak(profile)
+    assert smallest.reached_bytes is not None
+    best = exhaustive(profile, smallest.reached_bytes)
+    program = relaxation(Outline.of(profile), smallest.reached_bytes)
+    for _ in range(20):
+        multipliers = rng.normal(size=program.limit.size) * rng.choice([0.1, 1, 10])
+        assert dual_bound_ms(program, multipliers) <= best.latency_ms
+    assert dual_bound_ms(program, np.full(program.limit.size, np.nan)) == -np.inf
+
+
+def test_bounds_are_sharp_where_everything_is_forced() -> None:
+    """How often the bounds are exact on these graphs: fewer would mean that they got weaker."""
+    exact = 0
+    for seed in range(100):
+        profile = random_profile(random.Random(seed), forward_operators=4)
+        smallest = exhaustive_smallest_peak(profile)
+        exact += smallest_budget_bound(profile) == smallest.reached_bytes
+    assert exact >= 75

@@ -1,0 +1,61 @@
+"""The exhaustive search against brute force."""
+
+import random
+
+import pytest
+from oracle import fastest, judge
+from random_graphs import random_profile
+
+from monetlite.schedule import plain_steps, simulate
+from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_optimum_is_that_of_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_profile(rng, forward_operators=rng.randint(1, 3), once_only=seed % 2 == 0)
+    smallest = exhaustive_smallest_peak(profile)
+    assert smallest.complete
+    assert smallest.reached_bytes is not None
+    assert smallest.steps is not None
+    plain = simulate(profile, plain_steps(profile.graph))
+    for budget in {smallest.reached_bytes, (smallest.reached_bytes + plain.peak_bytes) // 2}:
+        found = exhaustive(profile, budget)
+        assert found.complete
+        assert found.steps is not None
+        reruns = len(found.steps) - sum(not op.optional for op in profile.graph.operators)
+        most = 3 if len(profile.graph.operators) <= 6 else 2 if len(profile.graph.operators) <= 8 else 1
+        if reruns > most:
+            continue
+        assert found.latency_ms == pytest.approx(fastest(profile, budget, most), abs=1e-9)
+        judged = judge(profile, found.steps)
+        assert judged is not None
+        assert judged[0] == pytest.approx(found.latency_ms)
+        assert judged[1] <= budget
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_one_byte_below_the_smallest_peak_nothing_fits(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    profile = random_profile(rng, forward_operators=rng.randint(2, 5))
+    smallest = exhaustive_smallest_peak(profile)
+    assert smallest.complete
+    assert smallest.reached_bytes is not None
+    assert smallest.proven_bytes == smallest.reached_bytes
+    below = exhaustive(profile, smallest.reached_bytes - 1)
+    assert below.complete
+    assert below.steps is None
+    if seed % 4 == 0 and len(profile.graph.operators) <= 7:
+        assert fastest(profile, smallest.reached_bytes - 1, most_reruns=2) == float("inf")
+
+
+def test_gives_up_at_its_limit_with_a_bound() -> None:
+    profile = random_profile(random.Random(3), forward_operators=8)
+    smallest = exhaustive_smallest_peak(profile)
+    assert smallest.reached_bytes is not None
+    best = exhaustive(profile, smallest.reached_bytes)
+    short = exhaustive(profile, smallest.reached_bytes, state_limit=3)
+    assert best.complete
+    assert not short.complete
+    assert short.steps is None
+    assert 0 < short.lower_bound_ms <= best.latency_ms

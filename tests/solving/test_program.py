@@ -1,0 +1,57 @@
+"""The boolean program against the exhaustive search."""
+
+import importlib.util
+import random
+
+import pytest
+from random_graphs import random_profile
+
+from monetlite.errors import SolverError
+from monetlite.schedule import Status, plain_steps, simulate
+from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
+from monetlite.solving.program import polish, solve_program
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_optimum_is_that_of_the_exhaustive_search(seed: int) -> None:
+    rng = random.Random(seed)
+    profile = random_profile(rng, forward_operators=rng.randint(2, 4))
+    smallest = exhaustive_smallest_peak(profile)
+    assert smallest.reached_bytes is not None
+    plain = simulate(profile, plain_steps(profile.graph))
+    for budget in {smallest.reached_bytes, (smallest.reached_bytes + plain.peak_bytes) // 2}:
+        expected = exhaustive(profile, budget)
+        solver = "SCIP" if seed % 3 else "HIGHS"
+        result = solve_program(profile, budget, seconds=30, passes=2, solver=solver)
+        assert result.status is Status.OPTIMAL
+        assert result.steps is not None
+        assert result.latency_ms == pytest.approx(expected.latency_ms, abs=1e-6)
+        assert simulate(profile, result.steps, budget).latency_ms == pytest.approx(result.latency_ms)
+        if result.lower_bound_ms is not None:
+            assert result.lower_bound_ms <= expected.latency_ms
+    below = solve_program(profile, smallest.reached_bytes - 1, seconds=30, passes=2)
+    assert below.status is Status.INFEASIBLE
+    assert below.steps is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_polish_never_loses(seed: int) -> None:
+    profile = random_profile(random.Random(seed), forward_operators=6)
+    smallest = exhaustive_smallest_peak(profile)
+    assert smallest.reached_bytes is not None
+    assert smallest.steps is not None
+    before = simulate(profile, smallest.steps, smallest.reached_bytes).latency_ms
+    best = exhaustive(profile, smallest.reached_bytes)
+    result = polish(profile, smallest.reached_bytes, smallest.steps, seconds=20, seed=seed, width=3)
+    assert result.steps is not None
+    assert best.latency_ms - 1e-6 <= result.latency_ms <= before + 1e-4
+    assert result.lower_bound_ms is None
+
+
+def test_unknown_and_missing_solvers() -> None:
+    profile = random_profile(random.Random(0))
+    with pytest.raises(SolverError, match="choose one of SCIP, HIGHS, GUROBI"):
+        solve_program(profile, 10**6, seconds=1, solver="abacus")
+    if importlib.util.find_spec("gurobipy") is None:
+        with pytest.raises(SolverError, match="gurobipy"):
+            solve_program(profile, 10**6, seconds=1, solver="gurobi")

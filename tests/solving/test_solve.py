@@ -1,0 +1,112 @@
+"""The one entry point: what it promises is what `simulate` finds, and what is proven is true."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from random_graphs import random_profile
+
+from monetlite.costs import Profile
+from monetlite.graph import Resident
+from monetlite.schedule import Status, plain_steps, simulate
+from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
+from monetlite.solving.solve import Progress, solve_profile
+
+
+def scaled(profile: Profile, factor: int) -> Profile:
+    """The same profile with every size multiplied."""
+    graph = profile.graph
+    values = tuple(replace(value, size_bytes=value.size_bytes * factor) for value in graph.values)
+    resident = Resident(parameters=graph.resident.total * factor)
+    costs = tuple(
+        tuple(
+            replace(
+                cost,
+                workspace_bytes=cost.workspace_bytes * factor,
+                recompute_workspace_bytes=(
+                    None
+                    if cost.recompute_workspace_bytes is None
+                    else cost.recompute_workspace_bytes * factor
+                ),
+            )
+            for cost in choices
+        )
+        for choices in profile.costs
+    )
+    return replace(profile, graph=replace(graph, values=values, resident=resident), costs=costs)
+
+
+@pytest.mark.parametrize("factor", [1, 10**9 + 7])
+@pytest.mark.parametrize("seed", range(15))
+def test_small_graphs_are_solved_to_optimality(seed: int, factor: int) -> None:
+    profile = scaled(random_profile(random.Random(seed)), factor)
+    smallest = exhaustive_smallest_peak(profile)
+    assert smallest.reached_bytes is not None
+    best = exhaustive(profile, smallest.reached_bytes)
+    solution = solve_profile(profile, smallest.reached_bytes, time_limit=20)
+    assert solution.status is Status.OPTIMAL
+    assert solution.steps is not None
+    assert solution.latency_ms == pytest.approx(best.latency_ms)
+    timeline = simulate(profile, solution.steps, smallest.reached_bytes)
+    assert (timeline.latency_ms, timeline.peak_bytes) == (solution.latency_ms, solution.peak_bytes)
+    assert solution.lower_bound_ms <= timeline.latency_ms
+
+    below = solve_profile(profile, smallest.reached_bytes - 1, time_limit=20)
+    assert below.status is Status.INFEASIBLE
+    assert below.steps is None
+    assert below.latency_ms is None
+    assert below.smallest_proven_bytes == below.smallest_reached_bytes == smallest.reached_bytes
+    assert below.smallest_reached_steps is not None
+    assert simulate(profile, below.smallest_reached_steps).peak_bytes == smallest.reached_bytes
+
+
+def test_plenty_of_memory_is_optimal_at_once() -> None:
+    profile = random_profile(random.Random(5), zero_latencies=False)
+    solution = solve_profile(profile, 10**9, time_limit=20)
+    assert solution.status is Status.OPTIMAL
+    assert solution.latency_ms is not None
+    assert solution.latency_ms <= simulate(profile, plain_steps(profile.graph)).latency_ms
+
+
+def test_zero_latencies() -> None:
+    profile = random_profile(random.Random(11))
+    free = replace(
+        profile,
+        costs=tuple(
+            tuple(replace(cost, latency_ms=0.0, recompute_latency_ms=None) for cost in choices)
+            for choices in profile.costs
+        ),
+    )
+    solution = solve_profile(free, 10**6, time_limit=10)
+    assert solution.status is Status.OPTIMAL
+    assert solution.latency_ms == 0.0
+
+
+def test_progress_is_monotonic_and_starts_help() -> None:
+    profile = random_profile(random.Random(8), forward_operators=12)
+    smallest = exhaustive_smallest_peak(profile, seconds=5)
+    assert smallest.steps is not None
+    assert smallest.reached_bytes is not None
+    seen: list[Progress] = []
+    solution = solve_profile(
+        profile, smallest.reached_bytes, time_limit=3, starts=[smallest.steps], progress=seen.append
+    )
+    assert solution.steps is not None
+    assert seen
+    assert [event.latency_ms for event in seen] == sorted((event.latency_ms for event in seen), reverse=True)
+    assert all(0 <= event.gap <= 1 for event in seen)
+
+
+def test_interrupt_returns_the_best_so_far() -> None:
+    profile = random_profile(random.Random(8), forward_operators=12)
+    calls = []
+
+    def interrupt(event: Progress) -> None:
+        calls.append(event)
+        raise KeyboardInterrupt
+
+    peak = simulate(profile, plain_steps(profile.graph)).peak_bytes
+    solution = solve_profile(profile, peak, time_limit=20, progress=interrupt)
+    assert calls
+    assert solution.steps is not None
+    assert solution.status in (Status.FEASIBLE, Status.OPTIMAL)

@@ -1,0 +1,297 @@
+"""The command as a person runs it: what it prints, writes and exits with."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import monetlite
+from monetlite import cli
+from monetlite.schedule import Status
+
+MODEL = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 4),
+    )
+    return model, (torch.randn(4, 3, 16, 16),)
+
+def other():
+    return nn.Sequential(nn.Flatten(), nn.Linear(768, 4)), (torch.randn(4, 3, 16, 16),)
+
+def data_dependent():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y * 2 if y.sum() > 0 else y
+
+    return Net(), (torch.randn(2, 4),)
+
+def broken():
+    raise ZeroDivisionError("no model today")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A person's folder, with a model file and nothing else."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "net.py").write_text(MODEL)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def run(*arguments):
+    result = CliRunner().invoke(cli.main, [str(item) for item in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+SOLVE = ("solve", "--model", "net.py:build", "--device", "p100", "--time-limit", "2")
+
+
+def test_solve_writes_a_schedule_and_says_what_people_decide_by(folder):
+    result = run(*SOLVE, "--budget", "95%", "--output", "s.yaml")
+    assert result.exit_code == 0, result.output
+    schedule = monetlite.load_schedule("s.yaml")
+    assert schedule.device == "p100"
+    assert schedule.kind == "estimated"
+    assert schedule.peak_bytes <= schedule.budget_bytes
+    assert schedule.budget_bytes == int(0.95 * schedule.plain_peak_bytes)
+    for heading in ("graph", "costs", "plain training", "schedule", "overhead", "bound", "smallest budget", "written"):
+        assert heading in result.stdout
+    assert "estimated for p100" in result.stdout
+    assert sorted(os.listdir(folder)) == ["net.py", "s.yaml"]
+
+
+def test_solve_as_json_is_one_object_and_agrees_with_the_file(folder):
+    result = run(*SOLVE, "--budget", "100%", "--json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    schedule = monetlite.load_schedule(facts["output"])
+    assert facts["peak_bytes"] == schedule.peak_bytes <= facts["budget_bytes"]
+    assert facts["latency_ms"] == pytest.approx(schedule.latency_ms)
+    assert facts["lower_bound_ms"] <= facts["latency_ms"]
+    assert facts["status"] in (Status.OPTIMAL, Status.FEASIBLE)
+    assert facts["costs"] == "estimated"
+    assert facts["fingerprint"] == schedule.fingerprint
+
+
+def test_solve_a_built_in_model_with_an_optimizer(folder):
+    shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32")
+    without = run("solve", *shape, "--device", "p100", "--time-limit", "1", "--budget", "1GB", "--json")
+    with_adam = run(
+        "solve", *shape, "--device", "p100", "--time-limit", "1", "--budget", "1GB", "--json", "--optimizer", "adam"
+    )
+    assert (without.exit_code, with_adam.exit_code) == (0, 0), without.output + with_adam.output
+    added = json.loads(with_adam.stdout)["plain_peak_bytes"] - json.loads(without.stdout)["plain_peak_bytes"]
+    weights = 11_689_512 * 4
+    assert 2 * weights <= added <= 3.05 * weights
+    assert json.loads(without.stdout)["output"] == "resnet18_2_1GB.yaml"
+
+
+@pytest.mark.parametrize("budget", ["0", "0GB", "-1GB", "abc", "6 XB", "", "1e9", "nan", "9" * 5000 + "GB", "10ZB"])
+def test_budgets_that_are_not(budget, folder):
+    result = run(*SOLVE, f"--budget={budget}", "--output", "s.yaml")
+    assert result.exit_code == 2
+    assert "budget" in result.stderr
+    assert "6GB" in result.stderr, "the message shows how a budget is written"
+    assert "Traceback" not in result.output
+    assert os.listdir(folder) == ["net.py"]
+
+
+def test_a_budget_that_nothing_fits_says_what_would(folder):
+    result = run(*SOLVE, "--budget", "100kB", "--output", "s.yaml")
+    assert result.exit_code == 3
+    assert "100000 bytes" in result.stderr
+    assert "no schedule needs less than" in result.stderr
+    assert "Raise the budget" in result.stderr
+    assert result.stdout == ""
+    assert os.listdir(folder) == ["net.py"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--model", "resnet5000"), "no model is called 'resnet5000'"),
+        (("--model", "absent.py:build"), "absent.py"),
+        (("--model", "net.py:absent"), "absent"),
+        (("--model", "net.py"), "net.py:build"),
+        (("--model", "net.py:broken"), "no model today"),
+        (("--model", "net.py:build", "--device", "p1000"), "p1000"),
+        (("--model", "net.py:build", "--input-size", "0"), "is not an image size"),
+        (("--model", "net.py:build", "--batch", "0"), "--batch"),
+        (("--model", "net.py:build", "--dtype", "int8"), "--dtype"),
+        (("--model", "net.py:build", "--solver", "CPLEX"), "--solver"),
+        (("--model", "net.py:build", "--optimizer", "lion"), "--optimizer"),
+        (("--model", "net.py:build", "--time-limit", "0"), "--time-limit"),
+        (("--model", "net.py:build", "--time-limit", "nan"), "--time-limit"),
+        (("--model", "net.py:build", "--output", "."), "--output"),
+    ],
+)
+def test_usage_errors(options, says, folder):
+    result = run("solve", "--budget", "1GB", *options)
+    assert result.exit_code == 2, result.output
+    assert says in result.stderr
+    assert "Traceback" not in result.output
+    assert os.listdir(folder) == ["net.py"]
+
+
+def test_a_gpu_that_is_not_there(folder, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run("profile", "--model", "net.py:build", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "no GPU" in result.stderr
+
+
+def test_a_model_that_cannot_be_captured_names_its_line(folder):
+    result = run("solve", "--model", "net.py:data_dependent", "--budget", "1GB", "--device", "p100")
+    assert result.exit_code == 4
+    line = next(number for number, text in enumerate(MODEL.splitlines(), 1) if "y.sum() > 0" in text)
+    assert f"net.py:{line}" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_output_folder_that_is_not_there_is_noticed_before_solving(folder, monkeypatch):
+    monkeypatch.setattr("monetlite.api.solve", lambda *_, **__: pytest.fail("solved in vain"))
+    result = run(*SOLVE, "--budget", "1GB", "--output", "absent/s.yaml")
+    assert result.exit_code == 4
+    assert "no folder absent" in result.stderr
+    assert os.listdir(folder) == ["net.py"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(folder, monkeypatch):
+    (folder / "s.yaml").write_text("what was there")
+
+    def full_disk(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    result = run(*SOLVE, "--budget", "100%", "--output", "s.yaml")
+    assert result.exit_code == 4
+    assert "No space left on device" in result.stderr
+    assert (folder / "s.yaml").read_text() == "what was there"
+    assert sorted(os.listdir(folder)) == ["net.py", "s.yaml"]
+
+
+def test_interrupted_before_anything_was_found(folder, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("monetlite.api.solve", interrupted)
+    result = run(*SOLVE, "--budget", "100%", "--output", "s.yaml")
+    assert result.exit_code == 4
+    assert "interrupted" in result.stderr
+    assert os.listdir(folder) == ["net.py"]
+
+
+def test_a_bug_is_a_message_and_with_debug_a_traceback(folder, monkeypatch):
+    def bug(*_, **__):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("monetlite.api.solve", bug)
+    result = run(*SOLVE, "--budget", "100%")
+    assert result.exit_code == 4
+    assert "RuntimeError: a bug" in result.stderr
+    assert "--debug" in result.stderr
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(*SOLVE, "--budget", "100%", "--debug")
+
+
+def test_profile_prints_tables_and_json(folder):
+    printed = run("profile", "--model", "net.py:build", "--device", "p100", "--top", "3")
+    assert printed.exit_code == 0, printed.output
+    assert "by family" in printed.stdout
+    assert "convolution" in printed.stdout
+    result = run("profile", "--model", "net.py:build", "--device", "p100", "--json")
+    facts = json.loads(result.stdout)
+    names = [operator["name"] for operator in facts["operators"]]
+    assert names[0] == "0"
+    assert "0.backward_weight" in names
+    first = facts["operators"][0]
+    assert first["writes_bytes"] == 4 * 8 * 16 * 16 * 4
+    assert first["implementations"][0]["latency_ms"] > 0
+    assert facts["plain_latency_ms"] == pytest.approx(
+        sum(operator["implementations"][0]["latency_ms"] for operator in facts["operators"])
+    )
+
+
+def test_verify_by_a_schedule_solved_for_the_same_shapes(folder):
+    assert run(*SOLVE, "--budget", "150%", "--output", "s.yaml").exit_code == 0
+    result = run("verify", "s.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
+    facts = json.loads(result.stdout)
+    assert facts["largest_difference"] == 0
+    assert facts["random_state"] is True
+    assert facts["same_shapes"] is True
+    assert facts["passed"] == (facts["peak_bytes"] <= facts["budget_bytes"])
+    assert result.exit_code == (0 if facts["passed"] else 4)
+    printed = run("verify", "s.yaml", "--model", "net.py:build", "--repeats", "1")
+    assert "bit for bit plain training's" in printed.stdout
+    assert "verdict" in printed.stdout
+
+
+def test_verify_refuses_other_models_files_and_shapes(folder):
+    assert run(*SOLVE, "--budget", "150%", "--output", "s.yaml").exit_code == 0
+    text = (folder / "s.yaml").read_text()
+    (folder / "cut.yaml").write_text(text[: len(text) // 2])
+    (folder / "hostile.yaml").write_text(text.replace("operators:", "operators: !!python/name:os.system #"))
+    for arguments, code, says in (
+        (("s.yaml", "--model", "net.py:other"), 4, "solved for"),
+        (("absent.yaml", "--model", "net.py:build"), 4, "absent.yaml can't be read"),
+        (("cut.yaml", "--model", "net.py:build"), 4, "cut.yaml"),
+        (("hostile.yaml", "--model", "net.py:build"), 4, "not allowed"),
+    ):
+        result = run("verify", *arguments)
+        assert result.exit_code == code, (arguments, result.output)
+        assert says in result.stderr, (arguments, result.output)
+        assert result.stdout == ""
+        assert "Traceback" not in result.output
+
+
+def test_a_schedule_with_an_optimizer_still_serves_the_model(folder):
+    result = run(*SOLVE, "--budget", "150%", "--optimizer", "adam", "--output", "s.yaml")
+    assert result.exit_code == 0, result.output
+    verified = run("verify", "s.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
+    assert json.loads(verified.stdout)["largest_difference"] == 0, verified.output
+
+
+def command(*arguments, cwd):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.dirname(monetlite.__file__))])}
+    return subprocess.run(
+        [sys.executable, "-m", "monetlite", *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_module_runs_as_a_command(folder):
+    done = command(*SOLVE, "--budget", "100%", "--output", "s.yaml", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["output"] == "s.yaml"
+    assert monetlite.load_schedule("s.yaml").name.endswith("net.py:build")
+    refused = command("solve", "--model", "net.py:build", "--budget", "much", cwd=folder)
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "much" in refused.stderr
+
+
+def test_what_running_a_shared_schedule_does_not_import(folder):
+    """A person who only trains by a schedule needs torch and YAML: no solver is loaded."""
+    code = (
+        "import sys, monetlite; monetlite.MONeTWrapper; monetlite.load_schedule; "
+        "print([name for name in ('cvxpy', 'pyscipopt', 'highspy', 'numba', 'rich', 'click') if name in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(monetlite.__file__))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
