@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from monetlite.errors import ModelError, ScheduleMismatch
+from monetlite.errors import ModelError, MonetliteError
 from monetlite.runtime.binding import bind
 from monetlite.runtime.lowering import lower
 from monetlite.schedule import Schedule
@@ -242,10 +242,10 @@ def check_inputs(schedule: Schedule, inputs: tuple[tuple[Any, ...], dict[str, An
             )
 
 
-def _own_error(error: BaseException | None) -> ScheduleMismatch | ModelError | None:
+def _own_error(error: BaseException | None) -> MonetliteError | None:
     """The error of ours that Dynamo wrapped, if it did."""
     while error is not None:
-        if isinstance(error, (ScheduleMismatch, ModelError)):
+        if isinstance(error, MonetliteError):
             return error
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return None

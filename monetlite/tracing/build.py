@@ -100,6 +100,11 @@ def build_graph(
             raise TraceError(
                 f"{namer.source(node) or 'the model'}: {node.target} can't be scheduled (not an operator)"
             )
+        if _shape_depends_on_data(node):
+            raise TraceError(
+                f"{namer.source(node) or 'the model'}: {node.target} makes a tensor whose shape depends on the data, "
+                "so its memory can't be planned; keep shapes fixed (a mask in place of a selection)"
+            )
     mandatory = [
         node for node in kernels if node in reach.forward or (is_random(node) and node not in reach.backward)
     ]
@@ -148,6 +153,13 @@ def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
 
     return Resident(
         parameters=total(model.parameters()), buffers=total(model.buffers()), inputs=total(inputs)
+    )
+
+
+def _shape_depends_on_data(node: fx.Node) -> bool:
+    tensors = pytree.tree_leaves(node.meta.get("val"))
+    return any(
+        not isinstance(size, int) for item in tensors if isinstance(item, torch.Tensor) for size in item.shape
     )
 
 

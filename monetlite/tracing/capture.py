@@ -10,6 +10,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,9 @@ class Joint:
     graph: fx.GraphModule
     forward_outputs: int
 
+
+_EAGER_FAILURE = re.compile(r"got \w+Error\((['\"])(.*?)\1\)")
+"""How Dynamo quotes what an operator itself said."""
 
 MOST_LAYOUTS = 32
 """How many different input layouts one wrapper compiles programs for, before it refuses another."""
@@ -189,12 +193,14 @@ def explain(error: Exception) -> TraceError:
     """Turn Dynamo's exception into one that names the line of the person's model and what to do."""
     stack = getattr(error, "real_stack", None)
     frames = [frame for frame in stack or () if not frame.filename.startswith(torch.__path__[0])]
-    frames = [frame for frame in frames if frame.filename != __file__] or frames
+    frames = [frame for frame in frames if frame.filename != __file__]
     where = (
         f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})"
         if frames
         else "the model"
     )
+    if failure := _EAGER_FAILURE.search(str(error)):
+        return TraceError(f"{where} fails on these inputs: {failure[2]}; check that the model runs on them as it is")
     lines = [line for line in str(error).splitlines() if line.strip()]
     reason = lines[0].strip() if lines else type(error).__name__
     return TraceError(
