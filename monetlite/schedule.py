@@ -15,6 +15,7 @@ not be read later.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from os import PathLike
 from typing import TypeAlias
 
@@ -112,16 +113,26 @@ class Schedule:
 class Timeline:
     """Memory and latency of a schedule, step by step.
 
-    `memory_bytes[i]` is the most that step i holds; `latency_ms[i]` how long it takes; `live[i]` the values
-    in memory before it starts; `frees[i]` what dies at it.
+    `memory_bytes[i]` is the most that step i holds; `latencies_ms[i]` how long it takes; `writes[i]` the values
+    it writes; `frees[i]` what dies at it.
     """
 
     steps: tuple[Step, ...]
     memory_bytes: tuple[int, ...]
     latencies_ms: tuple[float, ...]
-    live: tuple[frozenset[int], ...]
+    writes: tuple[tuple[int, ...], ...]
     frees: tuple[frozenset[int], ...]
     resident_bytes: int
+
+    @cached_property
+    def live(self) -> tuple[frozenset[int], ...]:
+        """For each step, the values in memory before it starts. Takes memory quadratic in the steps."""
+        live: set[int] = set()
+        before: list[frozenset[int]] = []
+        for writes, frees in zip(self.writes, self.frees, strict=True):
+            before.append(frozenset(live))
+            live = (live | set(writes)) - frees
+        return tuple(before)
 
     @property
     def peak_bytes(self) -> int:
@@ -164,7 +175,6 @@ def simulate(
     held_bytes = graph.resident.total
     memory: list[int] = []
     latencies: list[float] = []
-    before: list[frozenset[int]] = []
     for at, (index, choice) in enumerate(steps):
         operator = graph.operators[index]
         implementation = operator.implementations[choice]
@@ -177,7 +187,6 @@ def simulate(
                     f"step {at} ({operator.name}, {implementation.name}): overwrites {graph.values[value].name}, "
                     "which is read later"
                 )
-        before.append(frozenset(live))
         latency_ms, workspace_bytes = profile.costs[index][choice].of_run(again=index in ran)
         ran.add(index)
         new_bytes = sum(size[value] for value in implementation.writes if value not in live)
@@ -198,7 +207,7 @@ def simulate(
         steps=steps,
         memory_bytes=tuple(memory),
         latencies_ms=tuple(latencies),
-        live=tuple(before),
+        writes=tuple(graph.operators[index].implementations[choice].writes for index, choice in steps),
         frees=frees,
         resident_bytes=graph.resident.total,
     )

@@ -16,12 +16,6 @@ def _few_threads():
     torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
-@pytest.fixture(scope="session")
-def shared_cache(tmp_path_factory):
-    """A cache of measured costs for the whole session, for tests that need a profile and don't test the cache."""
-    return tmp_path_factory.mktemp("shared-cache")
-
-
 @pytest.fixture(autouse=True)
 def cache_folder(tmp_path, monkeypatch):
     """Where measured costs are kept: never in a person's own cache."""

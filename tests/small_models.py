@@ -88,20 +88,34 @@ def tiny_transformer(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         return transformers.GPT2LMHeadModel(config).train(), text
     if kind == "bert":
         config = transformers.BertConfig(
-            vocab_size=90, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            vocab_size=90,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
             max_position_embeddings=16,
-        )  # fmt: skip
+        )
         return transformers.BertForMaskedLM(config).train(), text
     if kind == "llama":
         config = transformers.LlamaConfig(
-            vocab_size=90, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            vocab_size=90,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
             max_position_embeddings=16,
-        )  # fmt: skip
+        )
         return transformers.LlamaForCausalLM(config).train(), text
     config = transformers.ViTConfig(
-        image_size=16, patch_size=4, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, hidden_dropout_prob=0.1, num_labels=5,
-    )  # fmt: skip
+        image_size=16,
+        patch_size=4,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=0.1,
+        num_labels=5,
+    )
     images = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([1, 4])}
     return transformers.ViTForImageClassification(config).train(), images
 
@@ -120,7 +134,9 @@ def scalar(output: Any) -> torch.Tensor:
     """A model's own loss, or a weighted sum of squares of every output (no two outputs weigh the same)."""
     if isinstance(output, dict) and "loss" in output:
         return output["loss"]
-    tensors = [item for item in pytree.tree_leaves(output) if isinstance(item, torch.Tensor) and item.requires_grad]
+    tensors = [
+        item for item in pytree.tree_leaves(output) if isinstance(item, torch.Tensor) and item.requires_grad
+    ]
     return sum((number + 1) * item.float().square().mean() for number, item in enumerate(tensors))
 
 
@@ -162,7 +178,9 @@ def assert_same(found: After, expected: After, within: float = 0.0) -> None:
     assert torch.equal(found.random_state, expected.random_state), "the generator is left in another state"
     assert found.gradients.keys() == expected.gradients.keys()
     assert len(found.outputs) == len(expected.outputs)
-    compared = [(f"output {i}", *pair) for i, pair in enumerate(zip(found.outputs, expected.outputs, strict=True))]
+    compared = [
+        (f"output {i}", *pair) for i, pair in enumerate(zip(found.outputs, expected.outputs, strict=True))
+    ]
     compared += [(name, found.gradients[name], gradient) for name, gradient in expected.gradients.items()]
     for name, ours, theirs in compared:
         assert (ours is None) == (theirs is None), name
@@ -177,7 +195,9 @@ def _assert_close(name: str, ours: torch.Tensor, theirs: torch.Tensor, within: f
     assert ours.dtype == theirs.dtype, name
     assert ours.shape == theirs.shape, name
     if within == 0.0:
-        assert torch.equal(ours, theirs), f"{name}: differs by {(ours.double() - theirs.double()).abs().max()}"
+        assert torch.equal(ours, theirs), (
+            f"{name}: differs by {(ours.double() - theirs.double()).abs().max()}"
+        )
     elif theirs.numel():
         largest = theirs.double().abs().max()
         assert (ours.double() - theirs.double()).abs().max() <= within * largest, name

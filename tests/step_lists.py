@@ -1,6 +1,6 @@
 """Schedules for tests, made without a solver: store everything, recompute everything, recompute at random.
 
-The step lists here are built forwards from what is in memory, with none of the package's own lifetime analysis.
+The step lists are built forwards from what is in memory, with none of the package's own lifetime analysis.
 """
 
 import random
@@ -28,8 +28,8 @@ def recompute(
 ) -> tuple[Step, ...]:
     """Run the forward pass, and before each backward operator whatever it needs that is not in memory.
 
-    `drop(value)` is asked, after each backward operator and after the forward pass, whether a value that can be
-    computed again is dropped; `choose(operator)` which implementation a run uses.
+    `drop(value)` is asked, after each backward operator and after the forward pass, whether a value that can
+    be computed again is dropped; `choose(operator)` which implementation a run uses.
     """
     steps: list[Step] = []
     live: set[int] = set()
@@ -46,7 +46,12 @@ def recompute(
     def forget() -> None:
         for value in sorted(live):
             writer = graph.operators[graph.writer[value]]
-            if not graph.values[value].held and writer.phase is Phase.FORWARD and writer.rerunnable and drop(value):
+            if (
+                not graph.values[value].held
+                and writer.phase is Phase.FORWARD
+                and writer.rerunnable
+                and drop(value)
+            ):
                 live.discard(value)
 
     started = False
@@ -84,7 +89,7 @@ def recompute_with_any_reads(graph: OperatorGraph, rng: random.Random, share: fl
 
 
 def drop_once(graph: OperatorGraph, chosen: Iterable[int] | None = None) -> tuple[Step, ...]:
-    """Drop values after the forward pass (all, or those chosen), compute each again when it is next needed."""
+    """Drop values after the forward pass (all, or those chosen), compute each again when it is needed."""
     wanted = set(range(len(graph.values))) if chosen is None else set(chosen)
 
     def drop(value: int) -> bool:
@@ -96,7 +101,9 @@ def drop_once(graph: OperatorGraph, chosen: Iterable[int] | None = None) -> tupl
     return recompute(graph, drop)
 
 
-def with_random_implementations(graph: OperatorGraph, steps: tuple[Step, ...], rng: random.Random) -> tuple[Step, ...]:
+def with_random_implementations(
+    graph: OperatorGraph, steps: tuple[Step, ...], rng: random.Random
+) -> tuple[Step, ...]:
     """Choose implementations at random, and take back what is not legal together with the rest."""
     chosen = [(index, rng.randrange(len(graph.operators[index].implementations))) for index, _ in steps]
     while broken := [at for at in _illegal(graph, chosen) if chosen[at] != steps[at]]:

@@ -71,7 +71,16 @@ def test_solve_writes_a_schedule_and_says_what_people_decide_by(folder):
     assert schedule.kind == "estimated"
     assert schedule.peak_bytes <= schedule.budget_bytes
     assert schedule.budget_bytes == int(0.95 * schedule.plain_peak_bytes)
-    for heading in ("graph", "costs", "plain training", "schedule", "overhead", "bound", "smallest budget", "written"):
+    for heading in (
+        "graph",
+        "costs",
+        "plain training",
+        "schedule",
+        "overhead",
+        "bound",
+        "smallest budget",
+        "written",
+    ):
         assert heading in result.stdout
     assert "estimated for p100" in result.stdout
     assert sorted(os.listdir(folder)) == ["net.py", "s.yaml"]
@@ -94,7 +103,17 @@ def test_solve_a_built_in_model_with_an_optimizer(folder):
     shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32")
     without = run("solve", *shape, "--device", "p100", "--time-limit", "1", "--budget", "1GB", "--json")
     with_adam = run(
-        "solve", *shape, "--device", "p100", "--time-limit", "1", "--budget", "1GB", "--json", "--optimizer", "adam"
+        "solve",
+        *shape,
+        "--device",
+        "p100",
+        "--time-limit",
+        "1",
+        "--budget",
+        "1GB",
+        "--json",
+        "--optimizer",
+        "adam",
     )
     assert (without.exit_code, with_adam.exit_code) == (0, 0), without.output + with_adam.output
     added = json.loads(with_adam.stdout)["plain_peak_bytes"] - json.loads(without.stdout)["plain_peak_bytes"]
@@ -103,7 +122,9 @@ def test_solve_a_built_in_model_with_an_optimizer(folder):
     assert json.loads(without.stdout)["output"] == "resnet18_2_1GB.yaml"
 
 
-@pytest.mark.parametrize("budget", ["0", "0GB", "-1GB", "abc", "6 XB", "", "1e9", "nan", "9" * 5000 + "GB", "10ZB"])
+@pytest.mark.parametrize(
+    "budget", ["0", "0GB", "-1GB", "abc", "6 XB", "", "1e9", "nan", "9" * 5000 + "GB", "10ZB"]
+)
 def test_budgets_that_are_not(budget, folder):
     result = run(*SOLVE, f"--budget={budget}", "--output", "s.yaml")
     assert result.exit_code == 2
@@ -269,9 +290,16 @@ def test_a_schedule_with_an_optimizer_still_serves_the_model(folder):
 
 
 def command(*arguments, cwd):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.dirname(monetlite.__file__))])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(os.path.dirname(monetlite.__file__))]),
+    }
     return subprocess.run(
-        [sys.executable, "-m", "monetlite", *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "monetlite", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -290,7 +318,8 @@ def test_what_running_a_shared_schedule_does_not_import(folder):
     """A person who only trains by a schedule needs torch and YAML: no solver is loaded."""
     code = (
         "import sys, monetlite; monetlite.MONeTWrapper; monetlite.load_schedule; "
-        "print([name for name in ('cvxpy', 'pyscipopt', 'highspy', 'numba', 'rich', 'click') if name in sys.modules])"
+        "solvers = ('cvxpy', 'pyscipopt', 'highspy', 'numba', 'rich', 'click'); "
+        "print([name for name in solvers if name in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(monetlite.__file__))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -26,8 +26,8 @@ HELD = {ValueKind.OUTPUT, ValueKind.TANGENT, ValueKind.PARAM_GRAD}
 def judge(profile, steps):
     """(latency, memory at each step, what is live before it), or None if the steps are not legal.
 
-    The rules, restated version by version: each write makes a version of a value, which lives from that step to
-    its last read before the next write; what is held keeps its first storage to the end.
+    The rules, restated version by version: each write makes a version of a value, which lives from that step
+    to its last read before the next write; what is held keeps its first storage to the end.
     """
     graph = profile.graph
     impls = [graph.operators[index].implementations[choice] for index, choice in steps]
@@ -59,7 +59,9 @@ def judge(profile, steps):
             return False
         if graph.values[value].kind in HELD:
             return True
-        return any(reads(later, value) for later in range(at, min(next_write(made[-1], value) + 1, len(steps))))
+        return any(
+            reads(later, value) for later in range(at, min(next_write(made[-1], value) + 1, len(steps)))
+        )
 
     def read_later(at, value):
         """Whether the version of a value that a step reads is read after it."""
@@ -80,7 +82,9 @@ def judge(profile, steps):
         workspace = cost.workspace_bytes
         if again and cost.recompute_workspace_bytes is not None:
             workspace = cost.recompute_workspace_bytes
-        latency += cost.recompute_latency_ms if again and cost.recompute_latency_ms is not None else cost.latency_ms
+        latency += (
+            cost.recompute_latency_ms if again and cost.recompute_latency_ms is not None else cost.latency_ms
+        )
         present = live | set(impls[at].writes)
         total = sum(graph.values[v].size_bytes for v in present) + workspace
         total -= sum(graph.values[v].size_bytes for v in impls[at].overwrites)
@@ -135,7 +139,7 @@ def test_simulate_agrees_with_the_rules_on_legal_schedules():
 
 
 def test_simulate_agrees_with_the_rules_on_damaged_schedules():
-    """Steps dropped, repeated, swapped or run otherwise: the same ones are refused, the others cost the same."""
+    """Steps dropped, repeated, swapped or run otherwise: the same are refused, the others cost the same."""
     refused = accepted = 0
     for seed in range(1500):
         rng = random.Random(seed)
@@ -207,9 +211,16 @@ def test_plain_steps_run_everything_that_is_needed_once():
 
 def chain():
     """f0 → f1 → loss → b1 → b0, where b1 reads f0's value and b0 can take over the gradient's memory."""
-    kinds = (ValueKind.ACTIVATION, ValueKind.OUTPUT, ValueKind.TANGENT, ValueKind.GRADIENT, ValueKind.PARAM_GRAD)
+    kinds = (
+        ValueKind.ACTIVATION,
+        ValueKind.OUTPUT,
+        ValueKind.TANGENT,
+        ValueKind.GRADIENT,
+        ValueKind.PARAM_GRAD,
+    )
     values = tuple(
-        Value(name=f"v{number}", kind=kind, size_bytes=10 ** (number + 1)) for number, kind in enumerate(kinds)
+        Value(name=f"v{number}", kind=kind, size_bytes=10 ** (number + 1))
+        for number, kind in enumerate(kinds)
     )
 
     def operator(name, phase, reads, writes, overwrites=(), **how):
@@ -232,7 +243,8 @@ def chain():
         resident=Resident(parameters=3, inputs=4),
     )
     costs = tuple(
-        tuple(Cost(latency_ms=1.0, workspace_bytes=5) for _ in item.implementations) for item in graph.operators
+        tuple(Cost(latency_ms=1.0, workspace_bytes=5) for _ in item.implementations)
+        for item in graph.operators
     )
     return Profile(graph=graph, device="cpu", kind=ProfileKind.MEASURED, costs=costs)
 
@@ -264,12 +276,24 @@ def test_memory_of_a_chain_by_hand():
     [
         ([(0, 0), (1, 0), (2, 0), (3, 0)], "b0 is never run"),
         ([(0, 0), (2, 0), (1, 0), (3, 0), (4, 0)], r"step 1 \(loss\): backward begins before f1 has run"),
-        ([(1, 0), (0, 0), (2, 0), (3, 0), (4, 0)], r"step 0 \(f1\): the forward pass must run once, in order"),
+        (
+            [(1, 0), (0, 0), (2, 0), (3, 0), (4, 0)],
+            r"step 0 \(f1\): the forward pass must run once, in order",
+        ),
         ([(0, 0), (0, 0), (1, 0), (2, 0), (3, 0), (4, 0)], r"step 1 \(f0\): the forward pass must run once"),
-        ([(0, 0), (1, 0), (2, 0), (4, 0), (3, 0)], r"step 3 \(b0\): backward operators must run once each, in order"),
-        ([(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 0)], r"step 5 \(b0\): backward operators must run once each"),
+        (
+            [(0, 0), (1, 0), (2, 0), (4, 0), (3, 0)],
+            r"step 3 \(b0\): backward operators must run once each, in order",
+        ),
+        (
+            [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 0)],
+            r"step 5 \(b0\): backward operators must run once each",
+        ),
         ([(0, 0), (1, 0), (1, 0), (2, 0), (3, 0), (4, 0)], r"step 2 \(f1\): can't be run again"),
-        ([(0, 0), (1, 1), (2, 0), (3, 0), (4, 0)], r"step 1 \(f1, inplace\): overwrites v0, which is read later"),
+        (
+            [(0, 0), (1, 1), (2, 0), (3, 0), (4, 0)],
+            r"step 1 \(f1, inplace\): overwrites v0, which is read later",
+        ),
         ([(0, 0), (1, 0), (2, 0), (3, 0), (4, 2)], r"step 4 \(b0\): there is no implementation 2"),
         ([(0, 0), (1, 0), (2, 0), (3, 0), (4, -1)], r"step 4 \(b0\): there is no implementation -1"),
         ([(0, 0), (1, 0), (2, 0), (3, 0), (9, 0)], "step 4: there is no operator 9"),
@@ -320,8 +344,14 @@ def test_names_a_graph_does_not_have():
         (Choices(implementations={"f9": "default"}), "names operator 'f9'"),
         (Choices(implementations={"f1": "cudnn_17"}), "f1 as 'cudnn_17'; this graph offers default, inplace"),
         (Choices(before={"b1": (("f0", "fast"),)}), "f0 as 'fast'; this graph offers default"),
-        (Choices(implementations={"f1": "inplace"}), "not legal on this model: .*overwrites v0, which is read later"),
-        (Choices(before={"b1": (("f1", "default"),)}), r"not legal on this model: .*\(f1\): can't be run again"),
+        (
+            Choices(implementations={"f1": "inplace"}),
+            "not legal on this model: .*overwrites v0, which is read later",
+        ),
+        (
+            Choices(before={"b1": (("f1", "default"),)}),
+            r"not legal on this model: .*\(f1\): can't be run again",
+        ),
         (Choices(before={"f1": (("b0", "default"),)}), "not legal on this model"),
     ):
         with pytest.raises(ScheduleMismatch, match=says):

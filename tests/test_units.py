@@ -45,11 +45,42 @@ def test_percent_is_of_plain_trainings_peak_and_rounds_down():
 @pytest.mark.parametrize(
     "text",
     [
-        "", "GB", "-6GB", "0", "0GB", "0%", "0.4", "-1", "6XB", "6 G B", "6e9", "six", "nan", "inf", "6GB!", "6,5GB",
-        "٦GB", "6%%", "%", "1.2.3GB", "9" * 6000, "9" * 6000 + "GB", "9" * 6000 + "%", "0." + "9" * 6000 + "TB" + "x",
-        "1152921504606846977", "2000PB", None, True, False, float("nan"), float("inf"), -5, [6], "6\nGB GB",
+        "",
+        "GB",
+        "-6GB",
+        "0",
+        "0GB",
+        "0%",
+        "0.4",
+        "-1",
+        "6XB",
+        "6 G B",
+        "6e9",
+        "six",
+        "nan",
+        "inf",
+        "6GB!",
+        "6,5GB",
+        "٦GB",
+        "6%%",
+        "%",
+        "1.2.3GB",
+        "9" * 6000,
+        "9" * 6000 + "GB",
+        "9" * 6000 + "%",
+        "0." + "9" * 6000 + "TB" + "x",
+        "1152921504606846977",
+        "2000PB",
+        None,
+        True,
+        False,
+        float("nan"),
+        float("inf"),
+        -5,
+        [6],
+        "6\nGB GB",
     ],
-)  # fmt: skip
+)
 def test_what_is_not_a_budget(text):
     with pytest.raises(BudgetError, match="6GB") as raised:
         parse_budget(text, plain_peak_bytes=10**9)
@@ -76,9 +107,18 @@ def test_written_sizes_are_short_and_right_to_three_digits(size_bytes):
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB"), (999_999_999, "1 GB"),
-     (5_930_000_000, "5.93 GB"), (-20_500, "-20.5 kB"), (2_345 * 10**12, "2345 TB")],
-)  # fmt: skip
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1 MB"),
+        (999_999_999, "1 GB"),
+        (5_930_000_000, "5.93 GB"),
+        (-20_500, "-20.5 kB"),
+        (2_345 * 10**12, "2345 TB"),
+    ],
+)
 def test_sizes_at_the_edges(size_bytes, text):
     assert format_bytes(size_bytes) == text
 

@@ -14,7 +14,7 @@ LARGEST_FILE_BYTES = 64 * 2**20
 DEEPEST_NESTING = 16
 LARGEST_INTEGER = 2**62
 END = "..."
-"""YAML's own mark of a document's end: without it, a file cut short at the end of a line would look complete."""
+"""YAML's own mark of a document's end: without it, a file cut short after a line would look complete."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

@@ -22,11 +22,18 @@ _IN_PLACE = {
         ),
         *((unary, "default") for unary in ("sin", "log", "abs", "reciprocal", "mish", "clamp")),
         *((binary, "Tensor") for binary in ("add", "sub", "mul", "div")),
-        *((binary, "Scalar") for binary in ("add", "sub", "mul", "div")),
+        *((binary, "Scalar") for binary in ("add", "sub", "div")),
         ("masked_fill", "Scalar"),
     )
-} | {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar"}
-"""Operators with a variant that overwrites the first operand."""
+} | {
+    "aten.pow.Tensor_Scalar": "aten.pow_.Scalar",
+    "aten.mul.Scalar": "aten.mul_.Tensor",
+}
+"""Operators with a variant that overwrites the first operand.
+
+`mul_.Scalar` rounds the number to the tensor's dtype first and `mul.Scalar` doesn't; `mul_.Tensor`, which
+takes a number too, doesn't either.
+"""
 
 _COMMUTATIVE = {"aten.add.Tensor": "aten.add.out", "aten.mul.Tensor": "aten.mul.out"}
 """Operators whose result may as well take the memory of the second operand."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,10 +57,21 @@ class CostCache:
     def _load(self) -> dict[str, tuple[float, float]]:
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
-            return {str(key): (float(item[0]), float(item[1])) for key, item in data["costs"].items()}
+            costs = {str(key): (float(item[0]), float(item[1])) for key, item in data["costs"].items()}
+            if not all(math.isfinite(number) and number >= 0 for item in costs.values() for number in item):
+                raise ValueError("a cost is not a number, or negative")
+            return costs
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            IndexError,
+            RecursionError,
+        ) as error:
             _log.warning(
                 "measured costs in %s can't be read (%s) and will be measured again", self.path, error
             )

@@ -79,12 +79,12 @@ def _measure(graph: OperatorGraph, name: str, item: Implementation, meter: Meter
     assert item.call is not None
     function = resolve(item.call.target)
     try:
-        args, kwargs = make_arguments(item.call, meter.device)
-
-        def run() -> object:
-            return function(*args, **kwargs)
-
         with torch.no_grad(), torch.random.fork_rng(enabled=meter.device == "cpu"):
+            args, kwargs = make_arguments(item.call, meter.device)
+
+            def run() -> object:
+                return function(*args, **kwargs)
+
             latency_ms = meter.latency_ms(run)
             workspace_bytes = max(0, meter.growth_bytes(run) - result_bytes(graph, item))
     except (RuntimeError, MemoryError, IndexError, TypeError) as error:

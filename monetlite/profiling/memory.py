@@ -29,7 +29,10 @@ def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
 
 
 def running_totals(function: Callable[[], Any]) -> list[int]:
-    """Bytes allocated on the CPU since the start, after each allocation or free that a function makes."""
+    """Bytes allocated on the CPU since the start, after each allocation or free that a function makes.
+
+    The profiler does not see the free of what was allocated before it started: that much is overestimated.
+    """
     profiler: Any = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
     with _without_stderr():
         profiler.__enter__()

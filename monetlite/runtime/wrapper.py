@@ -86,8 +86,8 @@ class MONeTWrapper(nn.Module):
             try:
                 output = self._compiled()(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException:
-                # Something other than the inputs is new since the program was made (a parameter is frozen, a
-                # submodule in evaluation mode, autocast on), so Dynamo wants another one. Nothing has run yet.
+                # Something other than the inputs is new since the program was made (a parameter is frozen,
+                # a submodule in evaluation mode, autocast on): Dynamo wants another. Nothing has run yet.
                 output = self._first(layout, args, kwargs)
         else:
             output = self._first(layout, args, kwargs)

@@ -92,7 +92,7 @@ REFINING = tuple(_Plan(temperature=temperature, penalty=1.0) for temperature in 
 
 LAST_PENALTY = 3.0
 RUN_LENGTH = 700
-"""Iterations of a run, over droppable values: results vary so much that many short runs beat a few long ones."""
+"""Iterations of a run, over droppable values: results vary so much that many short runs beat long ones."""
 
 MOST_STARTS = 4
 """Schedules that runs begin from, beside the one that drops nothing."""

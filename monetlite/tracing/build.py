@@ -102,8 +102,8 @@ def build_graph(
             )
         if _shape_depends_on_data(node):
             raise TraceError(
-                f"{namer.source(node) or 'the model'}: {node.target} makes a tensor whose shape depends on the data, "
-                "so its memory can't be planned; keep shapes fixed (a mask in place of a selection)"
+                f"{namer.source(node) or 'the model'}: {node.target} makes a tensor whose shape depends on the "
+                "data, so its memory can't be planned; keep shapes fixed (a mask in place of a selection)"
             )
     mandatory = [
         node for node in kernels if node in reach.forward or (is_random(node) and node not in reach.backward)

@@ -200,7 +200,9 @@ def explain(error: Exception) -> TraceError:
         else "the model"
     )
     if failure := _EAGER_FAILURE.search(str(error)):
-        return TraceError(f"{where} fails on these inputs: {failure[2]}; check that the model runs on them as it is")
+        return TraceError(
+            f"{where} fails on these inputs: {failure[2]}; check that the model runs on them as it is"
+        )
     lines = [line for line in str(error).splitlines() if line.strip()]
     reason = lines[0].strip() if lines else type(error).__name__
     return TraceError(

@@ -12,11 +12,16 @@ def full_schedule(**changes) -> Schedule:
         "structure": "bf99b23679fef593604cd9b7",
         "operators": 13,
         "inputs": {
-            "input0": TensorSpec(shape=(4, 3, 8, 8), stride=(192, 1, 24, 3), dtype="float32", requires_grad=True),
+            "input0": TensorSpec(
+                shape=(4, 3, 8, 8), stride=(192, 1, 24, 3), dtype="float32", requires_grad=True
+            ),
             "input1": TensorSpec(shape=(), stride=(), dtype="int64"),
         },
         "choices": Choices(
-            before={"conv2.backward": (("conv1", "default"), ("relu", "inplace")), "yes": (("1e3", "default"),)},
+            before={
+                "conv2.backward": (("conv1", "default"), ("relu", "inplace")),
+                "yes": (("1e3", "default"),),
+            },
             implementations={"relu": "inplace", "no": "0x10"},
             stored=("conv1", "null", "12"),
         ),

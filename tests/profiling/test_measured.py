@@ -1,0 +1,362 @@
+"""Measuring: memory against known allocations, each call once, and a cache that can be lost or broken."""
+
+import json
+import logging
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import monetlite
+from monetlite.errors import DeviceError, ModelError, ProfileError
+from monetlite.graph import (
+    Call,
+    Implementation,
+    Operator,
+    OperatorGraph,
+    Phase,
+    Resident,
+    TensorRef,
+    TensorSpec,
+)
+from monetlite.profiling import measured, meters
+from monetlite.profiling.arguments import make_arguments
+from monetlite.profiling.memory import high_water_growth_bytes, peak_growth_bytes, running_totals
+from monetlite.profiling.optimizers import with_optimizer
+from monetlite.schedule import plain_steps, simulate
+
+MIB = 2**20
+
+
+def small_net():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+    )
+
+
+@pytest.fixture
+def graph():
+    return monetlite.trace(small_net(), torch.randn(4, 3, 32, 32))
+
+
+class CountingMeter:
+    """Stands in for a device: counts what it is asked to measure."""
+
+    device = "cpu"
+
+    def __init__(self):
+        self.measured = 0
+
+    def latency_ms(self, run):
+        run()
+        self.measured += 1
+        return float(self.measured)
+
+    def growth_bytes(self, run):
+        return 10**9
+
+    def environment(self):
+        return {"device": "a counting meter"}
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    meter = CountingMeter()
+    monkeypatch.setattr(measured, "meter_for", lambda _: meter)
+    return meter
+
+
+def test_peak_growth_of_known_allocations():
+    def function():
+        first = torch.empty(3 * MIB, dtype=torch.uint8)
+        second = torch.empty(5 * MIB, dtype=torch.uint8)
+        del first
+        third = torch.empty(2 * MIB, dtype=torch.uint8)
+        del second, third
+        return torch.empty(1 * MIB, dtype=torch.uint8)
+
+    assert peak_growth_bytes(function) == 8 * MIB
+    totals = [total // MIB for total in running_totals(function)]
+    assert totals[:4] == [3, 8, 5, 7]
+    assert totals[-2:] == [1, 0], "the result is let go of too"
+    assert peak_growth_bytes(lambda: None) == 0
+
+
+def test_growth_is_measured_in_a_backward_pass_too():
+    """Autograd runs backward on the calling thread or its own: allocations count either way."""
+    x = torch.randn(MIB, requires_grad=True)
+    growth = peak_growth_bytes(lambda: torch.tanh(x).sum().backward())
+    assert 8 * MIB <= growth <= 13 * MIB
+
+
+def test_the_high_water_mark_sees_memory_that_torch_does_not_report():
+    growth = high_water_growth_bytes(lambda: bytearray(64 * MIB))
+    if growth is None:
+        pytest.skip("this system does not report a resettable high-water mark")
+    assert 56 * MIB <= growth <= 80 * MIB
+    assert peak_growth_bytes(lambda: bytearray(64 * MIB)) < MIB
+
+
+def test_a_measured_profile_is_plausible(graph):
+    profile = monetlite.profile(graph, "cpu")
+    assert profile.kind == "measured"
+    assert profile.device == "cpu"
+    assert profile.environment["torch"] == torch.__version__
+    largest = max(value.size_bytes for value in graph.values)
+    for operator, costs in zip(graph.operators, profile.costs, strict=True):
+        for item, cost in zip(operator.implementations, costs, strict=True):
+            assert (cost.latency_ms > 0) == (item.call is not None), operator.name
+            assert 0 <= cost.workspace_bytes <= 40 * largest, operator.name
+            if operator.family in ("relu", "relu_backward"):
+                assert cost.workspace_bytes <= 4096, operator.name
+    timeline = simulate(profile, plain_steps(graph))
+    assert timeline.peak_bytes > graph.resident.total + largest
+
+
+def test_identical_calls_are_measured_once(counting):
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(5)]
+    graph = monetlite.trace(nn.Sequential(*layers), torch.randn(4, 16, requires_grad=True))
+    calls = [item.call for op in graph.operators for item in op.implementations if item.call is not None]
+    told = []
+    profile = monetlite.profile(graph, "cpu", progress=lambda done, total: told.append((done, total)))
+    assert len(calls) == 15
+    assert counting.measured == 3, "a product forward, one for the weight and one for the input"
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    forward = [
+        costs[0]
+        for op, costs in zip(graph.operators, profile.costs, strict=True)
+        if op.phase is Phase.FORWARD
+    ]
+    assert len(set(forward)) == 1
+
+
+def test_calls_that_differ_are_measured_apart(counting):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 6))
+
+        def forward(self, x):
+            y = x @ self.weight
+            return (y * y).sum() + (y * x).sum() + (y.t() * x).sum() + y.double().sum()
+
+    graph = monetlite.trace(Net(), torch.randn(6, 6))
+    products = [
+        op
+        for op in graph.operators
+        if op.phase is Phase.FORWARD and op.implementations[0].call.target == "aten.mul.Tensor"
+    ]
+    signatures = {op.implementations[0].call.signature for op in products}
+    assert len(products) == len(signatures) == 3, "shared storage, own storage, and another stride"
+
+
+def test_the_cache_is_used_again(graph, counting, cache_folder):
+    first = monetlite.profile(graph, "cpu")
+    measured_once = counting.measured
+    second = monetlite.profile(graph, "cpu")
+    assert counting.measured == measured_once
+    assert second.costs == first.costs
+    (file,) = (cache_folder / "costs").iterdir()
+    data = json.loads(file.read_text())
+    assert data["environment"] == {"device": "a counting meter"}
+    assert len(data["costs"]) == measured_once
+
+
+def test_another_environment_is_measured_again(graph, counting, monkeypatch, cache_folder):
+    monetlite.profile(graph, "cpu")
+    measured_once = counting.measured
+    monkeypatch.setattr(counting, "environment", lambda: {"device": "another"})
+    monetlite.profile(graph, "cpu")
+    assert counting.measured == 2 * measured_once
+    assert len(list((cache_folder / "costs").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"costs": 3}',
+        '{"costs": {"a": 1}}',
+        '{"costs": {"a": ["x", "y"]}}',
+        "\x00",
+        '{"costs": {"KEY": [NaN, 0]}}',
+        '{"costs": {"KEY": [1e999, 0]}}',
+        '{"costs": {"KEY": [-1, 0]}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_corrupt_cache_is_measured_again(text, graph, counting, cache_folder, caplog):
+    expected = monetlite.profile(graph, "cpu")
+    (file,) = (cache_folder / "costs").iterdir()
+    key = next(iter(json.loads(file.read_text())["costs"]))
+    file.write_text(text.replace('"KEY"', json.dumps(key)))
+    counting.measured = 0
+    with caplog.at_level(logging.WARNING, logger="monetlite"):
+        assert monetlite.profile(graph, "cpu").costs == expected.costs
+    assert "will be measured again" in caplog.text
+    assert len(json.loads(file.read_text())["costs"]) == counting.measured
+
+
+def test_a_cache_that_cannot_be_written_only_warns(graph, counting, cache_folder, caplog, monkeypatch):
+    cache_folder.write_text("a file in the folder's place")
+    with caplog.at_level(logging.WARNING, logger="monetlite"):
+        assert monetlite.profile(graph, "cpu").costs
+    assert "could not be kept" in caplog.text
+    assert cache_folder.read_text() == "a file in the folder's place"
+    cache_folder.unlink()
+
+    def full_disk(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    assert monetlite.profile(graph, "cpu").costs
+    assert not list((cache_folder / "costs").iterdir())
+
+
+def test_what_was_measured_before_an_interruption_is_kept(graph, counting, cache_folder):
+    def stop(done, total):
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        monetlite.profile(graph, "cpu", progress=stop)
+    (file,) = (cache_folder / "costs").iterdir()
+    assert len(json.loads(file.read_text())["costs"]) == 4
+
+
+def test_measuring_leaves_the_generator_alone(graph, monkeypatch):
+    monkeypatch.setattr(meters, "FEWEST_RUNS", 1)
+    monkeypatch.setattr(meters, "MOST_RUNS", 1)
+    state = torch.get_rng_state()
+    monetlite.profile(graph, "cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_operator_that_cannot_be_run_alone_is_named():
+    spec = TensorSpec(shape=(4, 4), stride=(4, 1), dtype="float32")
+    other = TensorSpec(shape=(5, 4), stride=(4, 1), dtype="float32")
+    call = Call(
+        target="aten.mm.default",
+        args=(TensorRef(node="a", value=None, spec=spec), TensorRef(node="b", value=None, spec=other)),
+        outputs=(None,),
+    )
+    graph = OperatorGraph(
+        name="broken",
+        operators=(
+            Operator(
+                name="net.layer",
+                family="mm",
+                phase=Phase.FORWARD,
+                implementations=(Implementation(name="default", reads=(), writes=(), call=call),),
+            ),
+        ),
+        values=(),
+        resident=Resident(),
+    )
+    with pytest.raises(
+        ProfileError, match=r"net\.layer \(aten\.mm\.default, default\) can't be measured alone on cpu"
+    ):
+        monetlite.profile(graph, "cpu")
+
+
+def test_arguments_have_their_layouts_and_share_storages():
+    def ref(node, value, shape, stride, dtype="float32"):
+        return TensorRef(node=node, value=value, spec=TensorSpec(shape=shape, stride=stride, dtype=dtype))
+
+    call = Call(
+        target="aten.add.Tensor",
+        args=(ref("a", 0, (4, 6), (1, 4)), ref("b", 0, (6, 4), (4, 1)), ref("c", 1, (4, 6), (0, 1)), 3, None),
+        kwargs=(("mask", ref("d", None, (4, 6), (6, 1), "bool")),),
+        outputs=("out",),
+    )
+    (first, second, third, number, nothing), keywords = make_arguments(call, "cpu")
+    assert (first.shape, first.stride()) == ((4, 6), (1, 4))
+    assert first.data_ptr() == second.data_ptr() != third.data_ptr()
+    assert third.stride() == (0, 1)
+    assert (number, nothing) == (3, None)
+    assert keywords["mask"].dtype is torch.bool
+
+
+def test_indices_are_in_range():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 8)
+
+        def forward(self, tokens, labels):
+            return nn.functional.cross_entropy(self.embed(tokens), labels)
+
+    graph = monetlite.trace(Net(), (torch.randint(0, 5, (64,)), torch.randint(0, 8, (64,))))
+    profile = monetlite.profile(graph, "cpu")
+    assert all(
+        costs[0].latency_ms > 0
+        for op, costs in zip(graph.operators, profile.costs, strict=True)
+        if op.name != "loss"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "copies", "momentary"), [("sgd", 0, 0), ("momentum", 1, 0), ("adam", 2, 1), ("adamw", 2, 1)]
+)
+def test_an_optimizers_state_and_step(name, copies, momentary, graph, counting):
+    plain = monetlite.profile(graph, "cpu")
+    made = monetlite.profile(graph, "cpu", optimizer=name)
+    gradients = [value.size_bytes for value in graph.values if value.kind == "param_grad"]
+    assert made.optimizer == name
+    assert made.graph.resident.optimizer == copies * sum(gradients)
+    assert made.graph.resident.total - plain.graph.resident.total == copies * sum(gradients)
+    assert made.graph.operators[:-1] == plain.graph.operators
+    assert set(made.graph.operators[-1].implementations[0].reads) == {
+        index for index, value in enumerate(graph.values) if value.kind == "param_grad"
+    }
+    assert made.costs[-1][0].workspace_bytes == momentary * max(gradients), (
+        "one parameter at a time on the CPU"
+    )
+    last = simulate(made, plain_steps(made.graph)).memory_bytes[-1]
+    outputs = sum(value.size_bytes for value in graph.values if value.held)
+    assert last == made.graph.resident.total + outputs + momentary * max(gradients)
+    assert made.graph.fingerprint == graph.fingerprint, "the model is the same one"
+
+
+def test_optimizer_state_is_what_torch_keeps():
+    model = small_net()
+    graph = monetlite.trace(model, torch.randn(4, 3, 32, 32))
+    makers = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    profile = monetlite.profile(graph, "p100")
+    for name, maker in makers.items():
+        optimizer = maker(model.parameters())
+        model(torch.randn(4, 3, 32, 32)).sum().backward()
+        optimizer.step()
+        kept = sum(
+            item.nbytes
+            for state in optimizer.state.values()
+            for item in state.values()
+            if isinstance(item, torch.Tensor) and item.dim() > 0
+        )
+        assert with_optimizer(profile, name).graph.resident.optimizer == kept
+
+
+def test_unknown_optimizers_and_devices(graph, monkeypatch):
+    with pytest.raises(ModelError, match="unknown optimizer 'lion'; known are sgd, momentum, adam, adamw"):
+        monetlite.profile(graph, "p100", optimizer="lion")
+    with pytest.raises(DeviceError, match="traced on cpu, so its operators can't be measured on cuda"):
+        monetlite.profile(graph, "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="no GPU that torch can use"):
+        meters.meter_for("cuda")
