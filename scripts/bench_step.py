@@ -77,7 +77,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 def gpt2() -> tuple[nn.Module, Any, Callable[[nn.Module], None]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    vocabulary = 8192
+    vocabulary = 10_000
     config = GPT2Config(
         n_layer=6,
         n_embd=384,

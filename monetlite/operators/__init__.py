@@ -1,26 +1,31 @@
 """Operator families: how each kernel can be split into operators, and the ways each operator can be run.
 
 One file per family. A family offers implementations beside the default one, which runs what was traced;
-each is a call that can be priced and lowered. See `docs/implementations.md`.
+each is a call that can be priced and lowered. See CONTRIBUTING.md.
 """
 
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import fx
 
 from monetlite.graph import Call, Implementation
-from monetlite.operators import batch_norm, convolution, elementwise, pooling, relu
+from monetlite.operators import batch_norm, convolution, elementwise, pooling, random, relu, softmax
 from monetlite.operators.kernel import Kernel
+from monetlite.operators.random import is_random
 
 _FAMILIES: tuple[Callable[[Kernel], Iterator[Implementation]], ...] = (
     elementwise.in_place,
     relu.backward_from_input,
     pooling.backward_without_input,
+    softmax.in_place,
+    random.dropout_backward_in_place,
 )
 
 _FUNCTIONS: dict[str, Callable[..., object]] = {
     "monetlite.max_pool2d_backward_from_indices": pooling.max_pool2d_backward_from_indices,
+    "monetlite.dropout_backward_": random.dropout_backward_,
+    random.REPLAY: random.replay,
+    random.STATE: random.rng_state,
 }
 
 
@@ -57,23 +62,6 @@ def resolve(target: str) -> Callable[..., object]:
     except AttributeError as error:
         raise KeyError(target) from error
     return function
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a kernel draws from the random number generator, so that running it again differs."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    arguments = {argument.name: argument for argument in target._schema.arguments}
-    if "dropout_p" in arguments:
-        position = list(arguments).index("dropout_p")
-        probability = (
-            node.args[position]
-            if position < len(node.args)
-            else node.kwargs.get("dropout_p", arguments["dropout_p"].default_value)
-        )
-        return bool(probability != 0)
-    return True
 
 
 __all__ = ["Kernel", "again", "alternatives", "is_random", "resolve", "split"]

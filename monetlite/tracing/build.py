@@ -30,6 +30,8 @@ from monetlite.graph import (
 )
 from monetlite.operators import Kernel, again, alternatives, is_random, split
 from monetlite.operators.family import family_of
+from monetlite.operators.random import STATE as RNG_STATE
+from monetlite.operators.random import note_state, replayed
 from monetlite.tracing import storages
 from monetlite.tracing.calls import encode_arguments, spec_of
 from monetlite.tracing.capture import Joint, capture
@@ -200,6 +202,9 @@ class _Builder:
         )
         results = {item.name: item for item in storages.results(node) if item is not None}
         module, source = self.namer.module(node), self.namer.source(node)
+        random_state, random_device = None, ""
+        if phase is Phase.FORWARD and is_random(node) and not self._reads_mutated(node):
+            random_state, random_device = self._note_random_state(node)
         for suffix, part in split(call):
             operator_name = self.namer.unique(node, suffix)
             used = [(position, name) for position, name in enumerate(part.outputs) if name is not None]
@@ -213,12 +218,15 @@ class _Builder:
                 for position, name in used
             ]
             changes = self._reads_mutated(node)
+            rerun = again(part) if changes else None
+            if random_state is not None:
+                rerun = replayed(part, random_state, random_device)
             default = Implementation(
                 name="default",
-                reads=_values(part),
+                reads=_values(part, rerun),
                 writes=tuple(writes),
                 call=part,
-                again=again(part) if changes else None,
+                again=rerun,
             )
             kernel = Kernel(
                 call=part,
@@ -229,7 +237,7 @@ class _Builder:
                 values=self.values,
                 writer_call=self._writer_call,
             )
-            implementations = (default, *alternatives(kernel))
+            implementations = (default, *(() if random_state is not None else alternatives(kernel)))
             self.operators.append(
                 Operator(
                     name=operator_name,
@@ -238,12 +246,32 @@ class _Builder:
                     implementations=implementations,
                     optional=optional,
                     rerunnable=phase is Phase.FORWARD
-                    and not is_random(node)
-                    and (not changes or default.again is not None),
+                    and (rerun is not None or not (changes or is_random(node))),
                     module=module,
                     source=source,
                 )
             )
+
+    def _note_random_state(self, node: fx.Node) -> tuple[TensorRef, str]:
+        """Add the operator that notes the generator's state right before a random kernel draws from it."""
+        state = note_state(node)
+        name = self.namer.unique(node, ".rng_state")
+        value = self._new_value(state, name, Phase.FORWARD, optional=False)
+        (device,) = state.args
+        assert isinstance(device, str)
+        call = Call(target=RNG_STATE, args=(device,), outputs=(state.name,))
+        self.operators.append(
+            Operator(
+                name=name,
+                family="rng_state",
+                phase=Phase.FORWARD,
+                implementations=(Implementation(name="default", reads=(), writes=(value,), call=call),),
+                rerunnable=False,
+                module=self.namer.module(node),
+                source=self.namer.source(node),
+            )
+        )
+        return TensorRef(node=state.name, value=value, spec=spec_of(state.meta["val"])), device
 
     def add_loss(self) -> None:
         """Add what happens outside the model: the caller reads the outputs and autograd hands in gradients."""
@@ -308,8 +336,9 @@ def _value(node: fx.Node, name: str, kind: ValueKind) -> Value:
     )
 
 
-def _values(call: Call) -> tuple[int, ...]:
-    return tuple(sorted({ref.value for ref in call.tensors() if ref.value is not None}))
+def _values(*calls: Call | None) -> tuple[int, ...]:
+    refs = (ref for call in calls if call is not None for ref in call.tensors())
+    return tuple(sorted({ref.value for ref in refs if ref.value is not None}))
 
 
 __all__ = [

@@ -8,6 +8,7 @@ from torch import nn
 import monetlite
 from monetlite.graph import Call, ValueKind
 from monetlite.operators import again, alternatives, elementwise, resolve, split
+from monetlite.operators.random import replay
 from monetlite.tracing.calls import spec_of
 
 SPECIAL = [
@@ -287,7 +288,7 @@ def test_unknown_functions(target):
 
 
 def test_dropout_that_keeps_everything_is_not_random():
-    """Attention without dropout can be run again; with dropout, or native dropout, it can't."""
+    """Attention with dropout is drawn again from the generator's state; without, no state is noted."""
 
     class Attention(nn.Module):
         def __init__(self, p):
@@ -301,8 +302,10 @@ def test_dropout_that_keeps_everything_is_not_random():
     x = torch.randn(2, 2, 4, 8)
     for p in (0.0, 0.5):
         graph = monetlite.trace(Attention(p), x)
-        rerunnable = [op.rerunnable for op in graph.operators if op.phase == "forward" and op.family != "mul"]
-        assert all(rerunnable) == (p == 0.0)
+        states = [op for op in graph.operators if op.family == "rng_state"]
+        assert len(states) == (p != 0.0)
+        assert not any(op.rerunnable for op in states)
+        assert all(op.rerunnable for op in graph.operators if op.phase == "forward" and op not in states)
 
 
 def test_a_traced_graph_offers_each_family_where_it_belongs():
@@ -317,3 +320,60 @@ def test_a_traced_graph_offers_each_family_where_it_belongs():
     for operator in graph.operators:
         for item in operator.implementations:
             assert not any(graph.values[value].held for value in item.overwrites)
+
+
+def assert_overwrites_first(bench, implementation):
+    assert implementation.overwrites == (0,)
+    assert implementation.exact
+    result, after = bench.run(implementation)
+    assert_same_bits(result, bench.expected)
+    assert result.data_ptr() == after[0].data_ptr(), "it did take over the operand's memory"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("columns", [1, 5, 64, 1000, 5003])
+@pytest.mark.parametrize("name", ["_softmax", "_log_softmax"])
+def test_softmax_and_its_gradient_in_place_are_the_default_bit_for_bit(name, columns, dtype):
+    generator = torch.Generator().manual_seed(columns)
+    source = torch.randn(33, columns, generator=generator).to(dtype)
+    gradient = torch.randn(33, columns, generator=generator).to(dtype)
+    result = resolve(f"aten.{name}.default")(source, -1, False)
+    for bench in (
+        Bench(f"aten.{name}.default", source, -1, False),
+        Bench(f"aten.{name}_backward_data.default", gradient, result, 1, dtype),
+    ):
+        (implementation,) = alternatives(bench.kernel)
+        assert implementation.name == "inplace"
+        assert_overwrites_first(bench, implementation)
+
+
+def test_softmax_across_rows_is_not_offered_in_place():
+    bench = Bench("aten._softmax.default", torch.randn(4, 5), 0, False)
+    assert not list(alternatives(bench.kernel))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_dropout_drawn_again_is_the_first_draw_and_leaves_the_generator_alone(p):
+    torch.manual_seed(3)
+    source = torch.randn(1000)
+    state = torch.get_rng_state()
+    first = torch.ops.aten.native_dropout.default(source, p, True)
+    torch.rand(17)
+    after = torch.get_rng_state()
+    second = replay(state, "cpu", "aten.native_dropout.default", source, p, True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_the_gradient_of_dropout_in_place_is_the_default_bit_for_bit(p):
+    gradient, mask = numbers(torch.float32), torch.rand(160, 5) > p
+    bench = Bench("aten.native_dropout_backward.default", gradient, mask, 1 / (1 - p))
+    (implementation,) = alternatives(bench.kernel)
+    assert_overwrites_first(bench, implementation)
+
+
+def test_the_gradient_of_bfloat16_dropout_is_not_offered_in_place():
+    gradient = torch.randn(8, 8, dtype=torch.bfloat16)
+    bench = Bench("aten.native_dropout_backward.default", gradient, torch.rand(8, 8) > 0.1, 1 / 0.9)
+    assert not list(alternatives(bench.kernel))

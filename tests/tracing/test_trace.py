@@ -162,16 +162,24 @@ def test_bytes_of_values_and_residents(cnn_graph):
     assert next(iter(cnn_graph.inputs.values())).shape == (4, 3, 12, 12)
 
 
-def test_random_operators_run_once(cnn_graph):
-    assert not operator_named(cnn_graph, "dropout").rerunnable
+def test_random_operators_are_run_again_from_the_generators_state(cnn_graph):
+    dropout = operator_named(cnn_graph, "dropout")
+    noted = operator_named(cnn_graph, "dropout.rng_state")
+    assert dropout.rerunnable
+    assert not noted.rerunnable
+    (state,) = noted.writes
+    assert state in dropout.implementations[0].reads
+    assert cnn_graph.operators.index(noted) + 1 == cnn_graph.operators.index(dropout)
+
+
+def test_operators_with_a_side_effect_run_once(cnn_graph):
     assert operator_named(cnn_graph, "bn1").rerunnable
     assert operator_named(cnn_graph, "bn1").implementations[0].again is not None
     assert not any(op.rerunnable for op in cnn_graph.operators if op.phase is Phase.BACKWARD)
-    without = SmallCNN()
-    without.dropout.p = 0.0
-    graph = monetlite.trace(without, torch.randn(4, 3, 12, 12))
-    once = {op.name for op in graph.operators if op.phase is Phase.FORWARD and not op.rerunnable}
-    assert once == {"bn1.add", "bn2.add"}, "only the counters of batches"
+    once = {op.name for op in cnn_graph.operators if op.phase is Phase.FORWARD and not op.rerunnable}
+    assert once == {"bn1.add", "bn2.add", "dropout.rng_state"}, (
+        "the counters of batches, and noting the state"
+    )
 
 
 def test_the_fingerprint_is_the_same_for_two_traces_and_no_other_graph():

@@ -1,0 +1,93 @@
+"""Operators that draw random numbers: run again from the generator's state, they draw the same ones.
+
+The state is a few bytes (5,056 on the CPU, 16 on a GPU), so a dropout mask need not be kept: before the first
+run the state is noted, and a re-run puts it back for as long as it takes. The generator is left as it was
+found, so a step leaves it exactly as plain training does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.operators.kernel import Kernel
+
+STATE = "monetlite.rng_state"
+REPLAY = "monetlite.replay"
+
+_ROUNDED_ONCE = frozenset({"float32", "float64"})
+"""Types in which scaling after masking rounds as one operator would."""
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a kernel draws from the random number generator, so that running it again differs."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = {argument.name: argument for argument in target._schema.arguments}
+    if "dropout_p" in arguments:
+        position = list(arguments).index("dropout_p")
+        probability = (
+            node.args[position]
+            if position < len(node.args)
+            else node.kwargs.get("dropout_p", arguments["dropout_p"].default_value)
+        )
+        return bool(probability != 0)
+    return True
+
+
+def note_state(node: fx.Node) -> fx.Node:
+    """Put, right before a random kernel of a captured graph, a node that stands for the generator's state."""
+    tensors = [item for item in pytree.tree_leaves(node.meta["val"]) if isinstance(item, torch.Tensor)]
+    device = tensors[0].device.type
+    elements = 16 if device == "cuda" else torch.get_rng_state().numel()
+    mode: Any = getattr(tensors[0], "fake_mode")  # noqa: B009 (fake tensors have it, torch.Tensor's type doesn't)
+    with node.graph.inserting_before(node):
+        state = node.graph.call_function(rng_state, (device,))
+    with mode:
+        state.meta["val"] = torch.empty(elements, dtype=torch.uint8)
+    return state
+
+
+def replayed(call: Call, state: TensorRef, device: str) -> Call:
+    """The same call with the numbers drawn from a noted state."""
+    return replace(call, target=REPLAY, args=(state, device, call.target, *call.args))
+
+
+def rng_state(device: str) -> torch.Tensor:
+    """The state of a device's default generator, a tensor of bytes."""
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+
+
+def replay(state: torch.Tensor, device: str, target: str, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator with a device's default generator in an earlier state, and put the present one back."""
+    from monetlite.operators import resolve
+
+    now = rng_state(device)
+    restore = torch.cuda.set_rng_state if device == "cuda" else torch.set_rng_state
+    restore(state)
+    try:
+        return resolve(target)(*args, **kwargs)
+    finally:
+        restore(now)
+
+
+def dropout_backward_in_place(kernel: Kernel) -> Iterator[Implementation]:
+    """The gradient of dropout over the gradient that comes in."""
+    if kernel.call.target != "aten.native_dropout_backward.default" or not kernel.can_overwrite(
+        kernel.call.args[0]
+    ):
+        return
+    gradient = kernel.call.args[0]
+    assert isinstance(gradient, TensorRef) and gradient.value is not None
+    if gradient.spec.dtype in _ROUNDED_ONCE:
+        yield kernel.implement("inplace", target="monetlite.dropout_backward_", overwrites=(gradient.value,))
+
+
+def dropout_backward_(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """gradient · mask · scale, written over the gradient."""
+    return gradient.mul_(mask).mul_(scale)
