@@ -157,9 +157,7 @@ def _nothing_fits(
         problem = f"{asked} is too small: no schedule needs less than {least}"
     else:
         problem = f"no schedule was found within {asked}, though it is not proven that there is none"
-    known = (
-        f"; the smallest peak reached is {format_bytes(reached)} ({reached} bytes){where}" if reached else ""
-    )
+    known = f"; the smallest peak reached is {format_bytes(reached)} ({reached} bytes){where}" if reached else ""
     return InfeasibleBudget(
         f"{problem}{known}. Raise the budget, or lower the batch or the input size",
         budget_bytes=budget_bytes,

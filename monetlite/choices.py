@@ -56,9 +56,7 @@ class Choices:
             before={name: tuple(runs) for name, runs in before.items()},
             implementations=implementations,
             stored=tuple(
-                graph.values[value].name
-                for value in stored_values(graph, steps)
-                if not graph.values[value].held
+                graph.values[value].name for value in stored_values(graph, steps) if not graph.values[value].held
             ),
         )
 
@@ -71,9 +69,7 @@ class Choices:
         known = graph.by_name
         for name in (*self.before, *self.implementations):
             if name not in known:
-                raise ScheduleMismatch(
-                    f"the schedule names operator {name!r}, which this graph does not have"
-                )
+                raise ScheduleMismatch(f"the schedule names operator {name!r}, which this graph does not have")
         steps: list[tuple[int, int]] = []
         for index, operator in enumerate(graph.operators):
             if operator.optional:
@@ -110,9 +106,7 @@ def first_backward(graph: OperatorGraph, steps: Sequence[tuple[int, int]]) -> in
     )
 
 
-def _step(
-    graph: OperatorGraph, name: str, implementation: str | None, index: int | None = None
-) -> tuple[int, int]:
+def _step(graph: OperatorGraph, name: str, implementation: str | None, index: int | None = None) -> tuple[int, int]:
     if index is None:
         index = graph.by_name.get(name)
     if index is None:

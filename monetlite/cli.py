@@ -35,9 +35,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class _ImageSize(click.ParamType[tuple[int, int]]):
     name = "PIXELS|HxW"
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         if isinstance(value, tuple):
             return value
         sides = str(value).lower().replace("×", "x").split("x")
@@ -62,14 +60,10 @@ def _model_options(function: _Function) -> _Function:
                 help="A built-in model (resnet50, vgg16, googlenet, mobilenet_v2, unet), torchvision:NAME, "
                 "timm:NAME, hf:NAME, or your own: path/to/file.py:build or package.module:build.",
             ),
-            click.option(
-                "--batch", type=click.IntRange(min=1), help="Batch size; by default the model's own."
-            ),
+            click.option("--batch", type=click.IntRange(min=1), help="Batch size; by default the model's own."),
             click.option("--input-size", type=_ImageSize(), help="Image height and width, in pixels."),
             click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence."),
-            click.option(
-                "--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of weights and inputs."
-            ),
+            click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of weights and inputs."),
         )
     ):
         function = option(function)
@@ -96,9 +90,9 @@ def _cost_options(function: _Function) -> _Function:
 
 
 def _common_options(function: _Function) -> _Function:
-    function = click.option(
-        "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else."
-    )(function)
+    function = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")(
+        function
+    )
     return click.option("--debug", is_flag=True, help="Show the traceback of an error.")(function)
 
 
@@ -201,14 +195,10 @@ def profile_command(
 @main.command()
 @click.argument("schedule", type=click.Path())
 @_model_options
-@click.option(
-    "--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed steps of each."
-)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed steps of each.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @_common_options
-def verify(
-    schedule: str, spec: str, repeats: int, seed: int, as_json: bool, debug: bool, **shape: Any
-) -> None:
+def verify(schedule: str, spec: str, repeats: int, seed: int, as_json: bool, debug: bool, **shape: Any) -> None:
     """Train a step by a schedule and plainly on this machine, and compare everything they leave behind.
 
     A batch smaller than the schedule's needs less memory and is served by the same schedule.
@@ -252,9 +242,7 @@ def _profile(
 
     chosen = device or ("cuda" if torch.cuda.is_available() else DEFAULT_ESTIMATE)
     if chosen == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(
-            "device 'cuda': this machine has no GPU that torch can use; name a device to estimate"
-        )
+        raise DeviceError("device 'cuda': this machine has no GPU that torch can use; name a device to estimate")
     if chosen not in ("cpu", "cuda"):
         from monetlite.profiling.devices import find_device
 
@@ -292,9 +280,7 @@ def _file_name(name: str, batch: int, budget: str) -> str:
 
 def _check_folder(target: Path) -> None:
     if not target.parent.is_dir():
-        raise MonetliteError(
-            f"{target} can't be written: there is no folder {target.parent}; create it first"
-        )
+        raise MonetliteError(f"{target} can't be written: there is no folder {target.parent}; create it first")
 
 
 def _console(as_json: bool) -> "tuple[Console, bool]":
@@ -347,9 +333,7 @@ class _Solving:
         def progress(event: "Progress") -> None:
             found = "nothing found yet"
             if event.peak_bytes is not None:
-                found = (
-                    f"{format_ms(event.latency_ms)} at {format_bytes(event.peak_bytes)}, gap {event.gap:.1%}"
-                )
+                found = f"{format_ms(event.latency_ms)} at {format_bytes(event.peak_bytes)}, gap {event.gap:.1%}"
             self._status.update(
                 f"{event.seconds:.0f} s: {found}, bound {format_ms(event.lower_bound_ms)} ({event.phase})"
             )
@@ -372,14 +356,10 @@ def _guard(run: Callable[[], None], debug: bool) -> None:
         if debug:
             raise
         usage = isinstance(error, (BudgetError, DeviceError, ModelError))
-        code = (
-            EXIT_INFEASIBLE if isinstance(error, InfeasibleBudget) else EXIT_USAGE if usage else EXIT_FAILED
-        )
+        code = EXIT_INFEASIBLE if isinstance(error, InfeasibleBudget) else EXIT_USAGE if usage else EXIT_FAILED
         message = str(error) if isinstance(error, MonetliteError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, MonetliteError):
-            message += (
-                "\nThis is a bug in monetlite or in the model; run again with --debug for the traceback"
-            )
+            message += "\nThis is a bug in monetlite or in the model; run again with --debug for the traceback"
         click.echo(f"monetlite: {message}", err=True)
         raise SystemExit(code) from None
 

@@ -52,9 +52,7 @@ class Profile:
     optimizer: str | None = None
 
     def __post_init__(self) -> None:
-        assert [len(costs) for costs in self.costs] == [
-            len(op.implementations) for op in self.graph.operators
-        ]
+        assert [len(costs) for costs in self.costs] == [len(op.implementations) for op in self.graph.operators]
 
     def with_resident(self, resident: Resident) -> "Profile":
         """The same profile with other resident bytes."""

@@ -26,9 +26,7 @@ class InfeasibleBudget(MonetliteError):
         reached_bytes: the smallest peak for which a schedule is known, in bytes; None if there is none.
     """
 
-    def __init__(
-        self, message: str, *, budget_bytes: int, proven_bytes: int, reached_bytes: int | None
-    ) -> None:
+    def __init__(self, message: str, *, budget_bytes: int, proven_bytes: int, reached_bytes: int | None) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.proven_bytes = proven_bytes

@@ -14,7 +14,6 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, TypeAlias
 
-
 OPTIMIZER_STEP = "monetlite.optimizer_step"
 """Family of the operator that stands for the optimizer's step: priced with the rest, but not part of the model."""
 
@@ -76,7 +75,7 @@ class TorchConstant:
     name: str
 
 
-Argument: TypeAlias = "TensorRef | TorchConstant | bool | int | float | str | None | tuple[Argument, ...]"
+Argument: TypeAlias = "TensorRef | TorchConstant | bool | int | float | str | tuple[Argument, ...] | None"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +124,7 @@ class Call:
 
         kwargs = {name: encode(value) for name, value in self.kwargs}
         used = [name is not None for name in self.outputs]
-        return json.dumps(
-            [self.target, encode(self.args), kwargs, used], sort_keys=True, separators=(",", ":")
-        )
+        return json.dumps([self.target, encode(self.args), kwargs, used], sort_keys=True, separators=(",", ":"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +215,7 @@ class OperatorGraph:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        assert len({operator.name for operator in self.operators}) == len(self.operators), (
-            "names must be unique"
-        )
+        assert len({operator.name for operator in self.operators}) == len(self.operators), "names must be unique"
         seen_backward = False
         for operator in self.operators:
             seen_backward |= operator.phase is Phase.BACKWARD
@@ -242,9 +237,7 @@ class OperatorGraph:
     @cached_property
     def fingerprint(self) -> str:
         """Ties a schedule to what it was solved for: operators, edges, and every value's size and dtype."""
-        return _digest(
-            [self._structure(), [(value.size_bytes, value.shape, value.dtype) for value in self.values]]
-        )
+        return _digest([self._structure(), [(value.size_bytes, value.shape, value.dtype) for value in self.values]])
 
     @cached_property
     def structure(self) -> str:

@@ -147,9 +147,7 @@ class Timeline:
         return sum(self.latencies_ms)
 
 
-def simulate(
-    profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes: int | None = None
-) -> Timeline:
+def simulate(profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes: int | None = None) -> Timeline:
     """Run a schedule on paper: check that it is legal, and return its memory and latency step by step.
 
     Args:
@@ -165,9 +163,7 @@ def simulate(
     check_order(graph, [operator for operator, _ in steps])
     for at, (index, choice) in enumerate(steps):
         if not 0 <= choice < len(graph.operators[index].implementations):
-            raise IllegalSchedule(
-                f"step {at} ({graph.operators[index].name}): there is no implementation {choice}"
-            )
+            raise IllegalSchedule(f"step {at} ({graph.operators[index].name}): there is no implementation {choice}")
     frees = deaths(graph, steps)
     size = [value.size_bytes for value in graph.values]
     live: set[int] = set()
@@ -259,9 +255,7 @@ def check_order(graph: OperatorGraph, operators: Iterable[int]) -> None:
         elif not operator.optional and waiting is not None:
             raise IllegalSchedule(f"step {at} ({operator.name}): the forward pass must run once, in order")
         elif index in ran and not operator.rerunnable:
-            raise IllegalSchedule(
-                f"step {at} ({operator.name}): can't be run again (random, or a side effect)"
-            )
+            raise IllegalSchedule(f"step {at} ({operator.name}): can't be run again (random, or a side effect)")
         ran.add(index)
     if waiting is not None:
         raise IllegalSchedule(f"{graph.operators[waiting].name} is never run")

@@ -43,9 +43,7 @@ def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None)
         raise BudgetError(f"budget {budget!r} is not an amount of memory; {forms}")
     if percent := _PERCENT.fullmatch(text):
         if plain_peak_bytes is None:
-            raise BudgetError(
-                f"budget {text!r} needs plain training's peak, which is not known here; give bytes"
-            )
+            raise BudgetError(f"budget {text!r} needs plain training's peak, which is not known here; give bytes")
         amount = float(percent[1]) / 100 * plain_peak_bytes
     else:
         size = _SIZE.fullmatch(text)

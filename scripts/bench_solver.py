@@ -40,9 +40,7 @@ def judged(judge: Path, instance: Path, steps: list[tuple[Any, str]], budget_gib
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = re.search(r"latency=([0-9.e+-]+)", done.stdout)
     if done.returncode != 0 or found is None:
-        raise RuntimeError(
-            f"{instance.name} at {budget_gib} GiB: {done.stdout.strip()} {done.stderr.strip()}"
-        )
+        raise RuntimeError(f"{instance.name} at {budget_gib} GiB: {done.stdout.strip()} {done.stderr.strip()}")
     return float(found[1])
 
 
@@ -170,9 +168,7 @@ def commit() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("instances", type=Path)
     parser.add_argument("--judge", type=Path, required=True)
     parser.add_argument("--only", nargs="*", default=[], help="names of instances (default: all)")
@@ -181,9 +177,7 @@ def main() -> int:
     parser.add_argument(
         "--baseline-seconds", type=float, default=10.0, help="for each of Checkmate and Gist; 0: none"
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("docs"), help="folder for the report (default docs)"
-    )
+    parser.add_argument("--output", type=Path, default=Path("docs"), help="folder for the report (default docs)")
     arguments = parser.parse_args()
     points = measure(arguments)
     now = datetime.now(UTC)

@@ -129,9 +129,7 @@ def run(name: str, repeats: int, time_limit: float) -> list[str]:
             contender.time()
     rows = []
     for contender in contenders:
-        ratios = sorted(
-            mine / theirs for mine, theirs in zip(contender.times_ms, plain.times_ms, strict=True)
-        )
+        ratios = sorted(mine / theirs for mine, theirs in zip(contender.times_ms, plain.times_ms, strict=True))
         median_ms = statistics.median(contender.times_ms)
         rows.append(
             f"| {name} | {contender.name} | {contender.peak_bytes / 2**20:.0f} | {median_ms:.0f} | "

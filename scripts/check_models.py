@@ -45,9 +45,7 @@ def language(kind: str) -> Callable[[], tuple[nn.Module, Any]]:
             "vocab_size": vocabulary,
         }
         if kind == "gpt2":
-            config = transformers.GPT2Config(
-                n_layer=4, n_embd=256, n_head=4, vocab_size=vocabulary, **special
-            )
+            config = transformers.GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=vocabulary, **special)
             return transformers.GPT2LMHeadModel(config).train(), {"input_ids": tokens, "labels": tokens}
         if kind == "bert":
             config = transformers.BertConfig(**shape, intermediate_size=1024)
@@ -127,9 +125,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = [
-        row
-        for name in args.model or MODELS
-        for row in check(name, args.percent, args.time_limit, args.repeats)
+        row for name in args.model or MODELS for row in check(name, args.percent, args.time_limit, args.repeats)
     ]
     environment = meter_for("cpu").environment()
     commit = subprocess.run(

@@ -116,9 +116,7 @@ def _workspaces(matched: list[tuple[Run, Run]]) -> str:
     sizes = [(true.workspace_bytes, guess.workspace_bytes) for true, guess in matched]
     large = [pair for pair in sizes if max(pair) >= LARGE_WORKSPACE_BYTES]
     both = [guess / true - 1 for true, guess in large if min(true, guess) >= LARGE_WORKSPACE_BYTES]
-    text = (
-        f"Of {len(sizes)} convolutions, {len(large)} have a measured or estimated workspace of 100 MB or more"
-    )
+    text = f"Of {len(sizes)} convolutions, {len(large)} have a measured or estimated workspace of 100 MB or more"
     if not both:
         return f"{text}; none has both."
     close = sum(abs(error) <= 0.02 for error in both)
@@ -130,9 +128,7 @@ def _workspaces(matched: list[tuple[Run, Run]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("instance", nargs="+", type=Path, help=f"one of {', '.join(MODELS)}, as .json")
     for path in parser.parse_args().instance:
         if path.stem not in MODELS:

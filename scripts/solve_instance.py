@@ -21,15 +21,12 @@ def instance_steps(instance: dict[str, Any], steps: Sequence[Step]) -> list[tupl
     """Steps as [operator id, implementation name], by the instance's ids."""
     operators = instance["operators"]
     return [
-        (operators[index]["id"], operators[index]["implementations"][choice]["name"])
-        for index, choice in steps
+        (operators[index]["id"], operators[index]["implementations"][choice]["name"]) for index, choice in steps
     ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("instance", type=Path)
     parser.add_argument("--budget-gib", type=float, required=True)
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")

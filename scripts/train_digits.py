@@ -91,9 +91,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--rate", type=float, default=0.01)
     parser.add_argument("--time-limit", type=float, default=30.0)
-    parser.add_argument(
-        "--plot", type=Path, help="write the two loss curves to this image (needs matplotlib)"
-    )
+    parser.add_argument("--plot", type=Path, help="write the two loss curves to this image (needs matplotlib)")
     args = parser.parse_args()
 
     pixels, labels = images(args.size)

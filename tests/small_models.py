@@ -134,9 +134,7 @@ def scalar(output: Any) -> torch.Tensor:
     """A model's own loss, or a weighted sum of squares of every output (no two outputs weigh the same)."""
     if isinstance(output, dict) and "loss" in output:
         return output["loss"]
-    tensors = [
-        item for item in pytree.tree_leaves(output) if isinstance(item, torch.Tensor) and item.requires_grad
-    ]
+    tensors = [item for item in pytree.tree_leaves(output) if isinstance(item, torch.Tensor) and item.requires_grad]
     return sum((number + 1) * item.float().square().mean() for number, item in enumerate(tensors))
 
 
@@ -178,9 +176,7 @@ def assert_same(found: After, expected: After, within: float = 0.0) -> None:
     assert torch.equal(found.random_state, expected.random_state), "the generator is left in another state"
     assert found.gradients.keys() == expected.gradients.keys()
     assert len(found.outputs) == len(expected.outputs)
-    compared = [
-        (f"output {i}", *pair) for i, pair in enumerate(zip(found.outputs, expected.outputs, strict=True))
-    ]
+    compared = [(f"output {i}", *pair) for i, pair in enumerate(zip(found.outputs, expected.outputs, strict=True))]
     compared += [(name, found.gradients[name], gradient) for name, gradient in expected.gradients.items()]
     for name, ours, theirs in compared:
         assert (ours is None) == (theirs is None), name
@@ -195,9 +191,7 @@ def _assert_close(name: str, ours: torch.Tensor, theirs: torch.Tensor, within: f
     assert ours.dtype == theirs.dtype, name
     assert ours.shape == theirs.shape, name
     if within == 0.0:
-        assert torch.equal(ours, theirs), (
-            f"{name}: differs by {(ours.double() - theirs.double()).abs().max()}"
-        )
+        assert torch.equal(ours, theirs), f"{name}: differs by {(ours.double() - theirs.double()).abs().max()}"
     elif theirs.numel():
         largest = theirs.double().abs().max()
         assert (ours.double() - theirs.double()).abs().max() <= within * largest, name

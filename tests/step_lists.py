@@ -46,12 +46,7 @@ def recompute(
     def forget() -> None:
         for value in sorted(live):
             writer = graph.operators[graph.writer[value]]
-            if (
-                not graph.values[value].held
-                and writer.phase is Phase.FORWARD
-                and writer.rerunnable
-                and drop(value)
-            ):
+            if not graph.values[value].held and writer.phase is Phase.FORWARD and writer.rerunnable and drop(value):
                 live.discard(value)
 
     started = False

@@ -122,9 +122,7 @@ def test_solve_a_built_in_model_with_an_optimizer(folder):
     assert json.loads(without.stdout)["output"] == "resnet18_2_1GB.yaml"
 
 
-@pytest.mark.parametrize(
-    "budget", ["0", "0GB", "-1GB", "abc", "6 XB", "", "1e9", "nan", "9" * 5000 + "GB", "10ZB"]
-)
+@pytest.mark.parametrize("budget", ["0", "0GB", "-1GB", "abc", "6 XB", "", "1e9", "nan", "9" * 5000 + "GB", "10ZB"])
 def test_budgets_that_are_not(budget, folder):
     result = run(*SOLVE, f"--budget={budget}", "--output", "s.yaml")
     assert result.exit_code == 2

@@ -59,9 +59,7 @@ def judge(profile, steps):
             return False
         if graph.values[value].kind in HELD:
             return True
-        return any(
-            reads(later, value) for later in range(at, min(next_write(made[-1], value) + 1, len(steps)))
-        )
+        return any(reads(later, value) for later in range(at, min(next_write(made[-1], value) + 1, len(steps))))
 
     def read_later(at, value):
         """Whether the version of a value that a step reads is read after it."""
@@ -82,9 +80,7 @@ def judge(profile, steps):
         workspace = cost.workspace_bytes
         if again and cost.recompute_workspace_bytes is not None:
             workspace = cost.recompute_workspace_bytes
-        latency += (
-            cost.recompute_latency_ms if again and cost.recompute_latency_ms is not None else cost.latency_ms
-        )
+        latency += cost.recompute_latency_ms if again and cost.recompute_latency_ms is not None else cost.latency_ms
         present = live | set(impls[at].writes)
         total = sum(graph.values[v].size_bytes for v in present) + workspace
         total -= sum(graph.values[v].size_bytes for v in impls[at].overwrites)
@@ -219,8 +215,7 @@ def chain():
         ValueKind.PARAM_GRAD,
     )
     values = tuple(
-        Value(name=f"v{number}", kind=kind, size_bytes=10 ** (number + 1))
-        for number, kind in enumerate(kinds)
+        Value(name=f"v{number}", kind=kind, size_bytes=10 ** (number + 1)) for number, kind in enumerate(kinds)
     )
 
     def operator(name, phase, reads, writes, overwrites=(), **how):
@@ -243,8 +238,7 @@ def chain():
         resident=Resident(parameters=3, inputs=4),
     )
     costs = tuple(
-        tuple(Cost(latency_ms=1.0, workspace_bytes=5) for _ in item.implementations)
-        for item in graph.operators
+        tuple(Cost(latency_ms=1.0, workspace_bytes=5) for _ in item.implementations) for item in graph.operators
     )
     return Profile(graph=graph, device="cpu", kind=ProfileKind.MEASURED, costs=costs)
 

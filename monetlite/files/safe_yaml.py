@@ -48,9 +48,7 @@ def load_yaml(path: str | PathLike[str]) -> Any:
         reason = getattr(error, "strerror", None) or error
         raise ScheduleFileError(f"{path} can't be read: {reason}") from error
     if len(raw) > LARGEST_FILE_BYTES:
-        raise ScheduleFileError(
-            f"{path} is larger than {LARGEST_FILE_BYTES} bytes, which no schedule file is"
-        )
+        raise ScheduleFileError(f"{path} is larger than {LARGEST_FILE_BYTES} bytes, which no schedule file is")
     try:
         text = raw.decode("utf-8")
         _check_events(text, path)
@@ -81,9 +79,7 @@ def _check_events(text: str, path: object) -> None:
             raise ScheduleFileError(f"{where}: anchors and aliases are not allowed")
         tag = getattr(event, "tag", None)
         if tag:
-            raise ScheduleFileError(
-                f"{where}: the tag {tag[:80]!r} is not allowed; a schedule file is plain data"
-            )
+            raise ScheduleFileError(f"{where}: the tag {tag[:80]!r} is not allowed; a schedule file is plain data")
         if isinstance(event, yaml.NodeEvent) and at_key:
             _check_key(event, keys[-1], where)
         if isinstance(event, yaml.CollectionStartEvent):
@@ -142,11 +138,7 @@ class Record:
 
     def number(self, name: str) -> float:
         value = self._get(name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not 0 <= value <= LARGEST_INTEGER
-        ):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST_INTEGER:
             raise self._error(name, f"should be a number that is not negative, not {value!r:.80}")
         assert math.isfinite(value)
         return float(value)

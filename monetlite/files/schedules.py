@@ -39,9 +39,7 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
             f"is {record.integer('version')}; this monetlite reads version {VERSION}. "
             "Update monetlite, or solve the schedule again",
         )
-    costs, predicted, plain, solve = (
-        record.record(name) for name in ("costs", "predicted", "plain", "solve")
-    )
+    costs, predicted, plain, solve = (record.record(name) for name in ("costs", "predicted", "plain", "solve"))
     try:
         status = Status(solve.text("status"))
     except ValueError:

@@ -89,18 +89,14 @@ def finish(
     import torch
 
     if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise ModelError(
-            f"{name} has lazy parameters without a shape; call the model once before returning it"
-        )
+        raise ModelError(f"{name} has lazy parameters without a shape; call the model once before returning it")
     if options.dtype is not None:
         model = model.to(options.dtype)
         example_inputs = _cast(example_inputs, options.dtype)
     model.train()
     tensors = [(label, tensor) for label, tensor in _named_tensors(example_inputs) if tensor.dim() > 0]
     if not tensors:
-        raise ModelError(
-            f"{name}: the example inputs hold no tensor with a batch dimension; return at least one"
-        )
+        raise ModelError(f"{name}: the example inputs hold no tensor with a batch dimension; return at least one")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     inputs = ", ".join(
         f"{label}{'×'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"

@@ -75,9 +75,7 @@ def build(name: str, options: BuildOptions) -> BuiltModel:
             f"{name} can't take images of {height}×{width}: the least is {entry.smallest}×{entry.smallest}"
         )
     if options.sequence_length is not None:
-        raise ModelError(
-            f"{name} takes images, not sequences; drop the sequence length, or give an input size"
-        )
+        raise ModelError(f"{name} takes images, not sequences; drop the sequence length, or give an input size")
     module = importlib.import_module(f"monetlite.models.{entry.module}")
     with options.device():
         model: nn.Module = getattr(module, name)()

@@ -66,9 +66,7 @@ def build(spec: str, options: BuildOptions) -> BuiltModel:
         raise ModelError(
             f"{spec} takes no argument 'sequence_length'; add it to {attribute}, or leave the option out"
         )
-    return finish(
-        spec, model, inputs, options, title=type(model).__name__, returns="what its forward returns"
-    )
+    return finish(spec, model, inputs, options, title=type(model).__name__, returns="what its forward returns")
 
 
 @contextlib.contextmanager
@@ -98,9 +96,7 @@ def _load_file(spec: str, place: str) -> ModuleType:
         loader.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ModelError(
-            f"{path} failed to import: {_last_line(error, module)}; fix it and try again"
-        ) from error
+        raise ModelError(f"{path} failed to import: {_last_line(error, module)}; fix it and try again") from error
     return module
 
 
@@ -117,9 +113,7 @@ def _load_module(spec: str, place: str) -> ModuleType:
             "check the name, or give a file: path/to/file.py:build"
         ) from error
     except Exception as error:
-        raise ModelError(
-            f"{spec}: importing {place} failed: {_last_line(error)}; fix it and try again"
-        ) from error
+        raise ModelError(f"{spec}: importing {place} failed: {_last_line(error)}; fix it and try again") from error
 
 
 def _function(spec: str, module: ModuleType, attribute: str) -> Callable[..., Any]:
@@ -127,9 +121,7 @@ def _function(spec: str, module: ModuleType, attribute: str) -> Callable[..., An
     public = [name for name, item in vars(module).items() if callable(item) and not name.startswith("_")]
     where = os.path.relpath(module.__file__) if module.__file__ else module.__name__
     if function is None:
-        raise ModelError(
-            f"{spec}: {where} has no {attribute!r}{close_matches(attribute, public) or '; define it'}"
-        )
+        raise ModelError(f"{spec}: {where} has no {attribute!r}{close_matches(attribute, public) or '; define it'}")
     if not callable(function):
         raise ModelError(f"{spec}: {attribute!r} in {where} is {_describe(function)}; make it a function")
     return function  # type: ignore[no-any-return]  # callable() does not narrow Any
@@ -152,9 +144,7 @@ def _arguments(spec: str, function: Callable[..., Any], options: BuildOptions) -
         for parameter in parameters
         if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }
-    arguments = {
-        name: value for name, value in given.items() if value is not None and (anything or name in taken)
-    }
+    arguments = {name: value for name, value in given.items() if value is not None and (anything or name in taken)}
     needed = [
         parameter.name
         for parameter in parameters

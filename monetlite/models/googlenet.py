@@ -12,9 +12,7 @@ from torch.nn import functional as F
 class BasicConv2d(nn.Module):
     """Convolution without bias, batch norm, ReLU."""
 
-    def __init__(
-        self, in_channels: int, channels: int, kernel: int, *, stride: int = 1, padding: int = 0
-    ) -> None:
+    def __init__(self, in_channels: int, channels: int, kernel: int, *, stride: int = 1, padding: int = 0) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_channels, channels, kernel, stride, padding, bias=False)
         self.bn = nn.BatchNorm2d(channels, eps=0.001)

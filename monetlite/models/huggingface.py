@@ -79,15 +79,11 @@ def _config(transformers: Any, name: str) -> Any:
     path = os.path.expanduser(name)
     try:
         if os.path.exists(path):
-            return transformers.AutoConfig.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
-            )
+            return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if name in known:
             return transformers.AutoConfig.for_model(name)
         if not _looks_like_path(name):
-            return transformers.AutoConfig.from_pretrained(
-                name, local_files_only=True, trust_remote_code=False
-            )
+            return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         if os.path.exists(path):
             raise ModelError(
@@ -161,9 +157,7 @@ def _tokens(config: Any, options: BuildOptions, spec: str) -> dict[str, Any]:
     import torch
 
     if options.input_size is not None:
-        raise ModelError(
-            f"{spec} takes sequences, not images; give a sequence length instead of an input size"
-        )
+        raise ModelError(f"{spec} takes sequences, not images; give a sequence length instead of an input size")
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     length = options.sequence_length or min(DEFAULT_SEQUENCE_LENGTH, longest or DEFAULT_SEQUENCE_LENGTH)

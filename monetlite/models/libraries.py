@@ -18,9 +18,7 @@ def require(package: str, what: str) -> ModuleType:
     except ModuleNotFoundError as error:
         root = package.partition(".")[0]
         if error.name is not None and error.name.partition(".")[0] != root:
-            raise ModelError(
-                f"{what}: importing {package} failed: {error}; install what it misses"
-            ) from error
+            raise ModelError(f"{what}: importing {package} failed: {error}; install what it misses") from error
         raise ModelError(f"{what} needs {root}, which is not installed; run: pip install {root}") from error
     except Exception as error:  # a broken install (a library built for another torch) can raise anything
         raise ModelError(f"{what}: importing {package} failed: {type(error).__name__}: {error}") from error
@@ -68,9 +66,7 @@ def build_timm(name: str, options: BuildOptions) -> BuiltModel:
         raise ModelError(f"{spec} failed to build: {type(error).__name__}: {error}") from error
     channels, height, width = getattr(model, "default_cfg", {}).get("input_size", (3, 224, 224))
     images = options.image(channels, DEFAULT_BATCH, (height, width))
-    return finish(
-        spec, model, (images,), options, title=f"timm {name}", returns="its outputs, the loss is yours"
-    )
+    return finish(spec, model, (images,), options, title=f"timm {name}", returns="its outputs, the loss is yours")
 
 
 def _refuse_sequences(spec: str, options: BuildOptions) -> None:

@@ -12,10 +12,7 @@ from monetlite.operators.kernel import Kernel
 _IN_PLACE = {
     f"aten.{name}.{overload}": f"aten.{name}_.{overload}"
     for name, overload in (
-        *(
-            (unary, "default")
-            for unary in ("relu", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "leaky_relu")
-        ),
+        *((unary, "default") for unary in ("relu", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "leaky_relu")),
         *(
             (unary, "default")
             for unary in ("elu", "hardswish", "hardsigmoid", "neg", "exp", "sqrt", "rsqrt", "cos")

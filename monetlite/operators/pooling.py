@@ -34,9 +34,7 @@ def is_contiguous(ref: TensorRef) -> bool:
     return True
 
 
-def max_pool2d_backward_from_indices(
-    gradient: torch.Tensor, input_shape: list[int], *rest: object
-) -> torch.Tensor:
+def max_pool2d_backward_from_indices(gradient: torch.Tensor, input_shape: list[int], *rest: object) -> torch.Tensor:
     """Gradient of `max_pool2d` with respect to its input, of shape `input_shape`.
 
     ATen's kernel takes the input for its shape and layout only, so one element stands for all of it.

@@ -83,8 +83,8 @@ def dropout_backward_in_place(kernel: Kernel) -> Iterator[Implementation]:
     ):
         return
     gradient = kernel.call.args[0]
-    assert isinstance(gradient, TensorRef) and gradient.value is not None
-    if gradient.spec.dtype in _ROUNDED_ONCE:
+    assert isinstance(gradient, TensorRef)
+    if gradient.value is not None and gradient.spec.dtype in _ROUNDED_ONCE:
         yield kernel.implement("inplace", target="monetlite.dropout_backward_", overwrites=(gradient.value,))
 
 

@@ -26,12 +26,7 @@ def in_place(kernel: Kernel) -> Iterator[Implementation]:
         return
     dim = kernel.call.args[_DIM.get(target, 1)]
     dimensions = len(operand.spec.shape)
-    if (
-        operand.value is not None
-        and isinstance(dim, int)
-        and dimensions
-        and dim % dimensions == dimensions - 1
-    ):
+    if operand.value is not None and isinstance(dim, int) and dimensions and dim % dimensions == dimensions - 1:
         yield kernel.implement(
             "inplace",
             target=_OUT[target],

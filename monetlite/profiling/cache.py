@@ -25,9 +25,7 @@ class CostCache:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        key = hashlib.sha256(json.dumps([VERSION, dict(environment)], sort_keys=True).encode()).hexdigest()[
-            :16
-        ]
+        key = hashlib.sha256(json.dumps([VERSION, dict(environment)], sort_keys=True).encode()).hexdigest()[:16]
         folder = os.environ.get("MONETLITE_CACHE") or platformdirs.user_cache_dir("monetlite")
         self.path = Path(folder) / "costs" / f"{key}.json"
         self._environment = dict(environment)
@@ -72,7 +70,5 @@ class CostCache:
             IndexError,
             RecursionError,
         ) as error:
-            _log.warning(
-                "measured costs in %s can't be read (%s) and will be measured again", self.path, error
-            )
+            _log.warning("measured costs in %s can't be read (%s) and will be measured again", self.path, error)
             return {}

@@ -203,17 +203,13 @@ def tensor_bytes(tensor: TensorRef) -> int:
     return elements * _ITEM_BYTES.get(spec.dtype, 1)
 
 
-def _convolutions(
-    call: Call, name: str, device: Device, dtype: str, written_bytes: int, *, tf32: bool
-) -> Kernel:
+def _convolutions(call: Call, name: str, device: Device, dtype: str, written_bytes: int, *, tf32: bool) -> Kernel:
     """A convolution, or the gradients of one that `output_mask` asks for."""
     if name == "convolution":
         image, weight = _tensor(call, 0), _tensor(call, 1)
         stride, padding, dilation = (_ints(call, position) for position in (3, 4, 5))
         transposed, extra, groups = bool(call.args[6]), _ints(call, 7), _ints(call, 8)[0]
-        sizes = zip(
-            image.spec.shape[2:], weight.spec.shape[2:], stride, padding, dilation, extra, strict=True
-        )
+        sizes = zip(image.spec.shape[2:], weight.spec.shape[2:], stride, padding, dilation, extra, strict=True)
         result_size = tuple(_result_size(*item, transposed=transposed) for item in sizes)
         result_bytes, roles, bias = written_bytes, ["forward"], 0
     else:
@@ -222,9 +218,7 @@ def _convolutions(
         transposed, groups, mask = bool(call.args[7]), _ints(call, 9)[0], call.args[10]
         assert isinstance(mask, tuple), "output_mask is a tuple of three"
         result_size, result_bytes = gradient.spec.shape[2:], tensor_bytes(gradient)
-        roles = [
-            role for role, wanted in zip(("input_gradient", "weight_gradient"), mask, strict=False) if wanted
-        ]
+        roles = [role for role, wanted in zip(("input_gradient", "weight_gradient"), mask, strict=False) if wanted]
         bias = result_bytes if mask[2] else 0
     # A transposed convolution is the input gradient of the convolution with the same weight.
     batch, image_size = image.spec.shape[0], image.spec.shape[2:]

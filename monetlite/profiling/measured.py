@@ -55,8 +55,7 @@ def measure_profile(graph: OperatorGraph, device: str, *, progress: Progress | N
         kind=ProfileKind.MEASURED,
         costs=tuple(
             tuple(
-                free if item.call is None else costs[_signature(graph, item)]
-                for item in operator.implementations
+                free if item.call is None else costs[_signature(graph, item)] for item in operator.implementations
             )
             for operator in graph.operators
         ),

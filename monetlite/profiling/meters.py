@@ -45,9 +45,7 @@ class CpuMeter:
         run()
         times: list[float] = []
         began = time.perf_counter()
-        while len(times) < FEWEST_RUNS or (
-            time.perf_counter() - began < ENOUGH_SECONDS and len(times) < MOST_RUNS
-        ):
+        while len(times) < FEWEST_RUNS or (time.perf_counter() - began < ENOUGH_SECONDS and len(times) < MOST_RUNS):
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)
@@ -88,9 +86,7 @@ class CudaMeter:
             run()
         times: list[float] = []
         began = time.perf_counter()
-        while len(times) < FEWEST_RUNS or (
-            time.perf_counter() - began < ENOUGH_SECONDS and len(times) < MOST_RUNS
-        ):
+        while len(times) < FEWEST_RUNS or (time.perf_counter() - began < ENOUGH_SECONDS and len(times) < MOST_RUNS):
             start, end = _event(), _event()
             start.record()
             run()

@@ -180,9 +180,7 @@ def convolution(device: Device, work: Convolution, *, dtype: str, tf32: bool) ->
     if work.suits_winograd:
         algorithms += _winograd(device, work, best)
     allowed = device.memory_bytes // _WORKSPACE_SHARE
-    return min(
-        (item for item in algorithms if item.workspace_bytes <= allowed), key=lambda item: item.seconds
-    )
+    return min((item for item in algorithms if item.workspace_bytes <= allowed), key=lambda item: item.seconds)
 
 
 def _winograd(device: Device, work: Convolution, rate: float) -> list[Kernel]:

@@ -47,9 +47,7 @@ def schedule_facts(schedule: Schedule, output: str | None = None) -> dict[str, A
     }
 
 
-def print_schedule(
-    console: Console, profile: Profile, schedule: Schedule, timeline: Timeline, output: str
-) -> None:
+def print_schedule(console: Console, profile: Profile, schedule: Schedule, timeline: Timeline, output: str) -> None:
     """Print what a solve found."""
     graph = profile.graph
     source = cost_source(schedule.device, schedule.kind, schedule.environment)
@@ -135,9 +133,7 @@ def print_report(console: Console, report: Report) -> None:
         if report.exact
         else (f"within {report.largest_difference:.1e} of plain training's (relative)")
     )
-    table.add_row(
-        "gradients, buffers", f"{same}; {len(report.gradients)} gradients, {len(report.buffers)} buffers"
-    )
+    table.add_row("gradients, buffers", f"{same}; {len(report.gradients)} gradients, {len(report.buffers)} buffers")
     table.add_row("random state", "as plain training leaves it" if report.random_state else "DIFFERS")
     table.add_row(
         "peak",

@@ -133,9 +133,7 @@ class _Program:
         if node.op == "get_attr":
             created = self._graph.get_attr(target)
         else:
-            assert storages.is_view(node) or storages.is_item(node), (
-                f"{node.name} is read before it is computed"
-            )
+            assert storages.is_view(node) or storages.is_item(node), f"{node.name} is read before it is computed"
             arguments = fx.map_arg(node.args, self._tensor)
             keywords = fx.map_arg(node.kwargs, self._tensor)
             created = self._graph.call_function(target, arguments, keywords)

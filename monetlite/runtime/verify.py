@@ -126,9 +126,7 @@ def default_loss(output: Any) -> torch.Tensor:
     if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
         found: torch.Tensor = output["loss"]
         return found
-    tensors = [
-        item for item in pytree.tree_leaves(output) if isinstance(item, torch.Tensor) and item.requires_grad
-    ]
+    tensors = [item for item in pytree.tree_leaves(output) if isinstance(item, torch.Tensor) and item.requires_grad]
     return torch.stack([item.float().square().mean() for item in tensors]).sum()
 
 

@@ -170,11 +170,7 @@ def guard_outputs(output: Any) -> Any:
     anchor = torch.empty(0, requires_grad=True)
 
     def guard(path: tuple[Any, ...], item: Any) -> Any:
-        if (
-            isinstance(item, torch.Tensor)
-            and item.is_floating_point()
-            and path[0] != pytree.MappingKey("loss")
-        ):
+        if isinstance(item, torch.Tensor) and item.is_floating_point() and path[0] != pytree.MappingKey("loss"):
             return _Refuse.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]
         return item
 

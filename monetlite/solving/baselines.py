@@ -133,11 +133,7 @@ class _Replay:
                 pending.extend(reversed(self._to_rerun(missing[0])))
                 continue
             current = pending.pop()
-            if (
-                all(value in self.live for value in operator.writes)
-                and current in self.ran
-                and operator.writes
-            ):
+            if all(value in self.live for value in operator.writes) and current in self.ran and operator.writes:
                 continue
             self.order.append((current, 0))
             self.ran.add(current)

@@ -261,9 +261,7 @@ def _availability_bound(outline: Outline, needs: list[list[tuple[Option, int]]])
             for _, reads, writes, ways in runs:
                 here = min(
                     extra
-                    + sum(
-                        outline.size_bytes[v] for v in option_reads if not pinned(outline, lifetimes, v, at)
-                    )
+                    + sum(outline.size_bytes[v] for v in option_reads if not pinned(outline, lifetimes, v, at))
                     for option_reads, extra in ways
                 )
                 here = max([lifetimes.fixed_bytes[at] + here, *(int(peak[value]) for value in reads)])

@@ -73,16 +73,13 @@ class _Space:
                 )
                 self.optional_bit[operator] = 1 << operator if matters else 0
         self.main_runs = [
-            [self._run(operator, option, again=False) for option in options[operator]]
-            for operator in outline.main
+            [self._run(operator, option, again=False) for option in options[operator]] for operator in outline.main
         ]
         self.extra_first = {
             o: [self._run(o, option, again=False) for option in options[o]] for o in self.optional_bit
         }
         rerunnable = [o for o in outline.extra if outline.profile.graph.operators[o].rerunnable]
-        self.extra_again = {
-            o: [self._run(o, option, again=True) for option in options[o]] for o in rerunnable
-        }
+        self.extra_again = {o: [self._run(o, option, again=True) for option in options[o]] for o in rerunnable}
         self.useful = self._useful()
         self.main_left_ms = [0.0] * (len(outline.main) + 1)
         for at in range(len(outline.main) - 1, -1, -1):

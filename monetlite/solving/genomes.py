@@ -56,9 +56,7 @@ def encode(problem: Problem, steps: Sequence[Step]) -> Integers:
         if group >= 0:
             genome[part + operator] = group - problem.tables.operators[operator, OPERATOR_GROUPS]
         if at < boundary:
-            genome[values + PART_PLACE * operators + operator] = (
-                EARLY if graph.operators[operator].optional else 0
-            )
+            genome[values + PART_PLACE * operators + operator] = EARLY if graph.operators[operator].optional else 0
             continue
         # A value that is read stayed since its read before, unless it was written in between.
         for value in droppable.intersection(implementation.reads):

@@ -85,9 +85,7 @@ class Greedy:
         few, enough = -1, len(self.order)
         if self._overflow_bytes(dropping(enough)) > 0:
             # Where everything dropped does not fit, less may: re-running in the worst place costs memory too.
-            fitting = (
-                n for n in range(0, enough, 1 + enough // 20) if self._overflow_bytes(dropping(n)) == 0
-            )
+            fitting = (n for n in range(0, enough, 1 + enough // 20) if self._overflow_bytes(dropping(n)) == 0)
             enough = next(fitting, -1)
             if enough < 0:
                 return None

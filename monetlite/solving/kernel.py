@@ -586,9 +586,7 @@ def anneal(
         if (iteration - begin) % REFRESH == 0:
             share = iteration / total
             temperature = plan[TEMPERATURE_START] * (plan[TEMPERATURE_END] / plan[TEMPERATURE_START]) ** share
-            penalty = plan[PENALTY_START] * (plan[PENALTY_END] / plan[PENALTY_START]) ** min(
-                1.0, share / 0.85
-            )
+            penalty = plan[PENALTY_START] * (plan[PENALTY_END] / plan[PENALTY_START]) ** min(1.0, share / 0.85)
             penalty *= record[PRESSURE]
             cost = evaluate(tables, genome, scratch, budget_bytes, weight, penalty, numpy.inf)
             if cost < numpy.inf:

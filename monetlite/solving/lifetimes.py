@@ -56,15 +56,11 @@ def certain_lifetimes(outline: Outline) -> Lifetimes:
     return Lifetimes(fixed_bytes=fixed_bytes, pinned_until=pinned_until)
 
 
-def own_bytes(
-    outline: Outline, at: int, option: Option, lifetimes: Lifetimes, modelled: frozenset[int]
-) -> int:
+def own_bytes(outline: Outline, at: int, option: Option, lifetimes: Lifetimes, modelled: frozenset[int]) -> int:
     """What main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
     size = outline.size_bytes
     reads = sum(
-        size[value]
-        for value in option.reads
-        if value not in modelled and not pinned(outline, lifetimes, value, at)
+        size[value] for value in option.reads if value not in modelled and not pinned(outline, lifetimes, value, at)
     )
     return reads + sum(size[value] for value in option.writes) + option.first_extra_bytes
 

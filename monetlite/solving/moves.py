@@ -32,9 +32,7 @@ def build_moves(problem: Problem) -> Moves:
             if operator.phase is Phase.FORWARD and operator.rerunnable:
                 choices.append((index, PART_AGAIN, groups))
         if operator.phase is Phase.BACKWARD:
-            reads = {
-                value for item in operator.implementations for value in item.reads if is_droppable[value]
-            }
+            reads = {value for item in operator.implementations for value in item.reads if is_droppable[value]}
             if reads:
                 anchored[int(tables.values[max(reads), VALUE_WRITER])].append(index)
     looks: dict[object, int] = {}

@@ -149,9 +149,7 @@ def _offered(
 
 def _pareto(offered: list[_Option]) -> list[_Option]:
     """Options that none beats on latency, memory and conditions at once, fastest first."""
-    ordered = sorted(
-        offered, key=lambda option: (option.latency_ms, option.extra_bytes, len(option.overwrites))
-    )
+    ordered = sorted(offered, key=lambda option: (option.latency_ms, option.extra_bytes, len(option.overwrites)))
     kept: list[_Option] = []
     for option in ordered:
         if not any(
@@ -240,9 +238,7 @@ def _agenda(graph: OperatorGraph, writer: dict[int, int]) -> Iterator[tuple[int,
             ready = max((written_at[writer[value]] for value in reads), default=0)
             written_at[index] = ready
             early[ready].append(index)
-            late[max(ready, min((last_read.get(value, ready) for value in reads), default=ready))].append(
-                index
-            )
+            late[max(ready, min((last_read.get(value, ready) for value in reads), default=ready))].append(index)
     for position, index in enumerate(forward):
         yield index, FORWARD
         yield from ((optional, EARLY) for optional in early[position])

@@ -195,8 +195,7 @@ class _Relaxation:
                 {
                     value: column
                     for value, column in stored.items()
-                    if position.get(self.maker[value], at) < at
-                    and not pinned(outline, self.lifetimes, value, at)
+                    if position.get(self.maker[value], at) < at and not pinned(outline, self.lifetimes, value, at)
                 },
             )
             for option, choice in self.chosen[at]:

@@ -40,9 +40,7 @@ def minimise_dual_bound(
     matrix = program.matrix.tocsr()
     for row in range(program.limit.size):
         begin, end = matrix.indptr[row], matrix.indptr[row + 1]
-        terms = pyscipopt.quicksum(
-            float(matrix.data[k]) * columns[matrix.indices[k]] for k in range(begin, end)
-        )
+        terms = pyscipopt.quicksum(float(matrix.data[k]) * columns[matrix.indices[k]] for k in range(begin, end))
         if begin == end:
             if program.limit[row] < 0:
                 return math.inf

@@ -252,9 +252,7 @@ def _round_down(iterations: float) -> int:
 class _Incumbent:
     """The best legal steps so far."""
 
-    def __init__(
-        self, profile: Profile, budget_bytes: int, on_improvement: Callable[[Found], None] | None
-    ) -> None:
+    def __init__(self, profile: Profile, budget_bytes: int, on_improvement: Callable[[Found], None] | None) -> None:
         self.profile = profile
         self.budget_bytes = budget_bytes
         self.on_improvement = on_improvement

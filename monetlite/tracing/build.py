@@ -134,9 +134,7 @@ def build_graph(
         inputs=specs,
         device=_device(flat_inputs, model, meta_device),
     )
-    return Traced(
-        graph=built, joint=joint, base_of={index: node.name for node, index in builder.index_of.items()}
-    )
+    return Traced(graph=built, joint=joint, base_of={index: node.name for node, index in builder.index_of.items()})
 
 
 def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
@@ -153,9 +151,7 @@ def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
                     size += storage.nbytes()
         return size
 
-    return Resident(
-        parameters=total(model.parameters()), buffers=total(model.buffers()), inputs=total(inputs)
-    )
+    return Resident(parameters=total(model.parameters()), buffers=total(model.buffers()), inputs=total(inputs))
 
 
 def _shape_depends_on_data(node: fx.Node) -> bool:
@@ -192,9 +188,7 @@ class _Builder:
         call = Call(
             target=str(node.target),
             args=encode_arguments(node.args, self.value_of),
-            kwargs=tuple(
-                (name, encode_arguments(value, self.value_of)) for name, value in node.kwargs.items()
-            ),
+            kwargs=tuple((name, encode_arguments(value, self.value_of)) for name, value in node.kwargs.items()),
             outputs=tuple(
                 item.name if item is not None and item in self.reach.needed else None
                 for item in storages.results(node)
@@ -245,8 +239,7 @@ class _Builder:
                     phase=phase,
                     implementations=implementations,
                     optional=optional,
-                    rerunnable=phase is Phase.FORWARD
-                    and (rerun is not None or not (changes or is_random(node))),
+                    rerunnable=phase is Phase.FORWARD and (rerun is not None or not (changes or is_random(node))),
                     module=module,
                     source=source,
                 )
@@ -299,8 +292,7 @@ class _Builder:
 
     def _reads_mutated(self, node: fx.Node) -> bool:
         return any(
-            isinstance(argument.meta.get("val"), torch.Tensor)
-            and storages.base(argument) in self.reach.mutated
+            isinstance(argument.meta.get("val"), torch.Tensor) and storages.base(argument) in self.reach.mutated
             for argument in node.all_input_nodes
         )
 

@@ -30,9 +30,7 @@ def encode_arguments(argument: Any, value_of: Callable[[fx.Node], int | None]) -
         tensor = argument.meta.get("val")
         if not isinstance(tensor, torch.Tensor):
             if argument.op != "get_attr":
-                raise TraceError(
-                    f"{argument.name} is {type(tensor).__name__}, not a tensor: shapes must be static"
-                )
+                raise TraceError(f"{argument.name} is {type(tensor).__name__}, not a tensor: shapes must be static")
             owner = argument.graph.owning_module
             assert owner is not None
             tensor = getattr(owner, str(argument.target))
@@ -49,9 +47,7 @@ def encode_arguments(argument: Any, value_of: Callable[[fx.Node], int | None]) -
         return TorchConstant(kind="device", name=str(argument))
     if argument is None or isinstance(argument, (bool, int, float, str)):
         return argument
-    raise TraceError(
-        f"an operator takes {argument!r} ({type(argument).__name__}), which can't be written down"
-    )
+    raise TraceError(f"an operator takes {argument!r} ({type(argument).__name__}), which can't be written down")
 
 
 def decode_argument(argument: Argument, tensor: Callable[[TensorRef], Any]) -> Any:

@@ -195,9 +195,7 @@ def explain(error: Exception) -> TraceError:
     frames = [frame for frame in stack or () if not frame.filename.startswith(torch.__path__[0])]
     frames = [frame for frame in frames if frame.filename != __file__]
     where = (
-        f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})"
-        if frames
-        else "the model"
+        f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else "the model"
     )
     if failure := _EAGER_FAILURE.search(str(error)):
         return TraceError(

@@ -14,11 +14,9 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
-_WHOLE = tuple(
-    name
-    for prefix in ("upsample_nearest", "_upsample_nearest_exact")
-    for name in (f"{prefix}1d", f"{prefix}2d", f"{prefix}3d")
-) + (
+_WHOLE = (
+    *(f"upsample_nearest{dimensions}d" for dimensions in (1, 2, 3)),
+    *(f"_upsample_nearest_exact{dimensions}d" for dimensions in (1, 2, 3)),
     "upsample_linear1d",
     "upsample_bilinear2d",
     "upsample_trilinear3d",

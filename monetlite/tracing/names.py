@@ -21,9 +21,7 @@ class Namer:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._leaves = {
-            name for name, module in model.named_modules() if not any(True for _ in module.children())
-        }
+        self._leaves = {name for name, module in model.named_modules() if not any(True for _ in module.children())}
         self._names: dict[fx.Node, str] = {}
         self._taken: Counter[str] = Counter()
 
@@ -34,9 +32,7 @@ class Namer:
             module = self.module(node)
             if module and module in self._leaves:
                 key = (module, is_backward(node))
-                weight = sum(
-                    storages.storage_bytes(item) for item in storages.results(node) if item is not None
-                )
+                weight = sum(storages.storage_bytes(item) for item in storages.results(node) if item is not None)
                 if key not in largest or weight > largest[key][0]:
                     largest[key] = (weight, node)
         main = {node for _, node in largest.values()}

@@ -88,9 +88,7 @@ class Reachability:
     def mutated(self) -> set[fx.Node]:
         """Inputs that the step changes in place (running statistics): read again, they have other contents."""
         output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
-        changed = [
-            item.mutated_input for item in output.meta["desc"] if isinstance(item, InputMutationAOTOutput)
-        ]
+        changed = [item.mutated_input for item in output.meta["desc"] if isinstance(item, InputMutationAOTOutput)]
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
         return {node for node in inputs if node.meta["desc"] in changed}
 

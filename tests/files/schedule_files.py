@@ -12,9 +12,7 @@ def full_schedule(**changes) -> Schedule:
         "structure": "bf99b23679fef593604cd9b7",
         "operators": 13,
         "inputs": {
-            "input0": TensorSpec(
-                shape=(4, 3, 8, 8), stride=(192, 1, 24, 3), dtype="float32", requires_grad=True
-            ),
+            "input0": TensorSpec(shape=(4, 3, 8, 8), stride=(192, 1, 24, 3), dtype="float32", requires_grad=True),
             "input1": TensorSpec(shape=(), stride=(), dtype="int64"),
         },
         "choices": Choices(

@@ -39,8 +39,7 @@ def test_a_saved_schedule_is_read_back_equal(tmp_path):
 
 
 names = st.text(
-    st.characters(codec="utf-8", exclude_categories=("Cs", "Cc"))
-    | st.sampled_from(" :#-[]{}'\"&*!|>%@`\n\t"),
+    st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")) | st.sampled_from(" :#-[]{}'\"&*!|>%@`\n\t"),
     max_size=12,
 )
 runs = st.lists(st.tuples(names, names), max_size=3).map(tuple)
@@ -243,9 +242,7 @@ def test_bytes_changed_at_random(text, tmp_path):
             elif kind == 1:
                 del damaged[at : at + rng.randint(1, 30)]
             else:
-                damaged[at:at] = rng.choice(
-                    [b"!!", b"&a ", b"*a ", b"[", b"}", b"\n", b"\x00", b": ", b"\xff"]
-                )
+                damaged[at:at] = rng.choice([b"!!", b"&a ", b"*a ", b"[", b"}", b"\n", b"\x00", b": ", b"\xff"])
         try:
             load_text(bytes(damaged), tmp_path)
         except ScheduleFileError:

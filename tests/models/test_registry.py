@@ -43,9 +43,7 @@ def fails(spec, *words, **options):
 
 
 def test_unknown_names_get_suggestions_and_the_families():
-    fails(
-        "resnet5", "'resnet5'", "did you mean resnet50", "torchvision:NAME", "hf:MODEL_TYPE", "mobilenet_v2"
-    )
+    fails("resnet5", "'resnet5'", "did you mean resnet50", "torchvision:NAME", "hf:MODEL_TYPE", "mobilenet_v2")
     fails("zzz", "Built in: resnet18")
     fails("model.py", "names a file but no function", "model.py:build")
     fails("hf:", "names no model", "hf:NAME")

@@ -86,6 +86,4 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.dtype == expected.dtype
     nan = expected.isnan()
     differ = (bits(found) != bits(expected)) & ~nan | (found.isnan() != nan)
-    assert not differ.any(), (
-        f"{int(differ.sum())} elements differ: {found[differ][:4]} and {expected[differ][:4]}"
-    )
+    assert not differ.any(), f"{int(differ.sum())} elements differ: {found[differ][:4]} and {expected[differ][:4]}"

@@ -127,9 +127,7 @@ def test_what_is_held_to_the_end_of_the_step_is_not_overwritten(kind):
 def test_only_a_whole_operand_of_the_results_layout_is_overwritten(what, x, y, offered):
     found = [item.name for item in alternatives(Bench("aten.add.Tensor", x, y).kernel)]
     if what == "transposed first":
-        found = [
-            name for name in found if name != "inplace"
-        ]  # TensorIterator may keep the first operand's layout
+        found = [name for name in found if name != "inplace"]  # TensorIterator may keep the first operand's layout
         offered = [name for name in offered if name in found]
     assert found == offered
 
@@ -238,9 +236,7 @@ def test_a_convolutions_backward_in_parts_is_the_joint_call(needs, groups):
         outputs=tuple(f"r{i}" if need else None for i, need in enumerate(needs)),
     )
     parts = dict(split(call))
-    assert set(parts) == ({"_input"} if needs[0] else set()) | (
-        {"_weight"} if needs[1] or needs[2] else set()
-    )
+    assert set(parts) == ({"_input"} if needs[0] else set()) | ({"_weight"} if needs[1] or needs[2] else set())
     found = {}
     for part in parts.values():
         results, _ = bench.run(replace(bench.kernel.default, call=part))

@@ -89,9 +89,7 @@ def test_unknown_targets_stream():
 
 
 def test_launches_are_counted():
-    assert estimate_call(call("aten.relu.default", tensor(1)), P100, 4).latency_ms == pytest.approx(
-        0.008, rel=0.01
-    )
+    assert estimate_call(call("aten.relu.default", tensor(1)), P100, 4).latency_ms == pytest.approx(0.008, rel=0.01)
 
 
 def test_batch_norm_reads_its_input_twice():
@@ -180,17 +178,13 @@ def test_convolutions_count_operations_as_torch_does(case, monkeypatch):
     images = math.prod(image.shape) + math.prod(result.shape)
     assert {work.image_bytes for work in seen} == {4 * images}
     spatial = (tuple(image.shape[2:]), tuple(result.shape[2:]))
-    assert {(work.input_size, work.output_size) for work in seen} == {
-        spatial[::-1] if transposed else spatial
-    }
+    assert {(work.input_size, work.output_size) for work in seen} == {spatial[::-1] if transposed else spatial}
 
 
 def test_each_gradient_costs_on_its_own():
     g, x, w = tensor(8, 64, 28, 28, name="g"), tensor(8, 64, 28, 28), tensor(64, 64, 3, 3, name="w")
     costs = [
-        estimate_call(
-            convolution_backward(g, x, w, mask, padding=1), replace(P100, launch_us=0.0), 0
-        ).latency_ms
+        estimate_call(convolution_backward(g, x, w, mask, padding=1), replace(P100, launch_us=0.0), 0).latency_ms
         for mask in ((True, False, False), (False, True, False), (True, True, False), (False, True, True))
     ]
     assert costs[2] == pytest.approx(costs[0] + costs[1])
@@ -205,9 +199,7 @@ def test_matrix_products_count_operations_as_torch_does():
     slow = replace(PERFECT, peak_flops={"fp32": 1e6})
     deep = 1 / (1 + (48 / 200) ** 2) * min(1 / (1 + 13_000 / 120_000), 300 / 320 * 400 / 416)
     expected = 2 * 300 * 200 * 400 / 1e6 * 1e3 / deep
-    assert milliseconds("aten.mm.default", a, b, written_bytes=480_000, device=slow) == pytest.approx(
-        expected
-    )
+    assert milliseconds("aten.mm.default", a, b, written_bytes=480_000, device=slow) == pytest.approx(expected)
     batched = (tensor(5, 30, 20), tensor(5, 20, 40, name="b"))
     assert estimate._operations(call("aten.bmm.default", *batched), "bmm") == 2 * 5 * 30 * 20 * 40
 
@@ -232,9 +224,7 @@ def test_precision_chooses_the_peak():
     assert roofline.arithmetic(a100, "bfloat16", tf32=False) == (312e12, True)
     assert roofline.arithmetic(v100, "bfloat16", tf32=True) == (15.7e12, False)
     assert roofline.arithmetic(p100, "float16", tf32=True) == (18.7e12, False)
-    assert roofline.arithmetic(find_device("rtx-4090"), "float64", tf32=True)[0] == pytest.approx(
-        82.6e12 / 32
-    )
+    assert roofline.arithmetic(find_device("rtx-4090"), "float64", tf32=True)[0] == pytest.approx(82.6e12 / 32)
 
 
 def test_tensor_cores_convert_contiguous_images():
@@ -247,9 +237,7 @@ def test_tensor_cores_convert_contiguous_images():
     assert last.latency_ms < contiguous.latency_ms
     assert last.workspace_bytes == 0
     assert contiguous.workspace_bytes == 2 * written + tensor_bytes(weight)
-    strict = estimate_call(
-        convolution(tensor(*image), weight, padding=1), a100, written, tf32_convolutions=False
-    )
+    strict = estimate_call(convolution(tensor(*image), weight, padding=1), a100, written, tf32_convolutions=False)
     assert strict.latency_ms > contiguous.latency_ms
 
 

@@ -131,9 +131,7 @@ def test_identical_calls_are_measured_once(counting):
     assert counting.measured == 3, "a product forward, one for the weight and one for the input"
     assert told == [(1, 3), (2, 3), (3, 3)]
     forward = [
-        costs[0]
-        for op, costs in zip(graph.operators, profile.costs, strict=True)
-        if op.phase is Phase.FORWARD
+        costs[0] for op, costs in zip(graph.operators, profile.costs, strict=True) if op.phase is Phase.FORWARD
     ]
     assert len(set(forward)) == 1
 
@@ -320,9 +318,7 @@ def test_an_optimizers_state_and_step(name, copies, momentary, graph, counting):
     assert set(made.graph.operators[-1].implementations[0].reads) == {
         index for index, value in enumerate(graph.values) if value.kind == "param_grad"
     }
-    assert made.costs[-1][0].workspace_bytes == momentary * max(gradients), (
-        "one parameter at a time on the CPU"
-    )
+    assert made.costs[-1][0].workspace_bytes == momentary * max(gradients), "one parameter at a time on the CPU"
     last = simulate(made, plain_steps(made.graph)).memory_bytes[-1]
     outputs = sum(value.size_bytes for value in graph.values if value.held)
     assert last == made.graph.resident.total + outputs + momentary * max(gradients)

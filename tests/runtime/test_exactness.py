@@ -200,9 +200,7 @@ def test_two_steps_with_an_optimizer():
             optimizer.zero_grad()
             candidate(*inputs).square().mean().backward()
             optimizer.step()
-    for (name, ours), (_, theirs) in zip(
-        trained.state_dict().items(), plain.state_dict().items(), strict=True
-    ):
+    for (name, ours), (_, theirs) in zip(trained.state_dict().items(), plain.state_dict().items(), strict=True):
         assert torch.equal(ours, theirs), name
     assert not torch.equal(plain.stem.weight, model.stem.weight)
 
@@ -211,9 +209,7 @@ def test_gradients_accumulate_over_steps():
     model, inputs = small_cnn()
     model.dropout.p = 0.0
     graph = monetlite.trace(model, inputs)
-    trained = monetlite.MONeTWrapper(
-        twin(model), schedule_of(free_profile(graph), recompute_everything(graph))
-    )
+    trained = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), recompute_everything(graph)))
     plain = twin(model)
     for candidate in (plain, trained):
         for factor in (1.0, 2.0):

@@ -76,9 +76,7 @@ def fastest(profile: Profile, budget_bytes: int, most_reruns: int = 3) -> float:
         ran = {operator for operator, _ in steps}
         for operator in extra:
             optional = operators[operator].optional
-            allowed = (optional or done >= forward) and (
-                operators[operator].rerunnable or operator not in ran
-            )
+            allowed = (optional or done >= forward) and (operators[operator].rerunnable or operator not in ran)
             if allowed and reruns < most_reruns:
                 following.append((operator, done, reruns + 1))
         for operator, then, count in following:

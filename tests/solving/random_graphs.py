@@ -36,9 +36,7 @@ def random_profile(
         if rng.random() < 0.2:
             writes.append(builder.value(ValueKind.ACTIVATION))
         rerunnable = not (once_only and rng.random() < 0.12)
-        builder.operator(
-            Phase.FORWARD, _variants(rng, sources, tuple(writes), again=True), rerunnable=rerunnable
-        )
+        builder.operator(Phase.FORWARD, _variants(rng, sources, tuple(writes), again=True), rerunnable=rerunnable)
         masks: tuple[int, ...] = ()
         if optional and rng.random() < 0.35:
             mask = builder.value(ValueKind.INTERMEDIATE, largest=max(1, largest_bytes // 6))
@@ -73,9 +71,7 @@ def _variants(
     return variants
 
 
-def _backward(
-    builder: "_Builder", forward: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-) -> None:
+def _backward(builder: "_Builder", forward: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -> None:
     """One backward operator for each forward operator (two now and then), in reverse order."""
     rng = builder.rng
     gradients: dict[int, list[int]] = {}

@@ -72,16 +72,12 @@ def implementation(
 def offered(profile: Profile, operator: int, *, again: bool = False) -> list[set[str]]:
     """Names of the implementations that are left in each group of an operator."""
     tables = build_problem(profile).tables
-    groups = range(
-        tables.operators[operator, OPERATOR_GROUPS], tables.operators[operator, OPERATOR_GROUPS_END]
-    )
+    groups = range(tables.operators[operator, OPERATOR_GROUPS], tables.operators[operator, OPERATOR_GROUPS_END])
     start, end = (GROUP_OPTIONS_AGAIN, GROUP_OPTIONS_END) if again else (GROUP_OPTIONS, GROUP_OPTIONS_AGAIN)
     return [
         {
             profile.graph.operators[operator].implementations[choice].name
-            for choice in tables.options[
-                tables.groups[g, start] : tables.groups[g, end], OPTION_IMPLEMENTATION
-            ]
+            for choice in tables.options[tables.groups[g, start] : tables.groups[g, end], OPTION_IMPLEMENTATION]
         }
         for g in groups
     ]
@@ -105,23 +101,17 @@ def test_what_is_read_makes_groups() -> None:
 
 
 def test_in_place_stays_beside_what_beats_it_only_where_memory_is_plenty() -> None:
-    profile = two_operators(
-        [implementation("a", 1.0, 0), implementation("in place", 2.0, 0, overwrites=(0,))]
-    )
+    profile = two_operators([implementation("a", 1.0, 0), implementation("in place", 2.0, 0, overwrites=(0,))])
     assert offered(profile, 1) == [{"a", "in place"}]
     tables = build_problem(profile).tables
     row = next(row for row in tables.options if row[OPTION_OVERWRITES] != row[OPTION_OVERWRITES_END])
     assert row[OPTION_EXTRA] == -10
-    profile = two_operators(
-        [implementation("a", 1.0, -10), implementation("in place", 2.0, 0, overwrites=(0,))]
-    )
+    profile = two_operators([implementation("a", 1.0, -10), implementation("in place", 2.0, 0, overwrites=(0,))])
     assert offered(profile, 1) == [{"a"}]
 
 
 def test_overwriting_what_is_not_read_or_held_is_never_legal() -> None:
-    profile = two_operators(
-        [implementation("a", 9.0, 0), implementation("b", 1.0, 0, reads=(), overwrites=(0,))]
-    )
+    profile = two_operators([implementation("a", 9.0, 0), implementation("b", 1.0, 0, reads=(), overwrites=(0,))])
     assert offered(profile, 1) == [{"a"}]
     assert build_problem(profile).group_of[1] == (1, -1)
 
@@ -178,9 +168,7 @@ def test_kernel_and_simulate_agree(seed: int) -> None:
         genome[problem.droppable] = [rng.randrange(16) for _ in problem.droppable]
         for gene in range(problem.value_count, len(genome)):
             part, operator = divmod(gene - problem.value_count, problem.operator_count)
-            most = (3, 3, 3, len(problem.tables.agenda) if operator < profile.graph.forward_count else 1, 4)[
-                part
-            ]
+            most = (3, 3, 3, len(problem.tables.agenda) if operator < profile.graph.forward_count else 1, 4)[part]
             genome[gene] = rng.randrange(most) if rng.random() < 0.5 else 0
         budget_bytes = rng.randint(1, 2 * problem.plain_peak_bytes)
         steps = decode(problem, genome, scratch, budget_bytes, 1.0, rng.choice([0.001, 1.0, 1e6]))

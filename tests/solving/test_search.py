@@ -27,9 +27,7 @@ def chain(length: int, *, size_bytes: int = 8, latency_ms: float = 1.0) -> Profi
     for position in reversed(range(length)):
         made = len(values)
         reads = (made - 1,) if position < length - 1 else (position,)
-        operators.append(
-            _operator(f"backward{position}", Phase.BACKWARD, (*reads, max(0, position - 1)), (made,))
-        )
+        operators.append(_operator(f"backward{position}", Phase.BACKWARD, (*reads, max(0, position - 1)), (made,)))
         values.append(Value(name=f"g{position}", kind=ValueKind.GRADIENT, size_bytes=size_bytes))
     graph = OperatorGraph(
         name="chain", operators=tuple(operators), values=tuple(values), resident=Resident(parameters=1)
@@ -145,9 +143,7 @@ def test_improvements_are_reported_in_order_and_stopping_works() -> None:
     profile = chain(14)
     seen: list[Found] = []
     budget_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes // 2
-    found = search(
-        profile, budget_bytes, seconds=60, on_improvement=seen.append, should_stop=lambda: bool(seen)
-    )
+    found = search(profile, budget_bytes, seconds=60, on_improvement=seen.append, should_stop=lambda: bool(seen))
     assert found is not None
     assert found == seen[-1]
     assert [item.latency_ms for item in seen] == sorted((item.latency_ms for item in seen), reverse=True)

@@ -24,9 +24,7 @@ def scaled(profile: Profile, factor: int) -> Profile:
                 cost,
                 workspace_bytes=cost.workspace_bytes * factor,
                 recompute_workspace_bytes=(
-                    None
-                    if cost.recompute_workspace_bytes is None
-                    else cost.recompute_workspace_bytes * factor
+                    None if cost.recompute_workspace_bytes is None else cost.recompute_workspace_bytes * factor
                 ),
             )
             for cost in choices

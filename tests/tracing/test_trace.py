@@ -82,9 +82,7 @@ def test_a_convolutions_backward_is_two_operators(cnn_graph):
     assert [values[v].kind for v in into.writes] == [ValueKind.GRADIENT]
     activation = operator_named(cnn_graph, "pool").writes[0]
     assert activation in weight.implementations[0].reads
-    assert activation in into.implementations[0].reads, (
-        "ATen's kernel takes the input; families may do without"
-    )
+    assert activation in into.implementations[0].reads, "ATen's kernel takes the input; families may do without"
     assert "stem.backward_weight" in cnn_graph.by_name
     assert "stem.backward_input" not in cnn_graph.by_name, "the images need no gradient"
 
@@ -103,9 +101,7 @@ def test_views_are_folded_into_their_readers(cnn_graph):
             y = y.view(4, 3, 2).permute(2, 0, 1)[0].unsqueeze(0).expand(5, 4, 3)
             first, second = y.chunk(2, dim=2)
             return (
-                first.exp().sum((0, 2)) + second.t().sum()
-                if second.dim() == 2
-                else first.exp() * second[..., :1]
+                first.exp().sum((0, 2)) + second.t().sum() if second.dim() == 2 else first.exp() * second[..., :1]
             )
 
     graph = monetlite.trace(Views(), torch.randn(4, 6))
@@ -177,9 +173,7 @@ def test_operators_with_a_side_effect_run_once(cnn_graph):
     assert operator_named(cnn_graph, "bn1").implementations[0].again is not None
     assert not any(op.rerunnable for op in cnn_graph.operators if op.phase is Phase.BACKWARD)
     once = {op.name for op in cnn_graph.operators if op.phase is Phase.FORWARD and not op.rerunnable}
-    assert once == {"bn1.add", "bn2.add", "dropout.rng_state"}, (
-        "the counters of batches, and noting the state"
-    )
+    assert once == {"bn1.add", "bn2.add", "dropout.rng_state"}, "the counters of batches, and noting the state"
 
 
 def test_the_fingerprint_is_the_same_for_two_traces_and_no_other_graph():
