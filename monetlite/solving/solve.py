@@ -19,6 +19,11 @@ from monetlite.solving.smallest import SMALL_OPERATORS, smallest_budget
 from monetlite.solving.templates import full_template
 
 _LOG = logging.getLogger(__name__)
+_PROBE_SHARE = 0.1
+"""Of the time: the first search, while it is open whether anything fits."""
+_SMALLEST_SECONDS, _SMALLEST_SHARE = 4.0, 0.08
+"""How long a solve that found something goes on to look for the smallest budget: seconds, and share of the time."""
+
 _GRACE_SECONDS = 0.5
 """What a solver is given to stop when it is asked to."""
 _PROGRAM_SLOTS = 1200
@@ -231,25 +236,30 @@ def _improve(race: _Race, *, seed: int, solver: str) -> None:
     small = len(race.profile.graph.operators) <= _PROGRAM_OPERATORS
     slots = _PASSES * len(full_template(Outline.of(race.profile))) if small else math.inf
     with_program = race.left > 5 and slots <= _PROGRAM_SLOTS
-    fits = race.steps is not None
-    _search(race, seed, share=0.5 if with_program or not fits else 1.0)
+    spared = min(_SMALLEST_SECONDS, _SMALLEST_SHARE * race.left)
+    if race.steps is None:
+        # See whether anything fits, before most of the time goes into making it fast.
+        _search(race, seed, share=_PROBE_SHARE)
     if race.steps is None and not race.should_stop():
         # Nothing fits so far: aim at memory alone, then go on from what that finds.
-        _find_smallest(race, seed, seconds=0.6 * race.left)
-        if race.steps is not None:
-            _search(race, seed, share=0.5 if with_program else 1.0)
+        _find_smallest(race, seed, seconds=0.5 * race.left)
+    if not race.should_stop():
+        _search(race, seed, share=0.5 if with_program else max(0.0, 1 - spared / max(race.left, 1e-9)))
     if with_program and race.left > 2 and not race.should_stop():
         race.phase = "program"
         result = solve_program(
             race.profile,
             race.budget_bytes,
-            seconds=race.left - 1,
+            seconds=race.left - 1 - spared,
             passes=_PASSES,
             cutoff_ms=race.latency_ms,
             solver=solver,
         )
         if result.steps is not None:
             race.offer(result.steps, solver)
+    if race.steps is not None and race.left > 0 and not race.stopped.is_set():
+        # Not needed for this budget, but what a person decides the next one by.
+        _find_smallest(race, seed, seconds=spared)
 
 
 def _search(race: _Race, seed: int, *, share: float) -> None:
