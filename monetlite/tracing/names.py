@@ -23,10 +23,15 @@ class Namer:
     def __init__(self, model: nn.Module) -> None:
         self._leaves = {name for name, module in model.named_modules() if not any(True for _ in module.children())}
         self._names: dict[fx.Node, str] = {}
+        self._forward: dict[tuple[str, int], str] = {}
+        """Module of a forward kernel, by what it does and its autograd sequence number."""
         self._taken: Counter[str] = Counter()
 
     def assign(self, kernels: Sequence[fx.Node]) -> None:
         """Choose the names of all kernels at once, as the main one of a module is found by comparing them."""
+        for node in kernels:
+            if not is_backward(node) and node.meta.get("seq_nr") is not None:
+                self._forward[short_name(str(node.target)), node.meta["seq_nr"]] = self.module(node)
         largest: dict[tuple[str, bool], tuple[int, fx.Node]] = {}
         for node in kernels:
             module = self.module(node)
@@ -60,7 +65,11 @@ class Namer:
 
     def module(self, node: fx.Node) -> str:
         """Path of the innermost module that a node belongs to; empty for the model itself."""
-        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if not stack:
+            # The gradient of an in-place operator carries no module, and a sequence number one before its own.
+            what, number = short_name(str(node.target)).removesuffix("_backward"), node.meta.get("seq_nr", -1)
+            return self._forward.get((what, number + 1), "") if is_backward(node) else ""
         path = ""
         for item, _ in stack.values():
             path = item

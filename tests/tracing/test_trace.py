@@ -392,3 +392,9 @@ def test_batch_norm_shared_values_are_small_and_named(cnn_graph):
     sizes = [cnn_graph.values[v].size_bytes for v in batch_norm.writes]
     assert max(sizes) == 4 * 8 * 12 * 12 * 4
     assert sorted(sizes)[-2] == 8 * 4
+
+
+def test_gradients_of_in_place_modules_are_called_after_them():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU6(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True))
+    names = {operator.name for operator in monetlite.trace(model, torch.randn(2, 3, 8, 8)).operators}
+    assert {"1.backward", "3.backward"} <= names
