@@ -24,7 +24,6 @@ from monetlite.graph import (
     Phase,
     Resident,
     TensorRef,
-    TensorSpec,
     Value,
     ValueKind,
 )
@@ -80,8 +79,6 @@ class Traced:
 
     graph: OperatorGraph
     joint: Joint
-    base_of: dict[int, str]
-    """For each value, the node of the joint graph that is its storage's tensor."""
 
 
 def build_graph(
@@ -134,7 +131,7 @@ def build_graph(
         inputs=specs,
         device=_device(flat_inputs, model, meta_device),
     )
-    return Traced(graph=built, joint=joint, base_of={index: node.name for node, index in builder.index_of.items()})
+    return Traced(graph=built, joint=joint)
 
 
 def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
@@ -331,15 +328,3 @@ def _value(node: fx.Node, name: str, kind: ValueKind) -> Value:
 def _values(*calls: Call | None) -> tuple[int, ...]:
     refs = (ref for call in calls if call is not None for ref in call.tensors())
     return tuple(sorted({ref.value for ref in refs if ref.value is not None}))
-
-
-__all__ = [
-    "Inputs",
-    "TensorRef",
-    "TensorSpec",
-    "Traced",
-    "build_graph",
-    "resident_bytes",
-    "split_inputs",
-    "trace",
-]
