@@ -1,6 +1,6 @@
 """What `monetlite profile` prints: where the time and the memory of a step go."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from rich.console import Console
@@ -59,16 +59,16 @@ def print_profile(console: Console, profile: Profile, top: int) -> None:
         f"{len(graph.operators)} operators, costs {source}; plain training: step "
         f"{format_ms(plain.latency_ms)}, peak {format_bytes(plain.peak_bytes)} at {peak}"
     )
-    totals: Counter[str] = Counter()
+    totals: defaultdict[str, float] = defaultdict(float)
     for operator, costs in zip(graph.operators, profile.costs, strict=True):
-        totals[operator.family] += costs[0].latency_ms  # type: ignore[assignment]
+        totals[operator.family] += costs[0].latency_ms
     families = Table(title="by family", title_justify="left", box=None, pad_edge=False)
     families.add_column("family")
     families.add_column("operators", justify="right")
     families.add_column("latency", justify="right")
     families.add_column("share", justify="right")
     counts = Counter(operator.family for operator in graph.operators)
-    for family, latency_ms in totals.most_common(10):
+    for family, latency_ms in sorted(totals.items(), key=lambda item: -item[1])[:10]:
         share = latency_ms / plain.latency_ms if plain.latency_ms else 0.0
         families.add_row(family, str(counts[family]), format_ms(latency_ms), f"{share:.1%}")
     console.print(families)
