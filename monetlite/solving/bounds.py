@@ -9,16 +9,16 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from scipy import sparse
 
 from monetlite.costs import Profile
+from monetlite.solving.highs import minimise_dual_bound, solve_linear
 from monetlite.solving.lifetimes import certain_lifetimes, own_bytes, pinned
 from monetlite.solving.options import Option, Outline
 from monetlite.solving.relaxation import (
     Floats,
+    Meaning,
     ZeroOneProgram,
     relaxation,
 )
@@ -26,7 +26,7 @@ from monetlite.solving.relaxation import (
 _ROUNDING = 1e-11
 """How much of the summed magnitudes a floating-point bound gives up, to stay below its exact value."""
 _BRANCH_AND_BOUND_ROUNDING = 2e-6
-"""How much of a branch-and-bound's dual bound is given up for the solver's tolerances (SCIP's are 1e-6)."""
+"""How much of a branch-and-bound's dual bound is given up for the solver's tolerances (1e-6)."""
 _AVAILABILITY_LIMIT = 1_000_000
 """Backward operators times forward ones, beyond which `smallest_budget_bound` leaves out its second part."""
 
@@ -68,12 +68,14 @@ class LatencyBound:
     Attributes:
         lower_bound_ms: the bound; infinite if it proves that there are none.
         program: the relaxation it came from, for `integer_bound` to continue with.
-        multipliers: the dual multipliers of its rows.
+        meaning: of its columns.
+        solution: of its linear relaxation, between 0 and 1 for each column.
     """
 
     lower_bound_ms: float
-    program: ZeroOneProgram | None
-    multipliers: Floats | None
+    program: ZeroOneProgram | None = None
+    meaning: Meaning | None = None
+    solution: Floats | None = None
 
 
 def latency_bound(
@@ -98,58 +100,14 @@ def latency_bound(
     outline = Outline.of(profile)
     least_ms = math.fsum(outline.main_least_ms)
     if not outline.runnable:
-        return LatencyBound(lower_bound_ms=math.inf, program=None, multipliers=None)
+        return LatencyBound(lower_bound_ms=math.inf)
     began = time.monotonic()
-    program = relaxation(outline, budget_bytes, checkpoint_limit=checkpoint_limit, value_limit=value_limit)
+    program, meaning = relaxation(outline, budget_bytes, checkpoint_limit=checkpoint_limit, value_limit=value_limit)
     if program.cost_ms.size == 0 or program.limit.size == 0:
-        return LatencyBound(lower_bound_ms=least_ms, program=None, multipliers=None)
-    multipliers = _multipliers(program, seconds=max(0.1, seconds - (time.monotonic() - began)))
-    if multipliers is None:
-        return LatencyBound(lower_bound_ms=least_ms, program=program, multipliers=None)
-    bound_ms = max(least_ms, dual_bound_ms(program, multipliers))
-    return LatencyBound(lower_bound_ms=bound_ms, program=program, multipliers=multipliers)
-
-
-def _multipliers(program: ZeroOneProgram, *, seconds: float) -> Floats | None:
-    """Dual multipliers of the rows, from the linear relaxation; None if HiGHS has none to give."""
-    highspy = _import_highspy()
-    columns, rows = program.cost_ms.size, program.limit.size
-    members = np.flatnonzero(program.group >= 0)
-    one_of = sparse.csr_array(
-        (np.ones(members.size), (program.group[members], members)), shape=(program.groups, columns)
-    )
-    matrix = sparse.csr_array(sparse.vstack([program.matrix, one_of], format="csr"))
-    matrix.sum_duplicates()
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = columns, rows + program.groups
-    model.col_cost_ = program.cost_ms
-    model.col_lower_, model.col_upper_ = np.zeros(columns), np.ones(columns)
-    model.row_lower_ = np.concatenate([np.full(rows, -highspy.kHighsInf), np.ones(program.groups)])
-    model.row_upper_ = np.concatenate([program.limit, np.ones(program.groups)])
-    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = matrix.indptr
-    model.a_matrix_.index_ = matrix.indices
-    model.a_matrix_.value_ = matrix.data
-    highs = highspy.Highs()
-    highs.silent()
-    highs.setOptionValue("time_limit", float(seconds))
-    highs.setOptionValue("threads", 1)
-    highs.passModel(model)
-    highs.run()
-    solution = highs.getSolution()
-    if not solution.dual_valid:
-        return None
-    return -np.array(solution.row_dual[:rows], dtype=np.float64)
-
-
-def _import_highspy() -> Any:
-    from monetlite.errors import SolverError
-
-    try:
-        import highspy
-    except ImportError as error:
-        raise SolverError("bounds need HiGHS, which is not installed; pip install highspy") from error
-    return highspy
+        return LatencyBound(lower_bound_ms=least_ms)
+    solution, multipliers = solve_linear(program, seconds=max(0.1, seconds - (time.monotonic() - began)))
+    bound_ms = least_ms if multipliers is None else max(least_ms, dual_bound_ms(program, multipliers))
+    return LatencyBound(lower_bound_ms=bound_ms, program=program, meaning=meaning, solution=solution)
 
 
 def integer_bound(
@@ -158,9 +116,10 @@ def integer_bound(
     seconds: float,
     cutoff_ms: float = math.inf,
     on_bound: Callable[[float], None] | None = None,
+    on_solution: Callable[[Floats], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> float:
-    """Tighten a relaxation's bound by branch and bound and cuts (SCIP): its dual bound, in ms, rounded down.
+    """Tighten a relaxation's bound by branch and bound and cuts (HiGHS): its dual bound, in ms, rounded down.
 
     Every legal schedule is a 0-1 point of the relaxation, so the dual bound is valid for all of them,
     finished or not. `cutoff_ms`, the latency of a known schedule, prunes what could only confirm it: the
@@ -171,18 +130,18 @@ def integer_bound(
         seconds: when to stop.
         cutoff_ms: the latency of a schedule that is known.
         on_bound: told of the bound as it rises.
-        should_stop: asked at each node and each round of cuts.
+        on_solution: told of the columns of each better solution of the relaxation; looking for them takes time.
+        should_stop: asked often.
 
     Raises:
-        SolverError: SCIP is not installed.
+        SolverError: HiGHS is not installed.
     """
-    from monetlite.solving.scip import minimise_dual_bound
-
     dual_ms = minimise_dual_bound(
         program,
         seconds=seconds,
         cutoff_ms=cutoff_ms,
         on_bound=None if on_bound is None else lambda bound_ms: on_bound(_rounded_down(bound_ms)),
+        on_solution=on_solution,
         should_stop=should_stop,
     )
     return _rounded_down(min(dual_ms, cutoff_ms))

@@ -57,6 +57,8 @@ from monetlite.solving.layout import (
     PIN_LATE,
     PINS,
     PRESSURE,
+    RECENT,
+    RECENT_COST,
     REFRESH,
     STEP_AGAIN,
     STEP_GROUP,
@@ -405,11 +407,15 @@ def propose(
     scratch: Scratch,
     undo: Integers,
     random: NDArray[numpy.uint64],
+    elite: Integers,
 ) -> None:
     """Make one random move; `take_back` reverts it. `scratch` is of the last evaluation."""
     undo[0, 0] = 0
     values, operators = tables.values.shape[0], tables.operators.shape[0]
     place = values + PART_PLACE * operators
+    if elite.shape[0] > 0 and draw(random) < 0.04:
+        _copy_elite(tables, moves, genome, undo, random, elite)
+        return
     kind = draw(random)
     if kind < 0.29 and moves.droppable.size > 0:
         # Flip one bit of when a value is kept, among those that decide something.
@@ -498,38 +504,93 @@ def propose(
 def _copy_block(
     tables: Tables, moves: Moves, genome: Integers, undo: Integers, random: NDArray[numpy.uint64]
 ) -> None:
-    """Copy the choices of a run of operators to another run that looks the same."""
-    values, operators = tables.values.shape[0], tables.operators.shape[0]
+    """Copy the choices of a run of operators to another run that looks the same, or exchange the two's.
+
+    Half of the time as many operators as there are from the first one to the next that looks like it: where a
+    model repeats a block, all of it. An exchange leaves the memory about as it was.
+    """
     target = moves.forward[_below(random, moves.forward.size)]
-    alike = moves.kin_start[target + 1] - moves.kin_start[target]
+    first = moves.kin_start[target]
+    alike = moves.kin_start[target + 1] - first
     if alike == 0:
         return
-    source = moves.kin[moves.kin_start[target] + _below(random, alike)]
+    source = moves.kin[first + _below(random, alike)]
     length = 1 + _below(random, 2 ** (2 + _below(random, 5)))
-    for _ in range(length):
+    if draw(random) < 0.5:
+        length = moves.forward.size
+        for i in range(first, first + alike):
+            length = min(length, abs(moves.kin[i] - target))
+    exchange = draw(random) < 0.5
+    for _ in range(min(length, abs(source - target))):
         if max(source, target) >= moves.forward.size or moves.look[source] != moves.look[target]:
             return
-        for part in range(PART_FIRST, PART_ORDER + 1):
-            gene = genome[values + part * operators + source]
-            if part != PART_EAGER or gene <= AS_INPUTS_DROP:
-                _set(genome, undo, values + part * operators + target, gene)
-        group = tables.operators[target, OPERATOR_GROUPS]
-        shift = (
-            tables.groups[tables.operators[source, OPERATOR_GROUPS], GROUP_WRITES]
-            - tables.groups[group, GROUP_WRITES]
-        )
-        for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
-            if moves.is_droppable[tables.lists[i]] != 0:
-                _set(genome, undo, tables.lists[i], genome[tables.lists[i + shift]])
-        first, end = moves.anchored_start[target], moves.anchored_start[target + 1]
-        offset = moves.anchored_start[source] - first
-        if moves.anchored_start[source + 1] - offset == end:
-            for i in range(first, end):
-                to, of = moves.anchored[i], moves.anchored[i + offset]
-                if moves.look[to] == moves.look[of]:
-                    _set(genome, undo, values + to, genome[values + of])
+        _copy_operator(tables, moves, genome, undo, source, target, exchange)
         source += 1
         target += 1
+
+
+@inner
+def _copy_gene(genome: Integers, undo: Integers, source: int, target: int, exchange: bool) -> None:
+    before = genome[target]
+    _set(genome, undo, target, genome[source])
+    if exchange:
+        _set(genome, undo, source, before)
+
+
+@inner
+def _copy_operator(
+    tables: Tables, moves: Moves, genome: Integers, undo: Integers, source: int, target: int, exchange: bool
+) -> None:
+    """Copy all choices about one operator, and about the backward operators that go with it."""
+    values, operators = tables.values.shape[0], tables.operators.shape[0]
+    for part in range(PART_FIRST, PART_ORDER + 1):
+        gene = values + part * operators
+        if part != PART_EAGER or max(genome[gene + source], genome[gene + target]) <= AS_INPUTS_DROP:
+            _copy_gene(genome, undo, gene + source, gene + target, exchange)
+    group = tables.operators[target, OPERATOR_GROUPS]
+    shift = (
+        tables.groups[tables.operators[source, OPERATOR_GROUPS], GROUP_WRITES] - tables.groups[group, GROUP_WRITES]
+    )
+    for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+        if moves.is_droppable[tables.lists[i]] != 0 and moves.is_droppable[tables.lists[i + shift]] != 0:
+            _copy_gene(genome, undo, tables.lists[i + shift], tables.lists[i], exchange)
+    first, end = moves.anchored_start[target], moves.anchored_start[target + 1]
+    offset = moves.anchored_start[source] - first
+    if moves.anchored_start[source + 1] - offset == end:
+        for i in range(first, end):
+            to, of = moves.anchored[i], moves.anchored[i + offset]
+            if moves.look[to] == moves.look[of]:
+                _copy_gene(genome, undo, values + of, values + to, exchange)
+
+
+@inner
+def _copy_elite(
+    tables: Tables,
+    moves: Moves,
+    genome: Integers,
+    undo: Integers,
+    random: NDArray[numpy.uint64],
+    elite: Integers,
+) -> None:
+    """Copy the choices of a run of operators, and of the backward operators after them, from another genome."""
+    values, operators = tables.values.shape[0], tables.operators.shape[0]
+    source = _below(random, elite.shape[0])
+    length = 1 + _below(random, 2 ** (1 + _below(random, 8)))
+    first = _below(random, moves.forward.size + length - 1) - length + 1
+    for at in range(max(0, first), min(first + length, moves.forward.size)):
+        operator = moves.forward[at]
+        for part in range(PART_FIRST, PART_ORDER + 1):
+            gene = values + part * operators + operator
+            _set(genome, undo, gene, elite[source, gene])
+        for group in range(
+            tables.operators[operator, OPERATOR_GROUPS], tables.operators[operator, OPERATOR_GROUPS_END]
+        ):
+            for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
+                if moves.is_droppable[tables.lists[i]] != 0:
+                    _set(genome, undo, tables.lists[i], elite[source, tables.lists[i]])
+        for i in range(moves.anchored_start[operator], moves.anchored_start[operator + 1]):
+            gene = values + moves.anchored[i]
+            _set(genome, undo, gene, elite[source, gene])
 
 
 @inner
@@ -566,6 +627,7 @@ def anneal(
     scratch: Scratch,
     undo: Integers,
     random: NDArray[numpy.uint64],
+    elite: Integers,
     record: Floats,
     plan: Floats,
     budget_bytes: int,
@@ -576,7 +638,7 @@ def anneal(
 ) -> bool:
     """Iterations `begin` to `end` of a run of `total`; whether it stopped since something fits.
 
-    `genome` is what the run stands at; what fits and is faster than record[BEST_LATENCY] is copied to `best`.
+    `genome` is what the run stands at; `elite` has genomes that moves may copy from; what fits and is faster than record[BEST_LATENCY] is copied to `best`.
     """
     weight = plan[WEIGHT]
     temperature = plan[TEMPERATURE_START]
@@ -594,7 +656,9 @@ def anneal(
                     record[PRESSURE] *= 1.05
                 elif scratch.totals[OVERFLOW] == 0:
                     record[PRESSURE] = max(1.0, record[PRESSURE] / 1.05)
-        propose(tables, moves, genome, scratch, undo, random)
+                recent = record[RECENT_COST]
+                record[RECENT_COST] = cost if recent == numpy.inf else recent + RECENT * (cost - recent)
+        propose(tables, moves, genome, scratch, undo, random, elite)
         if undo[0, 0] == 0:
             continue
         bound = cost - temperature * math.log(1.0 - draw(random))

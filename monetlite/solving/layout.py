@@ -85,9 +85,12 @@ LEAST_LATENCY, LATENCY, OVERFLOW, PEAK, STEPS = range(5)
 TEMPERATURE_START, TEMPERATURE_END, PENALTY_START, PENALTY_END, WEIGHT = range(5)
 """Entries of `plan`: temperatures in cost, penalties in cost per byte, the weight in cost per ms."""
 
-BEST_LATENCY, PRESSURE = range(2)
+BEST_LATENCY, PRESSURE, RECENT_COST = range(3)
 """Entries of `record`: the latency of the best genome that fits; what the penalty is multiplied by while
-nothing has come to fit."""
+nothing has come to fit; a moving average of the cost."""
+
+RECENT = 0.1
+"""Weight of the latest cost in the moving average, which is taken every `REFRESH` iterations."""
 
 REFRESH = 256
 """Iterations between changes of the temperature and the penalty."""

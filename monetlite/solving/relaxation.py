@@ -28,7 +28,7 @@ on the latency of all of them:
   they are taken to weigh nothing and to be always there.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -39,7 +39,7 @@ from scipy import sparse
 from monetlite.solving.lifetimes import Lifetimes, certain_lifetimes, own_bytes, pinned
 from monetlite.solving.options import Option, Outline
 
-_SPAN_LENGTHS = (4, 16)
+_SPAN_LENGTHS = (16,)
 """Besides single intervals and the whole backward part, supply rows are written over so many intervals."""
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -98,20 +98,6 @@ class _Builder:
         )
 
 
-def relaxation(
-    outline: Outline, budget_bytes: int, *, checkpoint_limit: int = 60, value_limit: int = 400
-) -> ZeroOneProgram:
-    """Build the relaxation, coarser the smaller the limits are.
-
-    Args:
-        outline: the problem.
-        budget_bytes: the budget.
-        checkpoint_limit: the most backward operators that get a memory row.
-        value_limit: the most values that are modelled; the largest are.
-    """
-    return _Relaxation(outline, budget_bytes, checkpoint_limit, value_limit).build()
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Span:
     """A stretch of the backward part, from just before `places[0]` to main operator `places[-1]`.
@@ -123,6 +109,25 @@ class _Span:
     places: range
     before: dict[int, int]
     once: dict[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meaning:
+    """What the columns of a relaxation stand for; `solving.guide` reads schedules from its solutions.
+
+    Attributes:
+        stored: for each value that may be stored, its column.
+        chosen: for each main operator, its options, each with its column (−1 where there is no choice).
+        checkpoints: places in the main run, ascending.
+        live: for each checkpoint, the columns of the values that may be live just before it.
+        modelled: the values that have columns.
+    """
+
+    stored: dict[int, int]
+    chosen: list[list[tuple[Option, int]]]
+    checkpoints: list[int]
+    live: list[dict[int, int]]
+    modelled: frozenset[int]
 
 
 class _Relaxation:
@@ -143,7 +148,7 @@ class _Relaxation:
         # For each main operator: its options, each with its column (−1 where there is no choice).
         self.chosen = [self._choices(at) for at in range(len(outline.main))]
 
-    def build(self) -> ZeroOneProgram:
+    def build(self) -> tuple[ZeroOneProgram, Meaning]:
         stored = self._forward_part()
         live = [stored]
         intervals: list[_Span] = []
@@ -164,7 +169,14 @@ class _Relaxation:
                 self._joined(intervals[first : first + length], live[first + 1 : first + length + 1])
         if len(intervals) > 1:
             self._joined(intervals, live[1:])
-        return self.rows.program(self.constant_ms, self.groups)
+        meaning = Meaning(
+            stored=stored,
+            chosen=self.chosen,
+            checkpoints=self.checkpoints,
+            live=live[1:],
+            modelled=self.modelled,
+        )
+        return self.rows.program(self.constant_ms, self.groups), meaning
 
     def _choices(self, at: int) -> list[tuple[Option, int]]:
         options = _worthwhile(self.outline, at, self.lifetimes, self.modelled)
@@ -188,22 +200,85 @@ class _Relaxation:
                 if operator not in early:
                     early[operator] = self.rows.column(outline.least_ms(operator))
                 self.rows.row([(column, 1.0), (early[operator], -1.0)], 0.0)
+        waiting = self._waiting(stored)
         for at in range(outline.forward_main):
             # A stored value is live from its maker on; one that is pinned here is counted already.
+            live = {
+                value: column
+                for value, column in stored.items()
+                if position.get(self.maker[value], at) < at and not pinned(outline, self.lifetimes, value, at)
+            }
+            may_read = outline.may_read[outline.main[at]]
             self._memory(
                 at,
-                {
-                    value: column
-                    for value, column in stored.items()
-                    if position.get(self.maker[value], at) < at and not pinned(outline, self.lifetimes, value, at)
-                },
+                live,
+                [
+                    (column, size_bytes)
+                    for source, column, size_bytes in waiting
+                    if position[self.maker[source]] < at
+                    and source not in may_read
+                    and not pinned(outline, self.lifetimes, source, at)
+                ],
             )
             for option, choice in self.chosen[at]:
                 for value in option.overwrites & stored.keys():
                     if self.maker[value] in position:
                         terms = [(stored[value], 1.0)] + ([(choice, 1.0)] if choice >= 0 else [])
                         self.rows.row(terms, 1.0 if choice >= 0 else 0.0)
+        for operator, column in early.items():
+            self._early_memory(operator, column, stored)
         return stored
+
+    def _waiting(self, stored: dict[int, int]) -> list[tuple[int, int, int]]:
+        """What stored outputs of optional operators weigh before it is known whether the operator ran.
+
+        Until it ran, what it reads has to stay: either the output is live or a source of it. Each source that
+        is not stored itself gives (source, column, bytes): so much is live after the source's maker. What
+        several outputs weigh by the same source is never more than the source.
+        """
+        size = self.outline.size_bytes
+        found: list[tuple[int, int, int]] = []
+        left = dict(enumerate(size))
+        for value, column in stored.items():
+            operator = self.maker[value]
+            if operator in self.outline.position:
+                continue
+            sources = [
+                source
+                for source in self.outline.must_read[operator] & self.modelled
+                if self.maker[source] in self.outline.position
+            ]
+            if not sources:
+                continue
+            source = max(sources, key=lambda candidate: (left[candidate], candidate))
+            weight = min(size[value], left[source])
+            left[source] -= weight
+            alone = column
+            if source in stored:
+                alone = self.rows.column()
+                self.rows.row([(column, 1.0), (stored[source], -1.0), (alone, -1.0)], 0.0)
+            found.append((source, alone, weight))
+        return found
+
+    def _early_memory(self, operator: int, column: int, stored: dict[int, int]) -> None:
+        """The memory of an optional operator that runs in the forward part.
+
+        Whatever is stored and made no later than one of its sources is live beside it. Where it does not run,
+        the row says that this much fits when the forward part ends.
+        """
+        outline, size, position = self.outline, self.outline.size_bytes, self.outline.position
+        reads = outline.must_read[operator] & self.modelled
+        ready = max((position.get(self.maker[value], -1) for value in reads), default=-1)
+        beside = [
+            (stored[value], size[value] * self.scale)
+            for value in stored
+            if position.get(self.maker[value], ready + 1) <= ready and value not in reads
+        ]
+        places = range(ready + 1, outline.forward_main + 1)
+        fixed = min((self.lifetimes.fixed_bytes[at] for at in places if at < len(outline.main)), default=0)
+        slack = self._spare(outline.forward_main) if outline.forward_main < len(outline.main) else 0
+        own = sum(size[value] for value in reads) + self._least_rerun_bytes(operator)
+        self.rows.row([*beside, (column, (own + slack) * self.scale)], (self.room - fixed + slack) * self.scale)
 
     def _runs(self, start: int) -> dict[int, int]:
         """A column for each operator that could usefully run outside the main run from place `start` on."""
@@ -258,10 +333,14 @@ class _Relaxation:
                         terms.append((choice, 1.0))
                     self.rows.row(terms, 1.0 if choice >= 0 else 0.0)
 
-    def _memory(self, at: int, live: dict[int, int]) -> None:
-        """The memory of main operator `at` is within the budget."""
+    def _memory(self, at: int, live: dict[int, int], also: Sequence[tuple[int, int]] = ()) -> None:
+        """The memory of main operator `at`, with what is live before it, is within the budget.
+
+        `also` has columns and bytes of more that is live.
+        """
         size = self.outline.size_bytes
         terms = [(column, size[value] * self.scale) for value, column in live.items()]
+        terms += [(column, size_bytes * self.scale) for column, size_bytes in also]
         room = self.room - self.lifetimes.fixed_bytes[at]
         for option, choice in self.chosen[at]:
             own = own_bytes(self.outline, at, option, self.lifetimes, self.modelled)
@@ -270,6 +349,25 @@ class _Relaxation:
             else:
                 terms.append((choice, own * self.scale))
         self.rows.row(terms, room * self.scale)
+
+    def _spare(self, at: int) -> int:
+        """By how much what is live before a main operator may exceed the budget: its step frees so much."""
+        size = self.outline.size_bytes
+        needs = (sum(size[v] for v in option.writes) + option.first_extra_bytes for option, _ in self.chosen[at])
+        return max(0, -min(needs))
+
+    def _least_rerun_bytes(self, operator: int) -> int:
+        """What a run outside the main run takes beyond the values that it reads in every implementation."""
+        outline, size = self.outline, self.outline.size_bytes
+        least: list[int] = []
+        for option in outline.options[operator]:
+            extra = option.again_extra_bytes
+            if operator not in outline.position:
+                extra = min(extra, option.first_extra_bytes)
+            beside = option.overwrites - outline.must_read[operator] | option.overwrites - self.modelled
+            written = [value for value in option.writes if not outline.held[value]]
+            least.append(extra + sum(size[value] for value in beside) + sum(size[value] for value in written))
+        return min(least)
 
     def _joined(self, intervals: list[_Span], live: list[dict[int, int]]) -> None:
         """The supply rows again over several intervals, with a column for `ran at least once` in all of them.
@@ -286,6 +384,20 @@ class _Relaxation:
             self.rows.row([(column, 1.0), *runs], 0.0)
         places = range(intervals[0].places[0], intervals[-1].places[-1] + 1)
         self._supply(_Span(places=places, before=intervals[0].before, once=once), live)
+
+
+def relaxation(
+    outline: Outline, budget_bytes: int, *, checkpoint_limit: int = 60, value_limit: int = 400
+) -> tuple[ZeroOneProgram, Meaning]:
+    """Build the relaxation, coarser the smaller the limits are.
+
+    Args:
+        outline: the problem.
+        budget_bytes: the budget.
+        checkpoint_limit: the most backward operators that get a memory row.
+        value_limit: the most values that are modelled; the largest are.
+    """
+    return _Relaxation(outline, budget_bytes, checkpoint_limit, value_limit).build()
 
 
 def _worthwhile(outline: Outline, at: int, lifetimes: Lifetimes, modelled: frozenset[int]) -> list[Option]:

@@ -13,8 +13,10 @@ from monetlite.schedule import Status, Step, plain_steps, simulate
 from monetlite.solving import baselines
 from monetlite.solving.bounds import integer_bound, latency_bound, smallest_budget_bound, trivial_bound_ms
 from monetlite.solving.exhaustive import exhaustive
+from monetlite.solving.guide import guided_steps
 from monetlite.solving.options import Outline
 from monetlite.solving.program import check_solver, solve_program
+from monetlite.solving.relaxation import Floats, Meaning
 from monetlite.solving.smallest import SMALL_OPERATORS, smallest_budget
 from monetlite.solving.templates import full_template
 
@@ -31,8 +33,8 @@ _PROGRAM_SLOTS = 1200
 _PROGRAM_OPERATORS = 100
 _PASSES = 2
 """How often each stage of the program offers its candidates; two leave out next to nothing."""
-PROVEN_GAP = 1e-9
-"""Latencies closer than this, relatively, are the same: rounding of sums."""
+PROVEN_GAP = 4e-6
+"""A bound closer than this, relatively, proves an optimum: branch and bound gives up 2e-6 for tolerances."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,9 @@ class _Race:
         self.leanest: tuple[Step, ...] | None = None
         self.leanest_bytes: int | None = None
         self.methods: list[str] = []
+        self.guides: list[tuple[Step, ...]] = []
+        self.bounding = False
+        self.failure: BaseException | None = None
         self.phase = "start"
 
     @property
@@ -142,6 +147,12 @@ class _Race:
             if method not in self.methods:
                 self.methods.append(method)
         self.tell()
+
+    def guide(self, outline: Outline, meaning: Meaning, solution: Floats) -> None:
+        """Let the search begin from what a solution of the relaxation amounts to."""
+        steps = guided_steps(outline, meaning, solution)
+        if steps is not None:
+            self.guides.append(steps)
 
     def tell(self) -> None:
         if self.report is not None:
@@ -220,6 +231,7 @@ def _run(race: _Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...],
         if race.should_stop():
             return False
     bounding = threading.Thread(target=_bound, args=(race,), name="monetlite-bound", daemon=True)
+    race.bounding = True
     bounding.start()
     try:
         _improve(race, seed=seed, solver=solver)
@@ -228,6 +240,8 @@ def _run(race: _Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...],
     finally:
         race.stopped.set()
         bounding.join(_GRACE_SECONDS)
+    if race.failure is not None:
+        raise race.failure
     return False
 
 
@@ -273,6 +287,8 @@ def _search(race: _Race, seed: int, *, share: float) -> None:
         seconds=max(0.1, race.left * share),
         seed=seed,
         starts=() if race.steps is None else (race.steps,),
+        guides=race.guides,
+        neighbour_busy=lambda: race.bounding,
         on_improvement=lambda better: race.offer(better.steps, "search"),
         should_stop=race.should_stop,
     )
@@ -283,21 +299,35 @@ def _search(race: _Race, seed: int, *, share: float) -> None:
 def _bound(race: _Race) -> None:
     """Raise the bound beside the search: by the linear relaxation, then by branch and bound on it."""
     try:
-        linear = latency_bound(race.profile, race.budget_bytes, seconds=0.6 * race.left)
-        race.raise_bound(linear.lower_bound_ms, "HiGHS")
-        if linear.program is None or race.should_stop():
-            return
-        bound_ms = integer_bound(
-            linear.program,
-            seconds=max(0.0, race.left - _GRACE_SECONDS),
-            cutoff_ms=race.latency_ms,
-            on_bound=lambda better_ms: race.raise_bound(better_ms, "SCIP bound"),
-            should_stop=race.should_stop,
-        )
-        race.raise_bound(bound_ms, "SCIP bound")
+        _raise_bound(race)
     except SolverError as error:
         # Without its solver there is only the simple bound: the schedule itself does not depend on it.
         _LOG.warning("no better bound: %s", error)
+    except BaseException as error:
+        race.failure = error
+        race.stopped.set()
+    finally:
+        race.bounding = False
+
+
+def _raise_bound(race: _Race) -> None:
+    outline = Outline.of(race.profile)
+    linear = latency_bound(race.profile, race.budget_bytes, seconds=0.6 * race.left)
+    race.raise_bound(linear.lower_bound_ms, "HiGHS")
+    program, meaning = linear.program, linear.meaning
+    if program is None or meaning is None or race.should_stop():
+        return
+    if linear.solution is not None:
+        race.guide(outline, meaning, linear.solution)
+    bound_ms = integer_bound(
+        program,
+        seconds=max(0.0, race.left - _GRACE_SECONDS),
+        cutoff_ms=race.latency_ms,
+        on_bound=lambda better_ms: race.raise_bound(better_ms, "HiGHS"),
+        on_solution=lambda solution: race.guide(outline, meaning, solution),
+        should_stop=race.should_stop,
+    )
+    race.raise_bound(bound_ms, "HiGHS")
 
 
 def _find_smallest(race: _Race, seed: int, seconds: float = 5.0) -> None:
