@@ -28,6 +28,7 @@ _HOME = {
     "profile": "monetlite.api",
     "simulate": "monetlite.schedule",
     "solve": "monetlite.api",
+    "sweep": "monetlite.api",
     "trace": "monetlite.tracing",
     "verify": "monetlite.runtime",
 }
@@ -41,6 +42,7 @@ __all__ = [
     "profile",
     "simulate",
     "solve",
+    "sweep",
     "trace",
     "verify",
 ]

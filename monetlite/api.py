@@ -1,19 +1,19 @@
 """The pipeline in four calls: trace, profile, solve, and the three in one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from monetlite.choices import Choices
 from monetlite.costs import Profile
-from monetlite.errors import DeviceError, InfeasibleBudget
+from monetlite.errors import DeviceError, InfeasibleBudget, ScheduleMismatch
 from monetlite.graph import OPTIMIZER_STEP, OperatorGraph
-from monetlite.schedule import Schedule, Status, plain_steps, simulate
+from monetlite.schedule import Schedule, Status, Step, Timeline, plain_steps, simulate
 from monetlite.units import format_bytes, parse_budget
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from monetlite.solving.solve import Progress
+    from monetlite.solving.solve import Progress, Solution
     from monetlite.tracing import Inputs
 
 
@@ -64,6 +64,7 @@ def solve(
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
+    starts: "Iterable[Schedule]" = (),
     progress: "Callable[[Progress], None] | None" = None,
 ) -> Schedule:
     """Find the fastest schedule within a memory budget.
@@ -77,31 +78,103 @@ def solve(
             schedule could be.
         solver: for the exact program: `"SCIP"`, `"HIGHS"`, or `"GUROBI"` where it is installed.
         seed: of the search; the same seed gives the same schedule as far as time limits allow.
+        starts: schedules for the same graph to begin from, such as one for a smaller budget: the result is
+            never slower than those that fit.
         progress: told the incumbent and the bound as they improve.
 
     Raises:
         BudgetError: the budget can't be read.
+        ScheduleMismatch: a start is for another graph.
         InfeasibleBudget: nothing fits, or nothing was found; says the smallest budget that is known to do.
         SolverError: the solver is not installed.
     """
     from monetlite.solving.solve import solve_profile
 
-    graph = profile.graph
-    plain = simulate(profile, plain_steps(graph))
+    plain = simulate(profile, plain_steps(profile.graph))
     budget_bytes = parse_budget(budget, plain.peak_bytes)
     solution = solve_profile(
-        profile, budget_bytes, time_limit=time_limit, seed=seed, solver=solver, progress=progress
+        profile,
+        budget_bytes,
+        time_limit=time_limit,
+        seed=seed,
+        solver=solver,
+        starts=[_steps_of(profile.graph, start) for start in starts],
+        progress=progress,
     )
     if solution.steps is None:
         raise _nothing_fits(profile, budget_bytes, solution.status, solution.smallest_proven_bytes, solution)
-    timeline = simulate(profile, solution.steps, budget_bytes)
+    return _schedule(profile, plain, budget_bytes, solution, solution.steps)
+
+
+def sweep(
+    profile: Profile,
+    budgets: "Iterable[str | int | float]",
+    *,
+    time_limit: float = 60.0,
+    solver: str = "SCIP",
+    seed: int = 0,
+    progress: "Callable[[int, Progress], None] | None" = None,
+) -> "dict[str | int | float, Schedule | None]":
+    """Solve for several budgets, where more memory never gives a slower schedule.
+
+    Each solve begins from the schedules of the smaller budgets.
+
+    Args:
+        profile: from `monetlite.profile`.
+        budgets: as in `solve`, in any order.
+        time_limit: seconds for each budget.
+        solver, seed: as in `solve`.
+        progress: told the budget in bytes, and how its solve stands.
+
+    Returns:
+        The schedule of each budget; None where nothing fits or nothing was found.
+
+    Raises:
+        BudgetError: a budget can't be read.
+        SolverError: the solver is not installed.
+    """
+    from monetlite.solving.sweep import sweep_profile
+
+    plain = simulate(profile, plain_steps(profile.graph))
+    in_bytes = {budget: parse_budget(budget, plain.peak_bytes) for budget in budgets}
+    solutions = sweep_profile(
+        profile, list(in_bytes.values()), time_limit=time_limit, seed=seed, solver=solver, progress=progress
+    )
+    schedules: dict[str | int | float, Schedule | None] = {}
+    for budget, budget_bytes in in_bytes.items():
+        solution = solutions[budget_bytes]
+        schedules[budget] = (
+            None if solution.steps is None else _schedule(profile, plain, budget_bytes, solution, solution.steps)
+        )
+    return schedules
+
+
+def _steps_of(graph: OperatorGraph, schedule: Schedule) -> tuple[Step, ...]:
+    """The steps of a schedule for the same graph, for whatever budget and device.
+
+    Raises:
+        ScheduleMismatch: it is for another graph.
+    """
+    if schedule.fingerprint != graph.fingerprint:
+        raise ScheduleMismatch(
+            f"the schedule to start from is for another graph ({schedule.name}, {schedule.operators} operators)"
+        )
+    return schedule.choices.steps(graph)
+
+
+def _schedule(
+    profile: Profile, plain: Timeline, budget_bytes: int, solution: "Solution", steps: tuple[Step, ...]
+) -> Schedule:
+    """A solution's steps as what is saved and shared."""
+    graph = profile.graph
+    timeline = simulate(profile, steps, budget_bytes)
     return Schedule(
         name=graph.name,
         fingerprint=graph.fingerprint,
         structure=graph.structure,
         operators=sum(operator.family != OPTIMIZER_STEP for operator in graph.operators),
         inputs=graph.inputs,
-        choices=Choices.of_steps(graph, solution.steps),
+        choices=Choices.of_steps(graph, steps),
         budget_bytes=budget_bytes,
         peak_bytes=timeline.peak_bytes,
         latency_ms=timeline.latency_ms,

@@ -4,7 +4,8 @@
 
 The folder holds NAME.json instances and published.json ({name: {budget in GiB: [objective, bound]}}). Every
 schedule is checked by the judge, a script that is told the instance, the schedule and the budget. Objectives
-are in the instance's latency unit. Baselines are solved once for each point.
+are in the instance's latency unit. Baselines are solved once for each point; they store, recompute and
+compress as they do, and run each step with the fastest algorithm that fits of those that differ in nothing else.
 """
 
 import argparse
@@ -51,7 +52,10 @@ def baseline_objectives(
 
     def fits(steps: tuple[Step, ...] | None) -> float | None:
         try:
-            return None if steps is None else simulate(profile, steps, budget_bytes).latency_ms / unit_ms
+            if steps is None:
+                return None
+            steps = baselines.with_fitting_algorithms(profile, steps, budget_bytes)
+            return simulate(profile, steps, budget_bytes).latency_ms / unit_ms
         except IllegalSchedule:
             return None
 
@@ -62,8 +66,8 @@ def baseline_objectives(
         "greedy": fits(baselines.greedy(profile, budget_bytes)),
     }
     for name, restricted in (
-        ("Checkmate", baselines.restrict_checkmate(profile)),
-        ("Gist", baselines.restrict_gist(profile)),
+        ("Checkmate", baselines.restrict_checkmate(profile, algorithms=True)),
+        ("Gist", baselines.restrict_gist(profile, algorithms=True)),
     ):
         found = search(restricted.profile, budget_bytes, seconds=seconds)
         objectives[name] = fits(None if found is None else restricted.steps(found.steps))

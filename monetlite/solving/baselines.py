@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from monetlite.costs import Profile
-from monetlite.graph import OperatorGraph, Phase, ValueKind
-from monetlite.schedule import Step, plain_steps
+from monetlite.graph import Implementation, OperatorGraph, Phase, ValueKind
+from monetlite.schedule import Step, plain_steps, simulate
 
 
 def store_all(profile: Profile) -> tuple[Step, ...]:
@@ -178,27 +178,62 @@ class Restriction:
         return tuple((operator, self.original[operator][choice]) for operator, choice in steps)
 
 
-def restrict_checkmate(profile: Profile) -> Restriction:
-    """Storage and recomputation only, with default implementations (Checkmate, Jain et al., MLSys 2020)."""
-    return _restrict(profile, lambda operator, choice: choice == 0)
+def restrict_checkmate(profile: Profile, *, algorithms: bool = False) -> Restriction:
+    """Storage and recomputation only, with default implementations (Checkmate, Jain et al., MLSys 2020).
+
+    With `algorithms`, also with those that read, write and overwrite the same values as the default: it may
+    then choose a convolution algorithm that fits.
+    """
+
+    def allowed(operator: int, choice: int) -> bool:
+        ways = profile.graph.operators[operator].implementations
+        return choice == 0 or (algorithms and _same_values(ways[0], ways[choice]))
+
+    return _restrict(profile, allowed)
 
 
-def restrict_gist(profile: Profile) -> Restriction:
+def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Restriction:
     """Masks and other compact intermediates, but no recomputation (Gist, Jain et al., ISCA 2018).
 
     Operators that are not optional can't be run again; of the implementations only those are left that are
-    the default or read an intermediate.
+    the default or read an intermediate; with `algorithms`, as for Checkmate.
     """
     kinds = [value.kind for value in profile.graph.values]
 
-    def reads_intermediate(operator: int, choice: int) -> bool:
-        reads = profile.graph.operators[operator].implementations[choice].reads
-        return choice == 0 or any(kinds[value] is ValueKind.INTERMEDIATE for value in reads)
+    def allowed(operator: int, choice: int) -> bool:
+        ways = profile.graph.operators[operator].implementations
+        compact = any(kinds[value] is ValueKind.INTERMEDIATE for value in ways[choice].reads)
+        return choice == 0 or compact or (algorithms and _same_values(ways[0], ways[choice]))
 
-    restricted = _restrict(profile, reads_intermediate)
+    restricted = _restrict(profile, allowed)
     operators = tuple(replace(op, rerunnable=False) for op in restricted.profile.graph.operators)
     graph = replace(restricted.profile.graph, operators=operators)
     return replace(restricted, profile=replace(restricted.profile, graph=graph))
+
+
+def _same_values(one: Implementation, other: Implementation) -> bool:
+    """Whether two implementations read, write and overwrite the same."""
+    return (set(one.reads), one.writes, one.overwrites) == (set(other.reads), other.writes, other.overwrites)
+
+
+def with_fitting_algorithms(profile: Profile, steps: Sequence[Step], budget_bytes: int) -> tuple[Step, ...]:
+    """The same steps, each with the fastest implementation that fits of those that differ in nothing else."""
+    memory_bytes = simulate(profile, steps).memory_bytes
+    ran: set[int] = set()
+    chosen: list[Step] = []
+    for at, (operator, choice) in enumerate(steps):
+        costs = [cost.of_run(again=operator in ran) for cost in profile.costs[operator]]
+        implementations = profile.graph.operators[operator].implementations
+        ran.add(operator)
+
+        room_bytes = budget_bytes - memory_bytes[at] + costs[choice][1]
+        same = [
+            (max(0, costs[other][1] - room_bytes), costs[other][0], other)
+            for other in range(len(costs))
+            if _same_values(implementations[choice], implementations[other])
+        ]
+        chosen.append((operator, min(same)[2]))
+    return tuple(chosen)
 
 
 def _restrict(profile: Profile, allowed: Callable[[int, int], bool]) -> Restriction:

@@ -1,6 +1,6 @@
 """Between schedules and genomes: what a list of steps amounts to, and the steps that a genome amounts to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy
 
@@ -79,7 +79,13 @@ def _end_of_forward(problem: Problem, steps: Sequence[Step]) -> int:
 
 
 def decode(
-    problem: Problem, genome: Integers, scratch: Scratch, budget_bytes: int, weight: float, penalty: float
+    problem: Problem,
+    genome: Integers,
+    scratch: Scratch,
+    budget_bytes: int,
+    weight: float,
+    penalty: float,
+    evaluate: Callable[..., float] = evaluate,
 ) -> tuple[Step, ...] | None:
     """The steps of a genome, each with the best implementation for the budget; None if it leads nowhere."""
     if evaluate(problem.tables, genome, scratch, budget_bytes, weight, penalty, numpy.inf) == numpy.inf:

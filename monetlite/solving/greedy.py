@@ -7,7 +7,7 @@ import numpy
 
 from monetlite.schedule import Step
 from monetlite.solving.genomes import decode, keep_everything
-from monetlite.solving.kernel import evaluate
+from monetlite.solving.kernel import evaluate, evaluate_interpreted
 from monetlite.solving.layout import (
     LATENCY,
     OVERFLOW,
@@ -25,10 +25,14 @@ STAY_AFTER_RERUN, RERUN_EVERY_TIME = ~1, 0
 
 
 class Greedy:
-    """Greedy choices of what to drop, for one problem and budget."""
+    """Greedy choices of what to drop, for one problem and budget.
 
-    def __init__(self, problem: Problem, budget_bytes: int) -> None:
+    With `interpreted` nothing is compiled: slower by some thousand times, and there at once.
+    """
+
+    def __init__(self, problem: Problem, budget_bytes: int, *, interpreted: bool = False) -> None:
         self.problem = problem
+        self.evaluate = evaluate_interpreted if interpreted else evaluate
         self.budget_bytes = budget_bytes
         self.scratch = new_scratch(problem.value_count, problem.operator_count, 20 * problem.operator_count)
         self.order = numpy.array(
@@ -43,13 +47,15 @@ class Greedy:
 
     def genomes(self) -> Iterator[Integers]:
         """What fits the budget, each way of choosing once."""
-        for genome in (
-            self._first_of_all(STAY_AFTER_RERUN),
-            self._first_of_all(RERUN_EVERY_TIME),
-            self._helpful(),
-        ):
+        for way in (self._stay_after_rerun, self._rerun_every_time, self._helpful):
+            genome = way()
             if genome is not None:
                 yield genome
+
+    def first(self) -> tuple[Step, ...] | None:
+        """The steps of the first way that fits, without trying the others; None if none does."""
+        genome = next(self.genomes(), None)
+        return None if genome is None else self._steps(genome)
 
     def best(self) -> tuple[Step, ...] | None:
         """The fastest of them as steps; None if none fits."""
@@ -61,7 +67,10 @@ class Greedy:
                 fastest = latency_ms, genome
         if fastest is None:
             return None
-        return decode(self.problem, fastest[1], self.scratch, self.budget_bytes, 1.0, self._never_fits)
+        return self._steps(fastest[1])
+
+    def _steps(self, genome: Integers) -> tuple[Step, ...] | None:
+        return decode(self.problem, genome, self.scratch, self.budget_bytes, 1.0, self._never_fits, self.evaluate)
 
     @property
     def _never_fits(self) -> float:
@@ -69,10 +78,16 @@ class Greedy:
 
     def _overflow_bytes(self, genome: Integers) -> float:
         """What steps need beyond the budget, summed over steps."""
-        cost = evaluate(
+        cost = self.evaluate(
             self.problem.tables, genome, self.scratch, self.budget_bytes, 1.0, self._never_fits, numpy.inf
         )
         return float(self.scratch.totals[OVERFLOW]) if cost < numpy.inf else math.inf
+
+    def _stay_after_rerun(self) -> Integers | None:
+        return self._first_of_all(STAY_AFTER_RERUN)
+
+    def _rerun_every_time(self) -> Integers | None:
+        return self._first_of_all(RERUN_EVERY_TIME)
 
     def _first_of_all(self, rest: int) -> Integers | None:
         """Drop the first values in order; as few as it takes, by bisection."""

@@ -6,7 +6,6 @@ legal as it is; but it sees the whole problem at once, and what it stores is mos
 
 from collections.abc import Iterator
 
-
 from monetlite.schedule import Step
 from monetlite.solving.options import Option, Outline
 from monetlite.solving.relaxation import Floats, Meaning
@@ -42,9 +41,7 @@ class _Reading:
     def steps(self) -> Iterator[Step]:
         outline, forward = self.outline, self.outline.forward_main
         stored = {value for value, column in self.meaning.stored.items() if self.solution[column] > 0.5}
-        early = {
-            maker for value in stored for maker in outline.producers[value] if maker not in outline.position
-        }
+        early = {maker for value in stored for maker in outline.producers[value] if maker not in outline.position}
         for at in range(forward):
             yield from self._run(outline.main[at], self._chosen(at))
             for operator in sorted(early):

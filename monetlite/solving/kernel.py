@@ -8,6 +8,8 @@ All in one file, since numba's cache does not notice when a compiled function of
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numba
 import numpy
@@ -363,6 +365,28 @@ def evaluate(
     return cost
 
 
+def evaluate_interpreted(
+    tables: Tables,
+    genome: Integers,
+    scratch: Scratch,
+    budget_bytes: int,
+    weight: float,
+    penalty: float,
+    bound: float,
+) -> float:
+    """`evaluate` by the interpreter: for a few evaluations before anything is compiled."""
+    count = _interpreted(generate)(tables, genome, scratch)
+    if count < 0 or weight * scratch.totals[LEAST_LATENCY] > bound:
+        return math.inf
+    return float(_interpreted(price)(tables, scratch, count, budget_bytes, weight, penalty, bound))
+
+
+def _interpreted(function: Any) -> Callable[..., Any]:
+    """The Python function that was compiled; with NUMBA_DISABLE_JIT it is that already."""
+    plain: Callable[..., Any] = getattr(function, "py_func", function)
+    return plain
+
+
 @inner
 def draw(random: NDArray[numpy.uint64]) -> float:
     """The next number in [0, 1) of an xorshift64* generator."""
@@ -638,7 +662,8 @@ def anneal(
 ) -> bool:
     """Iterations `begin` to `end` of a run of `total`; whether it stopped since something fits.
 
-    `genome` is what the run stands at; `elite` has genomes that moves may copy from; what fits and is faster than record[BEST_LATENCY] is copied to `best`.
+    `genome` is what the run stands at; `elite` has genomes that moves may copy from. What fits and is faster
+    than record[BEST_LATENCY] is copied to `best`.
     """
     weight = plan[WEIGHT]
     temperature = plan[TEMPERATURE_START]

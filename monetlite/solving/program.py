@@ -2,8 +2,7 @@
 
 A template is a sequence of slots: every main operator once, and between them candidates, operators that may
 run there or not. The full template offers every useful candidate in every stage, in graph order, `passes`
-times over, so that re-runs in another order, or twice within a stage, can be stated; `polish` offers an
-incumbent's own steps, and everything within a window of it.
+times over, so that re-runs in another order, or twice within a stage, can be stated.
 
 | here | is | MONeT (Shah et al., ICLR 2021), Checkmate (Jain et al., MLSys 2020) |
 | --- | --- | --- |
@@ -33,7 +32,7 @@ from monetlite.costs import Profile
 from monetlite.errors import IllegalSchedule, SolverError
 from monetlite.schedule import Status, Step, simulate
 from monetlite.solving.options import Option, Outline
-from monetlite.solving.templates import Slot, full_template, window_template
+from monetlite.solving.templates import Slot, full_template
 
 SOLVERS = ("SCIP", "HIGHS", "GUROBI")
 _PACKAGES = {"SCIP": "pyscipopt", "HIGHS": "highspy", "GUROBI": "gurobipy"}
@@ -131,7 +130,7 @@ class _Program:
             choices = self._choices(slot)
             self.runs.append(choices)
             columns = [(column, 1.0) for _, column, _ in choices]
-            if slot.main or slot.fixed:
+            if slot.main:
                 self.equal.add(columns, 1.0)
             else:
                 self.less.add(columns, 1.0)
@@ -139,9 +138,9 @@ class _Program:
             for option, column, first in choices:
                 own = sum(self._new_bytes(value, slot) for value in option.writes)
                 own += option.first_extra_bytes if first else option.again_extra_bytes
-                optional_slack = 0.0 if slot.main or slot.fixed else slack
+                optional_slack = 0.0 if slot.main else slack
                 memory.append((column, own * self.scale + optional_slack))
-            self.less.add(memory, self.room * self.scale + (0.0 if slot.main or slot.fixed else slack))
+            self.less.add(memory, self.room * self.scale + (0.0 if slot.main else slack))
             change = self._touch(at, choices, last_touch)
             following = self._column(boolean=False, upper=everything)
             self.equal.add([(following, 1.0), (total, -1.0), *change], 0.0)
@@ -282,32 +281,6 @@ def _complete(outline: Outline, passes: int, latency_ms: float) -> bool:
     spare_ms = latency_ms - math.fsum(outline.main_least_ms)
     least_ms = min((outline.least_ms(operator) for operator in outline.extra), default=math.inf)
     return least_ms > 0 and spare_ms / least_ms < passes + 1
-
-
-def polish(
-    profile: Profile,
-    budget_bytes: int,
-    incumbent: tuple[Step, ...],
-    *,
-    seconds: float,
-    seed: int = 0,
-    width: int = 24,
-    solver: str = "SCIP",
-) -> ProgramResult:
-    """Improve legal steps: every choice is free within a random window of stages, and fixed outside of it.
-
-    Re-runs of the incumbent before the window may be dropped, and implementations chosen anew, everywhere.
-
-    Args:
-        profile, budget_bytes, solver: as in `solve_program`.
-        incumbent: legal steps within the budget.
-        seconds: the solver's time limit.
-        seed: where the window lies. width: how many stages it covers.
-    """
-    outline = Outline.of(profile)
-    latency_ms = simulate(profile, incumbent, budget_bytes).latency_ms
-    slots = window_template(outline, incumbent, seed=seed, width=width)
-    return _solve(outline, budget_bytes, slots, seconds=seconds, cutoff_ms=latency_ms, solver=solver)
 
 
 def _solve(

@@ -348,9 +348,7 @@ class _Worker:
         """Nothing fits yet: from where a run ended, look for anything that does."""
         hot_bytes = 0.01 * self.search.problem.plain_peak_bytes
         lean = _Walker(walker.genome, (hot_bytes, hot_bytes / 1000, 1.0, 1.0, 0.0), walker.total)
-        self.workspace.advance(
-            lean, self.search.budget_bytes, 1.0, self.search.finished, stop_when_fits=True
-        )
+        self.workspace.advance(lean, self.search.budget_bytes, 1.0, self.search.finished, stop_when_fits=True)
         if lean.best_ms < math.inf:
             self._tell(lean)
             self._note(lean)
@@ -422,7 +420,7 @@ def search(
     Args:
         profile: the graph and its costs.
         budget_bytes: no step may need more.
-        seconds: when to stop, at the latest; compiling at the first use on a machine comes on top.
+        seconds: when to stop; compiling at the first use on a machine counts, and is always finished.
         seed: runs with the same seed that get equally far find the same.
         starts: schedules to begin from, legal ones within the budget or not.
         guides: steps to refine, with implementations or an order that may be illegal; more may be appended
@@ -435,9 +433,8 @@ def search(
         The best schedule, or None if nothing was found that fits.
     """
     problem = build_problem(profile)
-    state = _Search(problem, budget_bytes, 0.0, seed)
+    state = _Search(problem, budget_bytes, time.monotonic() + seconds, seed)
     warm_up(problem, state.moves)
-    state.deadline = time.monotonic() + seconds
     state.neighbour_busy = neighbour_busy
     incumbent = _Incumbent(profile, budget_bytes, on_improvement)
     _seed(state, incumbent, starts)

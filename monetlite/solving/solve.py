@@ -13,8 +13,10 @@ from monetlite.schedule import Status, Step, plain_steps, simulate
 from monetlite.solving import baselines
 from monetlite.solving.bounds import integer_bound, latency_bound, smallest_budget_bound, trivial_bound_ms
 from monetlite.solving.exhaustive import exhaustive
+from monetlite.solving.greedy import Greedy
 from monetlite.solving.guide import guided_steps
 from monetlite.solving.options import Outline
+from monetlite.solving.problem import build_problem
 from monetlite.solving.program import check_solver, solve_program
 from monetlite.solving.relaxation import Floats, Meaning
 from monetlite.solving.smallest import SMALL_OPERATORS, smallest_budget
@@ -26,8 +28,13 @@ _PROBE_SHARE = 0.1
 _SMALLEST_SECONDS, _SMALLEST_SHARE = 4.0, 0.08
 """How long a solve that found something goes on to look for the smallest budget: seconds, and share of the time."""
 
+_CLOSING_SECONDS, _CLOSING_SHARE = 1.5, 0.025
+"""What is left of the time for stopping everybody and for the last checks."""
+
 _GRACE_SECONDS = 0.5
 """What a solver is given to stop when it is asked to."""
+_INTERPRETED_OPERATORS = 1500
+"""The largest graph for which a few interpreted evaluations take less than a second."""
 _PROGRAM_SLOTS = 1200
 """The largest full program that is worth building beside a search."""
 _PROGRAM_OPERATORS = 100
@@ -128,7 +135,11 @@ class _Race:
         with self.lock:
             if self.leanest_bytes is None or timeline.peak_bytes < self.leanest_bytes:
                 self.leanest, self.leanest_bytes = steps, timeline.peak_bytes
-            if timeline.peak_bytes > self.budget_bytes or timeline.latency_ms >= self.latency_ms:
+            if timeline.peak_bytes > self.budget_bytes:
+                return
+            # Ties are broken by what was found, never by who came first.
+            known = (self.latency_ms, self.peak_bytes or 0, self.steps or ())
+            if (timeline.latency_ms, timeline.peak_bytes, steps) >= known:
                 return
             self.steps, self.latency_ms, self.peak_bytes = steps, timeline.latency_ms, timeline.peak_bytes
             if method not in self.methods:
@@ -192,7 +203,8 @@ def solve_profile(
         SolverError: `solver` is unknown or not installed.
     """
     solver = check_solver(solver)
-    race = _Race(profile, budget_bytes, time.monotonic() + time_limit, progress)
+    closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * time_limit)
+    race = _Race(profile, budget_bytes, time.monotonic() + time_limit - closing, progress)
     infeasible = False
     try:
         infeasible = _run(race, seed=seed, solver=solver, starts=tuple(starts))
@@ -218,6 +230,10 @@ def _run(race: _Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...],
     race.offer(baselines.store_all(profile), "store all")
     if race.should_stop():
         return False
+    if race.steps is None and len(profile.graph.operators) <= _INTERPRETED_OPERATORS:
+        # Something that fits, before anything is compiled.
+        first = Greedy(build_problem(profile), budget_bytes, interpreted=True).first()
+        race.offer(() if first is None else first, "greedy")
     if len(profile.graph.operators) <= SMALL_OPERATORS:
         race.phase = "exhaustive"
         exact = exhaustive(profile, budget_bytes, seconds=0.3 * race.left, should_stop=race.should_stop)

@@ -53,7 +53,7 @@ def test_any_multipliers_give_a_valid_bound(seed: int) -> None:
     smallest = exhaustive_smallest_peak(profile)
     assert smallest.reached_bytes is not None
     best = exhaustive(profile, smallest.reached_bytes)
-    program = relaxation(Outline.of(profile), smallest.reached_bytes)
+    program, _ = relaxation(Outline.of(profile), smallest.reached_bytes)
     for _ in range(20):
         multipliers = rng.normal(size=program.limit.size) * rng.choice([0.1, 1, 10])
         assert dual_bound_ms(program, multipliers) <= best.latency_ms

@@ -9,7 +9,7 @@ from random_graphs import random_profile
 from monetlite.errors import SolverError
 from monetlite.schedule import Status, plain_steps, simulate
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
-from monetlite.solving.program import polish, solve_program
+from monetlite.solving.program import solve_program
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -32,20 +32,6 @@ def test_optimum_is_that_of_the_exhaustive_search(seed: int) -> None:
     below = solve_program(profile, smallest.reached_bytes - 1, seconds=30, passes=2)
     assert below.status is Status.INFEASIBLE
     assert below.steps is None
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_polish_never_loses(seed: int) -> None:
-    profile = random_profile(random.Random(seed), forward_operators=6)
-    smallest = exhaustive_smallest_peak(profile)
-    assert smallest.reached_bytes is not None
-    assert smallest.steps is not None
-    before = simulate(profile, smallest.steps, smallest.reached_bytes).latency_ms
-    best = exhaustive(profile, smallest.reached_bytes)
-    result = polish(profile, smallest.reached_bytes, smallest.steps, seconds=20, seed=seed, width=3)
-    assert result.steps is not None
-    assert best.latency_ms - 1e-6 <= result.latency_ms <= before + 1e-4
-    assert result.lower_bound_ms is None
 
 
 def test_unknown_and_missing_solvers() -> None:

@@ -1,0 +1,73 @@
+"""Several budgets for one profile, each with what the others know."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from monetlite.costs import Profile
+from monetlite.schedule import Status, Step
+from monetlite.solving.solve import PROVEN_GAP, Progress, Solution, solve_profile
+
+
+def sweep_profile(
+    profile: Profile,
+    budgets_bytes: Sequence[int],
+    *,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    solver: str = "SCIP",
+    progress: Callable[[int, Progress], None] | None = None,
+) -> dict[int, Solution]:
+    """Solve for several budgets; a larger one never has the slower schedule, nor the higher bound.
+
+    The smallest budget comes first, since its schedule fits all others: each solve begins from those before
+    it. A bound for a budget holds for every smaller one, and what is proven infeasible makes all smaller
+    budgets so.
+
+    Args:
+        profile: the graph and its costs.
+        budgets_bytes: the budgets, in any order.
+        time_limit: seconds for each budget.
+        seed, solver: as in `solve_profile`.
+        progress: told the budget, and how its solve stands.
+
+    Raises:
+        SolverError: `solver` is unknown or not installed.
+    """
+    ascending = sorted(set(budgets_bytes))
+    solutions: dict[int, Solution] = {}
+    starts: list[tuple[Step, ...]] = []
+    for budget_bytes in ascending:
+        solution = solve_profile(
+            profile,
+            budget_bytes,
+            time_limit=time_limit,
+            seed=seed,
+            solver=solver,
+            starts=starts[-2:],
+            progress=None if progress is None else _of(budget_bytes, progress),
+        )
+        starts += [steps for steps in (solution.smallest_reached_steps, solution.steps) if steps is not None]
+        solutions[budget_bytes] = solution
+    proven_bytes = max((solution.smallest_proven_bytes for solution in solutions.values()), default=0)
+    bound_ms = 0.0
+    for budget_bytes in reversed(ascending):
+        solution = solutions[budget_bytes]
+        bound_ms = max(bound_ms, solution.lower_bound_ms)
+        solutions[budget_bytes] = _with(solution, budget_bytes, bound_ms, proven_bytes)
+    return solutions
+
+
+def _of(budget_bytes: int, progress: Callable[[int, Progress], None]) -> Callable[[Progress], None]:
+    return lambda state: progress(budget_bytes, state)
+
+
+def _with(solution: Solution, budget_bytes: int, bound_ms: float, proven_bytes: int) -> Solution:
+    """The same solution, with what the other budgets proved."""
+    status = solution.status
+    if solution.latency_ms is not None:
+        bound_ms = min(bound_ms, solution.latency_ms)
+        if solution.latency_ms <= bound_ms * (1 + PROVEN_GAP):
+            status = Status.OPTIMAL
+    elif budget_bytes < proven_bytes:
+        status = Status.INFEASIBLE
+    return replace(solution, status=status, lower_bound_ms=bound_ms, smallest_proven_bytes=proven_bytes)
