@@ -66,19 +66,34 @@ def minimise_dual_bound(
             return math.copysign(math.inf, bound)
         return program.constant_ms + unit_ms * bound
 
+    raised: list[BaseException] = []
+
     def watch(event: Any) -> None:
-        if on_bound is not None:
-            on_bound(in_ms(float(event.data_out.mip_dual_bound)))
-        if should_stop is not None and should_stop():
+        try:
+            if raised:
+                event.interrupt()
+                return
+            if on_bound is not None:
+                on_bound(in_ms(float(event.data_out.mip_dual_bound)))
+            if should_stop is not None and should_stop():
+                event.interrupt()
+        except BaseException as error:
+            # Nothing may be thrown through the solver.
+            raised.append(error)
             event.interrupt()
 
     def found(event: Any) -> None:
-        if on_solution is not None:
-            on_solution(np.array(event.data_out.mip_solution, dtype=np.float64))
+        try:
+            if on_solution is not None and not raised:
+                on_solution(np.array(event.data_out.mip_solution, dtype=np.float64))
+        except BaseException as error:
+            raised.append(error)
 
     highs.cbMipInterrupt.subscribe(watch)
     highs.cbMipImprovingSolution.subscribe(found)
     highs.run()
+    if raised:
+        raise raised[0]
     if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         return math.inf
     return in_ms(float(highs.getInfo().mip_dual_bound))

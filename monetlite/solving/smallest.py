@@ -42,7 +42,7 @@ def smallest_budget(
         if exact.complete:
             return exact
         proven_bytes, steps = max(proven_bytes, exact.proven_bytes), exact.steps
-    from monetlite.solving.search import minimise_peak
+    from monetlite.solving.leanest import minimise_peak
 
     left = deadline - time.monotonic()
     if left > 0 and not (should_stop is not None and should_stop()):

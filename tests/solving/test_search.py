@@ -13,7 +13,8 @@ from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resi
 from monetlite.schedule import plain_steps, simulate
 from monetlite.solving import baselines
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
-from monetlite.solving.search import Found, minimise_peak, search
+from monetlite.solving.leanest import minimise_peak
+from monetlite.solving.search import Found, search
 
 
 def chain(length: int, *, size_bytes: int = 8, latency_ms: float = 1.0) -> Profile:
