@@ -24,6 +24,8 @@ on the latency of all of them:
 - gradients that a later operator reads in every implementation stay live until then, for nothing makes them
   again; held values stay live to the end; these are constants;
 - runs in different intervals are different runs, so their cheapest latencies add up;
+- an optional operator that runs in the forward part has everything beside it that is stored and was made before
+  it; until it runs, what it reads stays;
 - memory during re-runs is ignored, as are values that are small, have several makers, or are not modelled:
   they are taken to weigh nothing and to be always there.
 """
@@ -225,8 +227,9 @@ class _Relaxation:
                     if self.maker[value] in position:
                         terms = [(stored[value], 1.0)] + ([(choice, 1.0)] if choice >= 0 else [])
                         self.rows.row(terms, 1.0 if choice >= 0 else 0.0)
-        for operator, column in early.items():
-            self._early_memory(operator, column, stored)
+        if outline.forward_main:
+            for operator, column in early.items():
+                self._early_memory(operator, column, stored)
         return stored
 
     def _waiting(self, stored: dict[int, int]) -> list[tuple[int, int, int]]:
@@ -263,8 +266,8 @@ class _Relaxation:
     def _early_memory(self, operator: int, column: int, stored: dict[int, int]) -> None:
         """The memory of an optional operator that runs in the forward part.
 
-        Whatever is stored and made no later than one of its sources is live beside it. Where it does not run,
-        the row says that this much fits when the forward part ends.
+        Whatever is stored and made no later than one of its sources is live beside it, for nothing is made
+        twice there. Where it does not run, the row says no more than the last forward operator's.
         """
         outline, size, position = self.outline, self.outline.size_bytes, self.outline.position
         reads = outline.must_read[operator] & self.modelled
@@ -274,11 +277,9 @@ class _Relaxation:
             for value in stored
             if position.get(self.maker[value], ready + 1) <= ready and value not in reads
         ]
-        places = range(ready + 1, outline.forward_main + 1)
-        fixed = min((self.lifetimes.fixed_bytes[at] for at in places if at < len(outline.main)), default=0)
-        slack = self._spare(outline.forward_main) if outline.forward_main < len(outline.main) else 0
-        own = sum(size[value] for value in reads) + self._least_rerun_bytes(operator)
-        self.rows.row([*beside, (column, (own + slack) * self.scale)], (self.room - fixed + slack) * self.scale)
+        slack = max(0, *(-option.first_extra_bytes for option, _ in self.chosen[outline.forward_main - 1]))
+        own = sum(size[value] for value in reads) + self._least_bytes(operator)
+        self.rows.row([*beside, (column, (own + slack) * self.scale)], (self.room + slack) * self.scale)
 
     def _runs(self, start: int) -> dict[int, int]:
         """A column for each operator that could usefully run outside the main run from place `start` on."""
@@ -350,24 +351,16 @@ class _Relaxation:
                 terms.append((choice, own * self.scale))
         self.rows.row(terms, room * self.scale)
 
-    def _spare(self, at: int) -> int:
-        """By how much what is live before a main operator may exceed the budget: its step frees so much."""
-        size = self.outline.size_bytes
-        needs = (sum(size[v] for v in option.writes) + option.first_extra_bytes for option, _ in self.chosen[at])
-        return max(0, -min(needs))
-
-    def _least_rerun_bytes(self, operator: int) -> int:
-        """What a run outside the main run takes beyond the values that it reads in every implementation."""
+    def _least_bytes(self, operator: int) -> int:
+        """What a run of an optional operator takes beyond the modelled values that it reads in any case."""
         outline, size = self.outline, self.outline.size_bytes
-        least: list[int] = []
-        for option in outline.options[operator]:
-            extra = option.again_extra_bytes
-            if operator not in outline.position:
-                extra = min(extra, option.first_extra_bytes)
-            beside = option.overwrites - outline.must_read[operator] | option.overwrites - self.modelled
-            written = [value for value in option.writes if not outline.held[value]]
-            least.append(extra + sum(size[value] for value in beside) + sum(size[value] for value in written))
-        return min(least)
+        counted = outline.must_read[operator] & self.modelled
+        return min(
+            min(option.first_extra_bytes, option.again_extra_bytes)
+            + sum(size[value] for value in option.overwrites - counted)
+            + sum(size[value] for value in option.writes if not outline.held[value])
+            for option in outline.options[operator]
+        )
 
     def _joined(self, intervals: list[_Span], live: list[dict[int, int]]) -> None:
         """The supply rows again over several intervals, with a column for `ran at least once` in all of them.

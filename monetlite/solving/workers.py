@@ -217,21 +217,25 @@ class Worker:
         self.workspace.advance(lean, self.search.budget_bytes, 1.0, self.search.finished, stop_when_fits=True)
         if lean.best_ms < math.inf:
             self._tell(lean)
-            self._note(lean)
 
     def _tell(self, walker: Walker) -> None:
         """Hand the best of a run on."""
         self.best_ms = walker.best_ms
         self.idle = -1
+        self._remember(walker)
         steps = self.workspace.steps(walker.best, self.search.budget_bytes)
         if steps is not None:
             self.search.found.put(steps)
 
     def _note(self, walker: Walker) -> None:
-        """Remember the best of a run that ended."""
+        """Account for a run that ended."""
         self.idle += 1
-        known = [latency_ms for latency_ms, _ in self.elite]
-        if walker.best_ms < math.inf and walker.best_ms not in known:
+        if walker.best_ms < math.inf:
+            self._remember(walker)
+
+    def _remember(self, walker: Walker) -> None:
+        """Keep the best of a run, if there are few better ones."""
+        if all(latency_ms != walker.best_ms for latency_ms, _ in self.elite):
             self.elite.append((walker.best_ms, walker.best.copy()))
             self.elite.sort(key=lambda member: member[0])
             del self.elite[ELITE:]

@@ -1,5 +1,6 @@
 """Bounds are never above what the exhaustive search shows to be possible."""
 
+import os
 import random
 
 import numpy as np
@@ -19,7 +20,11 @@ from monetlite.solving.options import Outline
 from monetlite.solving.relaxation import relaxation
 
 
-@pytest.mark.parametrize("seed", range(150))
+GRAPHS = int(os.environ.get("MONETLITE_GRAPHS", "150"))
+"""How many random graphs bounds are compared on with the optimum; thousands before a release."""
+
+
+@pytest.mark.parametrize("seed", range(GRAPHS))
 def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng, forward_operators=rng.randint(2, 7))
@@ -40,7 +45,7 @@ def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
         )
         assert trivial_bound_ms(profile) <= bound.lower_bound_ms + 1e-9
         assert bound.lower_bound_ms <= best.latency_ms * (1 + 1e-9)
-        if bound.program is not None and seed % 6 == 0:
+        if bound.program is not None:
             cutoff = rng.choice([float("inf"), best.latency_ms])
             tight = integer_bound(bound.program, seconds=10, cutoff_ms=cutoff)
             assert bound.lower_bound_ms * (1 - 1e-5) <= tight <= best.latency_ms * (1 + 1e-9)
