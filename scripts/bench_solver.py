@@ -10,13 +10,16 @@ compress as they do, and run each step with the fastest algorithm that fits of t
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -74,9 +77,9 @@ def baseline_objectives(
     return objectives
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every point in turn."""
     published = json.loads((arguments.instances / "published.json").read_text(encoding="utf-8"))
-    points: list[dict[str, Any]] = []
     for name, budgets in published.items():
         path = arguments.instances / f"{name}.json"
         if name == "about" or (arguments.only and name not in arguments.only):
@@ -99,22 +102,19 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 if solution.steps is not None:
                     steps = instance_steps(instance, solution.steps)
                     reached = judged(arguments.judge, path, steps, float(budget))
-                points.append(
-                    {
-                        "instance": name,
-                        "budget_gib": float(budget),
-                        "seed": seed,
-                        "status": str(solution.status),
-                        "objective": reached,
-                        "bound": solution.lower_bound_ms / unit_ms,
-                        "seconds": round(seconds, 1),
-                        "published_objective": objective,
-                        "published_bound": bound,
-                        "baselines": reference,
-                    }
-                )
                 sys.stderr.write(f"{name} {budget} GiB seed {seed}: {reached} (published {objective})\n")
-    return points
+                yield {
+                    "instance": name,
+                    "budget_gib": float(budget),
+                    "seed": seed,
+                    "status": str(solution.status),
+                    "objective": reached,
+                    "bound": solution.lower_bound_ms / unit_ms,
+                    "seconds": round(seconds, 1),
+                    "published_objective": objective,
+                    "published_bound": bound,
+                    "baselines": reference,
+                }
 
 
 def table(points: list[dict[str, Any]]) -> str:
@@ -145,6 +145,26 @@ def table(points: list[dict[str, Any]]) -> str:
         cells += ["over budget" if value is None else f"{value:.0f}" for value in point["baselines"].values()]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def summary(points: list[dict[str, Any]]) -> list[str]:
+    """For each instance and budget, the median objective over seeds and the worst, over the published one."""
+    lines = [
+        "| instance | GiB | seeds | median / published | worst / published | largest gap |",
+        "|" + " --- |" * 6,
+    ]
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for point in points:
+        groups.setdefault((point["instance"], point["budget_gib"]), []).append(point)
+    for (name, budget), group in groups.items():
+        reached = [math.inf if point["objective"] is None else point["objective"] for point in group]
+        published = group[0]["published_objective"]
+        gap = max(1 - point["bound"] / objective for point, objective in zip(group, reached, strict=True))
+        lines.append(
+            f"| {name} | {budget:g} | {len(group)} | {statistics.median(reached) / published:.4f} "
+            f"| {max(reached) / published:.4f} | {gap:.2%} |"
+        )
+    return lines
 
 
 def hardware() -> str:
@@ -181,9 +201,8 @@ def main() -> int:
     parser.add_argument(
         "--baseline-seconds", type=float, default=10.0, help="for each of Checkmate and Gist; 0: none"
     )
-    parser.add_argument("--output", type=Path, default=Path("docs"), help="folder for the report (default docs)")
+    parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"), help="folder for the report")
     arguments = parser.parse_args()
-    points = measure(arguments)
     now = datetime.now(UTC)
     about = {
         "date": now.isoformat(timespec="seconds"),
@@ -192,12 +211,16 @@ def main() -> int:
         "time_limit_seconds": arguments.time_limit,
     }
     arguments.output.mkdir(parents=True, exist_ok=True)
-    stem = arguments.output / f"solver-{now:%Y-%m-%d-%H%M}"
-    stem.with_suffix(".json").write_text(json.dumps({**about, "points": points}, indent=1), encoding="utf-8")
-    lines = [f"# Solver on the published instances, {now:%Y-%m-%d}", ""]
-    lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in about.items()]
-    lines += ["", table(points), ""]
-    stem.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
+    stem = arguments.output / f"solver_{now:%Y-%m-%d_%H%M}"
+    points: list[dict[str, Any]] = []
+    for point in measure(arguments):
+        # Written after every point: an hour's work is not lost with its last minute.
+        points.append(point)
+        stem.with_suffix(".json").write_text(json.dumps({**about, "points": points}, indent=1), encoding="utf-8")
+        lines = [f"# Solver on the published instances, {now:%Y-%m-%d}", ""]
+        lines += [f"- {key.replace('_', ' ')}: {value}" for key, value in about.items()]
+        lines += ["", *summary(points), "", table(points), ""]
+        stem.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
     sys.stdout.write(f"{stem.with_suffix('.md')}\n")
     return 0
 

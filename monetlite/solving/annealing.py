@@ -124,12 +124,6 @@ class Workspace:
         return False
 
 
-def warm_up(problem: Problem, moves: Moves) -> None:
-    """Compile, or load what was compiled before, so that no thread's time goes to it."""
-    walker = Walker(keep_everything(problem), (1.0, 0.1, 1.0, 2.0, 1.0), 1)
-    Workspace(problem, moves, 0).advance(walker, 1, 1.0, lambda: False)
-
-
 def round_down(iterations: float) -> int:
     """The next of 2ⁿ and 3·2ⁿ⁻¹ below: runs are then as long again where the machine is about as fast."""
     power: int = 2 ** max(6, int(math.log2(max(64.0, iterations))))

@@ -9,7 +9,8 @@ All in one file, since numba's cache does not notice when a compiled function of
 
 import math
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numba
 import numpy
@@ -83,13 +84,27 @@ from monetlite.solving.layout import (
     Tables,
 )
 
-entry = numba.njit(cache=True, nogil=True, error_model="numpy")
-"""Compiles what Python calls."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-inner = numba.njit(  # type: ignore[call-overload]  # numba's own annotations lack the last two
-    cache=True, nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
-)
-"""Compiles what only compiled code calls; the wrappers that are left out take as long as the function."""
+
+def _compiled(function: Any, **options: Any) -> Any:
+    try:
+        return numba.njit(cache=True, nogil=True, error_model="numpy", **options)(function)
+    except RuntimeError:
+        # No folder where numba could keep what it compiles: neither beside this file nor in the home folder.
+        return numba.njit(nogil=True, error_model="numpy", **options)(function)
+
+
+def entry(function: _Function) -> _Function:
+    """Compiles what Python calls."""
+    compiled: _Function = _compiled(function)
+    return compiled
+
+
+def inner(function: _Function) -> _Function:
+    """Compiles what only compiled code calls; the wrappers that are left out take as long as the function."""
+    compiled: _Function = _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+    return compiled
 
 
 @inner
@@ -698,3 +713,9 @@ def anneal(
             if stop_when_fits:
                 return True
     return False
+
+
+def cache_folder() -> Path | None:
+    """Where numba keeps what it compiles; None where it keeps nothing."""
+    statistics = getattr(anneal, "stats", None)
+    return None if statistics is None or statistics.cache_path is None else Path(statistics.cache_path)

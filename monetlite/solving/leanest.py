@@ -7,7 +7,8 @@ from monetlite.costs import Profile
 from monetlite.errors import IllegalSchedule
 from monetlite.schedule import Step, simulate
 from monetlite.solving import baselines
-from monetlite.solving.annealing import Walker, Workspace, round_down, warm_up
+from monetlite.solving.annealing import Walker, Workspace, round_down
+from monetlite.solving.compiling import ensure_compiled
 from monetlite.solving.genomes import encode
 from monetlite.solving.moves import build_moves
 from monetlite.solving.problem import build_problem
@@ -30,13 +31,17 @@ def minimise_peak(
     """
     problem = build_problem(profile)
     moves = build_moves(problem)
-    warm_up(problem, moves)
     deadline = time.monotonic() + seconds
-    workspace = Workspace(problem, moves, seed)
     best_steps: tuple[Step, ...] = tuple(baselines.store_all(profile))
     best_bytes = simulate(profile, best_steps).peak_bytes
+    known = list(known_schedules(profile, starts))
+    if not ensure_compiled(deadline, should_stop):
+        best_steps = min([best_steps, *map(tuple, known)], key=lambda steps: _peak(profile, steps))
+        timeline = simulate(profile, best_steps)
+        return Found(steps=best_steps, latency_ms=timeline.latency_ms, peak_bytes=timeline.peak_bytes)
+    workspace = Workspace(problem, moves, seed)
     best = encode(problem, best_steps)
-    for steps in known_schedules(profile, starts):
+    for steps in known:
         for candidate in (steps, workspace.smallest_peak(encode(problem, steps))[1]):
             if candidate is not None and (peak_bytes := _peak(profile, candidate)) < best_bytes:
                 best_bytes, best_steps = peak_bytes, tuple(candidate)

@@ -16,7 +16,8 @@ from monetlite.costs import Profile
 from monetlite.errors import IllegalSchedule
 from monetlite.schedule import Step, simulate
 from monetlite.solving import baselines
-from monetlite.solving.annealing import Workspace, warm_up
+from monetlite.solving.annealing import Workspace
+from monetlite.solving.compiling import ensure_compiled
 from monetlite.solving.genomes import encode, keep_everything
 from monetlite.solving.greedy import Greedy
 from monetlite.solving.layout import LATENCY, OVERFLOW, Integers
@@ -79,7 +80,7 @@ def search(
     Args:
         profile: the graph and its costs.
         budget_bytes: no step may need more.
-        seconds: when to stop; compiling at the first use on a machine counts, and is always finished.
+        seconds: when to stop; compiling at the first use on a machine counts.
         seed: runs with the same seed that get equally far find the same.
         starts: schedules to begin from, legal ones within the budget or not.
         guides: steps to refine, with implementations or an order that may be illegal; more may be appended
@@ -93,9 +94,12 @@ def search(
     """
     problem = build_problem(profile)
     state = SharedState(problem, budget_bytes, time.monotonic() + seconds, seed)
-    warm_up(problem, state.moves)
-    state.neighbour_busy = neighbour_busy
     incumbent = _Incumbent(profile, budget_bytes, on_improvement)
+    if not ensure_compiled(state.deadline, should_stop):
+        for steps in known_schedules(profile, starts):
+            incumbent.offer(steps)
+        return incumbent.found
+    state.neighbour_busy = neighbour_busy
     _seed(state, incumbent, starts)
     if incumbent.found is not None and incumbent.found.latency_ms <= problem.least_latency_ms * (1 + 1e-12):
         return incumbent.found

@@ -19,7 +19,6 @@ from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.options import Outline
 from monetlite.solving.relaxation import relaxation
 
-
 GRAPHS = int(os.environ.get("MONETLITE_GRAPHS", "150"))
 """How many random graphs bounds are compared on with the optimum; thousands before a release."""
 

@@ -1,0 +1,87 @@
+"""Gets the compiled core (`kernel`) ready: from numba's cache, or compiled once by a process of its own.
+
+Compiling takes ten seconds or more of one core. In another process it does not hold up the threads of this one,
+and can be left alone when the time is up: it goes on, and the next solve finds its result.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+
+from monetlite.costs import Cost, Profile, ProfileKind
+from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.solving import kernel
+from monetlite.solving.annealing import Walker, Workspace
+from monetlite.solving.genomes import keep_everything
+from monetlite.solving.moves import build_moves
+from monetlite.solving.problem import build_problem
+
+_COMMAND = "from monetlite.solving.compiling import load; load()"
+
+
+def load() -> None:
+    """Compile everything, or load what was compiled before."""
+    problem = build_problem(_tiny_profile())
+    moves = build_moves(problem)
+    walker = Walker(keep_everything(problem), (1.0, 0.1, 1.0, 2.0, 1.0), 1)
+    workspace = Workspace(problem, moves, 0)
+    workspace.advance(walker, 1, 1.0, lambda: False)
+    kernel.evaluate(problem.tables, walker.genome, workspace.scratch, 1, 1.0, 1.0, numpy.inf)
+
+
+def ensure_compiled(deadline: float, should_stop: Callable[[], bool] | None = None) -> bool:
+    """Have the core ready by a deadline (of `time.monotonic`); whether it is.
+
+    Where numba has nothing in its cache, another process compiles; it is left to itself when time is up.
+    """
+    if is_cached():
+        load()
+        return True
+    if kernel.cache_folder() is None:
+        # What another process compiled could not be found.
+        load()
+        return True
+    process = subprocess.Popen(
+        [sys.executable, "-c", _COMMAND],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while process.poll() is None:
+        if time.monotonic() >= deadline or (should_stop is not None and should_stop()):
+            return False
+        time.sleep(0.05)
+    load()
+    return True
+
+
+def is_cached() -> bool:
+    """Whether numba's cache seems to have the core for the source as it is."""
+    folder = kernel.cache_folder()
+    if folder is None:
+        return False
+    source = Path(kernel.__file__)
+    indexes = list(folder.glob(f"{source.stem}.anneal-*.nbi"))
+    return any(index.stat().st_mtime >= source.stat().st_mtime for index in indexes)
+
+
+def _tiny_profile() -> Profile:
+    """The smallest step there is: types are all that compiling depends on."""
+    value = Value(name="value", kind=ValueKind.ACTIVATION, size_bytes=1)
+    gradient = Value(name="gradient", kind=ValueKind.GRADIENT, size_bytes=1)
+    operators = tuple(
+        Operator(
+            name=phase.value,
+            family=phase.value,
+            phase=phase,
+            implementations=(Implementation(name="default", reads=reads, writes=writes),),
+        )
+        for phase, reads, writes in ((Phase.FORWARD, (), (0,)), (Phase.BACKWARD, (0,), (1,)))
+    )
+    graph = OperatorGraph(name="tiny", operators=operators, values=(value, gradient), resident=Resident())
+    costs = ((Cost(latency_ms=1.0, workspace_bytes=0),),) * 2
+    return Profile(graph=graph, device="", kind=ProfileKind.ESTIMATED, costs=costs)

@@ -1,0 +1,92 @@
+"""Before the core is compiled there are answers already, and waiting for it ends when time is up."""
+
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_graphs import random_profile
+
+from monetlite.schedule import plain_steps, simulate
+from monetlite.solving import compiling, kernel
+from monetlite.solving.genomes import keep_everything
+from monetlite.solving.greedy import Greedy
+from monetlite.solving.kernel import evaluate, evaluate_interpreted
+from monetlite.solving.layout import new_scratch
+from monetlite.solving.leanest import minimise_peak
+from monetlite.solving.problem import build_problem
+from monetlite.solving.search import search
+from monetlite.solving.solve import solve_profile
+
+
+class NeverDone:
+    """A process that compiles for ever."""
+
+    def poll(self) -> int | None:
+        return None
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """As on a machine that never ran this; what is started, is returned, and never ends."""
+    started: list[list[str]] = []
+
+    def start(command: list[str], **_: object) -> NeverDone:
+        started.append(command)
+        return NeverDone()
+
+    monkeypatch.setattr(kernel, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return started
+
+
+def test_a_first_solve_in_no_time(nothing_compiled: list[list[str]]) -> None:
+    profile = random_profile(random.Random(3), forward_operators=40)
+    budget_bytes = int(0.9 * simulate(profile, plain_steps(profile.graph)).peak_bytes)
+    solution = solve_profile(profile, budget_bytes, time_limit=0.5)
+    assert nothing_compiled
+    assert solution.steps is not None
+    assert simulate(profile, solution.steps, budget_bytes).latency_ms == solution.latency_ms
+
+
+def test_known_schedules_are_kept(nothing_compiled: list[list[str]]) -> None:
+    profile = random_profile(random.Random(3), forward_operators=30)
+    plain = plain_steps(profile.graph)
+    peak_bytes = simulate(profile, plain).peak_bytes
+    found = search(profile, peak_bytes, seconds=0.1, starts=[plain])
+    assert found is not None
+    assert found.peak_bytes <= peak_bytes
+    assert minimise_peak(profile, seconds=0.1).peak_bytes <= peak_bytes
+    assert len(nothing_compiled) == 2
+
+
+def test_waiting_stops_when_asked(nothing_compiled: list[list[str]]) -> None:
+    assert not compiling.ensure_compiled(time.monotonic() + 600, lambda: True)
+    assert len(nothing_compiled) == 1
+
+
+def test_without_a_cache_it_compiles_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "cache_folder", lambda: None)
+    assert compiling.ensure_compiled(0.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_interpreted_and_compiled_agree(seed: int) -> None:
+    profile = random_profile(random.Random(seed), forward_operators=12)
+    problem = build_problem(profile)
+    budget_bytes = int(0.8 * problem.plain_peak_bytes)
+    numbers = np.random.default_rng(seed)
+    genome = keep_everything(problem)
+    genome[problem.droppable] = numbers.integers(0, 16, problem.droppable.size)
+    results = []
+    for way in (evaluate, evaluate_interpreted):
+        scratch = new_scratch(problem.value_count, problem.operator_count, 20 * problem.operator_count + 64)
+        cost = way(problem.tables, genome, scratch, budget_bytes, 1.0, 0.5, np.inf)
+        results.append((cost, *scratch.totals))
+    assert results[0] == pytest.approx(results[1])
+    greedy, quick = (
+        Greedy(problem, budget_bytes, interpreted=interpreted).first() for interpreted in (False, True)
+    )
+    assert greedy == quick
