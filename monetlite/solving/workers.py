@@ -30,8 +30,8 @@ BRACKET = 8
 HALVING = ((0.2, 3), (0.4, 1))
 """How many runs explore side by side; after which part of them how many go on, those with the least cost.
 
-Where a run ends up is all but decided by then: on ResNet-50 the cost at a fifth of a run has a correlation of
-0.85 with the latency at its end, at two fifths of 0.98. (Successive halving, Jamieson & Talwalkar, 2016.)
+Where a run ends up is mostly decided by then: on ResNet-50 the cost at a fifth of a run has a correlation of
+about 0.8 with the latency at its end, at two fifths of about 0.9. (Successive halving, Jamieson & Talwalkar, 2016.)
 """
 
 SMALL_PROBLEM = 12
