@@ -16,12 +16,8 @@ from monetlite.costs import Profile
 from monetlite.solving.highs import minimise_dual_bound, solve_linear
 from monetlite.solving.lifetimes import certain_lifetimes, own_bytes, pinned
 from monetlite.solving.options import Option, Outline
-from monetlite.solving.relaxation import (
-    Floats,
-    Meaning,
-    ZeroOneProgram,
-    relaxation,
-)
+from monetlite.solving.relaxation import Meaning, relaxation
+from monetlite.solving.zero_one import Floats, ZeroOneProgram
 
 _ROUNDING = 1e-11
 """How much of the summed magnitudes a floating-point bound gives up, to stay below its exact value."""

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from monetlite.schedule import Step
 from monetlite.solving.options import Option, Outline
-from monetlite.solving.relaxation import Floats, Meaning
+from monetlite.solving.relaxation import Meaning
+from monetlite.solving.zero_one import Floats
 
 
 def guided_steps(outline: Outline, meaning: Meaning, solution: Floats) -> tuple[Step, ...] | None:

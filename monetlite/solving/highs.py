@@ -8,7 +8,7 @@ import numpy as np
 from scipy import sparse
 
 from monetlite.errors import SolverError
-from monetlite.solving.relaxation import Floats, ZeroOneProgram
+from monetlite.solving.zero_one import Floats, ZeroOneProgram
 
 _USUAL_COST = 1e4
 """What costs are scaled to add up to, since the solver's tolerances on them are absolute."""

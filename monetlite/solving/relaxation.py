@@ -30,74 +30,17 @@ on the latency of all of them:
   they are taken to weigh nothing and to be always there.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-from scipy import sparse
 
 from monetlite.solving.lifetimes import Lifetimes, certain_lifetimes, own_bytes, pinned
 from monetlite.solving.options import Option, Outline
+from monetlite.solving.zero_one import Builder, ZeroOneProgram
 
 _SPAN_LENGTHS = (16,)
 """Besides single intervals and the whole backward part, supply rows are written over so many intervals."""
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Integers: TypeAlias = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroOneProgram:
-    """Minimise `constant + cost·x` over `matrix·x ≤ limit`, x in {0, 1}, exactly one of each group being 1.
-
-    `group[j]` is the group of column j, or −1. Memory rows are scaled to about 1.
-    """
-
-    constant_ms: float
-    cost_ms: Floats
-    matrix: sparse.csr_array
-    limit: Floats
-    group: Integers
-    groups: int
-
-
-@dataclass
-class _Builder:
-    """Collects columns and rows."""
-
-    cost_ms: list[float] = field(default_factory=list)
-    group: list[int] = field(default_factory=list)
-    row_of: list[int] = field(default_factory=list)
-    column_of: list[int] = field(default_factory=list)
-    entries: list[float] = field(default_factory=list)
-    limit: list[float] = field(default_factory=list)
-
-    def column(self, cost_ms: float = 0.0, group: int = -1) -> int:
-        self.cost_ms.append(cost_ms)
-        self.group.append(group)
-        return len(self.cost_ms) - 1
-
-    def row(self, terms: Iterable[tuple[int, float]], limit: float) -> None:
-        """Add Σ coefficient · column ≤ limit; columns may repeat."""
-        row = len(self.limit)
-        for column, coefficient in terms:
-            self.row_of.append(row)
-            self.column_of.append(column)
-            self.entries.append(coefficient)
-        self.limit.append(limit)
-
-    def program(self, constant_ms: float, groups: int) -> ZeroOneProgram:
-        shape = (len(self.limit), len(self.cost_ms))
-        return ZeroOneProgram(
-            constant_ms=constant_ms,
-            cost_ms=np.array(self.cost_ms, dtype=np.float64),
-            matrix=sparse.csr_array((self.entries, (self.row_of, self.column_of)), shape=shape),
-            limit=np.array(self.limit, dtype=np.float64),
-            group=np.array(self.group, dtype=np.int64),
-            groups=groups,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +80,7 @@ class _Relaxation:
 
     def __init__(self, outline: Outline, budget_bytes: int, checkpoint_limit: int, value_limit: int) -> None:
         self.outline = outline
-        self.rows = _Builder()
+        self.rows = Builder()
         self.lifetimes = certain_lifetimes(outline)
         self.room = float(budget_bytes - outline.resident_bytes)
         self.scale = 1.0 / max(abs(self.room), 1.0)

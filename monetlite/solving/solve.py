@@ -18,9 +18,10 @@ from monetlite.solving.guide import guided_steps
 from monetlite.solving.options import Outline
 from monetlite.solving.problem import build_problem
 from monetlite.solving.program import check_solver, solve_program
-from monetlite.solving.relaxation import Floats, Meaning
+from monetlite.solving.relaxation import Meaning
 from monetlite.solving.smallest import SMALL_OPERATORS, smallest_budget
 from monetlite.solving.templates import full_template
+from monetlite.solving.zero_one import Floats
 
 _LOG = logging.getLogger(__name__)
 _PROBE_SHARE = 0.1

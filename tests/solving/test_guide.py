@@ -14,7 +14,8 @@ from monetlite.solving.guide import guided_steps
 from monetlite.solving.layout import new_scratch
 from monetlite.solving.options import Outline
 from monetlite.solving.problem import build_problem
-from monetlite.solving.relaxation import Floats, relaxation
+from monetlite.solving.relaxation import relaxation
+from monetlite.solving.zero_one import Floats
 
 
 @pytest.mark.parametrize("seed", range(30))
