@@ -1,16 +1,24 @@
 """The pipeline in four calls: trace, profile, solve, and the three in one."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from monetlite.choices import Choices
 from monetlite.costs import Profile
-from monetlite.errors import DeviceError, InfeasibleBudget, ScheduleMismatch
-from monetlite.graph import OPTIMIZER_STEP, OperatorGraph
+from monetlite.errors import DeviceError, InfeasibleBudget, ModelError, ScheduleMismatch
+from monetlite.graph import AS_TRACED, CHANNELS_LAST, OperatorGraph
 from monetlite.schedule import Schedule, Status, Step, Timeline, plain_steps, simulate
 from monetlite.units import format_bytes, parse_budget
 
+REORDERED = 1e-5
+"""The tolerance from which sums may be in another order."""
+TRIAL_SHARE = 0.15
+"""What part of the time each layout is tried for."""
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
     from monetlite.solving.solve import Progress, Solution
@@ -61,6 +69,7 @@ def solve(
     profile: Profile,
     budget: str | int | float,
     *,
+    tolerance: float = 0.0,
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
@@ -74,6 +83,10 @@ def solve(
         budget: the whole step's peak (weights, buffers, inputs, gradients, activations, workspace, and the
             optimizer's state if the profile has one): `"6GB"`, `"6GiB"`, bytes, or `"50%"` of plain
             training's peak.
+        tolerance: how far an operator's result may be from the default implementation's, as a fraction of the
+            largest sum of magnitudes on the way. 0: only implementations that make the same bits. 1e-5: also
+            float32 sums in another order. 1e-4: also normalisations differentiated from their output. 4e-3:
+            also activations kept as bfloat16 for their gradient.
         time_limit: seconds until the best schedule found is returned, with a bound on how much better any
             schedule could be.
         solver: for the exact program: `"SCIP"`, `"HIGHS"`, or `"GUROBI"` where it is installed.
@@ -90,6 +103,7 @@ def solve(
     """
     from monetlite.solving.solve import solve_profile
 
+    profile = profile.within(_checked_tolerance(tolerance))
     plain = simulate(profile, plain_steps(profile.graph))
     budget_bytes = parse_budget(budget, plain.peak_bytes)
     solution = solve_profile(
@@ -103,13 +117,14 @@ def solve(
     )
     if solution.steps is None:
         raise _nothing_fits(profile, budget_bytes, solution.status, solution.smallest_proven_bytes, solution)
-    return _schedule(profile, plain, budget_bytes, solution, solution.steps)
+    return _schedule(profile, plain, budget_bytes, solution, solution.steps, tolerance)
 
 
 def sweep(
     profile: Profile,
     budgets: "Iterable[str | int | float]",
     *,
+    tolerance: float = 0.0,
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
@@ -122,6 +137,7 @@ def sweep(
     Args:
         profile: from `monetlite.profile`.
         budgets: as in `solve`, in any order.
+        tolerance: as in `solve`.
         time_limit: seconds for each budget.
         solver, seed: as in `solve`.
         progress: told the budget in bytes, and how its solve stands.
@@ -135,6 +151,7 @@ def sweep(
     """
     from monetlite.solving.sweep import sweep_profile
 
+    profile = profile.within(_checked_tolerance(tolerance))
     plain = simulate(profile, plain_steps(profile.graph))
     in_bytes = {budget: parse_budget(budget, plain.peak_bytes) for budget in budgets}
     solutions = sweep_profile(
@@ -144,7 +161,9 @@ def sweep(
     for budget, budget_bytes in in_bytes.items():
         solution = solutions[budget_bytes]
         schedules[budget] = (
-            None if solution.steps is None else _schedule(profile, plain, budget_bytes, solution, solution.steps)
+            None
+            if solution.steps is None
+            else _schedule(profile, plain, budget_bytes, solution, solution.steps, tolerance)
         )
     return schedules
 
@@ -163,7 +182,12 @@ def _steps_of(graph: OperatorGraph, schedule: Schedule) -> tuple[Step, ...]:
 
 
 def _schedule(
-    profile: Profile, plain: Timeline, budget_bytes: int, solution: "Solution", steps: tuple[Step, ...]
+    profile: Profile,
+    plain: Timeline,
+    budget_bytes: int,
+    solution: "Solution",
+    steps: tuple[Step, ...],
+    tolerance: float,
 ) -> Schedule:
     """A solution's steps as what is saved and shared."""
     graph = profile.graph
@@ -172,7 +196,7 @@ def _schedule(
         name=graph.name,
         fingerprint=graph.fingerprint,
         structure=graph.structure,
-        operators=sum(operator.family != OPTIMIZER_STEP for operator in graph.operators),
+        operators=graph.traced_count,
         inputs=graph.inputs,
         choices=Choices.of_steps(graph, steps),
         budget_bytes=budget_bytes,
@@ -188,6 +212,8 @@ def _schedule(
         seconds=solution.seconds,
         environment=dict(profile.environment),
         optimizer=profile.optimizer,
+        tolerance=tolerance,
+        layout=graph.layout,
         smallest_proven_bytes=solution.smallest_proven_bytes,
         smallest_reached_bytes=solution.smallest_reached_bytes,
     )
@@ -200,19 +226,114 @@ def optimize(
     *,
     device: str | None = None,
     optimizer: str | None = None,
+    tolerance: float = 0.0,
+    layout: str | None = None,
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
 ) -> Schedule:
     """Trace a model, price its operators and solve for a schedule within a budget.
 
-    Args and errors are those of `trace`, `profile` and `solve`.
+    Args and errors are those of `trace`, `profile` and `solve`. Without a `layout`, one that changes the order
+    of sums is tried too where `tolerance` allows that, and the faster schedule returned.
     """
     from monetlite.tracing import trace
 
-    graph = trace(model, example_inputs)
-    priced = profile(graph, device, optimizer=optimizer)
-    return solve(priced, budget, time_limit=time_limit, solver=solver, seed=seed)
+    def price(chosen: str) -> Profile:
+        return profile(trace(model, example_inputs, layout=chosen), device, optimizer=optimizer)
+
+    profiles = [price(chosen) for chosen in layouts_to_try(layout, tolerance)]
+    return solve_layouts(
+        profiles,
+        budget,
+        tolerance=tolerance,
+        layout=layout,
+        time_limit=time_limit,
+        solver=solver,
+        seed=seed,
+    )
+
+
+def layouts_to_try(layout: str | None, tolerance: float) -> list[str]:
+    """The layouts that a person's choices leave open, beginning with the model's own, which is always priced.
+
+    Raises:
+        ModelError: a layout that orders sums anew, with a tolerance that forbids it.
+    """
+    if layout == CHANNELS_LAST and tolerance < REORDERED:
+        raise ModelError(
+            f"layout {CHANNELS_LAST!r} adds in another order than the model as it is, which tolerance {tolerance:g} "
+            f"rules out; allow {REORDERED:g} or more"
+        )
+    if layout is None:
+        return [AS_TRACED] if tolerance < REORDERED else [AS_TRACED, CHANNELS_LAST]
+    return list(dict.fromkeys((AS_TRACED, layout)))
+
+
+def solve_layouts(
+    profiles: "Sequence[Profile]",
+    budget: str | int | float,
+    *,
+    tolerance: float = 0.0,
+    layout: str | None = None,
+    time_limit: float = 60.0,
+    solver: str = "SCIP",
+    seed: int = 0,
+    progress: "Callable[[Progress], None] | None" = None,
+) -> Schedule:
+    """Solve one step that was traced in several layouts, for the fastest schedule of any.
+
+    Each layout is solved for a short while; the better one then has the rest of the time.
+
+    Args:
+        profiles: of the same model, the first as plain training runs it: budgets in percent and overheads are
+            relative to that one.
+        layout: the only one to solve for, if given.
+        budget, tolerance, time_limit, solver, seed, progress: as in `solve`.
+
+    Raises:
+        Those of `solve`.
+    """
+    plain = simulate(profiles[0], plain_steps(profiles[0].graph))
+    budget_bytes = parse_budget(budget, plain.peak_bytes)
+    wanted = [item for item in profiles if layout in (None, item.graph.layout)]
+    distinct = list({item.graph.fingerprint: item for item in wanted}.values())
+
+    def run(item: Profile, seconds: float, starts: "Iterable[Schedule]" = ()) -> Schedule:
+        solved = solve(
+            item,
+            budget_bytes,
+            tolerance=tolerance,
+            time_limit=seconds,
+            solver=solver,
+            seed=seed,
+            starts=starts,
+            progress=progress,
+        )
+        return replace(solved, plain_peak_bytes=plain.peak_bytes, plain_latency_ms=plain.latency_ms)
+
+    if len(distinct) == 1:
+        return run(distinct[0], time_limit)
+    trial = time_limit * TRIAL_SHARE
+    found: list[tuple[Schedule, Profile]] = []
+    refused: list[InfeasibleBudget] = []
+    for item in distinct:
+        try:
+            found.append((run(item, trial), item))
+        except InfeasibleBudget as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.reached_bytes or error.proven_bytes)
+    best, item = min(found, key=lambda pair: pair[0].latency_ms)
+    return run(item, time_limit - trial * len(distinct), [best])
+
+
+def _checked_tolerance(tolerance: float) -> float:
+    if not 0 <= tolerance < 1:
+        raise ModelError(
+            f"tolerance {tolerance} is not a fraction; 0 asks for the same bits, 1e-5 allows sums in another order"
+        )
+    return tolerance
 
 
 def _nothing_fits(

@@ -118,6 +118,19 @@ def main() -> None:
     show_default=True,
     help="Seconds.",
 )
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, max=1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="How far an operator's result may be from plain training's: 0 for the same bits, 1e-5 for sums in another "
+    "order, 1e-4 for normalisations differentiated from their output.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["as_traced", "channels_last"]),
+    help="Of images; by default whichever is faster, where the tolerance allows it.",
+)
 @click.option("--solver", type=click.Choice(["SCIP", "HIGHS", "GUROBI"]), default="SCIP", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
 @click.option(
@@ -132,6 +145,8 @@ def solve(
     device: str | None,
     optimizer: str | None,
     time_limit: float,
+    tolerance: float,
+    layout: str | None,
     solver: str,
     seed: int,
     output: str | None,
@@ -150,15 +165,24 @@ def solve(
         console, quiet = _console(as_json)
         # Read the budget, and see that the output can be written, before spending a minute on it.
         parse_budget(budget, plain_peak_bytes=2**40)
-        built, profile = _profile(spec, device, optimizer, quiet, shape)
+        layouts = api.layouts_to_try(layout, tolerance)
+        built, profiles = _profiles(spec, device, optimizer, quiet, shape, layouts)
         target = Path(output or _file_name(built.name, built.batch, budget))
         _check_folder(target)
-        budget_bytes = parse_budget(budget, simulate(profile, plain_steps(profile.graph)).peak_bytes)
+        budget_bytes = parse_budget(budget, simulate(profiles[0], plain_steps(profiles[0].graph)).peak_bytes)
         with _Solving(quiet, budget_bytes) as progress:
-            schedule = api.solve(
-                profile, budget, time_limit=time_limit, solver=solver, seed=seed, progress=progress
+            schedule = api.solve_layouts(
+                profiles,
+                budget,
+                tolerance=tolerance,
+                layout=layout,
+                time_limit=time_limit,
+                solver=solver,
+                seed=seed,
+                progress=progress,
             )
         schedule.save(target)
+        profile = next(item for item in profiles if item.graph.layout == schedule.layout)
         if as_json:
             click.echo(json.dumps(reporting.schedule_facts(schedule, str(target))))
         else:
@@ -233,7 +257,20 @@ def verify(schedule: str, spec: str, repeats: int, seed: int, as_json: bool, deb
 def _profile(
     spec: str, device: str | None, optimizer: str | None, quiet: bool, shape: dict[str, Any]
 ) -> "tuple[BuiltModel, Profile]":
-    """Build, trace and price a model, without allocating its activations."""
+    """Build, trace and price a model as plain training runs it, without allocating its activations."""
+    built, (profile,) = _profiles(spec, device, optimizer, quiet, shape, ["as_traced"])
+    return built, profile
+
+
+def _profiles(
+    spec: str,
+    device: str | None,
+    optimizer: str | None,
+    quiet: bool,
+    shape: dict[str, Any],
+    layouts: list[str],
+) -> "tuple[BuiltModel, list[Profile]]":
+    """Build a model, and trace and price it in some layouts."""
     import torch
 
     from monetlite import api
@@ -248,10 +285,18 @@ def _profile(
 
         find_device(chosen)
     built = build_model(spec, meta=True, **_shape(shape))
-    graph = trace(built.model, built.example_inputs, meta_device="cuda" if chosen == "cuda" else "cpu")
-    with _Measuring(quiet) as progress:
-        profile = api.profile(replace(graph, name=built.name), chosen, optimizer=optimizer, progress=progress)
-    return built, profile
+    profiles = []
+    for layout in layouts:
+        graph = trace(
+            built.model,
+            built.example_inputs,
+            meta_device="cuda" if chosen == "cuda" else "cpu",
+            layout=layout,
+        )
+        with _Measuring(quiet) as progress:
+            named = replace(graph, name=built.name)
+            profiles.append(api.profile(named, chosen, optimizer=optimizer, progress=progress))
+    return built, profiles
 
 
 def _shape(options: dict[str, Any]) -> dict[str, Any]:

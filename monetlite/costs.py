@@ -1,10 +1,10 @@
 """A `Profile`: an operator graph with what each implementation of each operator costs on one device."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from monetlite.graph import OperatorGraph, Resident
+from monetlite.graph import Implementation, OperatorGraph, Resident
 
 
 class ProfileKind(StrEnum):
@@ -53,6 +53,22 @@ class Profile:
 
     def __post_init__(self) -> None:
         assert [len(costs) for costs in self.costs] == [len(op.implementations) for op in self.graph.operators]
+
+    def restricted(self, allowed: Callable[[Implementation], bool]) -> "Profile":
+        """The same profile with, beside the defaults, only the implementations that are allowed."""
+        costs = tuple(
+            tuple(
+                cost
+                for number, (item, cost) in enumerate(zip(operator.implementations, of, strict=True))
+                if number == 0 or allowed(item)
+            )
+            for operator, of in zip(self.graph.operators, self.costs, strict=True)
+        )
+        return replace(self, graph=self.graph.restricted(allowed), costs=costs)
+
+    def within(self, tolerance: float) -> "Profile":
+        """The same profile with only the implementations that promise at least this tolerance."""
+        return self.restricted(lambda item: item.tolerance <= tolerance)
 
     def with_resident(self, resident: Resident) -> "Profile":
         """The same profile with other resident bytes."""

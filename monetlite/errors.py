@@ -55,3 +55,15 @@ class ModelError(MonetliteError):
 
 class SolverError(MonetliteError):
     """A solver that is not installed, or that failed."""
+
+
+class CudnnMissing(MonetliteError):
+    """cuDNN's frontend, or a library that it needs, is not installed or does not load."""
+
+
+class CudnnError(MonetliteError):
+    """cuDNN refused something that monetlite expected it to accept."""
+
+
+class ConvolutionError(MonetliteError, ValueError):
+    """A convolution whose description contradicts itself, or tensors that are not what was described."""

@@ -8,14 +8,18 @@ counts it.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, TypeAlias
 
 OPTIMIZER_STEP = "monetlite.optimizer_step"
 """Family of the operator that stands for the optimizer's step: priced with the rest, but not part of the model."""
+
+
+AS_TRACED, CHANNELS_LAST = "as_traced", "channels_last"
+"""Layouts of a graph's images: as the model has them, or with the channels innermost throughout."""
 
 
 class Phase(StrEnum):
@@ -36,9 +40,11 @@ class ValueKind(StrEnum):
     """The gradient of an output, held by autograd until the step ends."""
     PARAM_GRAD = "param_grad"
     """The gradient of a parameter or an input: never freed once written."""
+    STATISTIC = "statistic"
+    """A few numbers that later runs of the operator that writes them read (the mean of a batch)."""
 
 
-HELD = frozenset({ValueKind.OUTPUT, ValueKind.TANGENT, ValueKind.PARAM_GRAD})
+HELD = frozenset({ValueKind.OUTPUT, ValueKind.TANGENT, ValueKind.PARAM_GRAD, ValueKind.STATISTIC})
 """Kinds that stay in memory from when they are written until the step ends."""
 
 
@@ -131,16 +137,22 @@ class Call:
 class Implementation:
     """One way to run an operator.
 
-    `overwrites` are values whose memory it takes over; they must die at the step. `exact` is False where the
-    result may differ from the default implementation's in its last bits. `again` is what is called from the
-    second run on, where that is another call.
+    Attributes:
+        overwrites: values whose memory it takes over; they must die at the step.
+        tolerance: the most that a result may differ from the default implementation's, as a fraction of the
+            largest element of that result; 0 promises the same bits.
+        devices: where it can run (`cpu`, `cuda`); anywhere, if empty.
+        guard: a call on weights, evaluated when a step begins, that says whether `tolerance` holds for them.
+        again: what is called from the second run on, where that is another call.
     """
 
     name: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     overwrites: tuple[int, ...] = ()
-    exact: bool = True
+    tolerance: float = 0.0
+    devices: tuple[str, ...] = ()
+    guard: Call | None = None
     call: Call | None = None
     again: Call | None = None
 
@@ -151,6 +163,8 @@ class Operator:
 
     `optional` operators are forward operators that only the backward pass needs: they run wherever it suits,
     or never. An operator that is not `rerunnable` (it draws random numbers, or has a side effect) runs once.
+    `derived` operators are optional ones that plain training never runs: an implementation of another operator
+    reads what they write. They are not part of what a fingerprint is of.
     """
 
     name: str
@@ -159,6 +173,7 @@ class Operator:
     implementations: tuple[Implementation, ...]
     optional: bool = False
     rerunnable: bool = True
+    derived: bool = False
     module: str = ""
     source: str = ""
 
@@ -213,6 +228,7 @@ class OperatorGraph:
     resident: Resident
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
     device: str = "cpu"
+    layout: str = AS_TRACED
 
     def __post_init__(self) -> None:
         assert len({operator.name for operator in self.operators}) == len(self.operators), "names must be unique"
@@ -234,28 +250,60 @@ class OperatorGraph:
     def forward_count(self) -> int:
         return sum(operator.phase is Phase.FORWARD for operator in self.operators)
 
+    def available(self, device: str) -> "OperatorGraph":
+        """The same graph with only those implementations that can run on a device (`cpu` or `cuda`)."""
+        return self.restricted(lambda item: not item.devices or device in item.devices)
+
+    def restricted(self, allowed: Callable[[Implementation], bool]) -> "OperatorGraph":
+        """The same graph with, beside the defaults, only the implementations that are allowed."""
+        return replace(
+            self,
+            operators=tuple(
+                replace(
+                    operator,
+                    implementations=(
+                        operator.implementations[0],
+                        *(item for item in operator.implementations[1:] if allowed(item)),
+                    ),
+                )
+                for operator in self.operators
+            ),
+        )
+
+    @cached_property
+    def traced_count(self) -> int:
+        """How many operators are the model's own."""
+        return len(self._traced)
+
     @cached_property
     def fingerprint(self) -> str:
         """Ties a schedule to what it was solved for: operators, edges, and every value's size and dtype."""
-        return _digest([self._structure(), [(value.size_bytes, value.shape, value.dtype) for value in self.values]])
+        values = [self.values[value] for operator in self._traced for value in operator.writes]
+        sizes = [(value.size_bytes, value.shape, value.dtype) for value in values]
+        return _digest([self._structure(), sizes])
 
     @cached_property
     def structure(self) -> str:
         """The fingerprint without sizes: the same for another batch size of the same model."""
         return _digest(self._structure())
 
+    @cached_property
+    def _traced(self) -> tuple[Operator, ...]:
+        return tuple(op for op in self.operators if op.family != OPTIMIZER_STEP and not op.derived)
+
     def _structure(self) -> list[Any]:
+        written = (value for operator in self._traced for value in operator.writes)
+        number = {value: position for position, value in enumerate(written)}
         return [
             [
                 operator.family,
                 operator.phase,
                 operator.optional,
                 operator.rerunnable,
-                operator.implementations[0].reads,
-                operator.writes,
+                [number.get(value, -1) for value in operator.implementations[0].reads],
+                [number[value] for value in operator.writes],
             ]
-            for operator in self.operators
-            if operator.family != OPTIMIZER_STEP
+            for operator in self._traced
         ]
 
 

@@ -22,7 +22,7 @@ from typing import TypeAlias
 from monetlite.choices import Choices
 from monetlite.costs import Profile
 from monetlite.errors import IllegalSchedule
-from monetlite.graph import OperatorGraph, Phase, TensorSpec
+from monetlite.graph import AS_TRACED, OperatorGraph, Phase, TensorSpec
 from monetlite.units import format_bytes
 
 Step: TypeAlias = tuple[int, int]
@@ -52,6 +52,8 @@ class Schedule:
         status: optimal or feasible. solver, seconds: how it was found and how long that took.
         device, kind: what the costs are of, and whether they were measured or estimated; environment: the
             versions behind them; optimizer: whose state is counted, if any.
+        tolerance: the most that an implementation it may use differs from the default one; layout: of images
+            in the graph it was solved for (see `trace`).
         smallest_proven_bytes: nothing fits below this; smallest_reached_bytes: the smallest peak for which a
             schedule is known.
     """
@@ -75,6 +77,8 @@ class Schedule:
     seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
     optimizer: str | None = None
+    tolerance: float = 0.0
+    layout: str = AS_TRACED
     smallest_proven_bytes: int = 0
     smallest_reached_bytes: int | None = None
 

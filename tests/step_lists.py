@@ -144,7 +144,7 @@ def schedule_of(profile: Profile, steps: Iterable[Step], budget_bytes: int | Non
         name=graph.name,
         fingerprint=graph.fingerprint,
         structure=graph.structure,
-        operators=len(graph.operators),
+        operators=graph.traced_count,
         inputs=graph.inputs,
         choices=Choices.of_steps(graph, steps),
         budget_bytes=timeline.peak_bytes if budget_bytes is None else budget_bytes,
@@ -158,4 +158,5 @@ def schedule_of(profile: Profile, steps: Iterable[Step], budget_bytes: int | Non
         kind=str(profile.kind),
         solver="test",
         seconds=0.0,
+        layout=graph.layout,
     )

@@ -7,7 +7,7 @@ from monetlite.choices import DEFAULT, Choices, Run
 from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
 from monetlite.files.safe_yaml import InLine, Record, dump_yaml, load_yaml
-from monetlite.graph import TensorSpec
+from monetlite.graph import AS_TRACED, CHANNELS_LAST, TensorSpec
 from monetlite.schedule import Schedule, Status
 from monetlite.units import format_bytes
 
@@ -39,6 +39,9 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
             f"is {record.integer('version')}; this monetlite reads version {VERSION}. "
             "Update monetlite, or solve the schedule again",
         )
+    layout = record.text("layout") if record.optional("layout") else AS_TRACED
+    if layout not in (AS_TRACED, CHANNELS_LAST):
+        raise record.error("layout", f"is {layout!r:.80}; it should be {AS_TRACED!r} or {CHANNELS_LAST!r}")
     costs, predicted, plain, solve = (record.record(name) for name in ("costs", "predicted", "plain", "solve"))
     try:
         status = Status(solve.text("status"))
@@ -74,6 +77,8 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         seconds=solve.number("seconds"),
         environment={name: environment.text(name) for name in environment},
         optimizer=record.text("optimizer") if record.optional("optimizer") else None,
+        tolerance=record.number("tolerance") if record.optional("tolerance") else 0.0,
+        layout=layout,
         smallest_proven_bytes=solve.integer("smallest_proven_bytes"),
         smallest_reached_bytes=(
             solve.integer("smallest_reached_bytes") if solve.optional("smallest_reached_bytes") else None
@@ -100,6 +105,8 @@ def schedule_text(schedule: Schedule) -> str:
             for name, spec in schedule.inputs.items()
         },
         "optimizer": schedule.optimizer,
+        "tolerance": float(schedule.tolerance),
+        "layout": schedule.layout,
         "costs": {
             "device": schedule.device,
             "kind": schedule.kind,

@@ -1,38 +1,32 @@
 """Operator families: how each kernel can be split into operators, and the ways each operator can be run.
 
 One file per family. A family offers implementations beside the default one, which runs what was traced;
-each is a call that can be priced and lowered. See CONTRIBUTING.md.
+each is a call that can be priced and lowered. Every file of this folder is imported here, which registers what
+it offers (`registry.py`).
 """
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import fx
 
-from monetlite.graph import Call, Implementation
-from monetlite.operators import batch_norm, convolution, elementwise, pooling, random, relu, softmax
+from monetlite.graph import Call, TensorRef
 from monetlite.operators.kernel import Kernel
-from monetlite.operators.random import is_random
+from monetlite.operators.registry import alternatives, find_function, returns_tuple
 
-_FAMILIES: tuple[Callable[[Kernel], Iterator[Implementation]], ...] = (
-    elementwise.in_place,
-    relu.backward_from_input,
-    pooling.backward_without_input,
-    softmax.in_place,
-    random.dropout_backward_in_place,
-)
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
-_FUNCTIONS: dict[str, Callable[..., object]] = {
-    "monetlite.max_pool2d_backward_from_indices": pooling.max_pool2d_backward_from_indices,
-    "monetlite.dropout_backward_": random.dropout_backward_,
-    random.REPLAY: random.replay,
-    random.STATE: random.rng_state,
-}
+from monetlite.operators import batch_norm, convolution, cross_entropy, elementwise, random  # noqa: E402 (after all of them are there)
+from monetlite.operators.random import is_random  # noqa: E402
 
 
-def alternatives(kernel: Kernel) -> Iterator[Implementation]:
-    """Every implementation of a kernel beside its default one."""
-    for family in _FAMILIES:
-        yield from family(kernel)
+def merge(graph: fx.Graph) -> None:
+    """Replace, in a captured graph, kernels that are better run as one, or not at all."""
+    elementwise.remove_copies(graph)
+    cross_entropy.merge_backward(graph)
 
 
 def split(call: Call) -> Iterator[tuple[str, Call]]:
@@ -40,9 +34,12 @@ def split(call: Call) -> Iterator[tuple[str, Call]]:
     yield from convolution.split_backward(call)
 
 
-def again(call: Call) -> Call | None:
-    """What a re-run calls, for an operator that must not be called again as it was."""
-    return batch_norm.without_running_statistics(call)
+def again(call: Call, results: tuple[TensorRef | None, ...], device: str) -> Call | None:
+    """What a re-run calls, for an operator that must not be called again as it was.
+
+    `results` are those of the first run: what a re-run reads of them is kept.
+    """
+    return batch_norm.without_running_statistics(call, results, device)
 
 
 def resolve(target: str) -> Callable[..., object]:
@@ -51,8 +48,9 @@ def resolve(target: str) -> Callable[..., object]:
     Raises:
         KeyError: no such function.
     """
-    if target in _FUNCTIONS:
-        return _FUNCTIONS[target]
+    registered = find_function(target)
+    if registered is not None:
+        return registered.run
     parts = target.split(".")
     if len(parts) != 3:
         raise KeyError(target)
@@ -64,4 +62,18 @@ def resolve(target: str) -> Callable[..., object]:
     return function
 
 
-__all__ = ["Kernel", "again", "alternatives", "is_random", "resolve", "split"]
+def returns_tensor(call: Call) -> bool:
+    """Whether a call returns one tensor, and not a tuple of its results."""
+    target = call.target
+    if target == random.REPLAY:
+        target = str(call.args[2])
+    registered = find_function(target)
+    if registered is not None:
+        return not returns_tuple(registered.run)
+    function = resolve(target)
+    assert isinstance(function, torch._ops.OpOverload)
+    returns = function._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
+
+
+__all__ = ["Kernel", "again", "alternatives", "is_random", "merge", "resolve", "returns_tensor", "split"]

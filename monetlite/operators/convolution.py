@@ -1,20 +1,44 @@
-"""Convolution: its backward pass as two operators, which need different things.
+"""Convolution: its backward pass as two operators, and other ways to run each part on a CPU.
 
 The weight gradient reads the input; the input gradient reads the weight. Apart, each can be scheduled and
 implemented on its own, and the input is dropped before the input gradient is made.
+
+On a CPU, contiguous images are copied into the library's blocked layout and back, which takes as much again as
+the images themselves. Other ways to run the same sums:
+
+- `channels_last`: images converted, then run in the layout that the library needs no copies for;
+- `chunks2`, `chunks4`: a part of the batch at a time into a result that is there already;
+- `matmul`: a 1×1 convolution is a matrix product for each image, without any copy;
+- `unfold`: for large weights on small images, a matrix product with the image's patches (im2col, Chellapilla et
+  al., 2006), so that no copy of the weight is made.
+
+They add the same terms in another order.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
-from monetlite.graph import Call
+import torch
+from torch.nn.functional import fold, unfold
 
-_TARGET = "aten.convolution_backward.default"
+from monetlite.graph import Argument, Call, Implementation, TensorRef, TensorSpec
+from monetlite.operators.kernel import Kernel, is_channels_last, is_contiguous
+from monetlite.operators.registry import alternatives_for, function, name_of, returns_tuple
+
+_FORWARD = "aten.convolution.default"
+_BACKWARD = "aten.convolution_backward.default"
+
+TOLERANCE = 1e-5
+"""Of sums in float32 in another order, as a fraction of the largest sum of the terms' magnitudes."""
+
+Pair = tuple[int, int]
 
 
 def split_backward(call: Call) -> Iterator[tuple[str, Call]]:
     """The weight (and bias) gradient, then the input gradient, as far as each is needed."""
-    if call.target != _TARGET:
+    if call.target != _BACKWARD:
         yield "", call
         return
     names = call.outputs
@@ -23,3 +47,316 @@ def split_backward(call: Call) -> Iterator[tuple[str, Call]]:
         if any(mask):
             outputs = tuple(name if want else None for want, name in zip(mask, names, strict=True))
             yield suffix, replace(call, args=(*call.args[:-1], mask), outputs=outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shapes:
+    """What decides which ways apply to a convolution of two-dimensional images."""
+
+    image: TensorSpec
+    weight: TensorSpec
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    groups: int
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether each result is of one point of the image alone, and of all of its channels."""
+        return self.weight.shape[2:] == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0) and self.whole
+
+    @property
+    def whole(self) -> bool:
+        return self.groups == 1
+
+    @property
+    def weight_is_large(self) -> bool:
+        """Whether a copy of the weight takes more than the patches of one image."""
+        patches = math.prod(self.weight.shape[1:]) * math.prod(self.image.shape[2:]) // math.prod(self.stride)
+        return math.prod(self.weight.shape) > patches
+
+
+@alternatives_for(_FORWARD)
+def forward(kernel: Kernel) -> Iterator[Implementation]:
+    """Other ways to run a convolution on a CPU."""
+    image, weight, bias, *geometry = kernel.call.args
+    shapes, result = _shapes(image, weight, geometry), kernel.results[0]
+    if shapes is None or result is None or not is_contiguous(result):
+        return
+    args: tuple[Argument, ...] = (image, weight, bias, *geometry)
+    yield from _offered(kernel, convolve_channels_last, convolve_chunks, args, shapes)
+    if shapes.pointwise:
+        yield _way(kernel, "matmul", multiply, (image, weight, bias))
+    elif shapes.whole and shapes.weight_is_large:
+        yield _way(kernel, "unfold", convolve_unfolded, (image, weight, bias, *geometry[:3]))
+
+
+@alternatives_for(_BACKWARD)
+def input_gradient(kernel: Kernel) -> Iterator[Implementation]:
+    """The input gradient as a transposed convolution, which does not read the input; and other ways on a CPU.
+
+    It is the same sum, and the libraries run it by the same kernel.
+    """
+    gradient, image, weight, _, *geometry, mask = kernel.call.args
+    result = kernel.results[0]
+    if mask != (True, False, False) or geometry[3] is not False or result is None:
+        return
+    assert isinstance(gradient, TensorRef)
+    assert isinstance(image, TensorRef)
+    assert isinstance(weight, TensorRef)
+    if not same_order(gradient.spec, result) or not is_contiguous(weight.spec) or 0 in gradient.spec.shape:
+        return
+    stride, padding, dilation, _, _, groups = geometry
+    extra = _output_padding(gradient.spec.shape, image.spec.shape, weight.spec.shape, stride, padding, dilation)
+    args = (gradient, weight, None, stride, padding, dilation, True, extra, groups)
+    yield kernel.implement("transposed", target=_FORWARD, args=args, outputs=kernel.call.outputs[:1])
+    shapes = _shapes(image, weight, geometry)
+    if shapes is None or not is_contiguous(gradient.spec):
+        return
+    yield from _offered(kernel, convolve_channels_last, convolve_chunks, args, shapes)
+    if shapes.pointwise:
+        yield _way(kernel, "matmul", multiply_transposed, (gradient, weight))
+    elif shapes.whole and shapes.weight_is_large:
+        shape = image.spec.shape
+        yield _way(kernel, "unfold", input_gradient_unfolded, (gradient, weight, shape, stride, padding, dilation))
+
+
+@alternatives_for(_BACKWARD)
+def weight_gradient(kernel: Kernel) -> Iterator[Implementation]:
+    """Other ways to run the gradients for weight and bias on a CPU."""
+    gradient, image, weight, _, *geometry, mask = kernel.call.args
+    shapes = _shapes(image, weight, geometry)
+    if shapes is None or not isinstance(mask, tuple) or mask[0] or not isinstance(gradient, TensorRef):
+        return
+    if not is_contiguous(gradient.spec):
+        return
+    yield from _offered(kernel, weight_gradient_channels_last, weight_gradient_chunks, kernel.call.args, shapes)
+    rest = (gradient, image, shapes.weight.shape, mask)
+    if shapes.pointwise:
+        yield _way(kernel, "matmul", weight_gradient_multiplied, rest)
+    elif shapes.whole and shapes.weight_is_large:
+        yield _way(kernel, "unfold", weight_gradient_unfolded, (*rest, *geometry[:3]))
+
+
+def _output_padding(
+    result: tuple[int, ...],
+    image: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+) -> tuple[int, ...]:
+    """What a transposed convolution of the results has to add to reach the size of the image."""
+    return tuple(
+        size - ((points - 1) * step - 2 * pad + dilate * (kernel - 1) + 1)
+        for points, size, kernel, step, pad, dilate in zip(
+            result[2:], image[2:], weight[2:], stride, padding, dilation, strict=True
+        )
+    )
+
+
+def same_order(one: TensorSpec, other: TensorSpec) -> bool:
+    """Whether two dense images both are row by row, or both channels-last."""
+    return any(order(one) and order(other) for order in (is_contiguous, is_channels_last))
+
+
+def _offered(
+    kernel: Kernel,
+    channels_last: Callable[..., Any],
+    chunks: Callable[..., Any],
+    args: tuple[Argument, ...],
+    shapes: _Shapes,
+) -> Iterator[Implementation]:
+    yield _way(kernel, "channels_last", channels_last, args)
+    for count in (2, 4):
+        if shapes.image.shape[0] >= 2 * count:
+            yield _way(kernel, f"chunks{count}", chunks, (*args, count))
+
+
+def _way(kernel: Kernel, name: str, run: Callable[..., Any], args: tuple[Argument, ...]) -> Implementation:
+    outputs = kernel.call.outputs if returns_tuple(run) else tuple(filter(None, kernel.call.outputs))
+    return kernel.implement(
+        name, target=name_of(run), args=args, kwargs=(), outputs=outputs, tolerance=TOLERANCE, devices=("cpu",)
+    )
+
+
+def _shapes(image: Argument, weight: Argument, geometry: list[Argument]) -> _Shapes | None:
+    """The shapes of a two-dimensional convolution of contiguous images; None for any other."""
+    stride, padding, dilation, transposed, _, groups = geometry
+    if transposed is not False or not isinstance(image, TensorRef) or not isinstance(weight, TensorRef):
+        return None
+    if len(image.spec.shape) != 4 or image.spec.dtype != "float32" or not is_contiguous(image.spec):
+        return None
+    assert isinstance(groups, int)
+    if not is_contiguous(weight.spec) or 0 in image.spec.shape:
+        return None
+    return _Shapes(
+        image=image.spec,
+        weight=weight.spec,
+        stride=_pair(stride),
+        padding=_pair(padding),
+        dilation=_pair(dilation),
+        groups=groups,
+    )
+
+
+def _pair(sizes: Any) -> Pair:
+    return int(sizes[0]), int(sizes[-1])
+
+
+def _default(call: Call) -> Call:
+    """The call that this one stands for: without the number of chunks."""
+    is_forward = len(call.outputs) == 1
+    return replace(call, target=_FORWARD if is_forward else _BACKWARD, args=call.args[: 9 if is_forward else 11])
+
+
+@function("convolve_channels_last", like=_default)
+def convolve_channels_last(image: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """A convolution in channels-last, of contiguous images and with a contiguous result."""
+    result: torch.Tensor = torch.ops.aten.convolution.default(_last(image), _last(weight), *rest).contiguous()
+    return result
+
+
+@function("convolve_chunks", like=_default)
+def convolve_chunks(image: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """A convolution of part of the batch at a time; the last argument is the number of parts."""
+    *geometry, count = rest
+    result: torch.Tensor | None = None
+    for part in _parts(len(image), count):
+        made = torch.ops.aten.convolution.default(image[part], weight, *geometry)
+        if result is None:
+            result = made.new_empty(len(image), *made.shape[1:])
+        result[part] = made
+        del made
+    assert result is not None
+    return result
+
+
+@function("convolve_pointwise", like=lambda call: replace(call, target="aten.bmm.default"))
+def multiply(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A 1×1 convolution as a matrix product for each image."""
+    result = image.new_empty(len(image), len(weight), *image.shape[2:])
+    matrix = weight.flatten(1)
+    for source, target in zip(image.flatten(2), result.flatten(2), strict=True):
+        if bias is None:
+            torch.mm(matrix, source, out=target)
+        else:
+            torch.addmm(bias[:, None], matrix, source, out=target)
+    return result
+
+
+@function("convolve_unfolded")
+def convolve_unfolded(
+    image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: Any, padding: Any, dilation: Any
+) -> torch.Tensor:
+    """A convolution as a matrix product with the patches of one image at a time."""
+    size = _size(image.shape[2:], weight.shape[2:], stride, padding, dilation)
+    result = image.new_empty(len(image), len(weight), *size)
+    matrix = weight.flatten(1)
+    for number in range(len(image)):
+        patches = unfold(image[number], weight.shape[2:], dilation, padding, stride)
+        target = result[number].flatten(1)
+        if bias is None:
+            torch.mm(matrix, patches, out=target)
+        else:
+            torch.addmm(bias[:, None], matrix, patches, out=target)
+    return result
+
+
+@function("weight_gradient_channels_last", like=_default)
+def weight_gradient_channels_last(
+    gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients for weight and bias in channels-last, from contiguous tensors."""
+    made = torch.ops.aten.convolution_backward.default(_last(gradient), _last(image), _last(weight), *rest)
+    return tuple(item.contiguous() if wanted else None for item, wanted in zip(made, rest[-1], strict=True))
+
+
+@function("weight_gradient_chunks", like=_default)
+def weight_gradient_chunks(
+    gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients for weight and bias, summed over parts of the batch; the last argument is their number."""
+    *geometry, count = rest
+    for_weight = for_bias = None
+    for part in _parts(len(image), count):
+        _, of_weight, of_bias = torch.ops.aten.convolution_backward.default(
+            gradient[part], image[part], weight, *geometry
+        )
+        for_weight = of_weight if for_weight is None else for_weight.add_(of_weight)
+        for_bias = of_bias if for_bias is None or of_bias is None else for_bias.add_(of_bias)
+    return None, for_weight, for_bias
+
+
+@function("convolve_pointwise_transposed", like=lambda call: replace(call, target="aten.bmm.default"))
+def multiply_transposed(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of a 1×1 convolution for its image."""
+    result = gradient.new_empty(len(gradient), weight.shape[1], *gradient.shape[2:])
+    matrix = weight.flatten(1).t()
+    for source, target in zip(gradient.flatten(2), result.flatten(2), strict=True):
+        torch.mm(matrix, source, out=target)
+    return result
+
+
+@function("input_gradient_unfolded")
+def input_gradient_unfolded(
+    gradient: torch.Tensor, weight: torch.Tensor, shape: list[int], stride: Any, padding: Any, dilation: Any
+) -> torch.Tensor:
+    """The gradient of a convolution for an image of some shape, one image at a time."""
+    result = gradient.new_empty(shape)
+    matrix = weight.flatten(1).t()
+    for number in range(len(gradient)):
+        patches = torch.mm(matrix, gradient[number].flatten(1))
+        result[number] = fold(patches, (shape[2], shape[3]), weight.shape[2:], dilation, padding, stride)
+    return result
+
+
+@function("weight_gradient_pointwise")
+def weight_gradient_multiplied(
+    gradient: torch.Tensor, image: torch.Tensor, shape: list[int], mask: list[bool]
+) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of a 1×1 convolution for weight and bias, summed image by image."""
+    total = gradient.new_zeros(shape[0], shape[1])
+    for of_result, source in zip(gradient.flatten(2), image.flatten(2), strict=True):
+        total.addmm_(of_result, source.t())
+    return None, total.view(shape) if mask[1] else None, _bias_gradient(gradient, mask)
+
+
+@function("weight_gradient_unfolded")
+def weight_gradient_unfolded(
+    gradient: torch.Tensor,
+    image: torch.Tensor,
+    shape: list[int],
+    mask: list[bool],
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of a convolution for weight and bias, from the patches of one image at a time."""
+    total = gradient.new_zeros(shape[0], shape[1] * shape[2] * shape[3])
+    for number in range(len(image)):
+        patches = unfold(image[number], (shape[2], shape[3]), dilation, padding, stride)
+        total.addmm_(gradient[number].flatten(1), patches.t())
+    return None, total.view(shape) if mask[1] else None, _bias_gradient(gradient, mask)
+
+
+def _bias_gradient(gradient: torch.Tensor, mask: list[bool]) -> torch.Tensor | None:
+    return gradient.sum((0, 2, 3)) if mask[2] else None
+
+
+def _last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def _parts(size: int, count: int) -> Iterator[slice]:
+    step = -(-size // count)
+    for start in range(0, size, step):
+        yield slice(start, start + step)
+
+
+def _size(image: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[int]:
+    """Points of the result along each dimension."""
+    return [
+        (size + 2 * pad - dilate * (points - 1) - 1) // step + 1
+        for size, points, step, pad, dilate in zip(image, kernel, stride, padding, dilation, strict=True)
+    ]

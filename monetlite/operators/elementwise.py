@@ -6,8 +6,14 @@ changes no bit of the result.
 
 from collections.abc import Iterator
 
+import torch
+from torch import fx
+
+from monetlite.captured.calls import spec_of
+from monetlite.captured.storages import base
 from monetlite.graph import Implementation
-from monetlite.operators.kernel import Kernel
+from monetlite.operators.kernel import Kernel, same_layout
+from monetlite.operators.registry import alternatives_for
 
 _IN_PLACE = {
     f"aten.{name}.{overload}": f"aten.{name}_.{overload}"
@@ -51,29 +57,40 @@ _GRADIENTS = {
 """Gradients of elementwise operators, which overwrite the gradient that comes in."""
 
 
+def remove_copies(graph: fx.Graph) -> None:
+    """Read the original wherever a captured graph has a copy of the same layout.
+
+    Autograd copies what an in-place operator is about to overwrite and its gradient needs (the input of an
+    in-place ReLU6). In a captured graph nothing is overwritten. What is returned stays a copy.
+    """
+    (output,) = graph.find_nodes(op="output")
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        source = node.args[0]
+        if output in node.users or base(source).op != "call_function":
+            continue
+        if same_layout(spec_of(node.meta["val"]), spec_of(source.meta["val"])):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+@alternatives_for(*_IN_PLACE, *(set(_COMMUTATIVE) - set(_IN_PLACE)), *_GRADIENTS)
 def in_place(kernel: Kernel) -> Iterator[Implementation]:
     """The in-place variants of an elementwise kernel."""
     target, args = kernel.call.target, kernel.call.args
-    if target in _IN_PLACE and kernel.can_overwrite(args[0]):
-        yield kernel.implement("inplace", target=_IN_PLACE[target], overwrites=(kernel_value(kernel, 0),))
-    if target in _COMMUTATIVE and len(args) > 1 and kernel.can_overwrite(args[1]):
+    over_first = kernel.over(args[0])
+    if target in _IN_PLACE and over_first:
+        yield kernel.implement("inplace", target=_IN_PLACE[target], overwrites=over_first)
+    if target in _COMMUTATIVE and len(args) > 1 and (over_second := kernel.over(args[1])):
         yield kernel.implement(
             "inplace_second",
             target=_COMMUTATIVE[target],
             kwargs=(*kernel.call.kwargs, ("out", args[1])),
-            overwrites=(kernel_value(kernel, 1),),
+            overwrites=over_second,
         )
-    if target in _GRADIENTS and kernel.can_overwrite(args[0]):
+    if target in _GRADIENTS and over_first:
         yield kernel.implement(
             "inplace",
             target=_GRADIENTS[target],
             kwargs=(*kernel.call.kwargs, ("grad_input", args[0])),
-            overwrites=(kernel_value(kernel, 0),),
+            overwrites=over_first,
         )
-
-
-def kernel_value(kernel: Kernel, position: int) -> int:
-    """The value behind a positional argument that `Kernel.can_overwrite` accepted."""
-    value = getattr(kernel.call.args[position], "value", None)
-    assert isinstance(value, int)
-    return value

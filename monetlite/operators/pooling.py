@@ -1,39 +1,87 @@
-"""Max pooling: its gradient needs the indices of the maxima alone, not the input they were found in."""
+"""Max pooling: its gradient needs where the maxima were, and nothing of the input they were found in.
+
+ATen keeps each maximum's place as a 64-bit index into the plane. Within its window one byte says as much: the
+window has at most 256 places, and where it lies follows from the place of the result.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import fx
 
-from monetlite.graph import Implementation, TensorRef
-from monetlite.operators.kernel import Kernel
+from monetlite.captured.calls import spec_of
+from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.operators.kernel import Kernel, is_contiguous, is_dense
+from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for, name_of
 
 _TARGET = "aten.max_pool2d_with_indices_backward.default"
+_MOST_OFFSETS = 256
+_CHUNK_ELEMENTS = 2**17
+"""Indices at a time, on a CPU; a GPU does them all at once."""
 
 
+@alternatives_for(_TARGET)
 def backward_without_input(kernel: Kernel) -> Iterator[Implementation]:
     """The gradient from the indices and the input's shape."""
-    if kernel.call.target != _TARGET:
-        return
     gradient, source, *rest = kernel.call.args
-    if not isinstance(source, TensorRef) or source.value is None or not is_contiguous(source):
-        return
-    yield kernel.implement(
-        "from_indices",
-        target="monetlite.max_pool2d_backward_from_indices",
-        args=(gradient, source.spec.shape, *rest),
-    )
+    if isinstance(source, TensorRef) and source.value is not None and is_contiguous(source.spec):
+        yield kernel.implement(
+            "from_indices",
+            target=name_of(max_pool2d_backward_from_indices),
+            args=(gradient, source.spec.shape, *rest),
+        )
 
 
-def is_contiguous(ref: TensorRef) -> bool:
-    """Whether a tensor is laid out row by row."""
-    expected = 1
-    for size, stride in zip(reversed(ref.spec.shape), reversed(ref.spec.stride), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+@intermediates_for(_TARGET)
+def offsets(node: fx.Node) -> Iterator[Intermediate]:
+    """The place of each maximum in its window, as one byte."""
+    gradient, source, kernel_size, stride, padding, dilation, _, indices = node.args
+    assert isinstance(gradient, fx.Node)
+    assert isinstance(source, fx.Node)
+    assert isinstance(indices, fx.Node)
+    image, places = spec_of(source.meta["val"]), spec_of(indices.meta["val"])
+    window = Window.of(kernel_size, stride, padding, dilation, image.shape)
+    if window.places <= _MOST_OFFSETS and is_dense(places) and is_contiguous(image):
+        yield Intermediate(
+            name="offsets",
+            function=pooling_offsets,
+            ways=(("default", (indices, list(image.shape), kernel_size, stride, padding, dilation)),),
+            shape=places.shape,
+            dtype="uint8",
+        )
 
 
+@alternatives_for(_TARGET)
+def backward_from_offsets(kernel: Kernel) -> Iterator[Implementation]:
+    """The gradient from the one-byte offsets."""
+    if "offsets" in kernel.intermediates:
+        gradient, source, *rest, _ = kernel.call.args
+        assert isinstance(source, TensorRef)
+        yield kernel.implement(
+            "from_offsets",
+            target=name_of(max_pool2d_backward_from_offsets),
+            args=(gradient, source.spec.shape, *rest, kernel.intermediates["offsets"]),
+        )
+
+
+def _plane(call: Call) -> int:
+    shape = call.args[1]
+    assert isinstance(shape, tuple)
+    height, width = shape[-2:]
+    assert isinstance(height, int)
+    assert isinstance(width, int)
+    return height * width
+
+
+def _places(call: Call) -> int:
+    size = call.args[2]
+    height, width = _pair(size)
+    return height * width
+
+
+@function("max_pool2d_backward_from_indices", limit="scatter", integers=_plane)
 def max_pool2d_backward_from_indices(gradient: torch.Tensor, input_shape: list[int], *rest: object) -> torch.Tensor:
     """Gradient of `max_pool2d` with respect to its input, of shape `input_shape`.
 
@@ -42,3 +90,101 @@ def max_pool2d_backward_from_indices(gradient: torch.Tensor, input_shape: list[i
     stand_in = gradient.new_empty(1).expand(input_shape)
     result: torch.Tensor = torch.ops.aten.max_pool2d_with_indices_backward.default(gradient, stand_in, *rest)
     return result
+
+
+@function("pooling_offsets", integers=_plane)
+def pooling_offsets(
+    indices: torch.Tensor,
+    input_shape: list[int],
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+) -> torch.Tensor:
+    """The place in its window of each maximum that `max_pool2d_with_indices` found, row by row: a uint8 tensor."""
+    window = Window.of(kernel_size, stride, padding, dilation, tuple(input_shape))
+    first = window.first(indices)
+    steps = window.steps(indices.device)
+    number = steps.new_zeros(int(steps.max()) + 1, dtype=torch.uint8)
+    number[steps] = torch.arange(len(steps), dtype=torch.uint8, device=indices.device)
+    offsets = torch.empty_like(indices, dtype=torch.uint8)
+    for rows in _chunks(indices):
+        # Indices made up to measure with may lie outside of their windows.
+        offsets[rows] = number[(indices[rows] - first).clamp_(0, len(number) - 1)]
+    return offsets
+
+
+@function("max_pool2d_backward_from_offsets", limit="scatter", integers=_places)
+def max_pool2d_backward_from_offsets(
+    gradient: torch.Tensor,
+    input_shape: list[int],
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+    offsets: torch.Tensor,
+) -> torch.Tensor:
+    """Gradient of `max_pool2d` with respect to its input, from `pooling_offsets`."""
+    window = Window.of(kernel_size, stride, padding, dilation, tuple(input_shape))
+    first, steps = window.first(offsets), window.steps(offsets.device)
+    result, plane = gradient.new_empty(input_shape), input_shape[-2] * input_shape[-1]
+    rest = (kernel_size, stride, padding, dilation, ceil_mode)
+    for rows in _chunks(offsets):
+        # What is outside of the plane could only come of offsets that were never found; it must not be written.
+        indices = steps[offsets[rows].int()].add_(first).clamp_(0, plane - 1)
+        result[rows] = max_pool2d_backward_from_indices(gradient[rows], list(result[rows].shape), *rest, indices)
+    return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The windows of a pooling: where they lie, in indices into a plane of the input. Pairs are (rows, columns)."""
+
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    width: int
+    """Of the input."""
+
+    @classmethod
+    def of(cls, size: Any, stride: Any, padding: Any, dilation: Any, input_shape: tuple[int, ...]) -> "Window":
+        """From the arguments of ATen's kernel, in which one number stands for two and no stride for the size."""
+        return cls(
+            size=_pair(size),
+            stride=_pair(stride or size),
+            padding=_pair(padding),
+            dilation=_pair(dilation),
+            width=input_shape[-1],
+        )
+
+    @property
+    def places(self) -> int:
+        return self.size[0] * self.size[1]
+
+    def first(self, results: torch.Tensor) -> torch.Tensor:
+        """For each place of the result, the index of its window's first element; shape (rows, columns), int64."""
+        rows, columns = (torch.arange(count, device=results.device) for count in results.shape[-2:])
+        down = rows.mul_(self.stride[0]).sub_(self.padding[0]).mul_(self.width)
+        return down[:, None] + columns.mul_(self.stride[1]).sub_(self.padding[1])
+
+    def steps(self, device: torch.device) -> torch.Tensor:
+        """For each place of a window, how far its index is from the first one's; shape (places,), int64."""
+        rows, columns = (torch.arange(count, device=device) for count in self.size)
+        return (rows.mul_(self.dilation[0] * self.width)[:, None] + columns.mul_(self.dilation[1])).flatten()
+
+
+def _pair(sizes: Any) -> tuple[int, int]:
+    items = [int(size) for size in (sizes if isinstance(sizes, (list, tuple)) else [sizes])]
+    return items[0], items[-1]
+
+
+def _chunks(results: torch.Tensor) -> Iterator[slice]:
+    """Slices of the first dimension."""
+    count = results.shape[0]
+    step = max(1, count)
+    if results.device.type == "cpu" and results.numel():
+        step = max(1, _CHUNK_ELEMENTS * count // results.numel())
+    for start in range(0, count, step):
+        yield slice(start, start + step)

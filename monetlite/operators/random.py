@@ -5,7 +5,6 @@ run the state is noted, and a re-run puts it back for as long as it takes. The g
 found, so a step leaves it exactly as plain training does.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +12,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from monetlite.graph import Call, Implementation, TensorRef
-from monetlite.operators.kernel import Kernel
+from monetlite.graph import Call, TensorRef
+from monetlite.operators.registry import PREFIX, function
 
-STATE = "monetlite.rng_state"
-REPLAY = "monetlite.replay"
-
-_ROUNDED_ONCE = frozenset({"float32", "float64"})
-"""Types in which scaling after masking rounds as one operator would."""
+STATE = PREFIX + "rng_state"
+REPLAY = PREFIX + "replay"
 
 
 def is_random(node: fx.Node) -> bool:
@@ -58,11 +54,20 @@ def replayed(call: Call, state: TensorRef, device: str) -> Call:
     return replace(call, target=REPLAY, args=(state, device, call.target, *call.args))
 
 
+def _drawn_call(call: Call) -> Call:
+    """What a replay calls."""
+    _, _, target, *args = call.args
+    assert isinstance(target, str)
+    return replace(call, target=target, args=tuple(args))
+
+
+@function("rng_state")
 def rng_state(device: str) -> torch.Tensor:
     """The state of a device's default generator, a tensor of bytes."""
     return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
 
 
+@function("replay", like=_drawn_call, measured_like=True)
 def replay(state: torch.Tensor, device: str, target: str, *args: Any, **kwargs: Any) -> Any:
     """Call an operator with a device's default generator in an earlier state, and put the present one back."""
     from monetlite.operators import resolve
@@ -74,20 +79,3 @@ def replay(state: torch.Tensor, device: str, target: str, *args: Any, **kwargs: 
         return resolve(target)(*args, **kwargs)
     finally:
         restore(now)
-
-
-def dropout_backward_in_place(kernel: Kernel) -> Iterator[Implementation]:
-    """The gradient of dropout over the gradient that comes in."""
-    if kernel.call.target != "aten.native_dropout_backward.default" or not kernel.can_overwrite(
-        kernel.call.args[0]
-    ):
-        return
-    gradient = kernel.call.args[0]
-    assert isinstance(gradient, TensorRef)
-    if gradient.value is not None and gradient.spec.dtype in _ROUNDED_ONCE:
-        yield kernel.implement("inplace", target="monetlite.dropout_backward_", overwrites=(gradient.value,))
-
-
-def dropout_backward_(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """gradient · mask · scale, written over the gradient."""
-    return gradient.mul_(mask).mul_(scale)

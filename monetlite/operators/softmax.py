@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from monetlite.graph import Implementation, TensorRef
 from monetlite.operators.kernel import Kernel
+from monetlite.operators.registry import alternatives_for
 
 _OUT = {
     "aten._softmax.default": "aten._softmax.out",
@@ -19,17 +20,19 @@ _KEYWORD = {"aten._softmax_backward_data.default": "grad_input"}
 _DIM = {"aten._softmax_backward_data.default": 2, "aten._log_softmax_backward_data.default": 2}
 
 
+@alternatives_for(*_OUT)
 def in_place(kernel: Kernel) -> Iterator[Implementation]:
     """The result over the first operand: the input, or the gradient that comes in."""
     target, operand = kernel.call.target, kernel.call.args[0] if kernel.call.args else None
-    if target not in _OUT or not isinstance(operand, TensorRef) or not kernel.can_overwrite(operand):
+    overwrites = kernel.over(operand)
+    if not isinstance(operand, TensorRef) or not overwrites:
         return
     dim = kernel.call.args[_DIM.get(target, 1)]
     dimensions = len(operand.spec.shape)
-    if operand.value is not None and isinstance(dim, int) and dimensions and dim % dimensions == dimensions - 1:
+    if isinstance(dim, int) and dimensions and dim % dimensions == dimensions - 1:
         yield kernel.implement(
             "inplace",
             target=_OUT[target],
             kwargs=(*kernel.call.kwargs, (_KEYWORD.get(target, "out"), operand)),
-            overwrites=(operand.value,),
+            overwrites=overwrites,
         )

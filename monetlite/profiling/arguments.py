@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from monetlite.captured.calls import decode_argument
 from monetlite.graph import Call, TensorRef
-from monetlite.tracing.calls import decode_argument
+from monetlite.operators.registry import find_function
 
 
 def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
@@ -34,15 +35,17 @@ def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
 
 def index_bound(call: Call) -> int:
     """Integer arguments of a call may take values below this."""
+    registered = find_function(call.target)
+    if registered is not None and registered.integers is not None:
+        return registered.integers(call)
     tensors = [ref.spec for ref in call.tensors()]
     if call.target.startswith("aten.embedding.") and tensors:
         return tensors[0].shape[0]
     if call.target.startswith("aten.embedding_dense_backward."):
         rows = call.args[2]
         return rows if isinstance(rows, int) else 1
-    if "max_pool2d" in call.target:
-        shape = call.args[1] if isinstance(call.args[1], tuple) else tensors[1].shape
-        height, width = shape[-2:]
+    if "max_pool2d_with_indices_backward" in call.target:
+        height, width = tensors[1].shape[-2:]
         return height * width if isinstance(height, int) and isinstance(width, int) else 1
     if call.target.startswith("aten.nll_loss"):
         return max(shape.shape[-1] for shape in tensors if len(shape.shape) > 1)

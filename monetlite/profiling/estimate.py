@@ -5,12 +5,14 @@ error against measurements.
 """
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from monetlite.costs import Cost, Profile, ProfileKind
 from monetlite.graph import Argument, Call, OperatorGraph, TensorRef
 from monetlite.operators.family import packet
+from monetlite.operators.registry import find_function
 from monetlite.profiling import roofline
 from monetlite.profiling.devices import Device, find_device
 from monetlite.profiling.roofline import Convolution, Kernel
@@ -51,7 +53,6 @@ _LIMITED_BY = {
     ),
     "scatter": (
         "max_pool2d_with_indices_backward",
-        "max_pool2d_backward_from_indices",
         "embedding_dense_backward",
         "index_put",
         "_unsafe_index_put",
@@ -127,6 +128,7 @@ def estimate_profile(
     import torch
 
     device = find_device(device_name)
+    graph = graph.available("cuda")
     estimated: dict[tuple[str, int], Cost] = {}
     costs = []
     for operator in graph.operators:
@@ -182,6 +184,9 @@ def estimate_call(
         tf32_convolutions: see `estimate_profile`.
         tf32_matmuls: see `estimate_profile`.
     """
+    registered = find_function(call.target)
+    if registered is not None and registered.like is not None:
+        call = registered.like(call)
     name = packet(call.target)
     dtype = _compute_dtype(call)
     if name in ("convolution", "convolution_backward"):
@@ -190,6 +195,12 @@ def estimate_call(
         kernel = _matrix_product(call, name, device, dtype, operations, written_bytes, tf32=tf32_matmuls)
     else:
         kernel = _memory_bound(call, name, device, written_bytes)
+        if registered is not None and registered.like is None:
+            moved = registered.passes * (_read_bytes(call, name) + written_bytes)
+            kernel = replace(
+                roofline.memory_bound(device, moved, getattr(device.efficiency, registered.limit)),
+                workspace_bytes=registered.workspace_bytes(call),
+            )
     return Cost(
         latency_ms=device.launch_us / 1e3 + kernel.seconds * 1e3,
         workspace_bytes=kernel.workspace_bytes,

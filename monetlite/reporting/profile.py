@@ -30,12 +30,14 @@ def profile_facts(profile: Profile) -> dict[str, Any]:
                 "family": operator.family,
                 "phase": str(operator.phase),
                 "optional": operator.optional,
+                "derived": operator.derived,
                 "rerunnable": operator.rerunnable,
                 "source": operator.source,
                 "writes_bytes": sum(graph.values[value].size_bytes for value in operator.writes),
                 "implementations": [
                     {
                         "name": item.name,
+                        "tolerance": item.tolerance,
                         "latency_ms": cost.latency_ms,
                         "workspace_bytes": cost.workspace_bytes,
                         "reads": [graph.values[value].name for value in item.reads],
@@ -56,12 +58,13 @@ def print_profile(console: Console, profile: Profile, top: int) -> None:
     source = cost_source(profile.device, profile.kind, profile.environment)
     peak = graph.operators[plain.steps[plain.peak_step][0]].name
     console.print(
-        f"{len(graph.operators)} operators, costs {source}; plain training: step "
+        f"{graph.traced_count} operators, costs {source}; plain training: step "
         f"{format_ms(plain.latency_ms)}, peak {format_bytes(plain.peak_bytes)} at {peak}"
     )
     totals: defaultdict[str, float] = defaultdict(float)
     for operator, costs in zip(graph.operators, profile.costs, strict=True):
-        totals[operator.family] += costs[0].latency_ms
+        if not operator.derived:
+            totals[operator.family] += costs[0].latency_ms
     families = Table(title="by family", title_justify="left", box=None, pad_edge=False)
     families.add_column("family")
     families.add_column("operators", justify="right")
@@ -78,7 +81,8 @@ def print_profile(console: Console, profile: Profile, top: int) -> None:
     table.add_column("workspace", justify="right", no_wrap=True)
     table.add_column("writes", justify="right", no_wrap=True)
     table.add_column("ways", justify="right")
-    order = sorted(range(len(graph.operators)), key=lambda index: -profile.costs[index][0].latency_ms)
+    traced = [index for index, operator in enumerate(graph.operators) if not operator.derived]
+    order = sorted(traced, key=lambda index: -profile.costs[index][0].latency_ms)
     for index in order[:top]:
         operator, cost = graph.operators[index], profile.costs[index][0]
         written = sum(graph.values[value].size_bytes for value in operator.writes)

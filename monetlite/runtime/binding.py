@@ -1,7 +1,9 @@
 """Tying a schedule to the graph it is applied to."""
 
+from collections.abc import Collection
+
 from monetlite.errors import IllegalSchedule, ScheduleMismatch
-from monetlite.graph import OperatorGraph
+from monetlite.graph import Operator, OperatorGraph
 from monetlite.schedule import Schedule, Step, check_order, deaths
 
 
@@ -15,7 +17,7 @@ def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
     if schedule.structure != graph.structure:
         raise ScheduleMismatch(
             f"the schedule was solved for {schedule.name} with {schedule.operators} operators (structure "
-            f"{schedule.structure}); this model has {len(graph.operators)} (structure {graph.structure}). "
+            f"{schedule.structure}); this model has {graph.traced_count} (structure {graph.structure}). "
             f"{_first_difference(schedule, graph)} Solve a schedule for this model as it is: which parameters are "
             "frozen, which submodules are in evaluation mode, and the device all matter"
         )
@@ -25,6 +27,41 @@ def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
     except IllegalSchedule as error:
         raise ScheduleMismatch(f"the schedule is not legal on this model: {error}") from error
     return steps
+
+
+def avoiding(graph: OperatorGraph, steps: tuple[Step, ...], operators: Collection[str]) -> tuple[Step, ...]:
+    """The same steps, with the default implementation of some operators in place of a guarded one.
+
+    What the default reads instead is kept from when it was last computed, and not overwritten in between: the
+    peak rises by at most its size.
+    """
+    changed = list(steps)
+    wanted: set[int] = set()
+    for at in reversed(range(len(steps))):
+        index, choice = steps[at]
+        operator = graph.operators[index]
+        if operator.name in operators and operator.implementations[choice].guard is not None:
+            extra = set(operator.implementations[0].reads) - set(operator.implementations[choice].reads)
+            wanted |= extra
+            choice = 0
+        elif wanted.intersection(operator.implementations[choice].overwrites):
+            choice = _sparing(operator, choice, wanted)
+        changed[at] = (index, choice)
+        wanted -= set(operator.writes)
+    return tuple(changed)
+
+
+def _sparing(operator: Operator, choice: int, values: Collection[int]) -> int:
+    """An implementation that reads and writes what another does and overwrites none of some values."""
+    like = operator.implementations[choice]
+    return next(
+        at
+        for at, item in enumerate(operator.implementations)
+        if set(item.reads) == set(like.reads)
+        and item.writes == like.writes
+        and item.guard == like.guard
+        and not set(values).intersection(item.overwrites)
+    )
 
 
 def check_legal(graph: OperatorGraph, steps: tuple[Step, ...]) -> None:

@@ -6,19 +6,20 @@ its last use, so a value is freed exactly where `simulate` says that it dies.
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from monetlite.captured import storages
+from monetlite.captured.calls import decode_argument
 from monetlite.choices import first_backward
 from monetlite.graph import Call, TensorRef
-from monetlite.operators import resolve
+from monetlite.operators import resolve, returns_tensor
+from monetlite.operators.guards import require
 from monetlite.schedule import Step
-from monetlite.tracing import storages
 from monetlite.tracing.build import LOSS, Traced
-from monetlite.tracing.calls import decode_argument
 
 
 def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -40,6 +41,7 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     backward = _Program(joint, [*saved, *tangents])
     backward.run(backward_calls)
     forward = _Program(joint, primals)
+    forward.require(_guards(traced, steps))
     forward.run(forward_calls)
     return forward.finish([*results, *saved]), backward.finish(gradients)
 
@@ -58,6 +60,16 @@ def _calls(traced: Traced, steps: Sequence[Step]) -> tuple[list[Call], list[Call
             parts[at >= split].append(call)
         ran.add(index)
     return parts
+
+
+def _guards(traced: Traced, steps: Sequence[Step]) -> dict[str, Call]:
+    """The guards of the implementations that run, by operator."""
+    chosen = ((traced.graph.operators[index], choice) for index, choice in steps)
+    return {
+        chosen_operator.name: guard
+        for chosen_operator, choice in chosen
+        if (guard := chosen_operator.implementations[choice].guard) is not None
+    }
 
 
 def _read_before_written(
@@ -96,15 +108,25 @@ class _Program:
         for node in inputs:
             self._bases[node] = _described(self._graph.placeholder(node.name), node)
 
+    def require(self, guards: Mapping[str, Call]) -> None:
+        """Append the check that guards hold, each named after its operator, all with one look at the results."""
+        if guards:
+            self._graph.call_function(require, (list(guards), *map(self._call, guards.values())))
+
+    def _call(self, call: Call) -> fx.Node:
+        arguments = decode_argument(call.args, self._argument)
+        keywords = {name: decode_argument(value, self._argument) for name, value in call.kwargs}
+        return self._graph.call_function(resolve(call.target), tuple(arguments), keywords)
+
     def run(self, calls: Iterable[Call]) -> None:
         """Append calls, binding their results."""
         for call in calls:
-            arguments = decode_argument(call.args, self._argument)
-            keywords = {name: decode_argument(value, self._argument) for name, value in call.kwargs}
-            result = self._graph.call_function(resolve(call.target), tuple(arguments), keywords)
+            result = self._call(call)
             captured = [None if name is None else self._nodes[name] for name in call.outputs]
-            if len(captured) == 1 and captured[0] is not None and not storages.is_item(captured[0]):
-                self._bind(captured[0], result)
+            if returns_tensor(call):
+                (node,) = captured
+                assert node is not None
+                self._bind(node, result)
                 continue
             for position, node in enumerate(captured):
                 if node is not None:

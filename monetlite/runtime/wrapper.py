@@ -1,7 +1,10 @@
 """`MONeTWrapper`: a module that trains like the one it wraps, by a schedule."""
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -10,7 +13,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from monetlite.errors import ModelError, MonetliteError
-from monetlite.runtime.binding import bind
+from monetlite.operators.cudnn import with_named_plans
+from monetlite.operators.guards import GuardFailed
+from monetlite.runtime.binding import avoiding, bind
 from monetlite.runtime.lowering import lower
 from monetlite.schedule import Schedule
 from monetlite.tracing.build import build_graph
@@ -76,22 +81,42 @@ class MONeTWrapper(nn.Module):
         self.__dict__["training"] = model.training
         self.__dict__["_step"] = None
         self.__dict__["_ready"] = set()
+        self.__dict__["_avoided"] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         model: nn.Module = self.__dict__["model"]
         if not (model.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
+        try:
+            output = self._train(args, kwargs)
+        except GuardFailed as failed:
+            # Nothing of the step has run; what the weights rule out is left out from here on.
+            self._avoid(failed.operators)
+            output = self._train(args, kwargs)
+        return guard_outputs(output) if has_loss(output) else output
+
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout = _layout(args, kwargs)
         if layout in self._ready:
-            try:
-                output = self._compiled()(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException:
-                # Something other than the inputs is new since the program was made (a parameter is frozen,
-                # a submodule in evaluation mode, autocast on): Dynamo wants another. Nothing has run yet.
-                output = self._first(layout, args, kwargs)
-        else:
-            output = self._first(layout, args, kwargs)
-        return guard_outputs(output) if has_loss(output) else output
+            # Where something other than the inputs is new since the program was made (a parameter is frozen, a
+            # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
+            with contextlib.suppress(torch._dynamo.exc.TorchDynamoException):
+                return self._compiled()(*args, **kwargs)
+        return self._first(layout, args, kwargs)
+
+    def _avoid(self, operators: Sequence[str]) -> None:
+        """Make another program, without those operators' guarded implementations, for the steps to come."""
+        self._avoided.update(operators)
+        self.__dict__["_step"] = None
+        self._ready.clear()
+        listed = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
+        warnings.warn(
+            f"the weights of {listed} are zero, or too small beside their biases, to take the gradient of the "
+            "normalisation from its output as the schedule says; it is taken from the input from here on, which "
+            "is kept for that: the peak may be higher than predicted by its size. To hold the budget, solve "
+            "again with a tolerance below 1e-4",
+            stacklevel=4,
+        )
 
     def _compiled(self) -> Callable[..., Any]:
         if self._step is None:
@@ -119,8 +144,13 @@ class MONeTWrapper(nn.Module):
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         if "_example" not in self.__dict__:
             raise _NotAsked
-        traced = build_graph(joint, self.model, self.__dict__["_example"])
-        return lower(traced, bind(self.schedule, traced.graph))
+        traced = build_graph(joint, self.model, self.__dict__["_example"], layout=self.schedule.layout)
+        schedule = self.schedule
+        if schedule.structure == traced.graph.structure:
+            graph, choices = with_named_plans(traced.graph, schedule.choices)
+            traced, schedule = replace(traced, graph=graph), replace(schedule, choices=choices)
+        steps = bind(schedule, traced.graph)
+        return lower(traced, avoiding(traced.graph, steps, self._avoided) if self._avoided else steps)
 
     def train(self, mode: bool = True) -> "MONeTWrapper":
         self.model.train(mode)
@@ -151,7 +181,7 @@ class MONeTWrapper(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_step"], state["_ready"] = None, set()
+        state["_step"], state["_ready"], state["_avoided"] = None, set(), set()
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MONeTWrapper":

@@ -4,10 +4,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import fx, nn
 
+from monetlite.captured import storages
 from monetlite.operators.family import short_name
-from monetlite.tracing import storages
+from monetlite.operators.registry import target_of
 
 _ROOT = re.compile(r"^L\['[^']*'\](?:\._orig_mod)?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -31,13 +33,15 @@ class Namer:
         """Choose the names of all kernels at once, as the main one of a module is found by comparing them."""
         for node in kernels:
             if not is_backward(node) and node.meta.get("seq_nr") is not None:
-                self._forward[short_name(str(node.target)), node.meta["seq_nr"]] = self.module(node)
+                self._forward[short_name(target_of(node)), node.meta["seq_nr"]] = self.module(node)
         largest: dict[tuple[str, bool], tuple[int, fx.Node]] = {}
         for node in kernels:
             module = self.module(node)
             if module and module in self._leaves:
                 key = (module, is_backward(node))
                 weight = sum(storages.storage_bytes(item) for item in storages.results(node) if item is not None)
+                if node.target is torch.ops.aten.clone.default:
+                    weight = 0  # a copy is never what a module is for
                 if key not in largest or weight > largest[key][0]:
                     largest[key] = (weight, node)
         main = {node for _, node in largest.values()}
@@ -46,7 +50,7 @@ class Namer:
             if node in main:
                 name = module
             else:
-                what = short_name(str(node.target)).removesuffix("_backward")
+                what = short_name(target_of(node)).removesuffix("_backward")
                 name = f"{module}.{what}" if module else what
             self._names[node] = f"{name}.backward" if is_backward(node) else name
 
@@ -68,7 +72,7 @@ class Namer:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if not stack:
             # The gradient of an in-place operator carries no module, and a sequence number one before its own.
-            what, number = short_name(str(node.target)).removesuffix("_backward"), node.meta.get("seq_nr", -1)
+            what, number = short_name(target_of(node)).removesuffix("_backward"), node.meta.get("seq_nr", -1)
             return self._forward.get((what, number + 1), "") if is_backward(node) else ""
         path = ""
         for item, _ in stack.values():

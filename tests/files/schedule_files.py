@@ -36,6 +36,8 @@ def full_schedule(**changes) -> Schedule:
         "seconds": 59.9,
         "environment": {"torch": "2.13.0", "threads": "2"},
         "optimizer": "adamw",
+        "tolerance": 1e-5,
+        "layout": "channels_last",
         "smallest_proven_bytes": 10**9,
         "smallest_reached_bytes": 2 * 10**9,
     }

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from monetlite.captured.calls import decode_argument, spec_of
 from monetlite.graph import Call, Implementation, TensorRef, Value, ValueKind
 from monetlite.operators import Kernel, resolve
-from monetlite.tracing.calls import decode_argument, spec_of
 
 
 class Bench:

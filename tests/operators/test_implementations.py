@@ -6,10 +6,10 @@ from kernels import Bench, assert_same_bits
 from torch import nn
 
 import monetlite
+from monetlite.captured.calls import spec_of
 from monetlite.graph import Call, ValueKind
 from monetlite.operators import again, alternatives, elementwise, resolve, split
 from monetlite.operators.random import replay
-from monetlite.tracing.calls import spec_of
 
 SPECIAL = [
     0.0,

@@ -115,7 +115,7 @@ def test_a_measured_profile_is_plausible(graph):
         for item, cost in zip(operator.implementations, costs, strict=True):
             assert (cost.latency_ms > 0) == (item.call is not None), operator.name
             assert 0 <= cost.workspace_bytes <= 40 * largest, operator.name
-            if operator.family in ("relu", "relu_backward"):
+            if operator.family in ("relu", "relu_backward") and "mask" not in item.name:
                 assert cost.workspace_bytes <= 4096, operator.name
     timeline = simulate(profile, plain_steps(graph))
     assert timeline.peak_bytes > graph.resident.total + largest

@@ -1,0 +1,1 @@
+"""Reading a captured joint graph: which storages its tensors live in, and its calls as data."""

@@ -1,0 +1,144 @@
+"""Cross-entropy: its gradient as one operator, some rows at a time, and over the log-probabilities.
+
+The gradient of `nll_loss` is as large as the log-probabilities, often the largest tensor of a language model, and
+is zero in all but one place a row; `log_softmax`'s gradient turns it into (softmax − one-hot)·g. Captured graphs
+have them as two kernels; as one, the first one's result need never be whole in memory. Every row is made by the
+same two kernels, so no bit differs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from monetlite.captured.storages import base
+from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.operators.kernel import Kernel, is_contiguous
+from monetlite.operators.registry import alternatives_for, function, name_of
+
+_LOSS = "aten.nll_loss_backward.default"
+_SOFTMAX = "aten._log_softmax_backward_data.default"
+_CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
+
+
+def merge_backward(graph: fx.Graph) -> None:
+    """Replace the pair of kernels by one, wherever nobody else reads what passes between them."""
+    for node in list(graph.nodes):
+        if str(node.target) != _SOFTMAX or not isinstance(node.args[0], fx.Node):
+            continue
+        loss, log_probabilities, dim, _ = node.args
+        if str(loss.target) != _LOSS or len(loss.users) != 1 or base(loss.args[1]) is not base(log_probabilities):
+            continue
+        if log_probabilities.meta["val"].dim() != 2 or dim not in (1, -1):
+            continue
+        if loss.args[1].meta["val"].shape != log_probabilities.meta["val"].shape:
+            continue
+        with graph.inserting_before(node):
+            merged = graph.call_function(cross_entropy_backward, (*loss.args, *node.args[2:]), loss.kwargs)
+        merged.meta.update(node.meta)
+        node.replace_all_uses_with(merged)
+        graph.erase_node(node)
+        graph.erase_node(loss)
+
+
+def _chunk_bytes(call: Call) -> int:
+    return 2 * 4 * _CHUNK_ELEMENTS["cuda"]
+
+
+def _whole_bytes(call: Call) -> int:
+    log_probabilities = call.args[1]
+    assert isinstance(log_probabilities, TensorRef)
+    rows, columns = log_probabilities.spec.shape
+    return 4 * rows * columns
+
+
+def _classes(call: Call) -> int:
+    log_probabilities = call.args[1]
+    assert isinstance(log_probabilities, TensorRef)
+    return log_probabilities.spec.shape[1]
+
+
+@function("cross_entropy_backward", passes=2.0, workspace_bytes=_whole_bytes, integers=_classes)
+def cross_entropy_backward(
+    gradient: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Gradient of `nll_loss(log_softmax(x), target)` for x, by the two kernels that torch has for it.
+
+    Args:
+        gradient: of the loss; a scalar, or of shape (rows,) without reduction.
+        log_probabilities: of shape (rows, classes).
+        target: of shape (rows,), int64.
+        weight: of the classes, or None.
+        reduction, ignore_index, total_weight: as `nll_loss_backward` takes them.
+        dim, dtype: as `_log_softmax_backward_data` takes them.
+    """
+    loss = torch.ops.aten.nll_loss_backward.default(
+        gradient, log_probabilities, target, weight, reduction, ignore_index, total_weight
+    )
+    result: torch.Tensor = torch.ops.aten._log_softmax_backward_data.default(loss, log_probabilities, dim, dtype)
+    return result
+
+
+@alternatives_for("monetlite.cross_entropy_backward")
+def by_rows(kernel: Kernel) -> Iterator[Implementation]:
+    """The same, some rows at a time: into new memory, or over the log-probabilities."""
+    log_probabilities = kernel.call.args[1]
+    assert isinstance(log_probabilities, TensorRef)
+    result = kernel.results[0]
+    if result is None or result.dtype != log_probabilities.spec.dtype or not is_contiguous(log_probabilities.spec):
+        return
+    yield kernel.implement("by_rows", target=name_of(cross_entropy_backward_by_rows))
+    if overwrites := kernel.over(log_probabilities):
+        yield kernel.implement("inplace", target=name_of(cross_entropy_backward_), overwrites=overwrites)
+
+
+@function("cross_entropy_backward_by_rows", passes=2.0, workspace_bytes=_chunk_bytes, integers=_classes)
+def cross_entropy_backward_by_rows(
+    gradient: torch.Tensor, log_probabilities: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """`cross_entropy_backward`, some rows at a time."""
+    return _by_rows(torch.empty_like(log_probabilities), gradient, log_probabilities, *rest)
+
+
+@function("cross_entropy_backward_", passes=2.0, workspace_bytes=_chunk_bytes, integers=_classes)
+def cross_entropy_backward_(gradient: torch.Tensor, log_probabilities: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`cross_entropy_backward` over the log-probabilities."""
+    return _by_rows(log_probabilities, gradient, log_probabilities, *rest)
+
+
+def _by_rows(
+    result: torch.Tensor,
+    gradient: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    rows, classes = log_probabilities.shape
+    step = max(1, _CHUNK_ELEMENTS.get(result.device.type, _CHUNK_ELEMENTS["cpu"]) // max(1, classes))
+    for start in range(0, rows, step):
+        some = slice(start, start + step)
+        loss = torch.ops.aten.nll_loss_backward.default(
+            gradient[some] if gradient.dim() else gradient,
+            log_probabilities[some],
+            target[some],
+            weight,
+            reduction,
+            ignore_index,
+            total_weight,
+        )
+        torch.ops.aten._log_softmax_backward_data.out(loss, log_probabilities[some], dim, dtype, out=result[some])
+    return result

@@ -1,0 +1,32 @@
+"""Convolutions on CUDA by cuDNN's execution plans: each one has its own latency and workspace.
+
+`enumerate_plans` lists the plans for a piece of work, on the present GPU or on a described one; `run` does the
+work by the plan of a name. Both need the optional package nvidia-cudnn-frontend (`available`). `offer_plans` makes
+implementations of plans, and `with_named_plans` of those that a schedule names.
+"""
+
+from monetlite.operators.cudnn.execution import forget_plans, run
+from monetlite.operators.cudnn.library import available, problem
+from monetlite.operators.cudnn.offers import offer_plans, with_named_plans
+from monetlite.operators.cudnn.parts import PREFIX
+from monetlite.operators.cudnn.plans import Plan, enumerate_plans, find_plan
+from monetlite.operators.cudnn.properties import DEVICES, DeviceProperties, properties_json
+from monetlite.operators.cudnn.work import ConvolutionWork, Role
+
+__all__ = [
+    "DEVICES",
+    "PREFIX",
+    "ConvolutionWork",
+    "DeviceProperties",
+    "Plan",
+    "Role",
+    "available",
+    "enumerate_plans",
+    "find_plan",
+    "forget_plans",
+    "offer_plans",
+    "problem",
+    "properties_json",
+    "run",
+    "with_named_plans",
+]

@@ -1,0 +1,143 @@
+"""What a convolution has to do: shapes, layouts, dtype and the arithmetic that is allowed."""
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Literal, TypeAlias, get_args
+
+from monetlite.errors import ConvolutionError
+
+Role: TypeAlias = Literal["forward", "input_gradient", "weight_gradient"]
+Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and stride, in elements."""
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionWork:
+    """A convolution, or one of its gradients, as cuDNN has to know it. Transposed convolutions are not covered.
+
+    Shapes and strides count elements: `image` is (batch, channels, *space), `weight` is (features, channels /
+    groups, *kernel), and `result` is what the forward convolution returns, (batch, features, *space), or the
+    gradient of that. Which two of the three are read and which one is made depends on `role`. There are one, two
+    or three dimensions of space, and `stride`, `padding` and `dilation` have an entry for each.
+
+    `tf32` allows float32 inputs to be rounded to TF32 (19 bits), as `torch.backends.cudnn.allow_tf32` does; it
+    means nothing to other dtypes. `deterministic` leaves out what may sum in another order from run to run. A bias
+    is not part of the work.
+
+    Raises:
+        ConvolutionError: the fields contradict one another.
+    """
+
+    role: Role
+    image_shape: tuple[int, ...]
+    image_stride: tuple[int, ...]
+    weight_shape: tuple[int, ...]
+    weight_stride: tuple[int, ...]
+    result_shape: tuple[int, ...]
+    result_stride: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    tf32: bool = False
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise ConvolutionError(f"a convolution's role is one of {', '.join(get_args(Role))}, not {self.role!r}")
+        if self.dtype not in DTYPES:
+            raise ConvolutionError(f"cuDNN plans are for {', '.join(DTYPES)}, and this convolution is {self.dtype}")
+        space = len(self.image_shape) - 2
+        if not 1 <= space <= 3:
+            raise ConvolutionError(f"an image has 3 to 5 dimensions, and this one is {self.image_shape}")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not isinstance(value, tuple):
+                continue
+            expected = space + 2 if "_" in item.name else space
+            least = 1 if item.name.endswith("_shape") or item.name in ("stride", "dilation") else 0
+            if len(value) != expected or min(value) < least:
+                raise ConvolutionError(
+                    f"{item.name} of a convolution over {space} dimensions is {expected} integers "
+                    f"of at least {least}, not {value}"
+                )
+        self._check_shapes()
+
+    def _check_shapes(self) -> None:
+        batch, channels, *image = self.image_shape
+        features, group_channels, *kernel = self.weight_shape
+        if self.groups < 1 or channels != group_channels * self.groups or features % self.groups:
+            raise ConvolutionError(
+                f"{self.groups} groups don't fit an image of {channels} channels "
+                f"and a weight of {features} × {group_channels}"
+            )
+        made = tuple(
+            (size + 2 * pad - dilation * (window - 1) - 1) // stride + 1
+            for size, window, stride, pad, dilation in zip(
+                image, kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        )
+        if self.result_shape != (batch, features, *made):
+            raise ConvolutionError(
+                f"a convolution of {self.image_shape} with {self.weight_shape} (stride {self.stride}, padding "
+                f"{self.padding}, dilation {self.dilation}) gives {(batch, features, *made)}, "
+                f"not {self.result_shape}"
+            )
+
+    @property
+    def image(self) -> Layout:
+        return self.image_shape, self.image_stride
+
+    @property
+    def weight(self) -> Layout:
+        return self.weight_shape, self.weight_stride
+
+    @property
+    def result(self) -> Layout:
+        return self.result_shape, self.result_stride
+
+    @property
+    def operands(self) -> tuple[Layout, Layout]:
+        """What is read, in the order of `run`'s arguments."""
+        if self.role == "forward":
+            return self.image, self.weight
+        return (self.result, self.weight) if self.role == "input_gradient" else (self.image, self.result)
+
+    @property
+    def made(self) -> Layout:
+        """What is written."""
+        return {"forward": self.result, "input_gradient": self.image, "weight_gradient": self.weight}[self.role]
+
+    @property
+    def beyond(self) -> tuple[int, ...]:
+        """By how many points the image reaches past what a transposed convolution of the result would make."""
+        return tuple(
+            size - ((points - 1) * stride - 2 * pad + dilation * (window - 1) + 1)
+            for size, points, window, stride, pad, dilation in zip(
+                self.image_shape[2:],
+                self.result_shape[2:],
+                self.weight_shape[2:],
+                self.stride,
+                self.padding,
+                self.dilation,
+                strict=True,
+            )
+        )
+
+    @property
+    def plannable(self) -> bool:
+        """Whether cuDNN may be asked: no tensor overlaps itself, or needs an index of more than 32 bits."""
+        return all(
+            math.prod(shape) < 2**31
+            and all(step > 0 or size == 1 for size, step in zip(shape, stride, strict=True))
+            for shape, stride in (self.image, self.weight, self.result)
+        )
+
+    def with_batch(self, batch: int) -> "ConvolutionWork":
+        """The same work on another number of images: what a smaller last batch needs."""
+        return replace(
+            self, image_shape=(batch, *self.image_shape[1:]), result_shape=(batch, *self.result_shape[1:])
+        )

@@ -1,0 +1,160 @@
+"""Dropout: in place, and its gradient from one bit an element or from the generator's state.
+
+`native_dropout` keeps a byte for each element to say which it kept. One bit says as much; and so does the state
+that the generator was in, from which the same mask can be drawn again, without the input.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from monetlite.captured.calls import spec_of
+from monetlite.graph import Implementation, TensorRef
+from monetlite.operators.kernel import Kernel, is_dense, same_layout
+from monetlite.operators.packing import in_order, over_in_order, pack, packed_bytes, unpacked, workspace_bytes
+from monetlite.operators.random import REPLAY
+from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for, name_of
+
+_FORWARD = "aten.native_dropout.default"
+_BACKWARD = "aten.native_dropout_backward.default"
+_ROUNDED_ONCE = frozenset({"float32", "float64"})
+"""Types in which scaling after masking rounds as one operator would."""
+
+
+@alternatives_for(_FORWARD)
+def in_place(kernel: Kernel) -> Iterator[Implementation]:
+    """The result over the input."""
+    source, probability, training = kernel.call.args
+    if training is not True or not isinstance(probability, float) or not 0 < probability < 1:
+        return
+    overwrites = kernel.over(source)
+    if overwrites and isinstance(source, TensorRef) and source.spec.dtype in _ROUNDED_ONCE:
+        yield kernel.implement(
+            "inplace",
+            target=name_of(dropout_),
+            args=(source, probability),
+            overwrites=overwrites,
+            devices=("cpu",),
+        )
+
+
+@function("dropout_")
+def dropout_(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout over its input, drawing what `native_dropout` draws on a CPU.
+
+    Returns (the result, what was kept as a bool tensor).
+    """
+    kept = torch.empty_like(source, dtype=torch.bool).bernoulli_(1 - probability)
+    return source.mul_(kept).mul_(1 / (1 - probability)), kept
+
+
+@alternatives_for(_BACKWARD)
+def backward_in_place(kernel: Kernel) -> Iterator[Implementation]:
+    """The gradient of dropout over the gradient that comes in."""
+    gradient = kernel.call.args[0]
+    overwrites = kernel.over(gradient)
+    if overwrites and isinstance(gradient, TensorRef) and gradient.spec.dtype in _ROUNDED_ONCE:
+        yield kernel.implement("inplace", target=name_of(dropout_backward_), overwrites=overwrites)
+
+
+@function("dropout_backward_")
+def dropout_backward_(gradient: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+    """gradient · kept · scale, written over the gradient."""
+    return gradient.mul_(kept).mul_(scale)
+
+
+@intermediates_for(_BACKWARD)
+def packed(node: fx.Node) -> Iterator[Intermediate]:
+    """What was kept, as one bit an element."""
+    gradient, kept, _ = node.args
+    assert isinstance(gradient, fx.Node)
+    assert isinstance(kept, fx.Node)
+    layout = spec_of(kept.meta["val"])
+    if is_dense(layout) and same_layout(layout, spec_of(gradient.meta["val"])):
+        yield Intermediate(
+            name="mask",
+            function=dropout_mask,
+            ways=(("default", (kept, list(layout.stride))),),
+            shape=(packed_bytes(kept.meta["val"].numel()),),
+            dtype="uint8",
+        )
+
+
+@alternatives_for(_BACKWARD)
+def backward_from_mask(kernel: Kernel) -> Iterator[Implementation]:
+    """The gradient from the packed mask."""
+    if "mask" not in kernel.intermediates:
+        return
+    gradient, _, scale = kernel.call.args
+    assert isinstance(gradient, TensorRef)
+    args = (gradient, kernel.intermediates["mask"], gradient.spec.stride, scale)
+    yield kernel.implement("from_mask", target=name_of(dropout_backward_from_mask), args=args)
+    if overwrites := kernel.over(gradient):
+        yield kernel.implement(
+            "from_mask_inplace", target=name_of(dropout_backward_from_mask_), args=args, overwrites=overwrites
+        )
+
+
+@alternatives_for(_BACKWARD)
+def backward_from_state(kernel: Kernel) -> Iterator[Implementation]:
+    """The gradient from a mask that is drawn again: dropout of the gradient, with the numbers of the input's."""
+    gradient, kept, _ = kernel.call.args
+    if not isinstance(gradient, TensorRef) or not isinstance(kept, TensorRef) or kept.value is None:
+        return
+    forward, drawn = kernel.writer_call(kept.value), kernel.writer_again(kept.value)
+    if forward is None or forward.target != _FORWARD or drawn is None or drawn.target != REPLAY:
+        return
+    state, device, *_ = drawn.args
+    source, probability, training = forward.args
+    assert isinstance(source, TensorRef)
+    if training is not True:
+        return
+    if gradient.spec.dtype in _ROUNDED_ONCE and same_layout(source.spec, gradient.spec):
+        yield kernel.implement(
+            "from_state",
+            target=REPLAY,
+            args=(state, device, name_of(dropout_in_order), gradient, gradient.spec.stride, probability),
+            outputs=(*kernel.call.outputs, None),
+        )
+
+
+@function("dropout_in_order")
+def dropout_in_order(
+    source: torch.Tensor, strides: list[int], probability: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`native_dropout` with the numbers that it draws for a tensor with these strides."""
+    ordered = in_order(source, strides).as_strided(source.shape, strides)
+    made: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten.native_dropout.default(ordered, probability, True)
+    return made
+
+
+@function("dropout_mask", workspace_bytes=workspace_bytes)
+def dropout_mask(kept: torch.Tensor, strides: list[int]) -> torch.Tensor:
+    """What dropout kept, a bool tensor, as one bit an element: a uint8 tensor.
+
+    The bits are in the order of a storage with these strides.
+    """
+    return pack(kept, strides, torch.Tensor.clone)
+
+
+@function("dropout_backward_from_mask", passes=1.3, workspace_bytes=workspace_bytes)
+def dropout_backward_from_mask(
+    gradient: torch.Tensor, mask: torch.Tensor, strides: list[int], scale: float
+) -> torch.Tensor:
+    """gradient · kept · scale, where `mask` is what was kept, packed in the order of these strides."""
+    copy = gradient.clone(memory_format=torch.preserve_format)
+    return dropout_backward_from_mask_(copy, mask, strides, scale)
+
+
+@function("dropout_backward_from_mask_", passes=1.3, workspace_bytes=workspace_bytes)
+def dropout_backward_from_mask_(
+    gradient: torch.Tensor, mask: torch.Tensor, strides: list[int], scale: float
+) -> torch.Tensor:
+    """The same, over the gradient."""
+
+    def write(flat: torch.Tensor) -> None:
+        for where, kept in unpacked(mask, flat.numel()):
+            flat[where] = torch.ops.aten.native_dropout_backward.default(flat[where], kept, scale)
+
+    return over_in_order(gradient, strides, write)

@@ -1,0 +1,60 @@
+"""Cross-entropy and softmax: gradients some rows at a time, and over what they read."""
+
+import torch
+from contents import FLOATS, cases, drawn, fill
+from harness import Bench
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+counts = st.sampled_from([1, 2, 3, 8, 33])
+classes = st.sampled_from([1, 2, 5, 16, 17, 100])
+logits = st.one_of(
+    st.tuples(st.integers(0, 3), classes),
+    st.tuples(counts, classes),
+    st.tuples(st.integers(1, 3), counts, classes),
+    st.tuples(st.integers(1, 3), classes, st.just(3), st.just(4)),
+)
+IGNORED = 0
+
+
+@st.composite
+def losses(draw):
+    """(how the loss is made, whether classes have weights, whether some targets are ignored)."""
+    return (
+        draw(st.sampled_from(["mean", "sum", "none"])),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.sampled_from([0.0, 0.1])),
+    )
+
+
+class CrossEntropy(nn.Module):
+    def __init__(self, dtype, count, reduction, weighted, ignores, smoothing):
+        super().__init__()
+        weight = fill((count,), dtype, "normal", 5).abs() if weighted else None
+        self.register_buffer("weight", weight)
+        self.options = {"reduction": reduction, "label_smoothing": smoothing}
+        if ignores:
+            self.options["ignore_index"] = IGNORED
+
+    def forward(self, x, target):
+        if x.dim() == 3:
+            x, target = x.flatten(0, 1), target.flatten()
+        return F.cross_entropy(x, target, self.weight, **self.options)
+
+
+def targets(shape, seed):
+    """Classes for logits of a shape, all kinds of them."""
+    count = shape[1] if len(shape) == 4 else shape[-1]
+    places = (shape[0], *shape[2:]) if len(shape) == 4 else shape[:-1]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, count, places, generator=generator), count
+
+
+@drawn(max_examples=60)
+@given(cases(logits, dtypes=(*FLOATS[:3], torch.float32)), losses())
+def test_every_way_to_run_a_cross_entropy_makes_the_same_bits(case, options):
+    target, count = targets(case.shape, case.seed)
+    case.check(CrossEntropy(case.dtype, count, *options), target)

@@ -1,0 +1,136 @@
+"""Gradients from a normalisation's output: where the weights rule them out, a step is run in another way."""
+
+import warnings
+
+import pytest
+import torch
+from small_models import assert_same, step, twin
+from step_lists import free_profile, schedule_of
+from torch import nn
+
+import monetlite
+from monetlite.operators.batch_norm import FROM_OUTPUT_TOLERANCE, LARGEST_RATIO
+from monetlite.schedule import plain_steps
+
+FROM_OUTPUT = ("from_output_inplace", "from_output")
+
+
+def normalised():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.Sigmoid(),
+        nn.Conv2d(8, 6, 3, bias=False),
+        nn.BatchNorm2d(6),
+        nn.Sigmoid(),
+        nn.Flatten(),
+        nn.Linear(6 * 64, 10),
+        nn.LayerNorm(10),
+        nn.Tanh(),
+    )
+    with torch.no_grad():
+        for layer in (model[1], model[4], model[8]):
+            layer.weight.uniform_(0.5, 2.0)
+            layer.bias.normal_()
+    return model, (torch.randn(4, 3, 12, 12),)
+
+
+def from_outputs(graph):
+    """Plain training's steps, with every gradient of a normalisation taken from its output."""
+    return tuple(
+        next(
+            (
+                (index, at)
+                for at, item in enumerate(graph.operators[index].implementations)
+                if item.name == "from_output"
+            ),
+            (index, choice),
+        )
+        for index, choice in plain_steps(graph)
+    )
+
+
+def wrap(model, graph, steps=None):
+    steps = from_outputs(graph) if steps is None else steps
+    return monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps))
+
+
+@pytest.mark.parametrize("layout", ["as_traced", "channels_last"])
+def test_gradients_from_the_output_are_within_their_tolerance(layout):
+    model, inputs = normalised()
+    graph = monetlite.trace(model, inputs, layout=layout)
+    steps = from_outputs(graph)
+    chosen = [(graph.operators[index], choice) for index, choice in steps]
+    used = {operator.family for operator, choice in chosen if operator.implementations[choice].guard}
+    assert used == {"batch_norm_backward", "layer_norm_backward"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = step(wrap(model, graph, steps), inputs)
+    expected = step(twin(model), inputs)
+    if layout == "channels_last":  # running statistics are sums, too
+        for name, buffer in expected.buffers.items():
+            torch.testing.assert_close(found.buffers.pop(name), buffer, rtol=1e-5, atol=1e-6)
+        expected.buffers.clear()
+    assert_same(found, expected, 10 * FROM_OUTPUT_TOLERANCE)
+
+
+@pytest.mark.parametrize("layer", [1, 4, 8])
+@pytest.mark.parametrize("value", [0.0, 1e-30, float("nan")])
+def test_a_weight_that_rules_it_out_gives_plain_trainings_gradients_and_a_warning(layer, value):
+    model, inputs = normalised()
+    graph = monetlite.trace(model, inputs)
+    with torch.no_grad():
+        model[layer].weight[2] = value
+    wrapped = wrap(model, graph)
+    with pytest.warns(UserWarning, match=rf"the weights of {layer}\.backward are zero") as caught:
+        found = step(wrapped, inputs)
+    assert len(caught) == 1
+    expected = step(twin(model), inputs)
+    for name, gradient in expected.gradients.items():
+        if gradient is not None:
+            torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-3, atol=1e-5, equal_nan=True)
+    assert torch.equal(found.random_state, expected.random_state)
+    for name, buffer in expected.buffers.items():
+        torch.testing.assert_close(found.buffers[name], buffer, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_weight_that_comes_to_rule_it_out_while_training():
+    """The guard looks at the weights of every step, and says so once."""
+    model, inputs = normalised()
+    graph = monetlite.trace(model, inputs)
+    wrapped = wrap(model, graph)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped(*inputs).sum().backward()
+    with torch.no_grad():
+        wrapped.model[4].weight[0] = 1e-4
+        wrapped.model[4].bias[0] = 1e-4 * LARGEST_RATIO * 2
+    with pytest.warns(UserWarning, match=r"4\.backward"):
+        wrapped(*inputs).sum().backward()
+    reference = twin(wrapped.model)
+    for candidate in (wrapped, reference):
+        for parameter in candidate.parameters():
+            parameter.grad = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = step(wrapped, inputs)
+    assert_same(found, step(reference, inputs), 10 * FROM_OUTPUT_TOLERANCE)
+
+
+def test_what_the_default_needs_is_kept_even_where_it_was_overwritten():
+    """Batch norm in place over its input, whose gradient then needs that input after all."""
+    model, inputs = normalised()
+    graph = monetlite.trace(model, inputs).available("cpu")
+    steps = []
+    for index, choice in from_outputs(graph):
+        names = [item.name for item in graph.operators[index].implementations]
+        if graph.operators[index].family == "batch_norm":
+            choice = names.index("inplace")
+        steps.append((index, choice))
+    monetlite.simulate(free_profile(graph), steps)
+    with torch.no_grad():
+        model[4].weight[0] = 0.0
+    with pytest.warns(UserWarning, match=r"4\.backward"):
+        found = step(wrap(model, graph, tuple(steps)), inputs)
+    assert_same(found, step(twin(model), inputs), 10 * FROM_OUTPUT_TOLERANCE)

@@ -1,0 +1,55 @@
+"""What the documentation shows is what there is."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import assert_same, step, twin
+from step_lists import free_profile, schedule_of
+from torch import nn
+
+import monetlite
+from monetlite.schedule import plain_steps
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```python\n(.*?)```\n<!-- end -->", re.DOTALL)
+
+
+def examples():
+    for page in (ROOT / "docs").glob("*.md"):
+        for path, text in EXAMPLE.findall(page.read_text(encoding="utf-8")):
+            yield pytest.param(path, text, id=f"{page.name}: {path}")
+
+
+@pytest.mark.parametrize(("path", "text"), list(examples()))
+def test_a_file_shown_is_the_file(path, text):
+    assert (ROOT / path).read_text(encoding="utf-8") == text
+
+
+def test_there_are_examples():
+    assert list(examples())
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.3])
+def test_the_worked_example_works(slope):
+    """A file in the folder is all it takes: the tracer offers it, and a schedule runs it, bit for bit."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(6, 16), nn.LeakyReLU(slope), nn.Linear(16, 16), nn.LeakyReLU(slope), nn.Linear(16, 3))
+    model, inputs = nn.Sequential(*layers), (torch.randn(5, 6),)
+    graph = monetlite.trace(model, inputs)
+    steps, used = [], 0
+    for index, choice in plain_steps(graph):
+        names = [item.name for item in graph.operators[index].implementations]
+        if "from_output_inplace" in names:
+            choice, used = names.index("from_output_inplace"), used + 1
+        steps.append((index, choice))
+    assert used == 2
+    wrapped = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps))
+    assert_same(step(wrapped, inputs), step(twin(model), inputs))
+
+
+def test_a_slope_that_turns_the_sign_is_left_alone():
+    graph = monetlite.trace(nn.Sequential(nn.Linear(6, 4), nn.LeakyReLU(-0.5), nn.Linear(4, 2)), torch.randn(3, 6))
+    backward = next(op for op in graph.operators if op.family == "leaky_relu_backward")
+    assert not any("from_output" in item.name for item in backward.implementations)
