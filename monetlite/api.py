@@ -262,8 +262,8 @@ def layouts_to_try(layout: str | None, tolerance: float) -> list[str]:
     """
     if layout == CHANNELS_LAST and tolerance < REORDERED:
         raise ModelError(
-            f"layout {CHANNELS_LAST!r} adds in another order than the model as it is, which tolerance {tolerance:g} "
-            f"rules out; allow {REORDERED:g} or more"
+            f"layout {CHANNELS_LAST!r} adds in another order than the model as it is, which tolerance "
+            f"{tolerance:g} rules out; allow {REORDERED:g} or more"
         )
     if layout is None:
         return [AS_TRACED] if tolerance < REORDERED else [AS_TRACED, CHANNELS_LAST]

@@ -322,3 +322,28 @@ def test_what_running_a_shared_schedule_does_not_import(folder):
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(monetlite.__file__))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_how_exact_and_in_which_layout_is_the_persons_choice(folder):
+    result = run(*SOLVE, "--budget", "100%", "--json", "--output", "exact.yaml")
+    facts = json.loads(result.stdout)
+    assert (facts["tolerance"], facts["layout"]) == (0, "as_traced")
+    arguments = ("--budget", "100%", "--tolerance", "1e-4", "--layout", "channels_last", "--output", "loose.yaml")
+    result = run(*SOLVE, *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    loose = json.loads(result.stdout)
+    assert (loose["tolerance"], loose["layout"]) == (1e-4, "channels_last")
+    assert loose["budget_bytes"] == facts["budget_bytes"], "100% is of plain training in either case"
+    schedule = monetlite.load_schedule("loose.yaml")
+    assert (schedule.tolerance, schedule.layout) == (1e-4, "channels_last")
+    verified = run("verify", "loose.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
+    assert json.loads(verified.stdout)["largest_difference"] <= 1e-2
+    printed = run(*SOLVE, *arguments)
+    assert "images in channels-last" in printed.stdout
+
+
+def test_a_layout_that_the_tolerance_rules_out(folder):
+    result = run(*SOLVE, "--budget", "100%", "--layout", "channels_last")
+    assert result.exit_code == 2
+    assert "allow 1e-05 or more" in result.stderr
+    assert run(*SOLVE, "--budget", "100%", "--tolerance", "1.5").exit_code == 2

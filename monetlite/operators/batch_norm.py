@@ -115,8 +115,8 @@ def _normalize(
 def _in_order(spec: TensorSpec) -> bool:
     """Whether a tensor is laid out as torch's kernels for whole rows or whole pixels want it.
 
-    For other layouts torch has another kernel, which rounds otherwise, and whose variant with `out` goes wrong (2.13
-    makes numbers from statistics that are not there yet).
+    For other layouts torch has another kernel, which rounds otherwise, and whose variant with `out` goes wrong (it
+    reads statistics that are not there yet, in 2.13).
     """
     return is_contiguous(spec) or is_channels_last(spec)
 
@@ -128,7 +128,7 @@ def _same_bits_again() -> bool:
     Both are a multiplication and an addition an element; whether they round once or twice is the compilers' and
     the processor's affair, so it is tried, on odd sizes and in both layouts.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     # A capture, during which graphs are built, makes fake tensors of what is computed.
     with _disable_current_modes(), torch.no_grad():
         for shape in ((3, 37, 11, 13), (4, 16, 8, 8), (5, 7, 1, 3), (64, 33)):
@@ -231,7 +231,10 @@ def backward(kernel: Kernel) -> Iterator[Implementation]:
     assert isinstance(source, TensorRef)
     args: tuple[Argument, ...] = (gradient, source, weight, mean, deviation, eps, mask)
     overwrites = kernel.over(gradient) if mask[0] else ()
-    by_channels = is_contiguous(gradient.spec) and is_contiguous(source.spec)
+    # Batches of single points go through a kernel for whole pixels, whose sums depend on the number of channels.
+    by_channels = (
+        is_contiguous(gradient.spec) and is_contiguous(source.spec) and math.prod(source.spec.shape[2:]) > 1
+    )
     if overwrites:
         if by_channels:
             yield kernel.implement(

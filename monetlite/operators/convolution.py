@@ -95,7 +95,8 @@ def forward(kernel: Kernel) -> Iterator[Implementation]:
 def input_gradient(kernel: Kernel) -> Iterator[Implementation]:
     """The input gradient as a transposed convolution, which does not read the input; and other ways on a CPU.
 
-    It is the same sum, and the libraries run it by the same kernel.
+    It is the same sum. Without groups the libraries run it by the same kernel; with groups, and in float64, not
+    always, except for depthwise convolutions of contiguous images on a CPU.
     """
     gradient, image, weight, _, *geometry, mask = kernel.call.args
     result = kernel.results[0]
@@ -104,12 +105,23 @@ def input_gradient(kernel: Kernel) -> Iterator[Implementation]:
     assert isinstance(gradient, TensorRef)
     assert isinstance(image, TensorRef)
     assert isinstance(weight, TensorRef)
-    if not same_order(gradient.spec, result) or not is_contiguous(weight.spec) or 0 in gradient.spec.shape:
+    if not same_order(gradient.spec, image.spec, result) or not is_contiguous(weight.spec):
+        return
+    if 0 in gradient.spec.shape:
         return
     stride, padding, dilation, _, _, groups = geometry
     extra = _output_padding(gradient.spec.shape, image.spec.shape, weight.spec.shape, stride, padding, dilation)
     args = (gradient, weight, None, stride, padding, dilation, True, extra, groups)
-    yield kernel.implement("transposed", target=_FORWARD, args=args, outputs=kernel.call.outputs[:1])
+    depthwise = is_contiguous(image.spec) and weight.spec.shape[1] == 1
+    exact = gradient.spec.dtype != "float64" and (groups == 1 or depthwise)
+    yield kernel.implement(
+        "transposed",
+        target=_FORWARD,
+        args=args,
+        outputs=kernel.call.outputs[:1],
+        tolerance=0.0 if exact else TOLERANCE,
+        devices=("cpu",) if exact and groups != 1 else (),
+    )
     shapes = _shapes(image, weight, geometry)
     if shapes is None or not is_contiguous(gradient.spec):
         return
@@ -155,9 +167,26 @@ def _output_padding(
     )
 
 
-def same_order(one: TensorSpec, other: TensorSpec) -> bool:
-    """Whether two dense images both are row by row, or both channels-last."""
-    return any(order(one) and order(other) for order in (is_contiguous, is_channels_last))
+def same_order(*images: TensorSpec) -> bool:
+    """Whether dense images all are row by row, or all channels-last, and torch's kernels take them for the same.
+
+    An image of one channel, or of one pixel, is both; its strides say what it is taken for.
+    """
+    if not any(all(map(order, images)) for order in (is_contiguous, is_channels_last)):
+        return False
+    return len({_taken_for_channels_last(image) for image in images}) == 1
+
+
+def _taken_for_channels_last(image: TensorSpec) -> bool:
+    """What torch's `suggest_memory_format` says of an image's strides."""
+    if len(image.shape) not in (4, 5) or image.stride[1] == 0 or 0 in image.shape:
+        return False
+    step = 0
+    for dimension in (1, *range(len(image.shape) - 1, 1, -1), 0):
+        if image.stride[dimension] < step or (dimension == 0 and step == image.stride[1]):
+            return False
+        step = image.stride[dimension] * image.shape[dimension]
+    return True
 
 
 def _offered(

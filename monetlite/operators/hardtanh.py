@@ -1,9 +1,12 @@
 """Hardtanh and ReLU6: their gradient from the output, or from one bit an element.
 
 `hardtanh_backward` stops the gradient where the input is at most the lower bound or at least the upper one;
-the output is on a bound exactly there, and a NaN stays a NaN.
+the output is on a bound exactly there, as long as the bounds are numbers of its type. What becomes of the gradient
+of a NaN depends, on a CPU, on where in the storage it is: torch's vectorised loops stop it and the rest doesn't. A
+mask never stops it.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -31,6 +34,8 @@ def mask(node: fx.Node) -> Iterator[Intermediate]:
     layout = spec_of(source.meta["val"])
     if not is_dense(layout) or not same_layout(layout, spec_of(gradient.meta["val"])):
         return
+    if not _representable(layout.dtype, low, high):
+        return
     strides = list(layout.stride)
     ways = [("default", (source, strides, low, high))]
     output = _output(source, low, high)
@@ -50,6 +55,15 @@ def _output(source: fx.Node, low: object, high: object) -> fx.Node | None:
     )
 
 
+def _representable(dtype: str, *bounds: object) -> bool:
+    """Whether a type has the bounds as they are: kernels compare in float32, where half precision's are others."""
+    digits = {"bfloat16": 8, "float16": 11}.get(dtype)
+    return digits is None or all(
+        isinstance(bound, (int, float)) and math.ldexp(math.frexp(bound)[0], digits).is_integer()
+        for bound in bounds
+    )
+
+
 @alternatives_for(_BACKWARD)
 def backward_from_mask(kernel: Kernel) -> Iterator[Implementation]:
     """The gradient where the packed mask lets it pass."""
@@ -63,7 +77,7 @@ def backward_from_output(kernel: Kernel) -> Iterator[Implementation]:
     gradient, source, *bounds = kernel.call.args
     assert isinstance(source, TensorRef)
     forward = kernel.reader(source, _FORWARD)
-    if forward is None or list(forward.args[1:]) != bounds:
+    if forward is None or list(forward.args[1:]) != bounds or not _representable(source.spec.dtype, *bounds):
         return
     output = kernel.reference(forward.outputs[0])
     if output is None or output.spec.shape != source.spec.shape:

@@ -14,7 +14,7 @@ from monetlite.costs import Cost
 from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
 
-VERSION = 1
+VERSION = 2
 _log = logging.getLogger(__name__)
 
 

@@ -1,5 +1,6 @@
 """Measured profiles: every distinct call of a graph once, with real data."""
 
+import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from monetlite.operators.random import REPLAY
 from monetlite.operators.registry import find_function
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.cache import CostCache
+from monetlite.profiling.heap import steady_heap
 from monetlite.profiling.meters import Meter, meter_for
 from monetlite.profiling.plans import is_plan, on_front
 
@@ -50,19 +52,20 @@ def measure_profile(graph: OperatorGraph, device: str, *, progress: Progress | N
                 distinct.setdefault(run.signature, (name, is_plan(item), run))
     costs: dict[str, tuple[float, int]] = {}
     try:
-        for done, (signature, (name, dispensable, run)) in enumerate(distinct.items(), start=1):
-            cost = cache.get(signature)
-            try:
-                if cost is None:
-                    cost = _measure(name, run, meter)
-                    cache.put(signature, cost)
-                costs[signature] = (cost.latency_ms, cost.workspace_bytes)
-            except MonetliteError as error:
-                if not dispensable:
-                    raise
-                _log.info("left out: %s", error)
-            if progress is not None:
-                progress(done, len(distinct))
+        with steady_heap() if device == "cpu" else contextlib.nullcontext():
+            for done, (signature, (name, dispensable, run)) in enumerate(distinct.items(), start=1):
+                cost = cache.get(signature)
+                try:
+                    if cost is None:
+                        cost = _measure(name, run, meter)
+                        cache.put(signature, cost)
+                    costs[signature] = (cost.latency_ms, cost.workspace_bytes)
+                except MonetliteError as error:
+                    if not dispensable:
+                        raise
+                    _log.info("left out: %s", error)
+                if progress is not None:
+                    progress(done, len(distinct))
     finally:
         cache.save()
         cudnn.forget_plans()

@@ -6,7 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from monetlite.choices import DEFAULT
 from monetlite.costs import Profile
+from monetlite.graph import CHANNELS_LAST
 from monetlite.runtime.verify import Report
 from monetlite.schedule import Schedule, Timeline
 from monetlite.units import format_bytes, format_ms
@@ -28,6 +30,8 @@ def schedule_facts(schedule: Schedule, output: str | None = None) -> dict[str, A
         "costs": schedule.kind,
         "device": schedule.device,
         "optimizer": schedule.optimizer,
+        "tolerance": schedule.tolerance,
+        "layout": schedule.layout,
         "budget_bytes": schedule.budget_bytes,
         "peak_bytes": schedule.peak_bytes,
         "latency_ms": schedule.latency_ms,
@@ -71,7 +75,7 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
     table.add_column(overflow="fold")
     table.add_row(
         "graph",
-        f"{len(graph.operators)} operators, {len(graph.values)} values; always in memory: " + ", ".join(kept),
+        f"{graph.traced_count} operators, {len(graph.values)} values; always in memory: " + ", ".join(kept),
     )
     table.add_row("costs", source)
     table.add_row(
@@ -88,6 +92,9 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
         f"{schedule.overhead:+.1%} step time; {len(schedule.choices.stored)} values stored, "
         f"{runs} runs beyond the forward pass",
     )
+    layout = ", images in channels-last" if schedule.layout == CHANNELS_LAST else ""
+    exact = "the same bits as the captured step" if not schedule.tolerance else f"within {schedule.tolerance:g}"
+    table.add_row("implementations", f"{_other_ways(schedule)} runs not by the default one; {exact}{layout}")
     table.add_row(
         "bound",
         f"no schedule within the budget is faster than {format_ms(schedule.lower_bound_ms)} "
@@ -99,12 +106,19 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
     console.print(table)
 
 
+def _other_ways(schedule: Schedule) -> int:
+    """How many runs are not by an operator's default implementation."""
+    again = sum(how != DEFAULT for runs in schedule.choices.before.values() for _, how in runs)
+    return len(schedule.choices.implementations) + again
+
+
 def report_facts(report: Report) -> dict[str, Any]:
     """The figures of a verification, for `--json`."""
     return {
         "passed": report.passed,
         "exact": report.exact,
         "largest_difference": report.largest_difference,
+        "allowed_difference": report.allowed_difference,
         "random_state": report.random_state,
         "peak_bytes": report.peak_bytes,
         "predicted_peak_bytes": report.predicted_peak_bytes,
@@ -131,7 +145,8 @@ def print_report(console: Console, report: Report) -> None:
     same = (
         "bit for bit plain training's"
         if report.exact
-        else (f"within {report.largest_difference:.1e} of plain training's (relative)")
+        else f"within {report.largest_difference:.1e} of plain training's (relative; "
+        f"{report.allowed_difference:.0e} allowed)"
     )
     table.add_row("gradients, buffers", f"{same}; {len(report.gradients)} gradients, {len(report.buffers)} buffers")
     table.add_row("random state", "as plain training leaves it" if report.random_state else "DIFFERS")

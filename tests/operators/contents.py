@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Bench, Seen
+from harness import Captured, Seen
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -17,9 +17,9 @@ from monetlite.graph import TensorSpec
 from monetlite.operators import batch_norm, cross_entropy, layer_norm, packing, pooling
 
 SPECIAL = (
-    [0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 6.0, 0.5]
-    + [1e-40, -1e-40, 3e38, -3e38]
-    + [float("inf"), -float("inf"), float("nan")]
+    *(0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 6.0, 0.5),
+    *(1e-40, -1e-40, 3e38, -3e38),
+    *(math.inf, -math.inf, math.nan),
 )
 
 BEFORE = ("contiguous", "dense", "transposed", "sliced", "offset", "expanded", "channels_last")
@@ -93,7 +93,7 @@ def leaf(shape: tuple[int, ...], dtype: torch.dtype, before: str, kind: str, see
 
 
 class Between(nn.Module):
-    """A layer whose input dies there and whose gradient is nobody else's, in the layouts asked for where they fit."""
+    """A layer whose input dies there and whose gradient is nobody else's, laid out as asked for where it fits."""
 
     def __init__(self, layer: Callable[..., torch.Tensor], before: str, after: str, rows: int = 1) -> None:
         super().__init__()
@@ -123,29 +123,59 @@ class Between(nn.Module):
 
 
 @dataclass(frozen=True)
+class Contents:
+    """What a layer's input and the gradient of its output hold, and whether loops go in small pieces."""
+
+    kind: str = "normal"
+    gradient: str = "normal"
+    seed: int = 1
+    in_pieces: bool = False
+
+
+@dataclass(frozen=True)
 class Case:
-    """A layer's input, what is around the layer, and how."""
+    """A layer's input, what is around the layer, and all that is tried there."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     before: str
     after: str
-    kind: str
-    gradient: str
-    seed: int
-    in_pieces: bool
+    contents: tuple[Contents, ...]
 
-    def bench(self, layer: Callable[..., torch.Tensor], *rest: torch.Tensor) -> Bench:
-        x = leaf(self.shape, self.dtype, self.before, self.kind, self.seed)
-        return Bench(Between(layer, self.before, self.after, self.shape[0]), x, *rest)
+    @property
+    def seed(self) -> int:
+        return self.contents[0].seed
+
+    def capture(self, layer: Callable[..., torch.Tensor], *rest: torch.Tensor) -> Captured:
+        return Captured(
+            Between(layer, self.before, self.after, self.shape[0]), self._input(self.contents[0]), *rest
+        )
 
     def check(self, layer: Callable[..., torch.Tensor], *rest: torch.Tensor, extreme: bool = False) -> Seen:
         """Run every implementation around a layer beside the default one."""
-        bench = self.bench(layer, *rest)
-        with pytest.MonkeyPatch.context() as patch:
-            if self.in_pieces:
-                work_in_small_pieces(patch)
-            return bench.check(tangents(self.gradient, self.seed), seed=self.seed, extreme=extreme)
+        captured, seen = self.capture(layer, *rest), Seen()
+        for item in self.contents:
+            captured.replace_input(0, self._input(item))
+            with pytest.MonkeyPatch.context() as patch:
+                if item.in_pieces:
+                    work_in_small_pieces(patch)
+                captured.check(tangents(item.gradient, item.seed), seen, seed=item.seed, extreme=extreme)
+        return seen
+
+    def _input(self, item: Contents) -> torch.Tensor:
+        return leaf(self.shape, self.dtype, self.before, item.kind, item.seed)
+
+
+def plain(
+    shape: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    before: str = "contiguous",
+    after: str = "plain",
+    **contents: Any,
+) -> Case:
+    """A case in the usual layout, with contents of one kind."""
+    return Case(shape=shape, dtype=dtype, before=before, after=after, contents=(Contents(**contents),))
 
 
 @st.composite
@@ -156,18 +186,19 @@ def cases(
     dtypes: tuple[torch.dtype, ...] = FLOATS,
     kinds: tuple[str, ...] = ANY,
 ) -> Case:
+    """A shape, a type and a layout, with six contents: capturing takes far longer than running."""
     shape = draw(shapes)
     before = [BEFORE[0]] * 6 + [item for item in BEFORE[1:] if _fits(item, shape)]
     after = [AFTER[0]] * 6 + [item for item in AFTER[1:] if _fits(item, shape)]
+    contents = st.builds(
+        Contents, st.sampled_from(kinds), st.sampled_from(kinds), st.integers(0, 1000), st.booleans()
+    )
     return Case(
         shape=shape,
         dtype=draw(st.sampled_from(dtypes)),
         before=draw(st.sampled_from(before)),
         after=draw(st.sampled_from(after)),
-        kind=draw(st.sampled_from(kinds)),
-        gradient=draw(st.sampled_from(kinds)),
-        seed=draw(st.integers(0, 1000)),
-        in_pieces=draw(st.booleans()),
+        contents=tuple(draw(st.lists(contents, min_size=6, max_size=6))),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from harness import difference, same_bits
 
 from monetlite.captured.calls import decode_argument, spec_of
 from monetlite.graph import Call, Implementation, TensorRef, Value, ValueKind
@@ -75,15 +76,8 @@ class Bench:
         return resolve(call.target)(*arguments, **keywords), copies
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bit pattern of a floating-point tensor, in which -0.0 is not 0.0 and NaN equals NaN."""
-    return tensor.contiguous().view({4: torch.int32, 2: torch.int16, 8: torch.int64}[tensor.element_size()])
-
-
 def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Bit for bit equal; of NaNs, only that they are NaNs in the same places."""
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
-    nan = expected.isnan()
-    differ = (bits(found) != bits(expected)) & ~nan | (found.isnan() != nan)
-    assert not differ.any(), f"{int(differ.sum())} elements differ: {found[differ][:4]} and {expected[differ][:4]}"
+    assert same_bits(found, expected), difference(found, expected)

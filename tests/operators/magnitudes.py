@@ -4,6 +4,7 @@ Rounding moves a sum by a share of this, whatever the order and however much of 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,16 +19,37 @@ def magnitudes(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> li
     return [item for item, name in zip(made, call.outputs, strict=True) if name is not None]
 
 
-def _absolute(item: Any) -> Any:
-    return item.double().abs() if isinstance(item, torch.Tensor) else item
-
-
 def _convolution(*arguments: Any) -> list[torch.Tensor]:
-    return [torch.ops.aten.convolution.default(*map(_absolute, arguments))]
+    return _sums(lambda *operands: (torch.ops.aten.convolution.default(*operands, *arguments[3:]),), *arguments[:3])
 
 
 def _convolution_backward(*arguments: Any) -> list[torch.Tensor | None]:
-    return list(torch.ops.aten.convolution_backward.default(*map(_absolute, arguments)))
+    run = torch.ops.aten.convolution_backward.default
+    return _sums(lambda *operands: run(*operands, *arguments[3:]), *arguments[:3])
+
+
+def _sums(run: Callable[..., Any], first: torch.Tensor, *others: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Sums of products of the first operand with the others; infinite where a term is not finite.
+
+    The zeros around an image are no terms, so operands that are not finite are counted apart.
+    """
+    operands = [first, *others]
+    clean, wrong, one, zero = (
+        [None if item is None else make(item.double()) for item in operands]
+        for make in (
+            lambda item: item.abs().nan_to_num(0, 0, 0),
+            lambda item: (~item.isfinite()).double(),
+            torch.ones_like,
+            torch.zeros_like,
+        )
+    )
+    counted = ((wrong[0], *one[1:]), (one[0], *wrong[1:]))
+    otherwise = ((zero[0], *one[1:]), (one[0], *zero[1:]))
+    runs = [run(*item) for item in (clean, *counted, *otherwise)]
+    return [
+        None if sums is None else sums.masked_fill(first + others > first_0 + others_0, torch.inf)
+        for sums, first, others, first_0, others_0 in zip(*runs, strict=True)
+    ]
 
 
 def _batch_norm_backward(gradient, source, weight, _mean, _variance, mean, deviation, training, _eps, mask):
@@ -57,8 +79,8 @@ def _layer_norm_backward(gradient, source, shape, mean, deviation, weight, bias,
 def _normalized(source, mean, deviation):
     """1 + (|x| + |μ|)/σ for |x̂|, where x̂ = (x − μ)/σ.
 
-    That much may cancel, and μ is rounded in any case; and x̂ is of the order of one, except where everything that is
-    normalised together is the same.
+    That much may cancel, and μ is rounded in any case; and x̂ is of the order of one, except where everything that
+    is normalised together is the same.
     """
     return 1 + (source.double().abs() + mean.double().abs()) * deviation
 
@@ -75,9 +97,9 @@ def _largest(sums):
     return torch.where(finite, sums[finite].amax(), sums) if finite.any() else sums
 
 
-def _gradient(gradient, *_rest, **_keywords):
-    """The derivative of GELU or SiLU is at most 1.13."""
-    return [gradient.double().abs()]
+def _gradient(gradient, source, *_rest, **_keywords):
+    """The derivative of GELU and SiLU is at most 1.13; that of what is not finite is not, or may not be."""
+    return [gradient.double().abs() + 0 * source.double()]
 
 
 _BY_KERNEL = {

@@ -10,7 +10,7 @@ from torch import nn
 layers = st.sampled_from([nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU()])
 
 
-@drawn(max_examples=50)
+@drawn(max_examples=22)
 @given(cases(shapes, dtypes=(*MOSTLY_FLOAT32, torch.float16)), layers)
 def test_every_way_to_run_gelu_and_silu_is_within_its_tolerance(case, layer):
     case.check(layer)

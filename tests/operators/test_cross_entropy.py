@@ -1,8 +1,8 @@
 """Cross-entropy and softmax: gradients some rows at a time, and over what they read."""
 
+import pytest
 import torch
-from contents import FLOATS, cases, drawn, fill
-from harness import Bench
+from contents import FLOATS, cases, drawn, fill, plain
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -53,8 +53,46 @@ def targets(shape, seed):
     return torch.randint(0, count, places, generator=generator), count
 
 
-@drawn(max_examples=60)
+@drawn(max_examples=30)
 @given(cases(logits, dtypes=(*FLOATS[:3], torch.float32)), losses())
 def test_every_way_to_run_a_cross_entropy_makes_the_same_bits(case, options):
     target, count = targets(case.shape, case.seed)
     case.check(CrossEntropy(case.dtype, count, *options), target)
+
+
+@pytest.mark.parametrize("count", [5, 64, 1000, 5003])
+def test_a_large_vocabulary_makes_the_same_bits(count):
+    """Rows of more and of fewer classes than the vectorised loops take at a time."""
+    target, _ = targets((33, count), count)
+    seen = plain((33, count), gradient="same").check(
+        CrossEntropy(torch.float32, count, "mean", True, True, 0.0), target
+    )
+    assert seen.names("cross_entropy_backward") == {"by_rows", "inplace"}
+
+
+def test_kernels_of_cross_entropy_are_merged_where_nobody_reads_between_them():
+    target, count = targets((6, 9), 1)
+    case = plain((6, 9))
+    options = ("mean", False, False)
+    merged = case.capture(CrossEntropy(torch.float32, count, *options, 0.0), target)
+    assert merged.operator("cross_entropy_backward")
+    apart = case.capture(CrossEntropy(torch.float32, count, *options, 0.1), target)
+    assert not [item for item in apart.operators if item.family == "cross_entropy_backward"]
+
+
+@drawn(max_examples=20)
+@given(
+    cases(logits, dtypes=FLOATS),
+    st.sampled_from([-1, 0]),
+    st.sampled_from([F.softmax, F.log_softmax]),
+)
+def test_every_way_to_run_a_softmax_makes_the_same_bits(case, dim, function):
+    case.check(lambda x: function(x, dim))
+
+
+@pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
+def test_only_a_softmax_along_rows_is_offered_in_place(function):
+    for dim, offered in ((-1, ["inplace"]), (0, [])):
+        captured = plain((4, 5)).capture(lambda x, dim=dim: function(x, dim))
+        for suffix in ("", "_backward_data"):
+            assert captured.offered(function.__name__ + suffix) == offered

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cudnn_graphs import Block, convolutions, plans_of, traced
 from fake_cudnn import PLANS, install
-from harness import Bench
+from harness import Captured
 from torch import nn
 
 from monetlite.graph import TensorRef
@@ -247,7 +247,7 @@ def test_offered_implementations_compute_what_the_default_does(frontend, name, c
     model, image = model(), torch.randn(shape)
     if channels_last and len(shape) == 4:
         model, image = (item.to(memory_format=torch.channels_last) for item in (model, image))
-    bench = Bench(model, image.requires_grad_())
+    bench = Captured(model, image.requires_grad_())
     graph = cudnn.offer_plans(replace(bench.traced.graph, device="cuda"))
     operators = [
         replace(

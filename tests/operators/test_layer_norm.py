@@ -3,13 +3,14 @@
 import math
 
 import pytest
-import torch
-from contents import ANY, MODERATE, MOSTLY_FLOAT32, RARELY, cases, drawn, fill
+from contents import ANY, MODERATE, MOSTLY_FLOAT32, RARELY, cases, drawn, fill, plain
 from hypothesis import given
 from hypothesis import strategies as st
-from test_batch_norm import LARGEST_RATIO, near_the_limit, plain
+from test_batch_norm import near_the_limit
 from torch import nn
 from torch.nn import functional as F
+
+from monetlite.operators.batch_norm import LARGEST_RATIO
 
 lengths = st.sampled_from([1, 2, 3, 7, 8, 17, 33])
 shapes = st.one_of(
@@ -56,13 +57,13 @@ def layer_for(case, options):
     return Norm(weight, bias, shape, frozen=options["frozen"], computed=options["computed"])
 
 
-@drawn(max_examples=50)
+@drawn(max_examples=30)
 @given(cases(shapes, dtypes=MOSTLY_FLOAT32, kinds=MODERATE), norms())
 def test_every_way_to_run_a_layer_norm_is_within_its_tolerance(case, options):
     case.check(layer_for(case, options))
 
 
-@drawn(max_examples=25)
+@drawn(max_examples=14)
 @given(cases(shapes, dtypes=MOSTLY_FLOAT32, kinds=ANY), norms(weights=("special", "normal"), biases=ANY))
 def test_what_promises_the_bits_of_a_layer_norm_makes_them_of_anything(case, options):
     case.check(layer_for(case, options), extreme=True)
@@ -91,6 +92,6 @@ def test_one_weight_beyond_the_limit_is_enough_to_refuse(weight, bias):
 def test_a_gradient_from_the_output_needs_weights_that_are_there_when_the_step_begins():
     weight, bias = near_the_limit(6, 1.0)
     layers = {computed: Norm(weight, bias, computed=computed) for computed in (False, True)}
-    offered = {key: plain((3, 6)).bench(layer).offered("layer_norm_backward") for key, layer in layers.items()}
+    offered = {key: plain((3, 6)).capture(layer).offered("layer_norm_backward") for key, layer in layers.items()}
     assert "from_output" in offered[False]
     assert "from_output" not in offered[True]

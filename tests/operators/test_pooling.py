@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from contents import Case, cases, drawn
-from harness import bits
+from contents import cases, drawn, plain
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from monetlite.operators.pooling import Window
+from monetlite.operators.pooling import max_pool2d_backward_from_offsets, pooling_offsets
 
 sides = st.sampled_from([5, 6, 7, 11, 16])
 shapes = st.tuples(st.integers(0, 4), st.integers(1, 5), sides, sides)
@@ -27,13 +26,48 @@ def poolings(draw):
     )
 
 
-@drawn(max_examples=60)
+@drawn(max_examples=34)
 @given(cases(shapes), poolings())
 def test_every_way_to_run_a_max_pooling_makes_the_same_bits(case, layer):
     case.check(layer)
 
 
-@drawn(max_examples=10)
+@drawn(max_examples=6)
 @given(cases(st.tuples(st.integers(1, 4), sides, sides)), poolings())
 def test_pooling_of_images_without_a_batch_makes_the_same_bits(case, layer):
     case.check(layer)
+
+
+@pytest.mark.parametrize("size", [15, 16])
+def test_the_largest_window_that_a_byte_can_address(size):
+    """256 places, the last of which holds the maximum; one more row is too many."""
+    x = torch.arange(1.0, 1 + 2 * 18 * 20).view(1, 2, 18, 20)
+    arguments = ([16, size + 1], [1, 1], [0, 0], [1, 1])
+    result, indices = torch.ops.aten.max_pool2d_with_indices.default(x, *arguments)
+    offered = plain((1, 2, 18, 20)).capture(nn.MaxPool2d((16, size + 1), stride=1)).offered("max_pool2d_backward")
+    assert ("from_offsets" in offered) == (size == 15)
+    if size == 15:
+        offsets = pooling_offsets(indices, list(x.shape), *arguments)
+        assert offsets.unique().tolist() == [255]
+        gradient = torch.randn_like(result)
+        expected = torch.ops.aten.max_pool2d_with_indices_backward.default(gradient, x, *arguments, False, indices)
+        found = max_pool2d_backward_from_offsets(gradient, list(x.shape), *arguments, False, offsets)
+        assert torch.equal(found, expected)
+
+
+def test_a_gradient_of_max_pooling_without_the_input_reads_indices_or_offsets_alone():
+    captured = plain((2, 3, 8, 8)).capture(nn.MaxPool2d(2))
+    backward, offsets = captured.operator("max_pool2d_backward"), captured.operator("pooling_offsets")
+    (source,) = captured.operators[0].writes
+    _, indices = captured.operator("max_pool2d").writes
+    reads = {item.name: set(item.reads) for item in backward.implementations}
+    gradient = reads["default"] - {source, indices}
+    assert reads["from_indices"] == {*gradient, indices}
+    assert reads["from_offsets"] == {*gradient, *offsets.writes}
+    assert offsets.find("default").reads == (indices,)
+
+
+@pytest.mark.parametrize("before", ["channels_last", "transposed", "dense"])
+def test_max_pooling_of_another_layout_keeps_its_input(before):
+    captured = plain((2, 3, 8, 8), before=before).capture(nn.MaxPool2d(2))
+    assert captured.offered("max_pool2d_backward") == []

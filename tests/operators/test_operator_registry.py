@@ -1,0 +1,129 @@
+"""What families register is reached, can be resolved, and keeps the rules of a graph."""
+
+from typing import get_type_hints
+
+import pytest
+import small_models
+import torch
+from contents import plain
+from harness import Captured, Seen
+from test_batch_norm import Norm
+from test_cross_entropy import CrossEntropy, targets
+from torch import nn
+
+import monetlite
+from monetlite.operators import registry, resolve
+
+IMAGES = (8, 16, 6, 6)
+LAYERS = (
+    nn.Conv2d(16, 64, 3, padding=1),
+    nn.Conv2d(16, 8, 1),
+    nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), Norm(32, torch.ones(32), torch.zeros(32)), nn.ReLU()),
+    nn.Sequential(nn.Dropout(0.2), nn.Hardtanh(), nn.GELU(), nn.SiLU()),
+    nn.Sequential(nn.LayerNorm([16, 6, 6]), nn.MaxPool2d(2)),
+)
+ELSEWHERE = {
+    "monetlite.require": "called when a step begins",
+    **{
+        registry.name_of(item): "needs cuDNN"
+        for item in registry._names
+        if item.__module__.startswith("monetlite.operators.cudnn")
+    },
+}
+"""Functions that no implementation runs on a CPU."""
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """Everything that was compared on a few layers."""
+    found = Seen()
+    cases = [(plain(IMAGES), layer, ()) for layer in LAYERS]
+    cases.append((plain(IMAGES, dtype=torch.bfloat16), Norm(16, torch.ones(16), torch.zeros(16)), ()))
+    target, count = targets((6, 9), 1)
+    cases.append((plain((6, 9)), CrossEntropy(torch.float32, count, "mean", True, True, 0.0), (target,)))
+    for case, layer, rest in cases:
+        one = case.check(layer, *rest)
+        found.compared |= one.compared
+        found.functions |= one.functions
+    return found
+
+
+def test_every_registered_function_is_called_by_an_implementation(seen):
+    registered = {registry.PREFIX + name for name in registry._functions}
+    assert registered - seen.functions == set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("name", sorted(registry._functions))
+def test_a_registered_function_is_found_by_its_name_and_says_what_it_returns(name):
+    target = registry.PREFIX + name
+    run = registry._functions[name].run
+    assert resolve(target) is run
+    assert registry.name_of(run) == target
+    assert "return" in get_type_hints(run)
+    assert run.__doc__
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["aten.nothing.default", "aten.relu", "os.system.default", "relu", "aten.relu.no", "", "monetlite.nothing"],
+)
+def test_unknown_functions(target):
+    with pytest.raises(KeyError):
+        resolve(target)
+
+
+MODELS = {
+    "cnn": lambda: (small_models.SmallCNN(), (torch.randn(4, 3, 16, 16),)),
+    "elementwise": lambda: (small_models.Elementwise(), (torch.randn(4, 16),)),
+    "loss": lambda: (small_models.WithLoss(), (torch.randn(5, 6), torch.tensor([0, 3, 1, 2, 2]))),
+}
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_every_implementation_in_a_whole_model_keeps_its_promises(which):
+    model, inputs = MODELS[which]()
+    found = Captured(model, *inputs).check(lambda spec: torch.randn(spec.shape))
+    assert found.compared
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "vit"])
+def test_the_implementations_of_a_transformer_keep_the_rules_of_a_graph(kind):
+    model, inputs = small_models.tiny_transformer(kind)
+    assert_rules(monetlite.trace(model, inputs))
+
+
+def test_the_implementations_of_images_keep_the_rules_of_a_graph():
+    graph = monetlite.trace(small_models.SmallCNN(), torch.randn(4, 3, 16, 16))
+    assert_rules(graph)
+    on_cpu, on_gpu = ({item.name for item in _all(graph.available(device))} for device in ("cpu", "cuda"))
+    assert on_cpu - on_gpu >= {"channels_last", "chunks2"}
+    assert on_gpu >= {"from_mask", "from_output", "from_offsets", "transposed"}
+
+
+def _all(graph):
+    return (item for operator in graph.operators for item in operator.implementations)
+
+
+def assert_rules(graph):
+    """Names are told apart, what is held is not overwritten, and every call says what it reads and writes."""
+    offered = 0
+    for operator in graph.operators:
+        names = [item.name for item in operator.implementations]
+        assert len(set(names)) == len(names), operator.name
+        assert names[0] == "default"
+        for item in operator.implementations:
+            about = f"{operator.name}: {item.name}"
+            assert item.writes == operator.writes, about
+            assert set(item.overwrites) <= set(item.reads), about
+            assert not any(graph.values[value].held for value in item.overwrites), about
+            assert item.tolerance >= 0, about
+            assert not (operator.derived and item.tolerance), f"{about}: others rely on it"
+            for call in filter(None, (item.call, item.again)):
+                assert callable(resolve(call.target)), about
+                reads = {ref.value for ref in call.tensors() if ref.value is not None}
+                assert reads - set(operator.writes) <= set(item.reads), about
+            if item.guard is not None:
+                assert item.tolerance, f"{about} has a guard, and nothing to guard"
+                assert all(ref.value is None for ref in item.guard.tensors()), about
+        offered += len(names) - 1
+    assert offered > 10
