@@ -1,38 +1,60 @@
 """Softmax and its gradient in place, along the last dimension.
 
 Both go row by row: what a row's result needs of all of the row (its maximum, its sum) is known before the first
-element of the result is written, and each element then depends on the same element of the operands.
+element of the result is written, and each element then depends on the same element of the operands. Torch's kernels
+that write into a given tensor take it for contiguous, whatever its strides (2.13), so no other is given to them.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
-from monetlite.graph import Implementation, TensorRef
-from monetlite.operators.kernel import Kernel
-from monetlite.operators.registry import alternatives_for
+import torch
 
-_OUT = {
-    "aten._softmax.default": "aten._softmax.out",
-    "aten._log_softmax.default": "aten._log_softmax.out",
-    "aten._softmax_backward_data.default": "aten._softmax_backward_data.out",
-    "aten._log_softmax_backward_data.default": "aten._log_softmax_backward_data.out",
-}
+from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.operators.kernel import Kernel, is_contiguous
+from monetlite.operators.registry import alternatives_for, function, name_of
+
+_KERNELS = (
+    "aten._softmax.default",
+    "aten._log_softmax.default",
+    "aten._softmax_backward_data.default",
+    "aten._log_softmax_backward_data.default",
+)
 _KEYWORD = {"aten._softmax_backward_data.default": "grad_input"}
 _DIM = {"aten._softmax_backward_data.default": 2, "aten._log_softmax_backward_data.default": 2}
 
 
-@alternatives_for(*_OUT)
+@alternatives_for(*_KERNELS)
 def in_place(kernel: Kernel) -> Iterator[Implementation]:
     """The result over the first operand: the input, or the gradient that comes in."""
     target, operand = kernel.call.target, kernel.call.args[0] if kernel.call.args else None
     overwrites = kernel.over(operand)
-    if not isinstance(operand, TensorRef) or not overwrites:
+    if not isinstance(operand, TensorRef) or not overwrites or not is_contiguous(operand.spec):
         return
     dim = kernel.call.args[_DIM.get(target, 1)]
     dimensions = len(operand.spec.shape)
     if isinstance(dim, int) and dimensions and dim % dimensions == dimensions - 1:
         yield kernel.implement(
             "inplace",
-            target=_OUT[target],
-            kwargs=(*kernel.call.kwargs, (_KEYWORD.get(target, "out"), operand)),
+            target=name_of(softmax_),
+            args=(target, *kernel.call.args),
             overwrites=overwrites,
         )
+
+
+def _whole_call(call: Call) -> Call:
+    target, *args = call.args
+    assert isinstance(target, str)
+    return replace(call, target=target, args=tuple(args))
+
+
+@function("softmax_", like=_whole_call)
+def softmax_(kernel: str, operand: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """A softmax, its logarithm, or the gradient of either, over its first operand; `kernel` is torch's for it."""
+    namespace, name, _ = kernel.split(".")
+    run = getattr(getattr(torch.ops, namespace), name)
+    if not operand.is_contiguous():
+        return operand.copy_(run.default(operand, *rest))
+    run.out(operand, *rest, **{_KEYWORD.get(kernel, "out"): operand})
+    return operand

@@ -1,7 +1,8 @@
 """Tensors of every shape, layout and content, and modules around a layer that hand them to it."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -124,12 +125,15 @@ class Between(nn.Module):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a layer's input and the gradient of its output hold, and whether loops go in small pieces."""
+    """What a layer's input and the gradient of its output hold, whether loops go in small pieces, and on how many
+    threads kernels run.
+    """
 
     kind: str = "normal"
     gradient: str = "normal"
     seed: int = 1
     in_pieces: bool = False
+    threads: int = 2
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Case:
         captured, seen = self.capture(layer, *rest), Seen()
         for item in self.contents:
             captured.replace_input(0, self._input(item))
-            with pytest.MonkeyPatch.context() as patch:
+            with pytest.MonkeyPatch.context() as patch, running_on(item.threads):
                 if item.in_pieces:
                     work_in_small_pieces(patch)
                 captured.check(tangents(item.gradient, item.seed), seen, seed=item.seed, extreme=extreme)
@@ -191,7 +195,12 @@ def cases(
     before = [BEFORE[0]] * 6 + [item for item in BEFORE[1:] if _fits(item, shape)]
     after = [AFTER[0]] * 6 + [item for item in AFTER[1:] if _fits(item, shape)]
     contents = st.builds(
-        Contents, st.sampled_from(kinds), st.sampled_from(kinds), st.integers(0, 1000), st.booleans()
+        Contents,
+        kind=st.sampled_from(kinds),
+        gradient=st.sampled_from(kinds),
+        seed=st.integers(0, 1000),
+        in_pieces=st.booleans(),
+        threads=st.sampled_from([1] * 5 + [2]),
     )
     return Case(
         shape=shape,
@@ -206,6 +215,17 @@ def _fits(layout: str, shape: tuple[int, ...]) -> bool:
     if layout == "channels_last":
         return len(shape) == 4
     return len(shape) > 1 or layout not in ("transposed", "dense")
+
+
+@contextlib.contextmanager
+def running_on(threads: int) -> Iterator[None]:
+    """One thread is faster for small tensors, but sums may be split otherwise on two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def work_in_small_pieces(patch: pytest.MonkeyPatch) -> None:

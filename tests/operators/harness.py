@@ -7,6 +7,7 @@ A family that offers something new is tested by every module here that has its k
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from magnitudes import magnitudes
@@ -264,23 +265,19 @@ class _Trial:
             assert result.dtype == captured.dtype, name
             assert result.untyped_storage().nbytes() == self.values[value].size_bytes, name
 
+    @cached_property
+    def scales(self) -> dict[str, torch.Tensor]:
+        """For each result, the sums of magnitudes that tolerances are shares of."""
+        call = self.operator.implementations[0].call
+        return dict(zip(self.expected, magnitudes(call, *self.memory.arguments(call)), strict=True))
+
     def _compare(self, item: Implementation) -> None:
         results, _ = self._first(item)
         after = torch.get_rng_state()
         assert torch.equal(after, self.after), f"{self._about(item)} leaves the generator in another state"
         assert results.keys() == self.expected.keys(), self._about(item)
-        scales = {}
-        if item.tolerance and not self.extreme:
-            arguments, keywords = self.memory.arguments(self.operator.implementations[0].call)
-            scales = dict(
-                zip(
-                    self.expected,
-                    magnitudes(self.operator.implementations[0].call, arguments, keywords),
-                    strict=True,
-                )
-            )
         for name, expected in self.expected.items():
-            self._assert_alike(item, results[name], expected, item.tolerance, scales.get(name))
+            self._assert_alike(item, name, results[name], expected, item.tolerance)
             if self.as_captured:
                 about = f"{self._about(item)}: {results[name].stride()}, not {expected.stride()}"
                 assert same_strides(results[name], expected.stride()), about
@@ -298,9 +295,9 @@ class _Trial:
         assert torch.equal(torch.get_rng_state(), elsewhere), f"{self._about(item)} run again draws numbers"
         assert results, self._about(item)
         for name, result in results.items():
-            self._assert_alike(item, result, first[name], 0.0, None)
+            self._assert_alike(item, name, result, first[name], 0.0)
 
-    def _assert_alike(self, item, found, expected, tolerance, scale) -> None:
+    def _assert_alike(self, item, name, found, expected, tolerance) -> None:
         about = f"{self._about(item)} of {tuple(expected.shape)} {expected.dtype}"
         assert found.shape == expected.shape, about
         if not expected.numel():
@@ -308,7 +305,7 @@ class _Trial:
         assert found.dtype == expected.dtype, about
         assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes(), about
         if tolerance and not self.extreme:
-            assert_within(found, expected, tolerance, scale, about)
+            assert_within(found, expected, tolerance, self.scales[name], about)
         elif not tolerance:
             assert same_bits(found, expected), f"{about}: {difference(found, expected)}"
 

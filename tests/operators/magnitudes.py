@@ -13,7 +13,7 @@ from monetlite.graph import Call
 
 
 def magnitudes(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> list[torch.Tensor]:
-    """The sums for each result of a call that somebody reads, in float64 and in the result's shape."""
+    """The sums for each result of a call that somebody reads, as float64 and in the result's shape."""
     family = call.target.split(".")[1]
     made = _BY_KERNEL[family](*arguments, **keywords)
     return [item for item, name in zip(made, call.outputs, strict=True) if name is not None]
@@ -35,10 +35,10 @@ def _sums(run: Callable[..., Any], first: torch.Tensor, *others: torch.Tensor | 
     """
     operands = [first, *others]
     clean, wrong, one, zero = (
-        [None if item is None else make(item.double()) for item in operands]
+        [None if item is None else make(item.float()) for item in operands]
         for make in (
             lambda item: item.abs().nan_to_num(0, 0, 0),
-            lambda item: (~item.isfinite()).double(),
+            lambda item: (~item.isfinite()).float(),
             torch.ones_like,
             torch.zeros_like,
         )
@@ -47,7 +47,7 @@ def _sums(run: Callable[..., Any], first: torch.Tensor, *others: torch.Tensor | 
     otherwise = ((zero[0], *one[1:]), (one[0], *zero[1:]))
     runs = [run(*item) for item in (clean, *counted, *otherwise)]
     return [
-        None if sums is None else sums.masked_fill(first + others > first_0 + others_0, torch.inf)
+        None if sums is None else sums.double().masked_fill(first + others > first_0 + others_0, torch.inf)
         for sums, first, others, first_0, others_0 in zip(*runs, strict=True)
     ]
 

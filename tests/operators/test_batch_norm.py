@@ -61,7 +61,7 @@ def layer_for(case, options):
     return Norm(count, dtype=dtype, **{**options, "weights": weights, "biases": biases})
 
 
-@drawn(max_examples=34)
+@drawn(max_examples=30)
 @given(cases(shapes, dtypes=MOSTLY_FLOAT32, kinds=MODERATE), norms())
 def test_every_way_to_run_a_batch_norm_is_within_its_tolerance(case, options):
     case.check(layer_for(case, options))

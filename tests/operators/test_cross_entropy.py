@@ -5,8 +5,12 @@ import torch
 from contents import FLOATS, cases, drawn, fill, plain
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import assert_same_bits
 from torch import nn
 from torch.nn import functional as F
+
+from monetlite.operators import resolve
+from monetlite.operators.softmax import softmax_
 
 counts = st.sampled_from([1, 2, 3, 8, 33])
 classes = st.sampled_from([1, 2, 5, 16, 17, 100])
@@ -53,7 +57,7 @@ def targets(shape, seed):
     return torch.randint(0, count, places, generator=generator), count
 
 
-@drawn(max_examples=30)
+@drawn(max_examples=24)
 @given(cases(logits, dtypes=(*FLOATS[:3], torch.float32)), losses())
 def test_every_way_to_run_a_cross_entropy_makes_the_same_bits(case, options):
     target, count = targets(case.shape, case.seed)
@@ -91,8 +95,26 @@ def test_every_way_to_run_a_softmax_makes_the_same_bits(case, dim, function):
 
 
 @pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
-def test_only_a_softmax_along_rows_is_offered_in_place(function):
-    for dim, offered in ((-1, ["inplace"]), (0, [])):
-        captured = plain((4, 5)).capture(lambda x, dim=dim: function(x, dim))
-        for suffix in ("", "_backward_data"):
-            assert captured.offered(function.__name__ + suffix) == offered
+@pytest.mark.parametrize(
+    ("before", "dim", "offered"), [("contiguous", -1, ["inplace"]), ("contiguous", 0, []), ("dense", -1, [])]
+)
+def test_only_a_softmax_along_rows_of_a_contiguous_tensor_is_offered_in_place(function, before, dim, offered):
+    captured = plain((4, 5), before=before).capture(lambda x: function(x, dim))
+    assert captured.offered(function.__name__) == offered
+    if before == "contiguous":
+        assert captured.offered(function.__name__ + "_backward_data") == offered
+
+
+@pytest.mark.parametrize("name", ["_softmax", "_log_softmax"])
+def test_a_softmax_over_what_is_not_as_captured_is_still_that_softmax(name):
+    """torch's kernels write into any other layout as if it were contiguous."""
+    target = f"aten.{name}.default"
+    x = torch.randn(6, 4)
+    expected = resolve(target)(x, -1, False)
+    other = x.t().contiguous().t()
+    assert softmax_(target, other, -1, False) is other
+    assert_same_bits(other, expected)
+    gradient = torch.randn(6, 4)
+    backward = f"aten.{name}_backward_data.default"
+    wanted = resolve(backward)(gradient, expected, -1, torch.float32)
+    assert_same_bits(softmax_(backward, gradient.t().contiguous().t(), expected, -1, torch.float32), wanted)

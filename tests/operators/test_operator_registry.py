@@ -19,7 +19,7 @@ LAYERS = (
     nn.Conv2d(16, 64, 3, padding=1),
     nn.Conv2d(16, 8, 1),
     nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), Norm(32, torch.ones(32), torch.zeros(32)), nn.ReLU()),
-    nn.Sequential(nn.Dropout(0.2), nn.Hardtanh(), nn.GELU(), nn.SiLU()),
+    nn.Sequential(nn.Softmax(-1), nn.Dropout(0.2), nn.Hardtanh(), nn.GELU(), nn.SiLU()),
     nn.Sequential(nn.LayerNorm([16, 6, 6]), nn.MaxPool2d(2)),
 )
 ELSEWHERE = {
