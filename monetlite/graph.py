@@ -140,7 +140,7 @@ class Implementation:
     Attributes:
         overwrites: values whose memory it takes over; they must die at the step.
         tolerance: the most that a result may differ from the default implementation's, as a fraction of the
-            largest element of that result; 0 promises the same bits.
+            largest sum of magnitudes on the way to it; 0 promises the same bits.
         devices: where it can run (`cpu`, `cuda`); anywhere, if empty.
         guard: a call on weights, evaluated when a step begins, that says whether `tolerance` holds for them.
         again: what is called from the second run on, where that is another call.
