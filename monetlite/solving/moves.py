@@ -7,7 +7,12 @@ import numpy
 from monetlite.graph import Operator, OperatorGraph, Phase
 from monetlite.solving.layout import (
     BACKWARD,
+    GROUP_READS,
+    GROUP_READS_END,
+    GROUP_WRITES,
+    GROUP_WRITES_END,
     OPERATOR_GROUPS,
+    OPERATOR_GROUPS_END,
     PART_AGAIN,
     PART_FIRST,
     VALUE_WRITER,
@@ -26,7 +31,7 @@ def build_moves(problem: Problem) -> Moves:
     choices: list[tuple[int, int, int]] = []
     anchored: list[list[int]] = [[] for _ in graph.operators]
     for index, operator in enumerate(graph.operators):
-        groups = int(tables.operators[index, OPERATOR_GROUPS + 1] - tables.operators[index, OPERATOR_GROUPS])
+        groups = int(tables.operators[index, OPERATOR_GROUPS_END] - tables.operators[index, OPERATOR_GROUPS])
         if groups > 1:
             choices.append((index, PART_FIRST, groups))
             if operator.phase is Phase.FORWARD and operator.rerunnable:
@@ -36,7 +41,10 @@ def build_moves(problem: Problem) -> Moves:
             if reads:
                 anchored[int(tables.values[max(reads), VALUE_WRITER])].append(index)
     looks: dict[object, int] = {}
-    look = [looks.setdefault(_look(operator), len(looks)) for operator in graph.operators]
+    look = [
+        looks.setdefault((*_look(operator), _groups(tables, index)), len(looks))
+        for index, operator in enumerate(graph.operators)
+    ]
     forward = [index for index, operator in enumerate(graph.operators) if operator.phase is Phase.FORWARD]
     alike: dict[int, list[int]] = {}
     for index in forward:
@@ -88,9 +96,20 @@ def _reads(operator: Operator) -> set[int]:
     return {value for item in operator.implementations for value in item.reads}
 
 
-def _look(operator: Operator) -> object:
-    groups = {(len(set(item.reads)), len(item.writes)) for item in operator.implementations}
-    return operator.family, operator.phase, operator.optional, operator.rerunnable, tuple(sorted(groups))
+def _look(operator: Operator) -> tuple[object, ...]:
+    return operator.family, operator.phase, operator.optional, operator.rerunnable
+
+
+def _groups(tables: Tables, operator: int) -> tuple[tuple[int, int], ...]:
+    """How many values each group of an operator reads and writes, in order.
+
+    Genes are group numbers: operators are alike only if each of these means as much for one as for the other.
+    """
+    start, end = tables.operators[operator, [OPERATOR_GROUPS, OPERATOR_GROUPS_END]].tolist()
+    rows = tables.groups[start:end]
+    reads = rows[:, GROUP_READS_END] - rows[:, GROUP_READS]
+    writes = rows[:, GROUP_WRITES_END] - rows[:, GROUP_WRITES]
+    return tuple(zip(reads.tolist(), writes.tolist(), strict=True))
 
 
 def _nearest(members: list[int], operator: int, most: int = 24) -> list[int]:
