@@ -9,6 +9,8 @@ from monetlite.schedule import Step
 from monetlite.solving.kernel import evaluate
 from monetlite.solving.layout import (
     EARLY,
+    GROUP_OPTIONS,
+    GROUP_READS,
     LAST_BIT,
     OPERATOR_GROUPS,
     OPTION_IMPLEMENTATION,
@@ -19,6 +21,8 @@ from monetlite.solving.layout import (
     STEP_OPERATOR,
     STEP_OPTION,
     STEPS,
+    VALUE_BYTES,
+    VALUE_WRITER,
     Integers,
     Scratch,
 )
@@ -27,12 +31,52 @@ from monetlite.solving.problem import Problem
 KEEP_ALWAYS = -1
 """A retain mask with every bit set."""
 
+LEAN_FACTOR = 1.5
+"""How much longer than the fastest an implementation may take that is chosen because it reads less."""
+
 
 def keep_everything(problem: Problem) -> Integers:
     """The genome that drops nothing, and runs every operator with its first group."""
     genome = numpy.zeros(problem.value_count + PARTS * problem.operator_count, dtype=numpy.int64)
     genome[: problem.value_count] = KEEP_ALWAYS
     return genome
+
+
+def read_least(problem: Problem) -> Integers:
+    """The genome that drops nothing, and runs every operator with the group that reads the fewest bytes.
+
+    Of those that take at most `LEAN_FACTOR` times as long as its fastest. The optional operators that this needs
+    run as early as they can.
+    """
+    tables, values = problem.tables, problem.value_count
+    genome = keep_everything(problem)
+    droppable = set(problem.droppable.tolist())
+    for operator in range(problem.operator_count):
+        start, end = (int(tables.operators[operator, OPERATOR_GROUPS + i]) for i in (0, 1))
+        fastest = {
+            group: float(tables.latency_ms[int(tables.groups[group, GROUP_OPTIONS])]) for group in range(start, end)
+        }
+        if not fastest:
+            continue
+        limit = min(fastest.values()) * LEAN_FACTOR
+        reads = {
+            group: droppable.intersection(_reads(problem, group)) for group in fastest if fastest[group] <= limit
+        }
+        chosen = min(
+            reads, key=lambda group: (sum(tables.values[value, VALUE_BYTES] for value in reads[group]), group)
+        )
+        genome[values + PART_FIRST * problem.operator_count + operator] = chosen - start
+        for value in _reads(problem, chosen):
+            writer = int(tables.values[value, VALUE_WRITER])
+            if writer >= 0 and problem.graph.operators[writer].optional:
+                genome[values + PART_PLACE * problem.operator_count + writer] = EARLY
+    return genome
+
+
+def _reads(problem: Problem, group: int) -> list[int]:
+    start, end = (int(problem.tables.groups[group, GROUP_READS + i]) for i in (0, 1))
+    found: list[int] = problem.tables.lists[start:end].tolist()
+    return found
 
 
 def encode(problem: Problem, steps: Sequence[Step]) -> Integers:

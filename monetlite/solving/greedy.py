@@ -27,11 +27,15 @@ STAY_AFTER_RERUN, RERUN_EVERY_TIME = ~1, 0
 class Greedy:
     """Greedy choices of what to drop, for one problem and budget.
 
-    With `interpreted` nothing is compiled: slower by some thousand times, and there at once.
+    It begins from `base`, by default what plain training does. With `interpreted` nothing is compiled: slower by
+    some thousand times, and there at once.
     """
 
-    def __init__(self, problem: Problem, budget_bytes: int, *, interpreted: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, budget_bytes: int, *, base: Integers | None = None, interpreted: bool = False
+    ) -> None:
         self.problem = problem
+        self.base = keep_everything(problem) if base is None else base
         self.evaluate = evaluate_interpreted if interpreted else evaluate
         self.budget_bytes = budget_bytes
         self.scratch = new_scratch(problem.value_count, problem.operator_count, 20 * problem.operator_count)
@@ -93,7 +97,7 @@ class Greedy:
         """Drop the first values in order; as few as it takes, by bisection."""
 
         def dropping(count: int) -> Integers:
-            genome = keep_everything(self.problem)
+            genome = self.base.copy()
             genome[self.order[:count]] &= rest
             return genome
 
@@ -114,7 +118,7 @@ class Greedy:
 
     def _helpful(self) -> Integers | None:
         """Drop a value only where that lowers the overflow; then have values re-run at each read likewise."""
-        genome = keep_everything(self.problem)
+        genome = self.base.copy()
         excess = self._overflow_bytes(genome)
         batch = 1 + len(self.order) // TRIALS
         for rest in (STAY_AFTER_RERUN, RERUN_EVERY_TIME):

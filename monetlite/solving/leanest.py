@@ -9,7 +9,7 @@ from monetlite.schedule import Step, simulate
 from monetlite.solving import baselines
 from monetlite.solving.annealing import Walker, Workspace, round_down
 from monetlite.solving.compiling import ensure_compiled
-from monetlite.solving.genomes import encode
+from monetlite.solving.genomes import KEEP_ALWAYS, encode, read_least
 from monetlite.solving.moves import build_moves
 from monetlite.solving.problem import build_problem
 from monetlite.solving.search import Found, known_schedules
@@ -46,6 +46,13 @@ def minimise_peak(
             if candidate is not None and (peak_bytes := _peak(profile, candidate)) < best_bytes:
                 best_bytes, best_steps = peak_bytes, tuple(candidate)
                 best = encode(problem, candidate)
+
+    for retain in (KEEP_ALWAYS, 0):
+        genome = read_least(problem)
+        genome[problem.droppable] = retain
+        peak_bytes, found = workspace.smallest_peak(genome)
+        if found is not None and peak_bytes < best_bytes:
+            best_bytes, best_steps, best = peak_bytes, found, genome
 
     def finished() -> bool:
         return time.monotonic() >= deadline or (should_stop is not None and should_stop())

@@ -18,7 +18,7 @@ from monetlite.schedule import Step, simulate
 from monetlite.solving import baselines
 from monetlite.solving.annealing import Workspace
 from monetlite.solving.compiling import ensure_compiled
-from monetlite.solving.genomes import encode, keep_everything
+from monetlite.solving.genomes import encode, keep_everything, read_least
 from monetlite.solving.greedy import Greedy
 from monetlite.solving.layout import LATENCY, OVERFLOW, Integers
 from monetlite.solving.problem import build_problem
@@ -143,7 +143,8 @@ def _seed(state: SharedState, incumbent: _Incumbent, starts: Sequence[tuple[Step
     workspace = Workspace(problem, state.moves, 0)
     known = list(known_schedules(problem.profile, starts))
     genomes = [encode(problem, steps) for steps in known]
-    genomes += [keep_everything(problem), *Greedy(problem, state.budget_bytes).genomes()]
+    for base in (keep_everything(problem), read_least(problem)):
+        genomes += [base, *Greedy(problem, state.budget_bytes, base=base).genomes()]
     fitting: list[tuple[float, tuple[Step, ...], Integers]] = []
     for genome in genomes:
         steps = workspace.steps(genome, state.budget_bytes)

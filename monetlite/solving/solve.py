@@ -13,6 +13,7 @@ from monetlite.schedule import Status, Step, plain_steps, simulate
 from monetlite.solving import baselines
 from monetlite.solving.bounds import integer_bound, latency_bound, smallest_budget_bound, trivial_bound_ms
 from monetlite.solving.exhaustive import exhaustive
+from monetlite.solving.genomes import keep_everything, read_least
 from monetlite.solving.greedy import Greedy
 from monetlite.solving.guide import guided_steps
 from monetlite.solving.options import Outline
@@ -233,8 +234,12 @@ def _run(race: _Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...],
         return False
     if race.steps is None and len(profile.graph.operators) <= _INTERPRETED_OPERATORS:
         # Something that fits, before anything is compiled.
-        first = Greedy(build_problem(profile), budget_bytes, interpreted=True).first()
-        race.offer(() if first is None else first, "greedy")
+        problem = build_problem(profile)
+        for base in (keep_everything(problem), read_least(problem)):
+            first = Greedy(problem, budget_bytes, base=base, interpreted=True).first()
+            if first is not None:
+                race.offer(first, "greedy")
+                break
     if len(profile.graph.operators) <= SMALL_OPERATORS:
         race.phase = "exhaustive"
         exact = exhaustive(profile, budget_bytes, seconds=0.3 * race.left, should_stop=race.should_stop)

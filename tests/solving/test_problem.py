@@ -9,7 +9,7 @@ from random_graphs import random_profile
 from monetlite.costs import Cost, Profile, ProfileKind
 from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
 from monetlite.schedule import plain_steps, simulate
-from monetlite.solving.genomes import decode, encode, keep_everything
+from monetlite.solving.genomes import LEAN_FACTOR, decode, encode, keep_everything, read_least
 from monetlite.solving.layout import (
     GROUP_OPTIONS,
     GROUP_OPTIONS_AGAIN,
@@ -212,3 +212,37 @@ def test_nothing_at_all() -> None:
     problem = build_problem(profile)
     assert problem.plain_peak_bytes == 7
     assert numpy.array_equal(problem.droppable, [])
+
+
+def test_what_reads_least_is_legal_and_reads_no_more_than_any_other_that_is_about_as_fast() -> None:
+    differed = 0
+    for seed in range(60):
+        profile = random_profile(random.Random(seed))
+        problem = build_problem(profile)
+        scratch = new_scratch(problem.value_count, problem.operator_count, 400)
+        steps = decode(problem, read_least(problem), scratch, 10**12, 1.0, 1.0)
+        assert steps is not None
+        simulate(profile, steps)
+        kept = set(problem.droppable.tolist())
+
+        def read_bytes(operator: int, choice: int, profile: Profile = profile, kept: set[int] = kept) -> int:
+            reads = set(profile.graph.operators[operator].implementations[choice].reads)
+            return sum(profile.graph.values[value].size_bytes for value in reads & kept)
+
+        for operator, choice in steps:
+            costs = profile.costs[operator]
+            groups = problem.group_of[operator]
+            fastest = {
+                group: min(cost.latency_ms for cost, of in zip(costs, groups, strict=True) if of == group)
+                for group in set(groups)
+                if group >= 0
+            }
+            near = [
+                other
+                for other, group in enumerate(groups)
+                if group >= 0 and fastest[group] <= LEAN_FACTOR * min(fastest.values())
+            ]
+            least = min(read_bytes(operator, other) for other in near)
+            assert read_bytes(operator, choice) == least
+            differed += read_bytes(operator, 0) > least
+    assert differed > 20
