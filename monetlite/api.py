@@ -30,6 +30,7 @@ def profile(
     device: str | None = None,
     *,
     optimizer: str | None = None,
+    accumulate: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Price every implementation of every operator of a graph.
@@ -39,6 +40,8 @@ def profile(
         device: `"cpu"` or `"cuda"` to measure on this machine, or the name of a device to estimate
             (`"a100-40gb"`); by default, the device the graph was traced on.
         optimizer: `"sgd"`, `"momentum"`, `"adam"` or `"adamw"`, to count its state and its step in the peak.
+        accumulate: count gradients that are there when the step begins: gradient accumulation, or
+            `zero_grad(set_to_none=False)`.
         progress: told (calls measured, calls in all) while measuring.
 
     Raises:
@@ -46,6 +49,7 @@ def profile(
         ProfileError: an operator can't be measured.
         ModelError: an unknown optimizer.
     """
+    from monetlite.profiling.accumulation import with_accumulation
     from monetlite.profiling.optimizers import with_optimizer
 
     device = device or graph.device
@@ -62,7 +66,9 @@ def profile(
         from monetlite.profiling.estimate import estimate_profile
 
         made = estimate_profile(graph, device)
-    return made if optimizer is None else with_optimizer(made, optimizer)
+    if optimizer is not None:
+        made = with_optimizer(made, optimizer)
+    return with_accumulation(made) if accumulate else made
 
 
 def solve(
@@ -212,6 +218,7 @@ def _schedule(
         seconds=solution.seconds,
         environment=dict(profile.environment),
         optimizer=profile.optimizer,
+        accumulate=profile.accumulate,
         tolerance=tolerance,
         layout=graph.layout,
         smallest_proven_bytes=solution.smallest_proven_bytes,
@@ -226,6 +233,7 @@ def optimize(
     *,
     device: str | None = None,
     optimizer: str | None = None,
+    accumulate: bool = False,
     tolerance: float = 0.0,
     layout: str | None = None,
     time_limit: float = 60.0,
@@ -240,7 +248,9 @@ def optimize(
     from monetlite.tracing import trace
 
     def price(chosen: str) -> Profile:
-        return profile(trace(model, example_inputs, layout=chosen), device, optimizer=optimizer)
+        return profile(
+            trace(model, example_inputs, layout=chosen), device, optimizer=optimizer, accumulate=accumulate
+        )
 
     profiles = [price(chosen) for chosen in layouts_to_try(layout, tolerance)]
     return solve_layouts(
@@ -297,7 +307,7 @@ def solve_layouts(
     plain = simulate(profiles[0], plain_steps(profiles[0].graph))
     budget_bytes = parse_budget(budget, plain.peak_bytes)
     wanted = [item for item in profiles if layout in (None, item.graph.layout)]
-    distinct = list({item.graph.fingerprint: item for item in wanted}.values())
+    distinct = list({item.graph.fingerprint: item for item in reversed(wanted)}.values())[::-1]
 
     def run(item: Profile, seconds: float, starts: "Iterable[Schedule]" = ()) -> Schedule:
         solved = solve(

@@ -50,6 +50,7 @@ class Profile:
     costs: tuple[tuple[Cost, ...], ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     optimizer: str | None = None
+    accumulate: bool = False
 
     def __post_init__(self) -> None:
         assert [len(costs) for costs in self.costs] == [len(op.implementations) for op in self.graph.operators]

@@ -2,8 +2,8 @@
 
 Nothing here needs torch. A `Value` is a storage, not a tensor: views are part of the operators that read
 them. An `Operator` offers one or more `Implementation`s, and each says which values it reads, writes and
-overwrites. What is always in memory (weights, buffers, inputs, optimizer state) is not a value; `Resident`
-counts it.
+overwrites. What is always in memory (weights, buffers, inputs, optimizer state, gradients of earlier batches)
+is not a value; `Resident` counts it.
 """
 
 import hashlib
@@ -14,6 +14,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, TypeAlias
 
+DELIVERY = "monetlite.delivery"
+"""Family of the operators that hand gradients over to autograd, some at a time: not part of the model either."""
 OPTIMIZER_STEP = "monetlite.optimizer_step"
 """Family of the operator that stands for the optimizer's step: priced with the rest, but not part of the model."""
 
@@ -209,6 +211,8 @@ class Resident:
     buffers: int = 0
     inputs: int = 0
     optimizer: int = 0
+    gradients: int = 0
+    """Of earlier batches, to which those of this step are added."""
 
     @property
     def total(self) -> int:
@@ -289,7 +293,7 @@ class OperatorGraph:
 
     @cached_property
     def _traced(self) -> tuple[Operator, ...]:
-        return tuple(op for op in self.operators if op.family != OPTIMIZER_STEP and not op.derived)
+        return tuple(op for op in self.operators if op.family not in (DELIVERY, OPTIMIZER_STEP) and not op.derived)
 
     def _structure(self) -> list[Any]:
         written = (value for operator in self._traced for value in operator.writes)

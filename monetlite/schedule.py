@@ -51,7 +51,8 @@ class Schedule:
         lower_bound_ms: no schedule within the budget is faster than this.
         status: optimal or feasible. solver, seconds: how it was found and how long that took.
         device, kind: what the costs are of, and whether they were measured or estimated; environment: the
-            versions behind them; optimizer: whose state is counted, if any.
+            versions behind them; optimizer: whose state is counted, if any; accumulate: whether
+            gradients of earlier batches are.
         tolerance: the most that an implementation it may use differs from the default one; layout: of images
             in the graph it was solved for (see `trace`).
         smallest_proven_bytes: nothing fits below this; smallest_reached_bytes: the smallest peak for which a
@@ -77,6 +78,7 @@ class Schedule:
     seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
     optimizer: str | None = None
+    accumulate: bool = False
     tolerance: float = 0.0
     layout: str = AS_TRACED
     smallest_proven_bytes: int = 0

@@ -58,7 +58,7 @@ def gpt2() -> tuple[nn.Module, Any]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "resnet50": vision("resnet50", 16, 160),
     "mobilenet_v2": vision("mobilenet_v2", 16, 160),
-    "unet": vision("unet", 1, 224),
+    "unet": vision("unet", 1, 384),
     "gpt2": gpt2,
 }
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from monetlite.errors import TraceError
 from monetlite.graph import Argument, TensorRef, TensorSpec, TorchConstant
@@ -18,6 +20,12 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
         dtype=str(tensor.dtype).removeprefix("torch."),
         requires_grad=tensor.requires_grad,
     )
+
+
+def fake_mode(node: fx.Node) -> FakeTensorMode:
+    """The mode that makes tensors like those which a captured node has (its first, if it has several)."""
+    fakes = [item for item in pytree.tree_leaves(node.meta["val"]) if isinstance(item, FakeTensor)]
+    return fakes[0].fake_mode
 
 
 def encode_arguments(argument: Any, value_of: Callable[[fx.Node], int | None]) -> Any:

@@ -23,7 +23,7 @@ class InLine(list[Any]):
     """A list that is written on one line: a shape, a stride."""
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # the base is C's where there is one
     """Writes plain data, and `InLine` lists on one line."""
 
 

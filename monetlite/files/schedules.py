@@ -77,6 +77,7 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         seconds=solve.number("seconds"),
         environment={name: environment.text(name) for name in environment},
         optimizer=record.text("optimizer") if record.optional("optimizer") else None,
+        accumulate=record.flag("accumulate") if record.optional("accumulate") else False,
         tolerance=record.number("tolerance") if record.optional("tolerance") else 0.0,
         layout=layout,
         smallest_proven_bytes=solve.integer("smallest_proven_bytes"),
@@ -105,6 +106,7 @@ def schedule_text(schedule: Schedule) -> str:
             for name, spec in schedule.inputs.items()
         },
         "optimizer": schedule.optimizer,
+        "accumulate": schedule.accumulate,
         "tolerance": float(schedule.tolerance),
         "layout": schedule.layout,
         "costs": {

@@ -15,11 +15,12 @@ from torch import fx
 from monetlite.captured.storages import base
 from monetlite.graph import Call, Implementation, TensorRef
 from monetlite.operators.kernel import Kernel, is_contiguous
-from monetlite.operators.registry import alternatives_for, function, name_of
+from monetlite.operators.registry import alternatives_for, elements, function, name_of
 
 _LOSS = "aten.nll_loss_backward.default"
 _SOFTMAX = "aten._log_softmax_backward_data.default"
 _CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
+"""Log-probabilities at a time."""
 
 
 def merge_backward(graph: fx.Graph) -> None:
@@ -42,15 +43,14 @@ def merge_backward(graph: fx.Graph) -> None:
         graph.erase_node(loss)
 
 
-def _chunk_bytes(call: Call) -> int:
-    return 2 * 4 * _CHUNK_ELEMENTS["cuda"]
-
-
 def _whole_bytes(call: Call) -> int:
     log_probabilities = call.args[1]
     assert isinstance(log_probabilities, TensorRef)
-    rows, columns = log_probabilities.spec.shape
-    return 4 * rows * columns
+    return 4 * elements(log_probabilities)
+
+
+def _chunk_bytes(call: Call) -> int:
+    return 2 * min(_whole_bytes(call), 4 * _CHUNK_ELEMENTS["cuda"])
 
 
 def _classes(call: Call) -> int:

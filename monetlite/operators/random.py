@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from monetlite.captured.calls import fake_mode
 from monetlite.graph import Call, TensorRef
 from monetlite.operators.registry import PREFIX, function
 
@@ -41,10 +42,9 @@ def note_state(node: fx.Node) -> fx.Node:
     tensors = [item for item in pytree.tree_leaves(node.meta["val"]) if isinstance(item, torch.Tensor)]
     device = tensors[0].device.type
     elements = 16 if device == "cuda" else torch.get_rng_state().numel()
-    mode: Any = getattr(tensors[0], "fake_mode")  # noqa: B009 (fake tensors have it, torch.Tensor's type doesn't)
     with node.graph.inserting_before(node):
         state = node.graph.call_function(rng_state, (device,))
-    with mode:
+    with fake_mode(node):
         state.meta["val"] = torch.empty(elements, dtype=torch.uint8)
     return state
 

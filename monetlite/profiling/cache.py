@@ -14,7 +14,7 @@ from monetlite.costs import Cost
 from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
 
-VERSION = 2
+VERSION = 3
 _log = logging.getLogger(__name__)
 
 

@@ -135,7 +135,8 @@ def _measure(name: str, run: _Run, meter: Meter) -> Cost:
             def call() -> object:
                 return function(*args, **kwargs)
 
-            latency_ms = meter.latency_ms(call)
+            recent = next((item for item in args if isinstance(item, torch.Tensor)), None)
+            latency_ms = meter.latency_ms(call, recent)
             workspace_bytes = max(0, meter.growth_bytes(call) - run.result_bytes)
     except (RuntimeError, MemoryError, IndexError, TypeError) as error:
         raise ProfileError(

@@ -1,5 +1,6 @@
 """What measures a call on a device: its latency and its workspace, behind one interface."""
 
+import contextlib
 import platform
 import statistics
 import time
@@ -9,12 +10,21 @@ from typing import Any, Protocol
 
 import torch
 
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]  # a module, where there is one
+
 from monetlite.errors import DeviceError
 from monetlite.profiling.memory import high_water_growth_bytes, peak_growth_bytes
 
 FEWEST_RUNS, MOST_RUNS = 3, 15
 ENOUGH_SECONDS = 0.15
 """Runs of one call after warming up: until both the fewest and this long, or the most, are reached."""
+FEW_FAULTS = 64
+"""A run on the CPU with more page faults than this took memory from the system, which a step does once."""
+MOST_CACHE_BYTES = 2**26
+"""Caches are taken to be no larger than this when they are emptied."""
 
 UNNOTICED_BYTES = 4 * 2**20
 """How far the high-water mark may exceed the allocation events before it is believed instead: page and
@@ -26,8 +36,12 @@ class Meter(Protocol):
 
     device: str
 
-    def latency_ms(self, run: Callable[[], Any]) -> float:
-        """Median latency of a call, in ms, after a warm-up."""
+    def latency_ms(self, run: Callable[[], Any], recent: torch.Tensor | None = None) -> float:
+        """Median latency of a call, in ms, after a warm-up.
+
+        `recent` is what the operator before would have just written: of the call's arguments, that one may be in
+        a cache when it begins.
+        """
 
     def growth_bytes(self, run: Callable[[], Any]) -> int:
         """The most memory a call holds beyond its arguments, its results included, in bytes."""
@@ -41,15 +55,31 @@ class CpuMeter:
 
     device = "cpu"
 
-    def latency_ms(self, run: Callable[[], Any]) -> float:
+    def __init__(self) -> None:
+        self._other = torch.empty(cache_bytes(), dtype=torch.uint8)
+
+    def latency_ms(self, run: Callable[[], Any], recent: torch.Tensor | None = None) -> float:
         run()
         times: list[float] = []
+        undisturbed: list[float] = []
         began = time.perf_counter()
-        while len(times) < FEWEST_RUNS or (time.perf_counter() - began < ENOUGH_SECONDS and len(times) < MOST_RUNS):
-            start = time.perf_counter()
+        while len(undisturbed) < FEWEST_RUNS or time.perf_counter() - began < ENOUGH_SECONDS:
+            if len(times) >= MOST_RUNS:
+                break
+            self._empty_cache(recent)
+            faults, start = page_faults(), time.perf_counter()
             run()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times) * 1000
+            taken = time.perf_counter() - start
+            times.append(taken)
+            if page_faults() - faults <= FEW_FAULTS:
+                undisturbed.append(taken)
+        return statistics.median(undisturbed or times) * 1000
+
+    def _empty_cache(self, recent: torch.Tensor | None) -> None:
+        """Leave in the cache what a step would: the last result, not what was stored long before."""
+        self._other.fill_(1)
+        if recent is not None and recent.numel():
+            recent.sum()
 
     def growth_bytes(self, run: Callable[[], Any]) -> int:
         events = peak_growth_bytes(run)
@@ -81,7 +111,7 @@ class CudaMeter:
                 "device 'cuda': this machine has no GPU that torch can use; name a device to estimate"
             )
 
-    def latency_ms(self, run: Callable[[], Any]) -> float:
+    def latency_ms(self, run: Callable[[], Any], recent: torch.Tensor | None = None) -> float:
         for _ in range(3):
             run()
         times: list[float] = []
@@ -103,8 +133,8 @@ class CudaMeter:
             "device": torch.cuda.get_device_name(),
             "torch": str(torch.__version__),
             "cuda": str(torch.version.cuda),
-            "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
-            "tf32": str(torch.backends.cudnn.allow_tf32),
+            "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]  # torch has no types for it
+            "tf32": str(torch.backends.cudnn.conv.fp32_precision == "tf32"),  # type: ignore[attr-defined]  # made at import
         }
 
 
@@ -117,8 +147,22 @@ def meter_for(device: str) -> Meter:
     return CudaMeter() if device == "cuda" else CpuMeter()
 
 
+def cache_bytes() -> int:
+    """What it takes to fill the largest cache of the CPU, in bytes."""
+    sizes = [2**23]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(1024 * int(path.read_text().strip().removesuffix("K")))
+    return min(max(sizes) * 5 // 4, MOST_CACHE_BYTES)
+
+
+def page_faults() -> int:
+    """How many pages this process has taken from the system; 0 where that is not counted."""
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def _cpu_name() -> str:

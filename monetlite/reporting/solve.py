@@ -30,6 +30,7 @@ def schedule_facts(schedule: Schedule, output: str | None = None) -> dict[str, A
         "costs": schedule.kind,
         "device": schedule.device,
         "optimizer": schedule.optimizer,
+        "accumulate": schedule.accumulate,
         "tolerance": schedule.tolerance,
         "layout": schedule.layout,
         "budget_bytes": schedule.budget_bytes,
@@ -62,6 +63,8 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
         kept.insert(1, f"{format_bytes(resident.buffers)} buffers")
     if resident.optimizer:
         kept.append(f"{format_bytes(resident.optimizer)} {schedule.optimizer} state")
+    if resident.gradients:
+        kept.append(f"{format_bytes(resident.gradients)} gradients")
     reached = schedule.smallest_reached_bytes
     smallest = f"at least {format_bytes(schedule.smallest_proven_bytes)}"
     if reached is not None and reached <= schedule.smallest_proven_bytes:

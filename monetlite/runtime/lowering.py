@@ -7,6 +7,7 @@ its last use, so a value is freed exactly where `simulate` says that it dies.
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,16 @@ from torch import fx
 from monetlite.captured import storages
 from monetlite.captured.calls import decode_argument
 from monetlite.choices import first_backward
-from monetlite.graph import Call, TensorRef
+from monetlite.graph import Argument, Call, TensorRef
 from monetlite.operators import resolve, returns_tensor
+from monetlite.operators.delivery import deliver
 from monetlite.operators.guards import require
+from monetlite.operators.registry import name_of
 from monetlite.schedule import Step
-from monetlite.tracing.build import LOSS, Traced
+from monetlite.tracing.build import Traced
+from monetlite.tracing.builder import LOSS
+
+DELIVER = name_of(deliver)
 
 
 def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -36,6 +42,11 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     tangents = [node for node in inputs if storages.is_tangent(node)]
     primals = [node for node in inputs if not storages.is_tangent(node)]
     forward_calls, backward_calls = _calls(traced, steps)
+    primal_of: dict[str, list[fx.Node]] = {}
+    for node, primal in zip(gradients, primals, strict=True):
+        if node is not None:
+            primal_of.setdefault(node.name, []).append(primal)
+    backward_calls = _when_final(joint, backward_calls, primal_of)
     saved = _read_before_written(joint, backward_calls, gradients, tangents)
 
     backward = _Program(joint, [*saved, *tangents])
@@ -60,6 +71,36 @@ def _calls(traced: Traced, steps: Sequence[Step]) -> tuple[list[Call], list[Call
             parts[at >= split].append(call)
         ran.add(index)
     return parts
+
+
+def _when_final(
+    joint: fx.GraphModule, calls: Sequence[Call], primal_of: Mapping[str, Sequence[fx.Node]]
+) -> list[Call]:
+    """The same calls, no gradient being delivered before the last call that reads what it is the gradient of.
+
+    Once delivered, a parameter may change: an optimizer may step, its shards may be freed.
+    """
+    nodes = {node.name: node for node in joint.graph.nodes}
+    last_read: dict[fx.Node, int] = {}
+    for at, call in enumerate(calls):
+        if call.target != DELIVER:
+            last_read.update((storages.base(nodes[ref.node]), at) for ref in call.tensors())
+    waiting: list[Argument] = []
+    changed: list[Call] = []
+    for at, call in enumerate(calls):
+        if call.target != DELIVER:
+            changed.append(call)
+            continue
+        waiting += call.args
+        ready = [
+            ref
+            for ref in waiting
+            if isinstance(ref, TensorRef) and all(last_read.get(primal, -1) < at for primal in primal_of[ref.node])
+        ]
+        waiting = [ref for ref in waiting if ref not in ready]
+        if ready:
+            changed.append(replace(call, args=tuple(ready)))
+    return changed
 
 
 def _guards(traced: Traced, steps: Sequence[Step]) -> dict[str, Call]:

@@ -108,8 +108,9 @@ def verify(
     objective = loss or default_loss
     args, kwargs = split_inputs(example_inputs)
     device = "cuda" if any(item.is_cuda for item in model.parameters()) else "cpu"
-    plain = Trainee(copy.deepcopy(model), args, kwargs, objective, device)
-    scheduled = Trainee(MONeTWrapper(copy.deepcopy(model), schedule), args, kwargs, objective, device)
+    plain = Trainee(copy.deepcopy(model), args, kwargs, objective, device, accumulate=schedule.accumulate)
+    wrapper = MONeTWrapper(copy.deepcopy(model), schedule)
+    scheduled = Trainee(wrapper, args, kwargs, objective, device, accumulate=schedule.accumulate)
     expected, found = plain.snapshot(seed), scheduled.snapshot(seed)
     allowed = REORDERED_SUMS
     if schedule.tolerance > 0:
@@ -121,13 +122,12 @@ def verify(
         for _ in range(repeats):
             for trainee, taken in zip((plain, scheduled), times, strict=True):
                 taken.append(trainee.time_ms())
+    negligible = NEGLIGIBLE if schedule.tolerance > REORDERED_SUMS else 0.0
     leaves = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
     shapes = [tuple(item.shape) for item in leaves]
     return Report(
-        gradients=_differences(
-            expected.gradients, found.gradients, NEGLIGIBLE if schedule.tolerance > REORDERED_SUMS else 0.0
-        ),
-        buffers=_differences(expected.buffers, found.buffers),
+        gradients=_differences(expected.gradients, found.gradients, negligible),
+        buffers=_differences(expected.buffers, found.buffers, negligible),
         loss=_difference(expected.loss, found.loss),
         random_state=torch.equal(expected.random_state, found.random_state),
         peak_bytes=scheduled.peak_bytes(),
@@ -180,7 +180,7 @@ class _Snapshot:
 
 
 class Trainee:
-    """A model that takes training steps, always from fresh gradients."""
+    """A model that takes training steps, always from no gradients, or to `accumulate` from gradients of zero."""
 
     def __init__(
         self,
@@ -189,7 +189,10 @@ class Trainee:
         kwargs: dict[str, Any],
         objective: Callable[[Any], torch.Tensor],
         device: str,
+        *,
+        accumulate: bool = False,
     ) -> None:
+        self.accumulate = accumulate
         self.model, self.objective, self.device = model, objective, device
         copies: dict[int, torch.Tensor] = {}
         self.args, self.kwargs = pytree.tree_map_only(
@@ -200,12 +203,11 @@ class Trainee:
         ]
 
     def step(self) -> torch.Tensor:
-        for tensor in (*self.model.parameters(), *self.inputs):
-            tensor.grad = None
+        self._clear()
         # A training loop holds the model's output until the step ends; the schedule counts on that.
         output = self.model(*self.args, **self.kwargs)
         loss = self.objective(output)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         return loss.detach()
 
     def snapshot(self, seed: int) -> _Snapshot:
@@ -234,10 +236,20 @@ class Trainee:
 
     def peak_bytes(self) -> int:
         """Resident memory of the step, and the most it allocates beyond that."""
-        for tensor in (*self.model.parameters(), *self.inputs):
-            tensor.grad = None
+        self._clear()
         model = self.model.model if isinstance(self.model, MONeTWrapper) else self.model
-        return resident_bytes(model, self.inputs).total + peak_growth_bytes(self.step, self.device)
+        kept = sum(tensor.grad.nbytes for tensor in self._leaves() if tensor.grad is not None)
+        return resident_bytes(model, self.inputs).total + kept + peak_growth_bytes(self.step, self.device)
+
+    def _clear(self) -> None:
+        for tensor in self._leaves():
+            if not self.accumulate:
+                tensor.grad = None
+            elif tensor.requires_grad:
+                tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.zero_()
+
+    def _leaves(self) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *self.inputs]
 
     def _synchronize(self) -> None:
         if self.device == "cuda":

@@ -16,6 +16,7 @@ from monetlite.errors import ModelError, MonetliteError
 from monetlite.operators.cudnn import with_named_plans
 from monetlite.operators.guards import GuardFailed
 from monetlite.runtime.binding import avoiding, bind
+from monetlite.runtime.delivery import delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.schedule import Schedule
 from monetlite.tracing.build import build_graph
@@ -120,7 +121,7 @@ class MONeTWrapper(nn.Module):
 
     def _compiled(self) -> Callable[..., Any]:
         if self._step is None:
-            self.__dict__["_step"] = compile_step(training_step(self.model), self._partition)
+            self.__dict__["_step"] = compile_step(training_step(self.model), delivering_backend(self._partition))
         step: Callable[..., Any] = self._step
         return step
 
@@ -201,7 +202,7 @@ def guard_outputs(output: Any) -> Any:
 
     def guard(path: tuple[Any, ...], item: Any) -> Any:
         if isinstance(item, torch.Tensor) and item.is_floating_point() and path[0] != pytree.MappingKey("loss"):
-            return _Refuse.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]
+            return _Refuse.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]  # torch has no types for it
         return item
 
     guarded = {

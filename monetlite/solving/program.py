@@ -341,7 +341,7 @@ def _call(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "may be inaccurate": the status says so, and simulate checks
-            problem.solve(solver=solver, **limits[solver])  # type: ignore[no-untyped-call]
+            problem.solve(solver=solver, **limits[solver])  # type: ignore[no-untyped-call]  # cvxpy has no types for it
     except cvxpy.error.SolverError:
         # What cvxpy raises when the time is up before anything is found.
         return Status.TIMEOUT, None

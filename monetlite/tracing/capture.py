@@ -13,7 +13,7 @@ import logging
 import re
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,12 @@ MOST_LAYOUTS = 32
 """How many different input layouts one wrapper compiles programs for, before it refuses another."""
 
 Partition = Callable[[Joint], tuple[fx.GraphModule, fx.GraphModule]]
+"""From a joint graph to a forward and a backward program."""
+Boxed = Callable[[list[Any]], Any]
+"""A program as a function of one list, which it empties."""
+Compiler = Callable[[fx.GraphModule], Boxed]
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+"""What `torch.compile` takes: from a graph and example inputs to a function."""
 
 
 def training_step(model: nn.Module) -> Callable[..., Any]:
@@ -87,28 +93,30 @@ def has_loss(output: Any) -> bool:
     return isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad
 
 
-def compile_step(step: Callable[..., Any], partition: Partition) -> Callable[..., Any]:
-    """Compile a training step with a partition of our own: two programs, run as they are by eager kernels."""
+def compile_step(step: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """Compile a training step, whole, for each layout of its inputs."""
+    compiled: Callable[..., Any] = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+    return compiled
 
-    def compile_program(program: fx.GraphModule, _inputs: object) -> Callable[..., Any]:
-        return boxed(program)
+
+def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) -> Backend:
+    """A backend for `torch.compile` with a partition of our own: two programs, each run as its compiler says."""
 
     def partition_fn(
         joint: fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs))
 
-    backend = aot_autograd(
-        fw_compiler=compile_program,
-        bw_compiler=compile_program,
-        inference_compiler=compile_program,
+    backend: Backend = aot_autograd(
+        fw_compiler=lambda program, _inputs: forward(program),
+        bw_compiler=lambda program, _inputs: backward(program),
+        inference_compiler=lambda program, _inputs: forward(program),
         partition_fn=partition_fn,
     )
-    compiled: Callable[..., Any] = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
-    return compiled
+    return backend
 
 
-def boxed(program: fx.GraphModule) -> Callable[..., Any]:
+def boxed(program: fx.GraphModule) -> Boxed:
     """A graph module as a function of one list, which it empties: arguments die at their last use.
 
     Without this, what calls the program keeps every argument alive until it returns.
@@ -155,7 +163,7 @@ def capture(
     )
     try:
         with mode, capture_settings():
-            compile_step(training_step(model), keep)(*args, **kwargs)
+            compile_step(training_step(model), aot_backend(keep, forward=boxed, backward=boxed))(*args, **kwargs)
     except Exception as error:
         if not captured:
             raise explain(error) from error

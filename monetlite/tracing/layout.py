@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from monetlite.captured import storages
+from monetlite.captured.calls import fake_mode
 from monetlite.operators.random import is_random
 from monetlite.tracing.capture import Joint
 
@@ -56,13 +57,12 @@ class _Converter:
         self.graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
         self._converted: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
-        tensors = (node.meta.get("val") for node in source.nodes)
-        self._mode: Any = next(getattr(tensor, "fake_mode") for tensor in tensors if hasattr(tensor, "fake_mode"))  # noqa: B009
+        self._mode = fake_mode(next(node for node in source.nodes if str(node.target) in _LIKE))
 
     def convert(self, node: fx.Node) -> None:
         """Append what a node becomes."""
         if node.op == "output":
-            results = [self._as_before(item) if isinstance(item, fx.Node) else item for item in node.args[0]]  # type: ignore[union-attr]  # a flat list
+            results = [self._as_before(item) if isinstance(item, fx.Node) else item for item in node.args[0]]  # type: ignore[union-attr]  # an output has a flat list
             self.graph.output(tuple(results)).meta.update(node.meta)
             return
         if node.op != "call_function":

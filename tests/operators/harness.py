@@ -19,7 +19,8 @@ from monetlite.graph import Call, Implementation, Operator, TensorSpec
 from monetlite.operators import resolve, returns_tensor
 from monetlite.operators.random import REPLAY
 from monetlite.runtime.lowering import lower
-from monetlite.tracing.build import LOSS, Traced, build_graph
+from monetlite.tracing.build import Traced, build_graph
+from monetlite.tracing.builder import LOSS
 from monetlite.tracing.capture import capture_settings, compile_step, training_step
 
 LARGEST = 1e36

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from monetlite.operators import again
-from monetlite.operators.batch_norm import LARGEST_RATIO, LARGEST_WEIGHT, SMALLEST_WEIGHT, is_invertible
+from monetlite.operators.batch_norm_backward import LARGEST_RATIO, LARGEST_WEIGHT, SMALLEST_WEIGHT, is_invertible
 
 channels = st.sampled_from([1, 2, 3, 8, 17])
 sizes = st.sampled_from([1, 2, 3, 7, 9])

@@ -10,7 +10,7 @@ from test_batch_norm import near_the_limit
 from torch import nn
 from torch.nn import functional as F
 
-from monetlite.operators.batch_norm import LARGEST_RATIO
+from monetlite.operators.batch_norm_backward import LARGEST_RATIO
 
 lengths = st.sampled_from([1, 2, 3, 7, 8, 17, 33])
 shapes = st.one_of(

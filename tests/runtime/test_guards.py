@@ -9,7 +9,7 @@ from step_lists import free_profile, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.operators.batch_norm import FROM_OUTPUT_TOLERANCE, LARGEST_RATIO
+from monetlite.operators.batch_norm_backward import FROM_OUTPUT_TOLERANCE, LARGEST_RATIO
 from monetlite.schedule import plain_steps
 
 FROM_OUTPUT = ("from_output_inplace", "from_output")

@@ -1,0 +1,21 @@
+"""The `monetlite` command: one file for each of its commands.
+
+Exit codes: 0 done, 2 usage (a bad option, budget, model or device), 3 infeasible, 4 anything else.
+"""
+
+import click
+
+from monetlite import __version__
+from monetlite.cli.profile import profile_command
+from monetlite.cli.solve import solve_command
+from monetlite.cli.verify import verify_command
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="monetlite")
+def main() -> None:
+    """Train PyTorch models within a memory budget."""
+
+
+for _command in (solve_command, profile_command, verify_command):
+    main.add_command(_command)

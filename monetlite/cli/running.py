@@ -1,0 +1,98 @@
+"""What every command runs in: a console, progress where somebody looks, errors as messages and exit codes."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from monetlite.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError, MonetliteError
+from monetlite.units import format_bytes, format_ms
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from monetlite.solving.solve import Progress
+
+EXIT_USAGE, EXIT_INFEASIBLE, EXIT_FAILED = 2, 3, 4
+
+
+def open_console(as_json: bool) -> "tuple[Console, bool]":
+    """A console for the report, and whether to keep progress to ourselves."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=False), as_json or not sys.stderr.isatty()
+
+
+class Measuring:
+    """A progress bar while operators are measured; None as the callback where nobody looks."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def __enter__(self) -> Callable[[int, int], None] | None:
+        if self._quiet:
+            return None
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        task = self._bar.add_task("measuring operators", total=None)
+        self._bar.start()
+
+        def progress(done: int, total: int) -> None:
+            self._bar.update(task, completed=done, total=total)
+
+        return progress
+
+    def __exit__(self, *error: object) -> None:
+        if not self._quiet:
+            self._bar.stop()
+
+
+class Solving:
+    """A live line while solving: incumbent, bound, gap, peak, time."""
+
+    def __init__(self, quiet: bool, budget_bytes: int) -> None:
+        self._quiet, self._budget_bytes = quiet, budget_bytes
+
+    def __enter__(self) -> "Callable[[Progress], None] | None":
+        if self._quiet:
+            return None
+        from rich.console import Console
+
+        self._status = Console(stderr=True).status(f"solving within {format_bytes(self._budget_bytes)}")
+        self._status.start()
+
+        def progress(event: "Progress") -> None:
+            found = "nothing found yet"
+            if event.peak_bytes is not None:
+                found = f"{format_ms(event.latency_ms)} at {format_bytes(event.peak_bytes)}, gap {event.gap:.1%}"
+            self._status.update(
+                f"{event.seconds:.0f} s: {found}, bound {format_ms(event.lower_bound_ms)} ({event.phase})"
+            )
+
+        return progress
+
+    def __exit__(self, *error: object) -> None:
+        if not self._quiet:
+            self._status.stop()
+
+
+def guard(run: Callable[[], None], debug: bool) -> None:
+    """Turn errors into a message and an exit code; a traceback only where it was asked for."""
+    try:
+        run()
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("monetlite: interrupted; nothing was written", err=True)
+        raise SystemExit(EXIT_FAILED) from None
+    except Exception as error:
+        if debug:
+            raise
+        usage = isinstance(error, (BudgetError, DeviceError, ModelError))
+        code = EXIT_INFEASIBLE if isinstance(error, InfeasibleBudget) else EXIT_USAGE if usage else EXIT_FAILED
+        message = str(error) if isinstance(error, MonetliteError) else f"{type(error).__name__}: {error}"
+        if not isinstance(error, MonetliteError):
+            message += "\nThis is a bug in monetlite or in the model; run again with --debug for the traceback"
+        click.echo(f"monetlite: {message}", err=True)
+        raise SystemExit(code) from None

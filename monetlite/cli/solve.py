@@ -1,0 +1,113 @@
+"""`monetlite solve`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from monetlite.cli.options import common_options, cost_options, finite, model_options
+from monetlite.cli.pricing import price_layouts
+from monetlite.cli.running import Solving, guard, open_console
+from monetlite.errors import MonetliteError
+
+
+@click.command("solve")
+@model_options
+@click.option(
+    "--budget",
+    required=True,
+    help="The whole step's peak: 6GB (10⁹ bytes), 6GiB (2³⁰), 6000MB, or 50% of plain training's peak.",
+)
+@cost_options
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0.1),
+    callback=finite,
+    default=60.0,
+    show_default=True,
+    help="Seconds.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, max=1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="How far an operator's result may be from plain training's: 0 for the same bits, 1e-5 for sums in another "
+    "order, 1e-4 for normalisations differentiated from their output.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["as_traced", "channels_last"]),
+    help="Of images; by default whichever is faster, where the tolerance allows it.",
+)
+@click.option("--solver", type=click.Choice(["SCIP", "HIGHS", "GUROBI"]), default="SCIP", show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False),
+    help="Schedule file; by default MODEL_BATCH_BUDGET.yaml here.",
+)
+@common_options
+def solve_command(
+    spec: str,
+    budget: str,
+    device: str | None,
+    optimizer: str | None,
+    accumulate: bool,
+    time_limit: float,
+    tolerance: float,
+    layout: str | None,
+    solver: str,
+    seed: int,
+    output: str | None,
+    as_json: bool,
+    debug: bool,
+    **shape: Any,
+) -> None:
+    """Find the fastest schedule of a model's training step within a memory budget."""
+
+    def run() -> None:
+        from monetlite import api
+        from monetlite.reporting import solve as reporting
+        from monetlite.schedule import plain_steps, simulate
+        from monetlite.units import parse_budget
+
+        console, quiet = open_console(as_json)
+        # Read the budget, and see that the output can be written, before spending a minute on it.
+        parse_budget(budget, plain_peak_bytes=2**40)
+        layouts = api.layouts_to_try(layout, tolerance)
+        built, profiles = price_layouts(spec, device, optimizer, accumulate, quiet, shape, layouts)
+        target = Path(output or _file_name(built.name, built.batch, budget))
+        _check_folder(target)
+        budget_bytes = parse_budget(budget, simulate(profiles[0], plain_steps(profiles[0].graph)).peak_bytes)
+        with Solving(quiet, budget_bytes) as progress:
+            schedule = api.solve_layouts(
+                profiles,
+                budget,
+                tolerance=tolerance,
+                layout=layout,
+                time_limit=time_limit,
+                solver=solver,
+                seed=seed,
+                progress=progress,
+            )
+        schedule.save(target)
+        profile = next(item for item in profiles if item.graph.layout == schedule.layout)
+        if as_json:
+            click.echo(json.dumps(reporting.schedule_facts(schedule, str(target))))
+        else:
+            click.echo(built.description)
+            reporting.print_schedule(console, profile, schedule, simulate(profile, schedule), str(target))
+
+    guard(run, debug)
+
+
+def _file_name(name: str, batch: int, budget: str) -> str:
+    stem = name.rpartition("/")[2].replace(":", "-").replace(".py", "")
+    return f"{stem}_{batch}_{budget.replace('%', 'pct').replace(' ', '')}.yaml"
+
+
+def _check_folder(target: Path) -> None:
+    if not target.parent.is_dir():
+        raise MonetliteError(f"{target} can't be written: there is no folder {target.parent}; create it first")

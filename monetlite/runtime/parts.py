@@ -1,0 +1,124 @@
+"""A straight-line program cut where gradients are delivered, so that each part can run when autograd asks for it.
+
+What passes from one part to the next is handed over by name; a tensor that no later part reads is given away,
+so it is freed inside the part exactly where it would be in the whole program.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from monetlite.operators.delivery import deliver
+from monetlite.tracing.capture import Boxed, boxed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a program.
+
+    Attributes:
+        run: takes the tensors of `takes` and returns those of `gives`, then its share of the results.
+        takes: names of tensors; `lets_go` are those of them that nothing reads later.
+        gives: names of tensors that later parts read.
+        results: which of the program's results it makes, by position.
+    """
+
+    run: Boxed
+    takes: tuple[str, ...]
+    lets_go: frozenset[str]
+    gives: tuple[str, ...]
+    results: tuple[int, ...]
+
+
+def results_by_part(program: fx.GraphModule) -> list[list[int]]:
+    """For each part of a program, the positions of the results that it delivers; the last delivers the rest."""
+    outputs = _outputs(program)
+    parts = [
+        [at for at, node in enumerate(outputs) if node is not None and node in mark.args]
+        for mark in program.graph.nodes
+        if mark.target is deliver
+    ]
+    delivered = {at for part in parts for at in part}
+    rest = [at for at, node in enumerate(outputs) if node is not None and at not in delivered]
+    return [*parts, rest] if rest or not parts else parts
+
+
+def split(program: fx.GraphModule) -> list[Part]:
+    """Cut a program after each `deliver`."""
+    results = results_by_part(program)
+    part_of: dict[fx.Node, int] = {}
+    part = 0
+    for node in program.graph.nodes:
+        part_of[node] = part
+        if node.target is deliver:
+            part = min(part + 1, len(results) - 1)
+    outputs = _outputs(program)
+    last_read: dict[fx.Node, int] = {}
+    for node in program.graph.nodes:
+        if node.op != "output":
+            for read in node.all_input_nodes:
+                last_read[read] = max(last_read.get(read, 0), part_of[node])
+    for at, positions in enumerate(results):
+        for position in positions:
+            node = outputs[position]
+            assert node is not None
+            last_read[node] = max(last_read.get(node, 0), at)
+    return [_part(program, number, results[number], part_of, last_read) for number in range(len(results))]
+
+
+def _part(
+    program: fx.GraphModule,
+    number: int,
+    results: Sequence[int],
+    part_of: dict[fx.Node, int],
+    last_read: dict[fx.Node, int],
+) -> Part:
+    """One part as a program of its own."""
+    outputs = _outputs(program)
+    body = [
+        node
+        for node in program.graph.nodes
+        if part_of[node] == number and node.op not in ("placeholder", "output") and node.target is not deliver
+    ]
+    inside = set(body)
+    given = [outputs[position] for position in results]
+    read = [node for made in body for node in made.all_input_nodes] + [node for node in given if node is not None]
+    takes = list(dict.fromkeys(node for node in read if node not in inside))
+    gives = [node for node in body if last_read.get(node, 0) > number]
+    graph = fx.Graph()
+    new = {node: graph.placeholder(node.name) for node in takes}
+    for node in body:
+        new[node] = graph.node_copy(node, new.__getitem__)
+    graph.output(tuple(new[node] for node in (*gives, *given) if node is not None))
+    return Part(
+        run=boxed(fx.GraphModule(program, graph)),
+        takes=tuple(node.name for node in takes),
+        lets_go=frozenset(node.name for node in takes if last_read[node] <= number),
+        gives=tuple(node.name for node in gives),
+        results=tuple(results),
+    )
+
+
+def _outputs(program: fx.GraphModule) -> list[fx.Node | None]:
+    (output,) = program.graph.find_nodes(op="output")
+    flat: Any = output.args[0]
+    return [item if isinstance(item, fx.Node) else None for item in flat]
+
+
+class Run:
+    """A program that is run part by part."""
+
+    def __init__(self, parts: Sequence[Part], tensors: dict[str, Any]) -> None:
+        self._parts = parts
+        self._tensors = tensors
+
+    def part(self, number: int) -> list[Any]:
+        """Run a part, after those before it; returns its results."""
+        part = self._parts[number]
+        tensors = self._tensors
+        arguments = [tensors.pop(name) if name in part.lets_go else tensors[name] for name in part.takes]
+        made = list(part.run(arguments))
+        tensors.update(zip(part.gives, made, strict=False))
+        return made[len(part.gives) :]

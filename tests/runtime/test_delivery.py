@@ -1,0 +1,163 @@
+"""Gradients reach autograd as they become ready, and everything people do with them still works."""
+
+import pytest
+import torch
+from small_models import TwoInputsTwoOutputs, assert_same, step, twin
+from step_lists import free_profile, recompute_everything, schedule_of
+from torch import nn
+
+import monetlite
+from monetlite.graph import DELIVERY
+from monetlite.profiling.memory import peak_growth_bytes
+from monetlite.schedule import plain_steps, simulate
+
+WIDTH, LAYERS = 512, 6
+
+
+def deep() -> nn.Module:
+    """Weights of 1 MiB each, so that every one is delivered as soon as it is there."""
+    layers = [module for _ in range(LAYERS) for module in (nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def wrapped(model, inputs, steps=plain_steps):
+    graph = monetlite.trace(model, inputs)
+    return monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), steps(graph)))
+
+
+def losses(model, x):
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("steps", [plain_steps, recompute_everything])
+def test_each_gradient_is_there_before_the_next_is_computed(steps):
+    model, x = deep(), torch.randn(4, WIDTH)
+    trained = wrapped(model, x, steps)
+    seen = []
+
+    def hook(parameter):
+        seen.append(sum(item.grad is not None for item in model.parameters()))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    losses(trained, x).backward()
+    assert seen == list(range(1, LAYERS + 1))
+
+
+@pytest.mark.parametrize("steps", [plain_steps, recompute_everything])
+def test_an_optimizer_that_steps_in_the_backward_pass_never_holds_all_gradients(steps):
+    model, x = deep(), torch.randn(4, WIDTH)
+    other = twin(model)
+    trained = wrapped(model, x, steps)
+    for owner in (model, other):
+        for parameter in owner.parameters():
+
+            def update(parameter):
+                with torch.no_grad():
+                    parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(update)
+    peaks = {}
+    for name, owner in (("plain", other), ("trained", trained)):
+        losses(owner, x).backward()
+        peaks[name] = peak_growth_bytes(lambda owner=owner: losses(owner, x).backward())
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert peaks["trained"] < 3 * WIDTH * WIDTH * 4, "the gradients of six layers would be six of these"
+
+
+def test_gradients_asked_for_by_name():
+    model, x = deep(), torch.randn(4, WIDTH, requires_grad=True)
+    trained = wrapped(model, x)
+    parameters = list(model.parameters())
+    for wanted in ([parameters[-1]], [parameters[0], x], [x], parameters):
+        expected = torch.autograd.grad(losses(model, x), wanted)
+        found = torch.autograd.grad(losses(trained, x), wanted)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_backward_twice_through_one_graph():
+    model, x = deep(), torch.randn(4, WIDTH)
+    other = twin(model)
+    trained = wrapped(model, x, recompute_everything)
+    for owner in (trained, other):
+        loss = losses(owner, x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_two_forward_passes_before_one_backward_pass():
+    model, first, second = deep(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    other = twin(model)
+    trained = wrapped(model, first, recompute_everything)
+    for owner in (trained, other):
+        (losses(owner, first) + 3 * losses(owner, second)).backward()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=0)
+
+
+def test_outputs_of_which_one_is_not_used():
+    model, inputs = TwoInputsTwoOutputs(), (torch.randint(0, 11, (3, 6)), torch.randn(3, 8, requires_grad=True))
+    expected = step(twin(model), inputs)
+    assert_same(step(wrapped(twin(model), inputs, recompute_everything), inputs), expected)
+
+
+def test_double_backward_is_refused():
+    model, x = deep(), torch.randn(4, WIDTH, requires_grad=True)
+    (gradient,) = torch.autograd.grad(losses(wrapped(model, x), x), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|double backward|does not require grad"):
+        gradient.sum().backward()
+
+
+def test_an_error_in_the_backward_pass_leaves_the_wrapper_as_it_was():
+    model, x = deep(), torch.randn(4, WIDTH)
+    trained = wrapped(model, x)
+
+    def stop(_):
+        raise ValueError("stop here")
+
+    handle = list(model.parameters())[3].register_hook(stop)
+    with pytest.raises(ValueError, match="stop here"):
+        losses(trained, x).backward()
+    handle.remove()
+    model.zero_grad()
+    expected = torch.autograd.grad(losses(model, x), list(model.parameters()))
+    losses(trained, x).backward()
+    for mine, theirs in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(mine.grad, theirs)
+
+
+def test_accumulation_is_predicted():
+    """Gradients that are there already are counted once, and a step's own only until they are added to them."""
+    model, x = deep(), torch.randn(32, WIDTH)
+    graph = monetlite.trace(model, x)
+    profile = monetlite.profile(graph, "rtx-4090", accumulate=True)
+    size = WIDTH * WIDTH * 4
+    assert profile.graph.resident.gradients == LAYERS * size
+    once = simulate(monetlite.profile(graph, "rtx-4090"), plain_steps(graph)).peak_bytes
+    assert once < simulate(profile, plain_steps(graph)).peak_bytes < once + LAYERS * size
+    profile = free_profile(profile.graph)
+    schedule = schedule_of(profile, recompute_everything(graph))
+    trained = monetlite.MONeTWrapper(model, schedule)
+
+    def train():
+        output = trained(x)
+        output.square().mean().backward()
+        return output
+
+    train()
+    measured = graph.resident.total + LAYERS * size + peak_growth_bytes(train)
+    assert abs(measured - simulate(profile, schedule).peak_bytes) < 0.02 * measured
+
+
+def test_deliveries_are_as_many_as_pay():
+    graph = monetlite.trace(deep(), torch.randn(4, WIDTH))
+    assert sum(operator.family == DELIVERY for operator in graph.operators) == LAYERS
+    small = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)])
+    graph = monetlite.trace(small, torch.randn(4, 8))
+    assert sum(operator.family == DELIVERY for operator in graph.operators) == 1
