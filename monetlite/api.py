@@ -97,8 +97,8 @@ def solve(
             schedule could be.
         solver: for the exact program: `"SCIP"`, `"HIGHS"`, or `"GUROBI"` where it is installed.
         seed: of the search; the same seed gives the same schedule as far as time limits allow.
-        starts: schedules for the same graph to begin from, such as one for a smaller budget: the result is
-            never slower than those that fit.
+        starts: schedules for the same graph, of whatever sizes, to begin from, such as one for a smaller budget:
+            the result is never slower than those that fit.
         progress: told the incumbent and the bound as they improve.
 
     Raises:
@@ -175,12 +175,12 @@ def sweep(
 
 
 def _steps_of(graph: OperatorGraph, schedule: Schedule) -> tuple[Step, ...]:
-    """The steps of a schedule for the same graph, for whatever budget and device.
+    """The steps of a schedule for the same graph, for whatever budget, device and sizes.
 
     Raises:
         ScheduleMismatch: it is for another graph.
     """
-    if schedule.fingerprint != graph.fingerprint:
+    if schedule.structure != graph.structure:
         raise ScheduleMismatch(
             f"the schedule to start from is for another graph ({schedule.name}, {schedule.operators} operators)"
         )
@@ -239,6 +239,7 @@ def optimize(
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
+    starts: "Iterable[Schedule]" = (),
 ) -> Schedule:
     """Trace a model, price its operators and solve for a schedule within a budget.
 
@@ -261,6 +262,7 @@ def optimize(
         time_limit=time_limit,
         solver=solver,
         seed=seed,
+        starts=starts,
     )
 
 
@@ -289,6 +291,7 @@ def solve_layouts(
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
+    starts: "Iterable[Schedule]" = (),
     progress: "Callable[[Progress], None] | None" = None,
 ) -> Schedule:
     """Solve one step that was traced in several layouts, for the fastest schedule of any.
@@ -299,17 +302,18 @@ def solve_layouts(
         profiles: of the same model, the first as plain training runs it: budgets in percent and overheads are
             relative to that one.
         layout: the only one to solve for, if given.
-        budget, tolerance, time_limit, solver, seed, progress: as in `solve`.
+        budget, tolerance, time_limit, solver, seed, starts, progress: as in `solve`.
 
     Raises:
         Those of `solve`.
     """
+    known = list(starts)
     plain = simulate(profiles[0], plain_steps(profiles[0].graph))
     budget_bytes = parse_budget(budget, plain.peak_bytes)
     wanted = [item for item in profiles if layout in (None, item.graph.layout)]
     distinct = list({item.graph.fingerprint: item for item in reversed(wanted)}.values())[::-1]
 
-    def run(item: Profile, seconds: float, starts: "Iterable[Schedule]" = ()) -> Schedule:
+    def run(item: Profile, seconds: float, found: "Iterable[Schedule]" = ()) -> Schedule:
         solved = solve(
             item,
             budget_bytes,
@@ -317,7 +321,7 @@ def solve_layouts(
             time_limit=seconds,
             solver=solver,
             seed=seed,
-            starts=starts,
+            starts=[*found, *(start for start in known if start.layout == item.graph.layout)],
             progress=progress,
         )
         return replace(solved, plain_peak_bytes=plain.peak_bytes, plain_latency_ms=plain.latency_ms)

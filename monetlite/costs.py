@@ -74,3 +74,14 @@ class Profile:
     def with_resident(self, resident: Resident) -> "Profile":
         """The same profile with other resident bytes."""
         return replace(self, graph=replace(self.graph, resident=resident))
+
+
+def without_costs(graph: OperatorGraph) -> Profile:
+    """A profile in which nothing takes time or workspace: what `simulate` finds then is what values alone take."""
+    nothing = Cost(latency_ms=0.0, workspace_bytes=0)
+    return Profile(
+        graph=graph,
+        device=graph.device,
+        kind=ProfileKind.ESTIMATED,
+        costs=tuple(tuple(nothing for _ in operator.implementations) for operator in graph.operators),
+    )

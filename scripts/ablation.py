@@ -12,7 +12,6 @@ table has the smallest peak that is reached with each kind.
 import argparse
 import datetime
 import json
-import statistics
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,9 +27,8 @@ from monetlite.costs import Profile
 from monetlite.errors import InfeasibleBudget
 from monetlite.graph import CHANNELS_LAST, Implementation
 from monetlite.models import build_model
-from monetlite.profiling.heap import steady_heap
 from monetlite.profiling.meters import meter_for
-from monetlite.runtime.verify import Trainee, default_loss
+from monetlite.runtime.verify import Trainee, default_loss, step_times_ms
 from monetlite.schedule import Schedule, plain_steps, simulate
 from monetlite.tracing import split_inputs
 
@@ -177,18 +175,12 @@ def run(model: nn.Module, inputs: Any, schedules: dict[str, Schedule], rows: lis
         for kind, schedule in schedules.items()
     }
     reports = {kind: monetlite.verify(model, schedule, inputs, repeats=1) for kind, schedule in schedules.items()}
-    times: dict[str, list[float]] = {kind: [] for kind in ("plain", *schedules)}
-    with steady_heap():
-        for trainee in 2 * (plain, *trainees.values()):
-            trainee.step()
-        for _ in range(repeats):
-            for kind, trainee in (("plain", plain), *trainees.items()):
-                times[kind].append(trainee.time_ms())
-    plain_ms = statistics.median(times["plain"])
+    plain_ms, *scheduled_ms = step_times_ms([plain, *trainees.values()], repeats)
+    times = dict(zip(trainees, scheduled_ms, strict=True))
     for row in rows:
         if row.kind in schedules and row.budget_bytes == next(iter(schedules.values())).budget_bytes:
             schedule, report = schedules[row.kind], reports[row.kind]
-            step_ms = statistics.median(times[row.kind])
+            step_ms = times[row.kind]
             row.layout = schedule.layout
             row.predicted_overhead = schedule.overhead
             row.measured_overhead = step_ms / plain_ms - 1
@@ -234,7 +226,7 @@ def main() -> None:
             "",
             f"{environment['device']}, {environment['threads']} threads, torch {environment['torch']}, commit {commit}. "
             f"Written by `scripts/ablation.py`: {args.time_limit:.0f} s to solve; step times are medians of "
-            f"{args.repeats}, all ways taken in turn, with freed memory kept in the process (`profiling/heap.py`); budgets are percentages of plain training's peak; tolerance "
+            f"{args.repeats}, all ways taken in turn (`monetlite.runtime.verify.step_times_ms`); budgets are percentages of plain training's peak; tolerance "
             f"{TOLERANCE}. Overheads are over plain training's step time; the prediction's error is of the ratio "
             "to plain training; differences are of gradients and buffers, relative (`monetlite.verify`).",
             "",

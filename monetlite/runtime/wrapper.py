@@ -2,24 +2,28 @@
 
 import contextlib
 import copy
+import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from monetlite.costs import without_costs
 from monetlite.errors import ModelError, MonetliteError
+from monetlite.graph import OperatorGraph
 from monetlite.operators.cudnn import with_named_plans
 from monetlite.operators.guards import GuardFailed
 from monetlite.runtime.binding import avoiding, bind
 from monetlite.runtime.delivery import delivering_backend
+from monetlite.runtime.inputs import Schedules, layout_of
 from monetlite.runtime.lowering import lower
-from monetlite.schedule import Schedule
-from monetlite.tracing.build import build_graph
+from monetlite.runtime.outputs import guard_outputs
+from monetlite.schedule import Schedule, Step, plain_steps, simulate
+from monetlite.tracing.build import Arguments, build_graph
 from monetlite.tracing.capture import (
     Joint,
     capture_settings,
@@ -28,6 +32,14 @@ from monetlite.tracing.capture import (
     has_loss,
     training_step,
 )
+from monetlite.units import format_bytes
+
+PLAIN_SHARE = 0.8
+"""Of the budget: what plain training may store for inputs that a schedule can't be applied to. The rest is for
+workspace."""
+OPTIONS = frozenset({"device", "optimizer", "accumulate", "tolerance", "layout", "time_limit", "solver", "seed"})
+"""Arguments of `monetlite.optimize` that a wrapper with a budget passes on."""
+OneSchedule: TypeAlias = Schedule | str | PathLike[str]
 
 
 class MONeTWrapper(nn.Module):
@@ -40,17 +52,22 @@ class MONeTWrapper(nn.Module):
 
     Args:
         model: the module the schedule was solved for.
-        schedule: a `Schedule`, or the path of a schedule file.
+        schedule: a `Schedule`, or the path of a schedule file; or several of them, for inputs of several sizes.
+        budget: in place of a schedule, or beside: solve for a schedule when the first step is taken, for the
+            inputs that it has, and again whenever inputs are larger than any before (`MOST_SOLVED` times).
+        options: with a budget, further arguments of `monetlite.optimize`: device, optimizer, accumulate,
+            tolerance, layout, time_limit, solver, seed.
 
     Raises:
         ScheduleFileError: the file can't be read.
         ScheduleMismatch: on the first training step, if the schedule was solved for another graph (another
             model, other frozen parameters, another mode of a submodule); names the operator that differs.
-        ModelError: on a training step whose inputs the schedule can't serve.
+        ModelError: neither a schedule nor a budget; on a training step, inputs that no schedule can serve.
+        Those of `monetlite.optimize`, on a training step, with a budget.
 
-    A batch smaller than the one the schedule was solved for runs by the same schedule. A model that returns
-    a mapping with a scalar `loss` is trained through that loss; a gradient that reaches another output
-    raises an error.
+    Inputs that are smaller than those a schedule was solved for (the last batch, a shorter sequence) run by the
+    same schedule. A model that returns a mapping with a scalar `loss` is trained through that loss; a gradient
+    that reaches another output raises an error.
 
     Example:
         >>> import torch, monetlite
@@ -63,12 +80,23 @@ class MONeTWrapper(nn.Module):
         torch.Size([32, 8])
     """
 
-    def __init__(self, model: nn.Module, schedule: Schedule | str | PathLike[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: OneSchedule | Sequence[OneSchedule] = (),
+        *,
+        budget: str | int | float | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        if not isinstance(schedule, Schedule):
-            from monetlite.files import load_schedule
-
-            schedule = load_schedule(schedule)
+        several = schedule if isinstance(schedule, Sequence) and not isinstance(schedule, str) else (schedule,)
+        given = [_loaded(item) for item in several]
+        if not given and budget is None:
+            raise ModelError("give a schedule, or a budget to solve one for: MONeTWrapper(model, budget='6GB')")
+        if unknown := set(options) - OPTIONS:
+            raise ModelError(f"there is no option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
+        if options and budget is None:
+            raise ModelError(f"{min(options)!r} is an option of solving, which needs a budget")
         if isinstance(model, MONeTWrapper):
             raise ModelError(
                 "the model is wrapped already; wrap the model itself: MONeTWrapper(wrapper.model, ...)"
@@ -78,13 +106,22 @@ class MONeTWrapper(nn.Module):
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[shared] = model.__dict__[shared]
         self.__dict__["model"] = model
-        self.__dict__["schedule"] = schedule
+        self.__dict__["schedule"] = given[0] if given else None
+        self.__dict__["_solving"] = None if budget is None else {"budget": budget, **options}
+        self.__dict__["_schedules"] = Schedules(given, None if budget is None else self._solve)
         self.__dict__["training"] = model.training
         self.__dict__["_step"] = None
         self.__dict__["_ready"] = set()
         self.__dict__["_avoided"] = set()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]  # nn.Module declares a plain function
+        """The model's forward pass, with the model's own signature, which callers look at."""
+        call = functools.partial(self._forward)
+        functools.update_wrapper(call, self.model.forward)
+        return call
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         model: nn.Module = self.__dict__["model"]
         if not (model.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
@@ -97,7 +134,7 @@ class MONeTWrapper(nn.Module):
         return guard_outputs(output) if has_loss(output) else output
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layout = _layout(args, kwargs)
+        layout = layout_of(args, kwargs)
         if layout in self._ready:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
@@ -127,7 +164,7 @@ class MONeTWrapper(nn.Module):
 
     def _first(self, layout: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step with inputs of a layout not seen before, which captures and lowers it."""
-        check_inputs(self.schedule, (args, kwargs))
+        self.__dict__["schedule"] = self._schedules.find(args, kwargs)
         self.__dict__["_example"] = (args, kwargs)
         try:
             with capture_settings():
@@ -142,6 +179,13 @@ class MONeTWrapper(nn.Module):
         self._ready.add(layout)
         return output
 
+    def _solve(self, args: tuple[Any, ...], kwargs: dict[str, Any], starts: Sequence[Schedule]) -> Schedule:
+        from monetlite.api import optimize
+
+        # Measuring draws random numbers; the step that waits for it must not notice.
+        with torch.random.fork_rng():
+            return optimize(self.model, Arguments(args, kwargs), starts=starts, **self._solving)
+
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         if "_example" not in self.__dict__:
             raise _NotAsked
@@ -150,8 +194,30 @@ class MONeTWrapper(nn.Module):
         if schedule.structure == traced.graph.structure:
             graph, choices = with_named_plans(traced.graph, schedule.choices)
             traced, schedule = replace(traced, graph=graph), replace(schedule, choices=choices)
+        elif plain := self._plain_if_smaller(traced.graph):
+            return lower(traced, plain)
         steps = bind(schedule, traced.graph)
         return lower(traced, avoiding(traced.graph, steps, self._avoided) if self._avoided else steps)
+
+    def _plain_if_smaller(self, graph: OperatorGraph) -> tuple[Step, ...] | None:
+        """What plain training runs, where inputs are so small that torch runs other operators on them.
+
+        A batch or a sequence of one is not always computed as several are. Nothing has to be recomputed for it, if
+        what it stores is well within the budget.
+        """
+        schedule = self.schedule
+        found, expected = ([item.shape for item in of.inputs.values()] for of in (graph, schedule))
+        steps = plain_steps(graph)
+        peak_bytes = simulate(without_costs(graph), steps).peak_bytes
+        if found == expected or peak_bytes > PLAIN_SHARE * schedule.budget_bytes:
+            return None
+        warnings.warn(
+            f"for inputs of shapes {', '.join(map(str, found))} this model runs other operators than its schedule "
+            f"is for (as for a batch or a sequence of one). They run as in plain training, which stores "
+            f"{format_bytes(peak_bytes)} of the {format_bytes(schedule.budget_bytes)} budgeted",
+            stacklevel=2,
+        )
+        return steps
 
     def train(self, mode: bool = True) -> "MONeTWrapper":
         self.model.train(mode)
@@ -183,90 +249,32 @@ class MONeTWrapper(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_step"], state["_ready"], state["_avoided"] = None, set(), set()
+        state["_schedules"] = self._schedules.all
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        solve = None if state["_solving"] is None else self._solve
+        super().__setstate__({**state, "_schedules": Schedules(state["_schedules"], solve)})  # type: ignore[no-untyped-call]  # torch has no types for it
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "MONeTWrapper":
-        return MONeTWrapper(copy.deepcopy(self.model, memo), self.schedule)
+        return MONeTWrapper(copy.deepcopy(self.model, memo), self._schedules.all, **(self._solving or {}))
 
     def extra_repr(self) -> str:
+        if self.schedule is None:
+            return f"budget={self._solving['budget']}"
         return f"schedule={self.schedule.name}, budget_bytes={self.schedule.budget_bytes}"
+
+
+def _loaded(schedule: OneSchedule) -> Schedule:
+    if isinstance(schedule, Schedule):
+        return schedule
+    from monetlite.files import load_schedule
+
+    return load_schedule(schedule)
 
 
 class _NotAsked(Exception):
     """A program was captured other than through `_first`, so without the settings that captures need."""
-
-
-def guard_outputs(output: Any) -> Any:
-    """Make every output beside the loss refuse a gradient, rather than lose it in silence."""
-    anchor = torch.empty(0, requires_grad=True)
-
-    def guard(path: tuple[Any, ...], item: Any) -> Any:
-        if isinstance(item, torch.Tensor) and item.is_floating_point() and path[0] != pytree.MappingKey("loss"):
-            return _Refuse.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]  # torch has no types for it
-        return item
-
-    guarded = {
-        name: item if name == "loss" else pytree.tree_map_with_path(guard, {name: item})[name]
-        for name, item in output.items()
-    }
-    return type(output)(**guarded)
-
-
-class _Refuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name = name
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ModelError(
-            f"a gradient reached output{ctx.name}, but a model that returns a loss is scheduled for that loss "
-            "alone. Compute everything that is trained on inside the model's loss, or call .detach() on the output"
-        )
-
-
-Layout = tuple[Any, ...]
-
-
-def _layout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    described = (
-        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-        if isinstance(leaf, torch.Tensor)
-        else (type(leaf), repr(leaf))
-        for leaf in leaves
-    )
-    return (*described, str(structure))
-
-
-def check_inputs(schedule: Schedule, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    """Check that a schedule can serve these inputs, before anything is compiled.
-
-    Raises:
-        ModelError: another number of tensors, another dtype, another shape than a smaller batch.
-    """
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    expected = list(schedule.inputs.values())
-    if len(tensors) != len(expected):
-        raise ModelError(
-            f"the schedule was solved for {len(expected)} input tensors, this call has {len(tensors)}; "
-            "solve a schedule for these inputs"
-        )
-    for number, (tensor, spec) in enumerate(zip(tensors, expected, strict=True)):
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype != spec.dtype:
-            raise ModelError(
-                f"input {number} is {dtype}, the schedule was solved for {spec.dtype}; "
-                f"convert the input, or solve a schedule for {dtype}"
-            )
-        shape = tuple(tensor.shape)
-        same_rest = len(shape) == len(spec.shape) and shape[1:] == spec.shape[1:]
-        if not same_rest or (shape and shape[0] > spec.shape[0]):
-            raise ModelError(
-                f"input {number} has shape {shape}, the schedule was solved for {spec.shape} and serves smaller "
-                "batches of it; solve a schedule for this shape"
-            )
 
 
 def _own_error(error: BaseException | None) -> MonetliteError | None:

@@ -64,11 +64,21 @@ def trace(
     return build_graph(joint, model, (args, kwargs), meta_device=meta_device, layout=layout).graph
 
 
-Inputs: TypeAlias = torch.Tensor | tuple[object, ...] | list[object] | dict[str, object]
+@dataclass(frozen=True)
+class Arguments:
+    """Example inputs of a call with both positional and keyword arguments."""
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+
+
+Inputs: TypeAlias = torch.Tensor | tuple[object, ...] | list[object] | dict[str, object] | Arguments
 
 
 def split_inputs(example_inputs: Inputs) -> tuple[tuple[object, ...], dict[str, object]]:
     """Example inputs as (positional, keyword) arguments."""
+    if isinstance(example_inputs, Arguments):
+        return example_inputs.args, dict(example_inputs.kwargs)
     if isinstance(example_inputs, dict):
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):

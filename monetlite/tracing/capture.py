@@ -192,6 +192,7 @@ def capture_settings() -> Iterator[None]:
             ignore_logging_functions=config.ignore_logging_functions | loggers,
             reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
             recompile_limit=MOST_LAYOUTS,
+            optimize_ddp=False,  # which would cut the graph at DistributedDataParallel's buckets
         ),
     ):
         yield

@@ -1,0 +1,140 @@
+"""`torch.compile(model, backend="monetlite", options={"budget": "6GB"})`: the same machinery by another door.
+
+Each graph that TorchDynamo hands over is priced and solved when it is compiled, and runs by its schedule from then
+on. What one process has solved is kept for as long as it lives; with `schedule` it is kept in a file.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from monetlite.errors import ModelError, ScheduleMismatch
+from monetlite.graph import AS_TRACED, OperatorGraph
+from monetlite.runtime.binding import bind
+from monetlite.runtime.delivery import delivering_backend
+from monetlite.runtime.lowering import lower
+from monetlite.schedule import Schedule
+from monetlite.tracing.build import build_graph
+from monetlite.tracing.capture import Joint
+from monetlite.tracing.fused import kernels_kept_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `options=` of `torch.compile` may hold; as in `monetlite.optimize`.
+
+    Attributes:
+        budget: of the whole step; may be left out where `schedule` is a file that exists.
+        schedule: a schedule file, written when there is none, read when there is.
+        device: what operators are priced for; by default measured on the device the model is on.
+        optimizer, accumulate, tolerance, time_limit, solver, seed: as in `monetlite.optimize`.
+    """
+
+    budget: str | int | float | None = None
+    schedule: str | None = None
+    device: str | None = None
+    optimizer: str | None = None
+    accumulate: bool = False
+    tolerance: float = 0.0
+    time_limit: float = 60.0
+    solver: str = "SCIP"
+    seed: int = 0
+
+
+_solved: dict[tuple[str, Options], Schedule] = {}
+
+
+def monetlite(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **others: Any
+) -> Any:
+    """The backend that `torch.compile` finds under this name.
+
+    Raises:
+        ModelError: unknown options, no budget, or a model that TorchDynamo takes apart.
+        Those of `monetlite.optimize`.
+    """
+    chosen = _options(options, others)
+    _refuse_breaks(graph)
+
+    def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+        traced = build_graph(joint, graph, (tuple(inputs), {}))
+        schedule = _schedule(replace(traced.graph, name="compiled"), chosen)
+        return lower(traced, bind(schedule, traced.graph))
+
+    with kernels_kept_whole():
+        return delivering_backend(partition)(graph, inputs)
+
+
+def _options(options: Mapping[str, Any] | None, others: Mapping[str, Any]) -> Options:
+    known = [item.name for item in fields(Options)]
+    unknown = [name for name in (*(options or {}), *others) if name not in known]
+    if unknown:
+        raise ModelError(f"backend 'monetlite' has no option {unknown[0]!r}; it has {', '.join(known)}")
+    chosen = Options(**(options or {}))
+    if chosen.budget is None and (chosen.schedule is None or not Path(chosen.schedule).exists()):
+        raise ModelError(
+            "backend 'monetlite' needs a budget: torch.compile(model, backend='monetlite', "
+            "options={'budget': '6GB'}), or options={'schedule': FILE} with a schedule file"
+        )
+    return chosen
+
+
+def _refuse_breaks(graph: fx.GraphModule) -> None:
+    """Refuse part of a model: no budget of the whole step can be kept with a part of it."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    where = f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})" if frame else "somewhere"
+    raise ModelError(
+        f"torch.compile takes the model apart at {where}: {str(reason.reason).splitlines()[0]}. A memory budget "
+        "can only be kept for a step as a whole: move what breaks the graph out of the forward pass "
+        "(fullgraph=True shows each), or wrap only the submodule that doesn't need it: "
+        "MONeTWrapper(model.backbone, ...)"
+    )
+
+
+def _schedule(graph: OperatorGraph, options: Options) -> Schedule:
+    key = (graph.fingerprint, options)
+    if key in _solved:
+        return _solved[key]
+    path = None if options.schedule is None else Path(options.schedule)
+    if path is not None and path.exists():
+        from monetlite.files import load_schedule
+
+        schedule = load_schedule(path)
+        if schedule.layout != AS_TRACED:
+            raise ScheduleMismatch(
+                f"{path} is for layout {schedule.layout!r}, which torch.compile's graphs are not rewritten for; "
+                "use MONeTWrapper, or solve again with layout='as_traced'"
+            )
+    else:
+        schedule = _solve(graph, options)
+        if path is not None:
+            schedule.save(path)
+    _solved[key] = schedule
+    return schedule
+
+
+def _solve(graph: OperatorGraph, options: Options) -> Schedule:
+    from monetlite import api
+
+    assert options.budget is not None
+    # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones.
+    with _disable_current_modes():
+        profile = api.profile(graph, options.device, optimizer=options.optimizer, accumulate=options.accumulate)
+        return api.solve(
+            profile,
+            options.budget,
+            tolerance=options.tolerance,
+            time_limit=options.time_limit,
+            solver=options.solver,
+            seed=options.seed,
+        )
+
+
+__all__ = ["Options", "monetlite"]

@@ -1,0 +1,96 @@
+"""Which schedule serves a call: one that was solved for inputs at least as large, or one that is solved now."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+from monetlite.errors import ModelError
+from monetlite.schedule import Schedule
+
+MOST_SOLVED = 8
+"""How many schedules one wrapper solves by itself, before it asks for inputs that vary less."""
+
+Layout: TypeAlias = tuple[Any, ...]
+Solve: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Sequence[Schedule]], Schedule]
+"""Solves for (positional, keyword) arguments, beginning from other schedules of the same model."""
+
+
+def layout_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
+    """What a program is compiled for: the shapes, strides, dtypes and devices of tensors, and everything else."""
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    described = (
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), repr(leaf))
+        for leaf in leaves
+    )
+    return (*described, str(structure))
+
+
+class Schedules:
+    """The schedules of one model that a wrapper may run by.
+
+    A schedule solved for some inputs also serves smaller ones: a smaller batch, a shorter sequence. Of those that
+    serve a call, the one for the smallest inputs is taken. Where none does, `solve` makes one, if given.
+    """
+
+    def __init__(self, given: Sequence[Schedule], solve: Solve | None = None) -> None:
+        self.all = sorted(given, key=_elements)
+        self._solve = solve
+        self._solved = 0
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
+        """The schedule for a call's inputs.
+
+        Raises:
+            ModelError: none serves them, and none can be solved (any more).
+            Those of `monetlite.optimize`.
+        """
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        problems = [_problem(schedule, tensors) for schedule in self.all]
+        for schedule, problem in zip(self.all, problems, strict=True):
+            if problem is None:
+                return schedule
+        if self._solve is None:
+            raise ModelError(problems[-1] or "")
+        if self._solved >= MOST_SOLVED:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise ModelError(
+                f"{MOST_SOLVED} schedules have been solved and none serves inputs of shapes {shapes}; pad inputs "
+                "to a few sizes (for sequences: pad_to_multiple_of in the collator), or begin with the largest"
+            )
+        solved = self._solve(args, kwargs, self.all)
+        self._solved += 1
+        self.all = sorted([*self.all, solved], key=_elements)
+        return solved
+
+
+def _elements(schedule: Schedule) -> int:
+    return sum(math.prod(spec.shape) for spec in schedule.inputs.values())
+
+
+def _problem(schedule: Schedule, tensors: Sequence[torch.Tensor]) -> str | None:
+    """Why a schedule can't serve some inputs; None where it can."""
+    expected = list(schedule.inputs.values())
+    if len(tensors) != len(expected):
+        return (
+            f"the schedule was solved for {len(expected)} input tensors, this call has {len(tensors)}; "
+            "solve a schedule for these inputs"
+        )
+    for number, (tensor, spec) in enumerate(zip(tensors, expected, strict=True)):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype != spec.dtype:
+            return (
+                f"input {number} is {dtype}, the schedule was solved for {spec.dtype}; "
+                f"convert the input, or solve a schedule for {dtype}"
+            )
+        shape = tuple(tensor.shape)
+        if len(shape) != len(spec.shape) or any(size > most for size, most in zip(shape, spec.shape, strict=True)):
+            return (
+                f"input {number} has shape {shape}, the schedule was solved for {spec.shape} and serves what is no "
+                "larger in any dimension; solve a schedule for this shape"
+            )
+    return None

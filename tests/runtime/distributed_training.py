@@ -1,0 +1,102 @@
+"""Two processes on the CPU train a wrapped and a plain model side by side; run by `torchrun`.
+
+torchrun --nproc-per-node 2 distributed_training.py ddp|fsdp
+"""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from step_lists import free_profile, recompute_everything, schedule_of
+
+import monetlite
+
+STEPS, WIDTH = 4, 512
+
+
+class Network(nn.Module):
+    """Weights of 1 MiB, dropout and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1)) for _ in range(5)]
+        self.layers = nn.Sequential(*layers)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layers(x))
+
+
+def train(model: nn.Module, rank: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(rank)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = (model(torch.randn(8, WIDTH)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def wrap(model: nn.Module) -> monetlite.MONeTWrapper:
+    graph = monetlite.trace(model, torch.randn(8, WIDTH))
+    return monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), recompute_everything(graph)))
+
+
+def same(found: nn.Module, expected: nn.Module) -> None:
+    for (name, one), (_, other) in zip(found.state_dict().items(), expected.state_dict().items(), strict=True):
+        if isinstance(one, torch.distributed.tensor.DTensor):
+            one, other = one.full_tensor(), other.full_tensor()
+        assert torch.equal(one, other), name
+
+
+def ddp(rank: int) -> None:
+    plain = Network()
+    wrapped = wrap(copy.deepcopy(plain))
+    first = wrapped.layers[0][0].weight
+    ready: list[bool] = []
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        ready.append(first.grad is not None)
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    reducing = DistributedDataParallel(wrapped, bucket_cap_mb=1)
+    reducing.register_comm_hook(None, hook)
+    other = DistributedDataParallel(plain, bucket_cap_mb=1)
+    losses = train(reducing, rank)
+    assert losses == train(other, rank), "losses differ from plain training's"
+    same(wrapped, plain)
+    # In its first step, DistributedDataParallel has all gradients in one bucket.
+    assert ready[0] is True
+    assert ready[1] is False, "the first bucket is reduced when the last gradient is there"
+
+
+def fsdp(rank: int) -> None:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    plain = Network()
+    wrapped = wrap(copy.deepcopy(plain))
+    fully_shard(wrapped, mesh=mesh)
+    fully_shard(plain, mesh=mesh)
+    losses = train(wrapped, rank)
+    assert losses == train(plain, rank), "losses differ from plain training's"
+    same(wrapped, plain)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    {"ddp": ddp, "fsdp": fsdp}[sys.argv[1]](dist.get_rank())
+    dist.destroy_process_group()
+    sys.stdout.write("same\n")

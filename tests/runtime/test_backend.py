@@ -1,0 +1,114 @@
+"""`torch.compile(model, backend="monetlite", options=...)`: plain training, within the budget, by another door."""
+
+import pytest
+import torch
+from small_models import SmallCNN, assert_same, step, twin
+from torch import nn
+
+import monetlite
+from monetlite.profiling import meters
+from monetlite.profiling.memory import peak_growth_bytes
+
+
+@pytest.fixture(autouse=True)
+def quick_measurements(monkeypatch):
+    monkeypatch.setattr(meters, "FEWEST_RUNS", 1)
+    monkeypatch.setattr(meters, "MOST_RUNS", 1)
+
+
+def compiled(model, **options):
+    model.compile(backend="monetlite", options={"time_limit": 3, **options})
+    return model
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[module for _ in range(8) for module in (nn.Linear(256, 256), nn.GELU())])
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_it_is_known_by_name():
+    assert "monetlite" in torch._dynamo.list_backends(exclude_tags=())
+
+
+def test_training_is_plain_training_within_the_budget():
+    model, x = Deep(), torch.randn(2048, 256)
+    other = compiled(twin(model), budget="60%", device="cpu")
+    for _ in range(2):
+        assert_same(step(other, (x,)), step(model, (x,)))
+
+    def train(owner):
+        for parameter in owner.parameters():
+            parameter.grad = None
+        owner(x).square().mean().backward()
+
+    peaks = {}
+    for name, owner in (("plain", model), ("compiled", other)):
+        train(owner)
+        peaks[name] = peak_growth_bytes(lambda owner=owner: train(owner))
+    assert peaks["compiled"] < 0.75 * peaks["plain"]
+
+
+def test_dropout_and_statistics():
+    model, x = SmallCNN(), (torch.randn(4, 3, 12, 12),)
+    other = compiled(twin(model), budget="95%", device="rtx-4090")
+    for _ in range(2):
+        assert_same(step(other, x), step(model, x))
+
+
+def test_evaluation_and_no_grad():
+    model, x = SmallCNN(), torch.randn(4, 3, 12, 12)
+    other = compiled(twin(model), budget="95%", device="rtx-4090")
+    other.eval()
+    model.eval()
+    assert torch.equal(other(x), model(x))
+    with torch.no_grad():
+        assert torch.equal(other(x), model(x))
+
+
+def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
+    model, x = Deep(), torch.randn(64, 256)
+    file = tmp_path / "compiled.yaml"
+    first = compiled(twin(model), budget="110%", device="rtx-4090", schedule=str(file))
+    assert_same(step(first, (x,)), step(model, (x,)))
+    assert monetlite.load_schedule(file).budget_bytes > 0
+    torch._dynamo.reset()
+    monkeypatch.setattr("monetlite.runtime.backend._solved", {})
+    monkeypatch.setattr("monetlite.api.solve", lambda *_, **__: pytest.fail("solved again"))
+    second = compiled(twin(model), schedule=str(file))
+    assert_same(step(second, (x,)), step(model, (x,)))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, "needs a budget"),
+        ({"schedule": "not-there.yaml"}, "needs a budget"),
+        ({"budget": "1GB", "colour": "red"}, "has no option 'colour'; it has budget"),
+        ({"budget": "much"}, "much"),
+        ({"budget": 200, "device": "rtx-4090"}, "too small"),
+    ],
+)
+def test_errors_say_what_to_do(options, problem):
+    with pytest.raises(Exception, match=problem):
+        compiled(Deep(), **options)(torch.randn(2, 256))
+
+
+class Breaks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if y.sum() > 0:
+            y = y * 2
+        return self.layer(y)
+
+
+def test_a_model_that_is_taken_apart_is_refused():
+    with pytest.raises(Exception, match=r"takes the model apart at .*test_backend.py:\d+"):
+        compiled(Breaks(), budget="1GB", device="rtx-4090")(torch.randn(2, 8))

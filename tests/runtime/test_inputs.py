@@ -1,0 +1,148 @@
+"""Inputs of several sizes: schedules for each, one for all that are smaller, or solved when they come."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import assert_same, step, twin
+from step_lists import free_profile, recompute_everything, schedule_of
+from torch import nn
+
+import monetlite
+from monetlite.errors import ModelError, ScheduleMismatch
+from monetlite.runtime import inputs as runtime_inputs
+
+SOLVING = {"device": "rtx-4090", "time_limit": 1}
+
+
+class Sequences(nn.Module):
+    """(batch, length) tokens to logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, tokens, *, scale: float = 1.0):
+        return self.head(self.layer(self.embedding(tokens))) * scale
+
+
+def tokens(batch, length):
+    return torch.randint(0, 50, (batch, length))
+
+
+def schedule_for(model, inputs):
+    graph = monetlite.trace(model, inputs)
+    return schedule_of(free_profile(graph), recompute_everything(graph))
+
+
+def test_shorter_sequences_and_smaller_batches_are_served():
+    model = Sequences()
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, tokens(4, 32)))
+    for batch, length in ((4, 32), (4, 17), (2, 32), (3, 2)):
+        x = (tokens(batch, length),)
+        assert_same(step(wrapper, x), step(model, x))
+
+
+def test_inputs_of_one_that_run_other_operators():
+    """Torch computes attention over a single token in its own way; the last batch may be of that kind."""
+    model = Sequences()
+    schedule = schedule_for(model, tokens(4, 32))
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule)
+    x = (tokens(1, 1),)
+    assert monetlite.trace(model, x).structure != schedule.structure
+    with pytest.warns(UserWarning, match="run as in plain training"):
+        found = step(wrapper, x)
+    assert_same(found, step(model, x))
+    tight = monetlite.MONeTWrapper(twin(model), replace(schedule, budget_bytes=1000))
+    with pytest.raises(ScheduleMismatch, match="solved for Sequences"):
+        tight(*x)
+
+
+def test_the_smallest_of_several_schedules_that_serves_is_used():
+    model = Sequences()
+    schedules = [schedule_for(model, tokens(4, length)) for length in (64, 16, 32)]
+    wrapper = monetlite.MONeTWrapper(twin(model), schedules)
+    for length, expected in ((16, 16), (10, 16), (17, 32), (64, 64), (33, 64)):
+        x = (tokens(4, length),)
+        assert_same(step(wrapper, x), step(model, x))
+        assert next(iter(wrapper.schedule.inputs.values())).shape == (4, expected)
+    with pytest.raises(ModelError, match=r"shape \(4, 65\), the schedule was solved for \(4, 64\)"):
+        wrapper(tokens(4, 65))
+
+
+def test_a_budget_solves_when_the_first_step_is_taken():
+    model = Sequences()
+    wrapper = monetlite.MONeTWrapper(twin(model), budget="90%", **SOLVING)
+    assert wrapper.schedule is None
+    assert "90%" in repr(wrapper)
+    for length in (32, 16, 40):
+        x = (tokens(4, length),)
+        assert_same(step(wrapper, x), step(model, x))
+    assert [next(iter(item.inputs.values())).shape for item in wrapper._schedules.all] == [(4, 32), (4, 40)]
+    assert wrapper.schedule.peak_bytes <= wrapper.schedule.budget_bytes
+
+
+def test_keyword_arguments_that_are_not_tensors():
+    model = Sequences()
+    wrapper = monetlite.MONeTWrapper(twin(model), budget="90%", **SOLVING)
+    x = tokens(2, 8)
+    for scale in (1.0, 0.5):
+        torch.manual_seed(3)
+        found = wrapper(x, scale=scale)
+        torch.manual_seed(3)
+        assert torch.equal(found, model(x, scale=scale))
+
+
+def test_how_many_are_solved_is_bounded(monkeypatch):
+    monkeypatch.setattr(runtime_inputs, "MOST_SOLVED", 2)
+    model = Sequences()
+    wrapper = monetlite.MONeTWrapper(model, budget="90%", **SOLVING)
+    for length in (8, 16):
+        wrapper(tokens(2, length))
+    with pytest.raises(ModelError, match="pad inputs to a few sizes"):
+        wrapper(tokens(2, 24))
+    wrapper(tokens(2, 12))
+
+
+def test_copies_keep_what_was_solved_and_how_to_solve():
+    model = Sequences()
+    wrapper = monetlite.MONeTWrapper(model, budget="90%", **SOLVING)
+    wrapper(tokens(2, 8))
+    for clone in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
+        assert clone.schedule == wrapper.schedule
+        assert clone._schedules.all == wrapper._schedules.all
+        clone(tokens(2, 12))
+        assert len(clone._schedules.all) == 2
+    assert len(wrapper._schedules.all) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({}, "give a schedule, or a budget"),
+        ({"budget": "1GB", "colour": "red"}, "no option 'colour'"),
+        ({"schedule": [], "time_limit": 3}, "give a schedule"),
+    ],
+)
+def test_what_a_wrapper_needs(arguments, problem):
+    with pytest.raises(ModelError, match=problem):
+        monetlite.MONeTWrapper(Sequences(), **arguments)
+
+
+def test_a_start_of_another_model_is_refused():
+    model = Sequences()
+    other = schedule_for(nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(ScheduleMismatch, match="for another graph"):
+        monetlite.optimize(model, tokens(2, 8), "90%", starts=[other], **SOLVING)
+
+
+def test_the_signature_is_the_models_own():
+    import inspect
+
+    model = Sequences()
+    wrapper = monetlite.MONeTWrapper(model, budget="90%")
+    assert inspect.signature(wrapper.forward) == inspect.signature(model.forward)
