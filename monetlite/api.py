@@ -11,6 +11,8 @@ from monetlite.graph import AS_TRACED, CHANNELS_LAST, OperatorGraph
 from monetlite.schedule import Schedule, Status, Step, Timeline, plain_steps, simulate
 from monetlite.units import format_bytes, parse_budget
 
+ALL, DEFAULT_ONLY = "all", "default"
+"""Which implementations may be chosen."""
 REORDERED = 1e-5
 """The tolerance from which sums may be in another order."""
 TRIAL_SHARE = 0.15
@@ -76,6 +78,7 @@ def solve(
     budget: str | int | float,
     *,
     tolerance: float = 0.0,
+    implementations: str = ALL,
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
@@ -93,6 +96,8 @@ def solve(
             largest sum of magnitudes on the way. 0: only implementations that make the same bits. 1e-5: also
             float32 sums in another order. 1e-4: also normalisations differentiated from their output. 4e-3:
             also activations kept as bfloat16 for their gradient.
+        implementations: `"all"`, or `"default"` to store and recompute only, every operator running as it was
+            traced (what Checkmate does, Jain et al., MLSys 2020).
         time_limit: seconds until the best schedule found is returned, with a bound on how much better any
             schedule could be.
         solver: for the exact program: `"SCIP"`, `"HIGHS"`, or `"GUROBI"` where it is installed.
@@ -110,6 +115,10 @@ def solve(
     from monetlite.solving.solve import solve_profile
 
     profile = profile.within(_checked_tolerance(tolerance))
+    if implementations not in (ALL, DEFAULT_ONLY):
+        raise ModelError(f"implementations {implementations!r} is neither {ALL!r} nor {DEFAULT_ONLY!r}")
+    if implementations == DEFAULT_ONLY:
+        profile = profile.restricted(lambda _: False)
     plain = simulate(profile, plain_steps(profile.graph))
     budget_bytes = parse_budget(budget, plain.peak_bytes)
     solution = solve_profile(
@@ -221,6 +230,7 @@ def _schedule(
         accumulate=profile.accumulate,
         tolerance=tolerance,
         layout=graph.layout,
+        autocast=graph.autocast,
         smallest_proven_bytes=solution.smallest_proven_bytes,
         smallest_reached_bytes=solution.smallest_reached_bytes,
     )
@@ -236,6 +246,7 @@ def optimize(
     accumulate: bool = False,
     tolerance: float = 0.0,
     layout: str | None = None,
+    implementations: str = ALL,
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
@@ -259,6 +270,7 @@ def optimize(
         budget,
         tolerance=tolerance,
         layout=layout,
+        implementations=implementations,
         time_limit=time_limit,
         solver=solver,
         seed=seed,
@@ -288,6 +300,7 @@ def solve_layouts(
     *,
     tolerance: float = 0.0,
     layout: str | None = None,
+    implementations: str = ALL,
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
@@ -302,7 +315,8 @@ def solve_layouts(
         profiles: of the same model, the first as plain training runs it: budgets in percent and overheads are
             relative to that one.
         layout: the only one to solve for, if given.
-        budget, tolerance, time_limit, solver, seed, starts, progress: as in `solve`.
+        starts: schedules to begin from; those for another graph are left aside.
+        budget, tolerance, implementations, time_limit, solver, seed, progress: as in `solve`.
 
     Raises:
         Those of `solve`.
@@ -318,10 +332,11 @@ def solve_layouts(
             item,
             budget_bytes,
             tolerance=tolerance,
+            implementations=implementations,
             time_limit=seconds,
             solver=solver,
             seed=seed,
-            starts=[*found, *(start for start in known if start.layout == item.graph.layout)],
+            starts=[*found, *(start for start in known if start.structure == item.graph.structure)],
             progress=progress,
         )
         return replace(solved, plain_peak_bytes=plain.peak_bytes, plain_latency_ms=plain.latency_ms)

@@ -233,6 +233,8 @@ class OperatorGraph:
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
     device: str = "cpu"
     layout: str = AS_TRACED
+    autocast: str = ""
+    """The dtype that `torch.autocast` converts operands to, as torch names it; empty where it is off."""
 
     def __post_init__(self) -> None:
         assert len({operator.name for operator in self.operators}) == len(self.operators), "names must be unique"

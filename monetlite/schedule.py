@@ -54,7 +54,7 @@ class Schedule:
             versions behind them; optimizer: whose state is counted, if any; accumulate: whether
             gradients of earlier batches are.
         tolerance: the most that an implementation it may use differs from the default one; layout: of images
-            in the graph it was solved for (see `trace`).
+            in the graph it was solved for (see `trace`); autocast: the dtype of `torch.autocast` around it, if on.
         smallest_proven_bytes: nothing fits below this; smallest_reached_bytes: the smallest peak for which a
             schedule is known.
     """
@@ -81,6 +81,7 @@ class Schedule:
     accumulate: bool = False
     tolerance: float = 0.0
     layout: str = AS_TRACED
+    autocast: str = ""
     smallest_proven_bytes: int = 0
     smallest_reached_bytes: int | None = None
 

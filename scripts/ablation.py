@@ -12,6 +12,7 @@ table has the smallest peak that is reached with each kind.
 import argparse
 import datetime
 import json
+import statistics
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ def run(model: nn.Module, inputs: Any, schedules: dict[str, Schedule], rows: lis
         for kind, schedule in schedules.items()
     }
     reports = {kind: monetlite.verify(model, schedule, inputs, repeats=1) for kind, schedule in schedules.items()}
-    plain_ms, *scheduled_ms = step_times_ms([plain, *trainees.values()], repeats)
+    plain_ms, *scheduled_ms = map(statistics.median, step_times_ms([plain, *trainees.values()], repeats))
     times = dict(zip(trainees, scheduled_ms, strict=True))
     for row in rows:
         if row.kind in schedules and row.budget_bytes == next(iter(schedules.values())).budget_bytes:

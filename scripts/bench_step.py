@@ -3,9 +3,9 @@
     python scripts/bench_step.py [--model resnet50|gpt2 ...] [--repeats 7] [--time-limit 60] [--output FILE.md]
 
 For each model: the wrapped step without budget pressure, what people use today (`torch.utils.checkpoint` on
-every block, transformers' gradient checkpointing), and monetlite within the peak that reaches. Peaks are
-those of a whole training step (weights and inputs included), from allocation events; step times are medians
-of runs taken in turn, quoted as ratios to plain training, with the spread of the paired ratios.
+every block, transformers' gradient checkpointing, torch.compile with a memory budget for activations), and
+monetlite within the peak that each of these reaches. Peaks are those of a whole training step (weights and inputs
+included), from allocation events; step times are medians of runs taken in turn, quoted as ratios to plain training.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import datetime
 import platform
 import statistics
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,37 +23,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import monetlite
-from monetlite.profiling.memory import peak_growth_bytes
 from monetlite.profiling.meters import meter_for
-from monetlite.runtime.verify import default_loss
-from monetlite.tracing.build import resident_bytes
-
-
-class Contender:
-    """A model that takes training steps on fixed inputs."""
-
-    def __init__(self, name: str, model: nn.Module, inputs: Any) -> None:
-        self.name, self.model, self.inputs = name, model, inputs
-        self.times_ms: list[float] = []
-        self.peak_bytes = 0
-
-    def step(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        output = self.model(**self.inputs) if isinstance(self.inputs, dict) else self.model(*self.inputs)
-        default_loss(output).backward()
-
-    def measure_peak(self) -> None:
-        self.step()
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        tensors = self.inputs.values() if isinstance(self.inputs, dict) else self.inputs
-        self.peak_bytes = resident_bytes(self.model, tensors).total + peak_growth_bytes(self.step)
-
-    def time(self) -> None:
-        start = time.perf_counter()
-        self.step()
-        self.times_ms.append((time.perf_counter() - start) * 1000)
+from monetlite.runtime.verify import Trainee, default_loss, step_times_ms
+from monetlite.tracing import split_inputs
 
 
 def resnet50() -> tuple[nn.Module, Any, Callable[[nn.Module], None]]:
@@ -93,47 +64,57 @@ def gpt2() -> tuple[nn.Module, Any, Callable[[nn.Module], None]]:
 
 
 MODELS = {"resnet50": resnet50, "gpt2": gpt2}
+CHECKPOINT = {
+    "resnet50": "torch.utils.checkpoint, every block",
+    "gpt2": "gradient_checkpointing_enable()",
+}
 
 
-def run(name: str, repeats: int, time_limit: float) -> list[str]:
+def run(name: str, repeats: int, time_limit: float, shares: list[float]) -> list[str]:
     """Measure one model's contenders and return the rows of its table."""
     torch.manual_seed(0)
     model, inputs, checkpoint_model = MODELS[name]()
-    plain = Contender("plain", copy.deepcopy(model), inputs)
-    checkpointed = Contender("checkpoint every block", copy.deepcopy(model), inputs)
-    checkpoint_model(checkpointed.model)
-    for contender in (plain, checkpointed):
-        contender.measure_peak()
+    args, kwargs = split_inputs(inputs)
+
+    def contender(trained: nn.Module) -> Trainee:
+        trainee = Trainee(trained, args, kwargs, default_loss, "cpu")
+        trainee.step()
+        return trainee
+
+    contenders = {"plain": contender(copy.deepcopy(model))}
+    checkpointed = copy.deepcopy(model)
+    checkpoint_model(checkpointed)
+    contenders[CHECKPOINT[name]] = contender(checkpointed)
+    for share in shares:
+        # The budget is read when the step is compiled, which the first step does.
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            contenders[f"torch.compile, budget {share:g}"] = contender(torch.compile(copy.deepcopy(model)))  # type: ignore[arg-type]  # a module is returned for a module
+    peaks = {label: trainee.peak_bytes() for label, trainee in contenders.items()}
     profile = monetlite.profile(monetlite.trace(model, inputs))
-    contenders = [plain, checkpointed]
-    for label, budget in (
-        ("monetlite, no pressure", "1000%"),
-        ("monetlite at that peak", checkpointed.peak_bytes),
-        ("monetlite at 50% of plain", plain.peak_bytes // 2),
-        ("monetlite at 40% of plain", plain.peak_bytes * 2 // 5),
-    ):
+    budgets: dict[str, str | int] = {"monetlite, no pressure": "1000%"}
+    budgets |= {f"monetlite at the peak of {label}": peak for label, peak in peaks.items() if label != "plain"}
+    budgets |= {f"monetlite at {share}% of plain": peaks["plain"] * share // 100 for share in (50, 40)}
+    for label, budget in budgets.items():
         try:
             schedule = monetlite.solve(profile, budget, time_limit=time_limit)
         except monetlite.MonetliteError as error:
-            print(f"{name}, {label}: {error}")
+            print(f"{name}, {label}: {error}", flush=True)
             continue
-        contender = Contender(label, monetlite.MONeTWrapper(copy.deepcopy(model), schedule), inputs)
-        contender.measure_peak()
+        contenders[label] = contender(monetlite.MONeTWrapper(copy.deepcopy(model), schedule))
+        peaks[label] = contenders[label].peak_bytes()
         print(
             f"{name}, {label}: predicted peak {schedule.peak_bytes / 2**20:.0f} MiB, measured "
-            f"{contender.peak_bytes / 2**20:.0f}; predicted overhead {schedule.overhead:+.1%}, gap {schedule.gap:.1%}"
+            f"{peaks[label] / 2**20:.0f}; predicted overhead {schedule.overhead:+.1%}, gap {schedule.gap:.1%}",
+            flush=True,
         )
-        contenders.append(contender)
-    for _ in range(repeats):
-        for contender in contenders:
-            contender.time()
+    times = dict(zip(contenders, step_times_ms(list(contenders.values()), repeats), strict=True))
+    plain_ms = statistics.median(times["plain"])
     rows = []
-    for contender in contenders:
-        ratios = sorted(mine / theirs for mine, theirs in zip(contender.times_ms, plain.times_ms, strict=True))
-        median_ms = statistics.median(contender.times_ms)
+    for label, taken in times.items():
+        median_ms = statistics.median(taken)
         rows.append(
-            f"| {name} | {contender.name} | {contender.peak_bytes / 2**20:.0f} | {median_ms:.0f} | "
-            f"{median_ms / statistics.median(plain.times_ms):.3f} | {ratios[0]:.2f} to {ratios[-1]:.2f} |"
+            f"| {name} | {label} | {peaks[label] / 2**20:.0f} | {median_ms:.0f} | {median_ms / plain_ms:.3f} | "
+            f"{min(taken) / plain_ms:.2f} to {max(taken) / plain_ms:.2f} |"
         )
     return rows
 
@@ -143,9 +124,12 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=list(MODELS), help="by default all of them")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--time-limit", type=float, default=60.0)
+    parser.add_argument(
+        "--share", type=float, nargs="*", default=[0.5, 0.1], help="budgets of torch.compile; none to leave it out"
+    )
     parser.add_argument("--output", type=Path, help="also write the table to this file")
     args = parser.parse_args()
-    rows = [row for name in args.model or MODELS for row in run(name, args.repeats, args.time_limit)]
+    rows = [row for name in args.model or MODELS for row in run(name, args.repeats, args.time_limit, args.share)]
     environment = meter_for("cpu").environment()
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
@@ -158,7 +142,7 @@ def main() -> None:
             f"Python {platform.python_version()}, commit {commit or 'unknown'}. Written by `scripts/bench_step.py`; "
             f"{args.repeats} runs each, taken in turn.",
             "",
-            "| model | how | peak, MiB | step, ms | of plain | paired ratios |",
+            "| model | how | peak, MiB | step, ms | of plain | from least to most |",
             "| --- | --- | ---: | ---: | ---: | --- |",
             *rows,
             "",

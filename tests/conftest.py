@@ -1,5 +1,6 @@
 """What every test needs: a cache of its own, few threads, and the helper modules on the path."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,8 @@ for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads():
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    beside_others = "PYTEST_XDIST_WORKER" in os.environ
+    torch.set_num_threads(1 if beside_others else min(2, torch.get_num_threads()))
 
 
 @pytest.fixture(autouse=True)

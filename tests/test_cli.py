@@ -122,6 +122,29 @@ def test_solve_a_built_in_model_with_an_optimizer(folder):
     assert json.loads(without.stdout)["output"] == "resnet18_2_1GB.yaml"
 
 
+def test_accumulated_gradients_are_counted(folder):
+    shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32", "--device", "p100", "--time-limit", "1")
+    without, counted = (
+        json.loads(run("solve", *shape, "--budget", "1GB", "--json", *more).stdout)
+        for more in ((), ("--accumulate",))
+    )
+    assert counted["accumulate"]
+    weights = 11_689_512 * 4
+    assert 0.5 * weights < counted["plain_peak_bytes"] - without["plain_peak_bytes"] <= weights
+    result = run("solve", *shape, "--budget", "1GB", "--accumulate")
+    assert "gradients of earlier batches" in " ".join(result.stdout.split())
+
+
+def test_a_step_under_autocast_is_solved_and_verified_there(folder):
+    result = run(*SOLVE, "--budget", "120%", "--autocast", "bfloat16", "--output", "s.yaml")
+    assert result.exit_code == 0, result.output
+    assert "under autocast to bfloat16" in " ".join(result.stdout.split())
+    assert monetlite.load_schedule("s.yaml").autocast == "bfloat16"
+    report = run("verify", "s.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
+    assert report.exit_code == 0, report.output
+    assert json.loads(report.stdout)["exact"]
+
+
 @pytest.mark.parametrize("budget", ["0", "0GB", "-1GB", "abc", "6 XB", "", "1e9", "nan", "9" * 5000 + "GB", "10ZB"])
 def test_budgets_that_are_not(budget, folder):
     result = run(*SOLVE, f"--budget={budget}", "--output", "s.yaml")

@@ -69,6 +69,11 @@ def cost_options(function: _Function) -> _Function:
                 help="Count this optimizer's state in the peak.",
             ),
             click.option(
+                "--autocast",
+                type=click.Choice(["bfloat16", "float16"]),
+                help="Train under torch.autocast to this type.",
+            ),
+            click.option(
                 "--accumulate",
                 is_flag=True,
                 help="Count gradients that are there when a step begins: gradient accumulation, or "

@@ -13,10 +13,16 @@ if TYPE_CHECKING:
 
 
 def price(
-    spec: str, device: str | None, optimizer: str | None, accumulate: bool, quiet: bool, shape: dict[str, Any]
+    spec: str,
+    device: str | None,
+    optimizer: str | None,
+    accumulate: bool,
+    autocast: str | None,
+    quiet: bool,
+    shape: dict[str, Any],
 ) -> "tuple[BuiltModel, Profile]":
     """Build, trace and price a model as plain training runs it, without allocating its activations."""
-    built, (profile,) = price_layouts(spec, device, optimizer, accumulate, quiet, shape, ["as_traced"])
+    built, (profile,) = price_layouts(spec, device, optimizer, accumulate, autocast, quiet, shape, ["as_traced"])
     return built, profile
 
 
@@ -25,6 +31,7 @@ def price_layouts(
     device: str | None,
     optimizer: str | None,
     accumulate: bool,
+    autocast: str | None,
     quiet: bool,
     shape: dict[str, Any],
     layouts: list[str],
@@ -46,12 +53,9 @@ def price_layouts(
     built = build_model(spec, meta=True, **shape_of(shape))
     profiles = []
     for layout in layouts:
-        graph = trace(
-            built.model,
-            built.example_inputs,
-            meta_device="cuda" if chosen == "cuda" else "cpu",
-            layout=layout,
-        )
+        device_type = "cuda" if chosen == "cuda" else "cpu"
+        with torch.autocast(device_type, getattr(torch, autocast or "bfloat16"), enabled=autocast is not None):
+            graph = trace(built.model, built.example_inputs, meta_device=device_type, layout=layout)
         with Measuring(quiet) as progress:
             named = replace(graph, name=built.name)
             profiles.append(

@@ -20,6 +20,7 @@ def profile_command(
     device: str | None,
     optimizer: str | None,
     accumulate: bool,
+    autocast: str | None,
     top: int,
     as_json: bool,
     debug: bool,
@@ -31,7 +32,7 @@ def profile_command(
         from monetlite.reporting.profile import print_profile, profile_facts
 
         console, quiet = open_console(as_json)
-        built, profile = price(spec, device, optimizer, accumulate, quiet, shape)
+        built, profile = price(spec, device, optimizer, accumulate, autocast, quiet, shape)
         if as_json:
             click.echo(json.dumps(profile_facts(profile)))
         else:

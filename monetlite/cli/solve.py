@@ -41,6 +41,13 @@ from monetlite.errors import MonetliteError
     type=click.Choice(["as_traced", "channels_last"]),
     help="Of images; by default whichever is faster, where the tolerance allows it.",
 )
+@click.option(
+    "--implementations",
+    type=click.Choice(["all", "default"]),
+    default="all",
+    show_default=True,
+    help="default: store and recompute only, every operator running as it was traced.",
+)
 @click.option("--solver", type=click.Choice(["SCIP", "HIGHS", "GUROBI"]), default="SCIP", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
 @click.option(
@@ -55,9 +62,11 @@ def solve_command(
     device: str | None,
     optimizer: str | None,
     accumulate: bool,
+    autocast: str | None,
     time_limit: float,
     tolerance: float,
     layout: str | None,
+    implementations: str,
     solver: str,
     seed: int,
     output: str | None,
@@ -77,7 +86,7 @@ def solve_command(
         # Read the budget, and see that the output can be written, before spending a minute on it.
         parse_budget(budget, plain_peak_bytes=2**40)
         layouts = api.layouts_to_try(layout, tolerance)
-        built, profiles = price_layouts(spec, device, optimizer, accumulate, quiet, shape, layouts)
+        built, profiles = price_layouts(spec, device, optimizer, accumulate, autocast, quiet, shape, layouts)
         target = Path(output or _file_name(built.name, built.batch, budget))
         _check_folder(target)
         budget_bytes = parse_budget(budget, simulate(profiles[0], plain_steps(profiles[0].graph)).peak_bytes)
@@ -87,6 +96,7 @@ def solve_command(
                 budget,
                 tolerance=tolerance,
                 layout=layout,
+                implementations=implementations,
                 time_limit=time_limit,
                 solver=solver,
                 seed=seed,

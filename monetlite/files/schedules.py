@@ -80,6 +80,7 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         accumulate=record.flag("accumulate") if record.optional("accumulate") else False,
         tolerance=record.number("tolerance") if record.optional("tolerance") else 0.0,
         layout=layout,
+        autocast=record.text("autocast") if record.optional("autocast") else "",
         smallest_proven_bytes=solve.integer("smallest_proven_bytes"),
         smallest_reached_bytes=(
             solve.integer("smallest_reached_bytes") if solve.optional("smallest_reached_bytes") else None
@@ -109,6 +110,7 @@ def schedule_text(schedule: Schedule) -> str:
         "accumulate": schedule.accumulate,
         "tolerance": float(schedule.tolerance),
         "layout": schedule.layout,
+        "autocast": schedule.autocast or None,
         "costs": {
             "device": schedule.device,
             "kind": schedule.kind,

@@ -135,7 +135,7 @@ def dropout_mask(kept: torch.Tensor, strides: list[int]) -> torch.Tensor:
 
     The bits are in the order of a storage with these strides.
     """
-    return pack(kept, strides, torch.Tensor.clone)
+    return pack(kept, strides)
 
 
 @function("dropout_backward_from_mask", passes=1.3, workspace_bytes=workspace_bytes)

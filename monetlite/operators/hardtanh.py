@@ -17,7 +17,7 @@ from monetlite.captured.calls import spec_of
 from monetlite.graph import Implementation, TensorRef
 from monetlite.operators.elementwise import in_place
 from monetlite.operators.kernel import Kernel, is_dense, same_layout
-from monetlite.operators.packing import pack, packed_bytes, workspace_bytes
+from monetlite.operators.packing import Outside, pack, packed_bytes, workspace_bytes
 from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for
 from monetlite.operators.relu import masked_by
 
@@ -95,4 +95,4 @@ def hardtanh_mask(source: torch.Tensor, strides: list[int], low: float, high: fl
 
     The bits are in the order of a storage with these strides.
     """
-    return pack(source, strides, lambda piece: (piece <= low).logical_or_(piece >= high))
+    return pack(source, strides, Outside(low, high))

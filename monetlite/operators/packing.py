@@ -2,15 +2,18 @@
 
 Eight bytes that are 0 or 1, taken as one 64-bit integer and multiplied by 0x0102040810204080, have all eight
 bits in the top byte of the product; 256 entries of a table lead back. All of it goes piece by piece, so that
-the unpacked mask is never whole in memory.
+the unpacked mask is never whole in memory. On a GPU with Triton, kernels of our own do the same in one pass.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from monetlite.graph import Call
+from monetlite.operators import packing_triton
 from monetlite.operators.registry import function
 
 _GATHER_BITS = 0x0102040810204080
@@ -33,18 +36,36 @@ def workspace_bytes(call: Call) -> int:
     return 2 * min(largest, _PIECE["cuda"])
 
 
-def pack(
-    source: torch.Tensor, strides: Sequence[int], predicate: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Outside:
+    """Which elements are at most `low`, or at least `high` where there is one. NaN is neither."""
+
+    low: float
+    high: float | None = None
+
+    def __call__(self, piece: torch.Tensor) -> torch.Tensor:
+        below = piece <= self.low
+        return below if self.high is None else below.logical_or_(piece >= self.high)
+
+
+def pack(source: torch.Tensor, strides: Sequence[int], predicate: Outside | None = None) -> torch.Tensor:
     """Pack a predicate of a tensor's elements, of any shape, into ⌈elements / 8⌉ bytes (uint8).
 
-    The bits are in the order of a dense storage with these strides. The predicate takes some of the elements, of
-    shape (n,), and returns n booleans.
+    The bits are in the order of a dense storage with these strides. Without a predicate, the tensor is of booleans.
     """
     flat = in_order(source, strides)
     packed = flat.new_empty(packed_bytes(flat.numel()), dtype=torch.uint8)
+    if packing_triton.usable(flat):
+        if predicate is None:
+            packing_triton.pack_true(flat, packed)
+        else:
+            # Bounds as the tensor's own type has them, which torch compares with.
+            high = math.nan if predicate.high is None else predicate.high
+            low, high = torch.tensor((predicate.low, high), dtype=flat.dtype).tolist()
+            packing_triton.pack_outside(flat, packed, low, high)
+        return packed
     for start, piece in _pieces(flat):
-        holds = predicate(piece)
+        holds = piece.clone() if predicate is None else predicate(piece)
         if holds.numel() % 8:
             holds = torch.nn.functional.pad(holds, (0, -holds.numel() % 8))
         words = holds.view(torch.int64).mul(_GATHER_BITS).bitwise_right_shift_(56)
@@ -102,6 +123,9 @@ def masked_gradient_(gradient: torch.Tensor, blocked: torch.Tensor, strides: lis
     """The same, over the gradient."""
 
     def write(flat: torch.Tensor) -> None:
+        if packing_triton.usable(flat):
+            packing_triton.clear(flat, blocked)
+            return
         for where, mask in unpacked(blocked, flat.numel()):
             flat[where].masked_fill_(mask, 0)
 

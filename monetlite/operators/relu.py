@@ -16,7 +16,14 @@ from monetlite.captured.storages import base
 from monetlite.graph import Implementation, TensorRef
 from monetlite.operators.elementwise import in_place
 from monetlite.operators.kernel import Kernel, is_dense, same_layout
-from monetlite.operators.packing import masked_gradient, masked_gradient_, pack, packed_bytes, workspace_bytes
+from monetlite.operators.packing import (
+    Outside,
+    masked_gradient,
+    masked_gradient_,
+    pack,
+    packed_bytes,
+    workspace_bytes,
+)
 from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for, name_of
 
 _BACKWARD = "aten.threshold_backward.default"
@@ -92,4 +99,4 @@ def relu_mask(source: torch.Tensor, strides: list[int]) -> torch.Tensor:
 
     The bits are in the order of a storage with these strides.
     """
-    return pack(source, strides, lambda piece: piece <= 0)
+    return pack(source, strides, Outside(0.0))

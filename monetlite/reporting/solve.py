@@ -33,6 +33,7 @@ def schedule_facts(schedule: Schedule, output: str | None = None) -> dict[str, A
         "accumulate": schedule.accumulate,
         "tolerance": schedule.tolerance,
         "layout": schedule.layout,
+        "autocast": schedule.autocast,
         "budget_bytes": schedule.budget_bytes,
         "peak_bytes": schedule.peak_bytes,
         "latency_ms": schedule.latency_ms,
@@ -63,8 +64,9 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
         kept.insert(1, f"{format_bytes(resident.buffers)} buffers")
     if resident.optimizer:
         kept.append(f"{format_bytes(resident.optimizer)} {schedule.optimizer} state")
+    autocast = f", under autocast to {schedule.autocast}" if schedule.autocast else ""
     if resident.gradients:
-        kept.append(f"{format_bytes(resident.gradients)} gradients")
+        kept.append(f"{format_bytes(resident.gradients)} gradients of earlier batches")
     reached = schedule.smallest_reached_bytes
     smallest = f"at least {format_bytes(schedule.smallest_proven_bytes)}"
     if reached is not None and reached <= schedule.smallest_proven_bytes:
@@ -78,7 +80,8 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
     table.add_column(overflow="fold")
     table.add_row(
         "graph",
-        f"{graph.traced_count} operators, {len(graph.values)} values; always in memory: " + ", ".join(kept),
+        f"{graph.traced_count} operators, {len(graph.values)} values{autocast}; always in memory: "
+        + ", ".join(kept),
     )
     table.add_row("costs", source)
     table.add_row(

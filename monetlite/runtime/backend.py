@@ -31,7 +31,7 @@ class Options:
         budget: of the whole step; may be left out where `schedule` is a file that exists.
         schedule: a schedule file, written when there is none, read when there is.
         device: what operators are priced for; by default measured on the device the model is on.
-        optimizer, accumulate, tolerance, time_limit, solver, seed: as in `monetlite.optimize`.
+        optimizer, accumulate, tolerance, implementations, time_limit, solver, seed: as in `monetlite.optimize`.
     """
 
     budget: str | int | float | None = None
@@ -40,6 +40,7 @@ class Options:
     optimizer: str | None = None
     accumulate: bool = False
     tolerance: float = 0.0
+    implementations: str = "all"
     time_limit: float = 60.0
     solver: str = "SCIP"
     seed: int = 0
@@ -131,6 +132,7 @@ def _solve(graph: OperatorGraph, options: Options) -> Schedule:
             profile,
             options.budget,
             tolerance=options.tolerance,
+            implementations=options.implementations,
             time_limit=options.time_limit,
             solver=options.solver,
             seed=options.seed,

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from monetlite.errors import IllegalSchedule, ScheduleMismatch
 from monetlite.graph import Operator, OperatorGraph
+from monetlite.runtime.inputs import autocast_problem
 from monetlite.schedule import Schedule, Step, check_order, deaths
 
 
@@ -14,6 +15,8 @@ def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
         ScheduleMismatch: the graph is not the one the schedule was solved for, or the steps are not legal
             on it.
     """
+    if schedule.autocast != graph.autocast:
+        raise ScheduleMismatch(autocast_problem(schedule.autocast, graph.autocast))
     if schedule.structure != graph.structure:
         raise ScheduleMismatch(
             f"the schedule was solved for {schedule.name} with {schedule.operators} operators (structure "

@@ -14,6 +14,7 @@ that is ready: hooks, accumulation, reduction.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,17 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 from monetlite.runtime.parts import Run, results_by_part, split
-from monetlite.tracing.capture import Backend, Boxed, Joint, Partition, aot_backend, boxed
+from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed
 
 _RUN = "_monetlite_run"
 """Attribute of a gradient that stands for a real one: the `Run` that makes that."""
 
 
-def delivering_backend(lower: Partition) -> Backend:
-    """A backend for `torch.compile` that runs what a joint graph is lowered to, gradients delivered as marked."""
+def delivering_backend(lower: Partition, compiler: Compiler = boxed) -> Backend:
+    """A backend for `torch.compile` that runs what a joint graph is lowered to, gradients delivered as marked.
+
+    What runs of each program, or part of one, is what `compiler` makes of it.
+    """
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         deliveries: list[list[int]] = []
@@ -38,7 +42,7 @@ def delivering_backend(lower: Partition) -> Backend:
             deliveries[:] = results_by_part(backward)
             return forward, backward
 
-        run = aot_backend(partition, forward=boxed, backward=deferred)(graph, inputs)
+        run = aot_backend(partition, forward=compiler, backward=partial(deferred, compiler=compiler))(graph, inputs)
         if len(deliveries) < 2:
             return run
         order = list(reversed(list(enumerate(deliveries))))
@@ -51,11 +55,11 @@ def delivering_backend(lower: Partition) -> Backend:
     return backend
 
 
-def deferred(program: fx.GraphModule) -> Boxed:
+def deferred(program: fx.GraphModule, compiler: Compiler = boxed) -> Boxed:
     """A backward program that returns stand-ins for its results, to be run part by part."""
-    parts = split(program)
-    if len(parts) < 2:
-        return boxed(program)
+    if len(results_by_part(program)) < 2:
+        return compiler(program)
+    parts = split(program, compiler)
     names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     (output,) = program.graph.find_nodes(op="output")
     flat: Any = output.args[0]

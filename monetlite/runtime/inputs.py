@@ -42,38 +42,66 @@ class Schedules:
         self._solve = solve
         self._solved = 0
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
-        """The schedule for a call's inputs.
+    def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: str) -> list[Schedule]:
+        """The schedules that can serve a call's inputs under an autocast, those for the smallest inputs first."""
+        tensors = _tensors(args, kwargs)
+        return [schedule for schedule in self.all if _problem(schedule, tensors, autocast) is None]
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: str) -> Schedule:
+        """The schedule for a call's inputs, and for what `torch.autocast` converts to around it.
 
         Raises:
             ModelError: none serves them, and none can be solved (any more).
             Those of `monetlite.optimize`.
         """
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        problems = [_problem(schedule, tensors) for schedule in self.all]
-        for schedule, problem in zip(self.all, problems, strict=True):
-            if problem is None:
-                return schedule
+        serving = self.serving(args, kwargs, autocast)
+        if serving:
+            return serving[0]
         if self._solve is None:
-            raise ModelError(problems[-1] or "")
+            raise ModelError(_problem(self.all[-1], _tensors(args, kwargs), autocast) or "")
+        return self.solve(args, kwargs)
+
+    def solve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
+        """A schedule that is solved for a call's inputs, and for the model as it is.
+
+        Raises:
+            ModelError: too many have been solved.
+            Those of `monetlite.optimize`.
+        """
+        assert self._solve is not None
         if self._solved >= MOST_SOLVED:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise ModelError(
-                f"{MOST_SOLVED} schedules have been solved and none serves inputs of shapes {shapes}; pad inputs "
-                "to a few sizes (for sequences: pad_to_multiple_of in the collator), or begin with the largest"
+                f"{MOST_SOLVED} schedules have been solved and none serves inputs of shapes "
+                f"{', '.join(str(tuple(tensor.shape)) for tensor in _tensors(args, kwargs))}; pad inputs to a few "
+                "sizes (for sequences: pad_to_multiple_of in the collator), or begin with the largest"
             )
         solved = self._solve(args, kwargs, self.all)
         self._solved += 1
-        self.all = sorted([*self.all, solved], key=_elements)
+        self.all = sorted([solved, *self.all], key=_elements)
         return solved
+
+
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+
+
+def autocast_problem(solved: str, found: str) -> str:
+    """What to say of a schedule that was solved under another `torch.autocast`."""
+    ways = [f"under torch.autocast to {dtype}" if dtype else "without torch.autocast" for dtype in (solved, found)]
+    return (
+        f"the schedule was solved for steps {ways[0]}, this one runs {ways[1]}; solve it where the step runs: "
+        "with torch.autocast(...): schedule = monetlite.optimize(...), or --autocast on the command line"
+    )
 
 
 def _elements(schedule: Schedule) -> int:
     return sum(math.prod(spec.shape) for spec in schedule.inputs.values())
 
 
-def _problem(schedule: Schedule, tensors: Sequence[torch.Tensor]) -> str | None:
+def _problem(schedule: Schedule, tensors: Sequence[torch.Tensor], autocast: str) -> str | None:
     """Why a schedule can't serve some inputs; None where it can."""
+    if schedule.autocast != autocast:
+        return autocast_problem(schedule.autocast, autocast)
     expected = list(schedule.inputs.values())
     if len(tensors) != len(expected):
         return (

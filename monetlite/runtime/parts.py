@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from monetlite.operators.delivery import deliver
-from monetlite.tracing.capture import Boxed, boxed
+from monetlite.tracing.capture import Boxed, Compiler, boxed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ def results_by_part(program: fx.GraphModule) -> list[list[int]]:
     return [*parts, rest] if rest or not parts else parts
 
 
-def split(program: fx.GraphModule) -> list[Part]:
-    """Cut a program after each `deliver`."""
+def split(program: fx.GraphModule, compiler: Compiler = boxed) -> list[Part]:
+    """Cut a program after each `deliver`; each part becomes what a compiler makes of it."""
     results = results_by_part(program)
     part_of: dict[fx.Node, int] = {}
     part = 0
@@ -65,7 +65,7 @@ def split(program: fx.GraphModule) -> list[Part]:
             node = outputs[position]
             assert node is not None
             last_read[node] = max(last_read.get(node, 0), at)
-    return [_part(program, number, results[number], part_of, last_read) for number in range(len(results))]
+    return [_part(program, number, results[number], part_of, last_read, compiler) for number in range(len(results))]
 
 
 def _part(
@@ -74,6 +74,7 @@ def _part(
     results: Sequence[int],
     part_of: dict[fx.Node, int],
     last_read: dict[fx.Node, int],
+    compiler: Compiler,
 ) -> Part:
     """One part as a program of its own."""
     outputs = _outputs(program)
@@ -89,11 +90,13 @@ def _part(
     gives = [node for node in body if last_read.get(node, 0) > number]
     graph = fx.Graph()
     new = {node: graph.placeholder(node.name) for node in takes}
+    for node in takes:
+        new[node].meta.update(node.meta)
     for node in body:
         new[node] = graph.node_copy(node, new.__getitem__)
     graph.output(tuple(new[node] for node in (*gives, *given) if node is not None))
     return Part(
-        run=boxed(fx.GraphModule(program, graph)),
+        run=compiler(fx.GraphModule(program, graph)),
         takes=tuple(node.name for node in takes),
         lets_go=frozenset(node.name for node in takes if last_read[node] <= number),
         gives=tuple(node.name for node in gives),

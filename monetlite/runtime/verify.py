@@ -109,14 +109,15 @@ def verify(
     objective = loss or default_loss
     args, kwargs = split_inputs(example_inputs)
     device = "cuda" if any(item.is_cuda for item in model.parameters()) else "cpu"
-    plain = Trainee(copy.deepcopy(model), args, kwargs, objective, device, accumulate=schedule.accumulate)
+    modes = {"accumulate": schedule.accumulate, "autocast": schedule.autocast}
+    plain = Trainee(copy.deepcopy(model), args, kwargs, objective, device, **modes)
     wrapper = MONeTWrapper(copy.deepcopy(model), schedule)
-    scheduled = Trainee(wrapper, args, kwargs, objective, device, accumulate=schedule.accumulate)
+    scheduled = Trainee(wrapper, args, kwargs, objective, device, **modes)
     expected, found = plain.snapshot(seed), scheduled.snapshot(seed)
     allowed = REORDERED_SUMS
     if schedule.tolerance > 0:
         allowed = max(allowed, SLACK * _sensitivity(plain, expected, schedule.tolerance, seed))
-    plain_ms, scheduled_ms = step_times_ms((plain, scheduled), repeats)
+    plain_ms, scheduled_ms = map(statistics.median, step_times_ms((plain, scheduled), repeats))
     negligible = NEGLIGIBLE if schedule.tolerance > REORDERED_SUMS else 0.0
     leaves = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
     shapes = [tuple(item.shape) for item in leaves]
@@ -136,8 +137,8 @@ def verify(
     )
 
 
-def step_times_ms(trainees: "Sequence[Trainee]", repeats: int) -> list[float]:
-    """Median step times of several ways to train, taken in turn, in ms.
+def step_times_ms(trainees: "Sequence[Trainee]", repeats: int) -> list[list[float]]:
+    """Step times of several ways to train, taken in turn, in ms.
 
     On the CPU, freed memory is kept in the process, and steps in which more is taken from the system all the same
     (each way to train leaves it in other pieces) are repeated, up to three times as often as asked for.
@@ -155,7 +156,7 @@ def step_times_ms(trainees: "Sequence[Trainee]", repeats: int) -> list[float]:
                     all_ms.append(taken)
                     if page_faults() - faults <= FEW_FAULTS:
                         good_ms.append(taken)
-    return [statistics.median(good or every) for good, every in zip(undisturbed, times, strict=True)]
+    return [good or every for good, every in zip(undisturbed, times, strict=True)]
 
 
 def _sensitivity(plain: "Trainee", expected: "_Snapshot", tolerance: float, seed: int) -> float:
@@ -208,8 +209,10 @@ class Trainee:
         device: str,
         *,
         accumulate: bool = False,
+        autocast: str = "",
     ) -> None:
         self.accumulate = accumulate
+        self.autocast = getattr(torch, autocast) if autocast else None
         self.model, self.objective, self.device = model, objective, device
         copies: dict[int, torch.Tensor] = {}
         self.args, self.kwargs = pytree.tree_map_only(
@@ -222,8 +225,9 @@ class Trainee:
     def step(self) -> torch.Tensor:
         self._clear()
         # A training loop holds the model's output until the step ends; the schedule counts on that.
-        output = self.model(*self.args, **self.kwargs)
-        loss = self.objective(output)
+        with torch.autocast(self.device, self.autocast, enabled=self.autocast is not None):
+            output = self.model(*self.args, **self.kwargs)
+            loss = self.objective(output)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         return loss.detach()
 

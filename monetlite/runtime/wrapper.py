@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.costs import without_costs
-from monetlite.errors import ModelError, MonetliteError
+from monetlite.errors import ModelError, MonetliteError, ScheduleMismatch
 from monetlite.graph import OperatorGraph
 from monetlite.operators.cudnn import with_named_plans
 from monetlite.operators.guards import GuardFailed
@@ -23,9 +23,11 @@ from monetlite.runtime.inputs import Schedules, layout_of
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.outputs import guard_outputs
 from monetlite.schedule import Schedule, Step, plain_steps, simulate
-from monetlite.tracing.build import Arguments, build_graph
+from monetlite.tracing.build import Arguments, autocast_dtype, build_graph
 from monetlite.tracing.capture import (
+    Compiler,
     Joint,
+    boxed,
     capture_settings,
     compile_step,
     explain,
@@ -37,7 +39,9 @@ from monetlite.units import format_bytes
 PLAIN_SHARE = 0.8
 """Of the budget: what plain training may store for inputs that a schedule can't be applied to. The rest is for
 workspace."""
-OPTIONS = frozenset({"device", "optimizer", "accumulate", "tolerance", "layout", "time_limit", "solver", "seed"})
+OPTIONS = frozenset(
+    {"device", "optimizer", "accumulate", "tolerance", "layout", "implementations", "time_limit", "solver", "seed"}
+)
 """Arguments of `monetlite.optimize` that a wrapper with a budget passes on."""
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
 
@@ -54,9 +58,12 @@ class MONeTWrapper(nn.Module):
         model: the module the schedule was solved for.
         schedule: a `Schedule`, or the path of a schedule file; or several of them, for inputs of several sizes.
         budget: in place of a schedule, or beside: solve for a schedule when the first step is taken, for the
-            inputs that it has, and again whenever inputs are larger than any before (`MOST_SOLVED` times).
+            inputs that it has, and again whenever inputs are larger than any before or the model has changed
+            (`MOST_SOLVED` times).
         options: with a budget, further arguments of `monetlite.optimize`: device, optimizer, accumulate,
-            tolerance, layout, time_limit, solver, seed.
+            tolerance, layout, implementations, time_limit, solver, seed.
+        compile: have Inductor compile what runs. Faster where many small operators can be fused; the peak is then
+            an estimate, and results differ in their last bits.
 
     Raises:
         ScheduleFileError: the file can't be read.
@@ -86,6 +93,7 @@ class MONeTWrapper(nn.Module):
         schedule: OneSchedule | Sequence[OneSchedule] = (),
         *,
         budget: str | int | float | None = None,
+        compile: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -110,6 +118,7 @@ class MONeTWrapper(nn.Module):
         self.__dict__["_solving"] = None if budget is None else {"budget": budget, **options}
         self.__dict__["_schedules"] = Schedules(given, None if budget is None else self._solve)
         self.__dict__["training"] = model.training
+        self.__dict__["_compile"] = compile
         self.__dict__["_step"] = None
         self.__dict__["_ready"] = set()
         self.__dict__["_avoided"] = set()
@@ -125,6 +134,11 @@ class MONeTWrapper(nn.Module):
         model: nn.Module = self.__dict__["model"]
         if not (model.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ModelError(
+                "a scheduled training step can't be transformed by torch.func (grad, vmap, jacrev, ...): its "
+                "backward pass is a program of its own. Transform the model itself: wrapper.model"
+            )
         try:
             output = self._train(args, kwargs)
         except GuardFailed as failed:
@@ -158,17 +172,40 @@ class MONeTWrapper(nn.Module):
 
     def _compiled(self) -> Callable[..., Any]:
         if self._step is None:
-            self.__dict__["_step"] = compile_step(training_step(self.model), delivering_backend(self._partition))
+            self.__dict__["_step"] = compile_step(
+                training_step(self.model), delivering_backend(self._partition, self._compiler())
+            )
         step: Callable[..., Any] = self._step
         return step
 
+    def _compiler(self) -> Compiler:
+        if not self._compile:
+            return boxed
+        from monetlite.runtime.inductor import inductor
+
+        return inductor
+
     def _first(self, layout: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step with inputs of a layout not seen before, which captures and lowers it."""
-        self.__dict__["schedule"] = self._schedules.find(args, kwargs)
+        device = next((item.device.type for item in self.model.parameters()), "cpu")
+        self.__dict__["schedule"] = self._schedules.find(args, kwargs, autocast_dtype(device))
+        try:
+            output = self._capture(args, kwargs)
+        except ScheduleMismatch:
+            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode.
+            if self._solving is None:
+                raise
+            self.__dict__["schedule"] = self._schedules.solve(args, kwargs)
+            output = self._capture(args, kwargs)
+        self._ready.add(layout)
+        return output
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step for which a program has to be made."""
         self.__dict__["_example"] = (args, kwargs)
         try:
             with capture_settings():
-                output = self._compiled()(*args, **kwargs)
+                return self._compiled()(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             cause = _own_error(error)
             if cause is not None:
@@ -176,8 +213,6 @@ class MONeTWrapper(nn.Module):
             raise explain(error) from error
         finally:
             del self.__dict__["_example"]
-        self._ready.add(layout)
-        return output
 
     def _solve(self, args: tuple[Any, ...], kwargs: dict[str, Any], starts: Sequence[Schedule]) -> Schedule:
         from monetlite.api import optimize
@@ -190,7 +225,7 @@ class MONeTWrapper(nn.Module):
         if "_example" not in self.__dict__:
             raise _NotAsked
         traced = build_graph(joint, self.model, self.__dict__["_example"], layout=self.schedule.layout)
-        schedule = self.schedule
+        schedule = self._schedule_for(traced.graph)
         if schedule.structure == traced.graph.structure:
             graph, choices = with_named_plans(traced.graph, schedule.choices)
             traced, schedule = replace(traced, graph=graph), replace(schedule, choices=choices)
@@ -198,6 +233,13 @@ class MONeTWrapper(nn.Module):
             return lower(traced, plain)
         steps = bind(schedule, traced.graph)
         return lower(traced, avoiding(traced.graph, steps, self._avoided) if self._avoided else steps)
+
+    def _schedule_for(self, graph: OperatorGraph) -> Schedule:
+        """Of the schedules that serve the step's inputs, one for this graph, if there is any."""
+        serving = self._schedules.serving(*self.__dict__["_example"], graph.autocast)
+        found = next((item for item in serving if item.structure == graph.structure), self.schedule)
+        self.__dict__["schedule"] = found
+        return found
 
     def _plain_if_smaller(self, graph: OperatorGraph) -> tuple[Step, ...] | None:
         """What plain training runs, where inputs are so small that torch runs other operators on them.
@@ -257,7 +299,9 @@ class MONeTWrapper(nn.Module):
         super().__setstate__({**state, "_schedules": Schedules(state["_schedules"], solve)})  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MONeTWrapper":
-        return MONeTWrapper(copy.deepcopy(self.model, memo), self._schedules.all, **(self._solving or {}))
+        return MONeTWrapper(
+            copy.deepcopy(self.model, memo), self._schedules.all, compile=self._compile, **(self._solving or {})
+        )
 
     def extra_repr(self) -> str:
         if self.schedule is None:

@@ -41,6 +41,8 @@ def trace(
 ) -> OperatorGraph:
     """Trace one training step of a model, without running it and without allocating memory.
 
+    Under `torch.autocast` the step is traced as it runs there.
+
     Args:
         model: a module in training mode; on the CPU, a GPU, or the meta device.
         example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Only the
@@ -153,6 +155,7 @@ def build_graph(
         inputs=specs,
         device=builder.device,
         layout=layout,
+        autocast=autocast_dtype(builder.device),
     )
     return Traced(graph=built, joint=joint)
 
@@ -172,6 +175,12 @@ def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
         return size
 
     return Resident(parameters=total(model.parameters()), buffers=total(model.buffers()), inputs=total(inputs))
+
+
+def autocast_dtype(device: str) -> str:
+    """What `torch.autocast` converts operands on a device to at present; empty where it is off."""
+    on = torch.is_autocast_enabled(device)
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else ""
 
 
 def _shape_depends_on_data(node: fx.Node) -> bool:

@@ -38,6 +38,8 @@ def full_schedule(**changes) -> Schedule:
         "optimizer": "adamw",
         "tolerance": 1e-5,
         "layout": "channels_last",
+        "autocast": "bfloat16",
+        "accumulate": True,
         "smallest_proven_bytes": 10**9,
         "smallest_reached_bytes": 2 * 10**9,
     }

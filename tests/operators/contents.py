@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from monetlite.graph import TensorSpec
-from monetlite.operators import batch_norm, cross_entropy, layer_norm, packing, pooling
+from monetlite.operators import batch_norm_backward, cross_entropy, layer_norm, packing, pooling
 
 SPECIAL = (
     *(0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 6.0, 0.5),
@@ -232,7 +232,7 @@ def work_in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     """Make loops that go piece by piece go round several times on small tensors."""
     patch.setattr(packing, "_PIECE", {"cpu": 64})
     patch.setattr(pooling, "_CHUNK_ELEMENTS", 50)
-    for module in (batch_norm, layer_norm):
+    for module in (batch_norm_backward, layer_norm):
         patch.setattr(module, "_LEAST_BYTES", 100)
         patch.setattr(module, "_MOST_BYTES", 600)
     patch.setattr(cross_entropy, "_CHUNK_ELEMENTS", {"cpu": 20})

@@ -1,12 +1,13 @@
 """Two processes on the CPU train a wrapped and a plain model side by side; run by `torchrun`.
 
-torchrun --nproc-per-node 2 distributed_training.py ddp|fsdp
+torchrun --nproc-per-node 2 distributed_training.py ddp|fsdp|blocks|models
 """
 
 import copy
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from real_models import NAMES, Loop, batches, build
 from step_lists import free_profile, recompute_everything, schedule_of
 
 import monetlite
@@ -82,6 +84,45 @@ def ddp(rank: int) -> None:
     assert ready[1] is False, "the first bucket is reduced when the last gradient is there"
 
 
+def blocks(rank: int) -> None:
+    """Every block wrapped and sharded by itself; sharding inside a wrapped module is refused."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    plain = Network()
+    wrapped = copy.deepcopy(plain)
+    for index, block in enumerate(wrapped.layers):
+        wrapped.layers[index] = wrap(block)
+    for network in (wrapped, plain):
+        for block in network.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(network, mesh=mesh)
+    losses = train(wrapped, rank)
+    assert losses == train(plain, rank), "losses differ from plain training's"
+    same(wrapped, plain)
+
+    inside = wrap(Network())
+    for block in inside.model.layers:
+        fully_shard(block, mesh=mesh)
+    with pytest.raises(monetlite.MonetliteError, match="fully_shard"):
+        inside(torch.randn(8, WIDTH))
+
+
+def models(rank: int) -> None:
+    """Twenty steps of every model of `real_models`, each process on batches of its own."""
+    for name in NAMES:
+        model, make = build(name)
+        graph = monetlite.trace(model, make())
+        schedule = schedule_of(free_profile(graph), recompute_everything(graph))
+        wrapped = monetlite.MONeTWrapper(copy.deepcopy(model), schedule)
+        made = list(batches(make, 20, seed=rank))
+        losses = []
+        for network in (wrapped, model):
+            torch.manual_seed(rank)
+            loop = Loop(DistributedDataParallel(network))
+            losses.append([loop.step([batch]) for batch in made])
+        for found, expected in zip(*losses, strict=True):
+            assert abs(found - expected) <= (1e-4 * expected if "llama" in name else 0.0), (name, losses)
+
+
 def fsdp(rank: int) -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     plain = Network()
@@ -97,6 +138,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    {"ddp": ddp, "fsdp": fsdp}[sys.argv[1]](dist.get_rank())
+    {"ddp": ddp, "fsdp": fsdp, "blocks": blocks, "models": models}[sys.argv[1]](dist.get_rank())
     dist.destroy_process_group()
     sys.stdout.write("same\n")

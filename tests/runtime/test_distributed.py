@@ -9,7 +9,7 @@ import pytest
 PROGRAM = Path(__file__).with_name("distributed_training.py")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "blocks", "models"])
 def test_two_processes(kind):
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM, kind],

@@ -120,6 +120,16 @@ def test_copies_keep_what_was_solved_and_how_to_solve():
     assert len(wrapper._schedules.all) == 1
 
 
+def test_a_model_that_changes_is_solved_for_again():
+    model = Sequences()
+    wrapper = monetlite.MONeTWrapper(twin(model), budget="110%", **SOLVING)
+    x = (tokens(2, 8),)
+    for frozen in (False, True, False):
+        for owner in (wrapper.model, model):
+            owner.embedding.weight.requires_grad_(not frozen)
+        assert_same(step(wrapper, x), step(model, x))
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -134,10 +144,10 @@ def test_what_a_wrapper_needs(arguments, problem):
 
 
 def test_a_start_of_another_model_is_refused():
-    model = Sequences()
+    profile = monetlite.profile(monetlite.trace(Sequences(), tokens(2, 8)), "rtx-4090")
     other = schedule_for(nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(ScheduleMismatch, match="for another graph"):
-        monetlite.optimize(model, tokens(2, 8), "90%", starts=[other], **SOLVING)
+        monetlite.solve(profile, "90%", starts=[other], time_limit=1)
 
 
 def test_the_signature_is_the_models_own():

@@ -1,0 +1,16 @@
+"""A training loop as people write it."""
+
+import torch
+from model import batches, build
+
+model = build()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+losses = []
+for inputs in batches():
+    loss = model(**inputs).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+print(losses[-1])

@@ -1,0 +1,64 @@
+"""Triton's kernels pack and unpack as torch's operators do, bit for bit; run in Triton's interpreter on the CPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import math
+import torch
+from monetlite.operators import packing, packing_triton
+
+SPECIAL = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 3e38, math.inf, -math.inf, math.nan, 6.0, -1.0, 1.0])
+
+
+def without_triton(run):
+    usable, packing_triton.usable = packing_triton.usable, lambda _: False
+    try:
+        return run()
+    finally:
+        packing_triton.usable = usable
+
+
+torch.manual_seed(0)
+cases = 0
+for count in (0, 1, 7, 8, 9, 63, 64, 4095, 4096, 4097, 10000):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(count).mul_(4)
+        x[::3] = SPECIAL.repeat(count // 11 + 1)[: len(x[::3])]
+        x = x.to(dtype)
+        assert packing_triton.usable(x)
+        for bounds in ((0.0,), (-1.0, 1.0), (0.0, 6.0), (0.1,)):
+            predicate = packing.Outside(*bounds)
+            found = packing.pack(x, (1,), predicate)
+            expected = without_triton(lambda: packing.pack(x, (1,), predicate))
+            assert torch.equal(found, expected), (count, dtype, predicate)
+            gradient = torch.randn(count).to(dtype)
+            gradient[:: 5] = math.nan
+            cleared = packing.masked_gradient(gradient, found, [1])
+            expected = without_triton(lambda: packing.masked_gradient(gradient, found, [1]))
+            assert torch.equal(cleared.view(torch.uint8), expected.view(torch.uint8)), (count, dtype, predicate)
+            cases += 1
+    kept = torch.rand(count) < 0.5
+    assert torch.equal(packing.pack(kept, (1,)), without_triton(lambda: packing.pack(kept, (1,))))
+strided = torch.randn(6, 5, 4).transpose(0, 2)
+assert torch.equal(
+    packing.pack(strided, (20, 4, 1), packing.Outside(0.0)),
+    without_triton(lambda: packing.pack(strided, (20, 4, 1), packing.Outside(0.0))),
+)
+print("same bits", cases)
+"""
+
+
+def test_the_same_bits_as_torchs_operators():
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout == "same bits 132\n", run.stderr[-3000:]

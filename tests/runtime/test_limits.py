@@ -1,0 +1,84 @@
+"""What can't be served is refused with an error; nothing is silently different."""
+
+import pytest
+import torch
+from step_lists import free_profile, recompute_everything, schedule_of
+from torch import nn
+
+import monetlite
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 2))
+
+
+def wrap(network, x):
+    graph = monetlite.trace(network, x)
+    return monetlite.MONeTWrapper(network, schedule_of(free_profile(graph), recompute_everything(graph)))
+
+
+def test_forward_hooks_see_what_plain_training_has():
+    seen = {}
+    x = torch.randn(3, 6)
+    for name in ("plain", "wrapped"):
+        network = model()
+        kept = seen[name] = []
+        for layer in network:
+            layer.register_forward_hook(lambda _, __, output, kept=kept: kept.append(output.detach()))
+        (wrap(network, x) if name == "wrapped" else network)(x).sum().backward()
+    found, expected = seen["wrapped"][-5:], seen["plain"]
+    assert len(expected) == 5
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_forward_hook_that_changes_the_output():
+    x = torch.randn(3, 6)
+    gradients = []
+    for wrapped in (False, True):
+        network = model()
+        network[2].register_forward_hook(lambda _, __, output: output * 2)
+        (wrap(network, x) if wrapped else network)(x).sum().backward()
+        gradients.append([parameter.grad for parameter in network.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_backward_hooks_of_modules():
+    """They are called with plain training's gradients, or refused."""
+    x = torch.randn(3, 6)
+    expected = []
+    plain = model()
+    plain[2].register_full_backward_hook(lambda _, into, out: expected.append((into[0], out[0])))
+    plain(x).sum().backward()
+    found = []
+    network = model()
+    network[2].register_full_backward_hook(lambda _, into, out: found.append((into[0], out[0])))
+    try:
+        wrapped = wrap(network, x)
+        found.clear()
+        wrapped(x).sum().backward()
+    except monetlite.MonetliteError:
+        return
+    for one, other in zip(found, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_functional_call():
+    """With other parameters than its own, a wrapper is either plain training or an error."""
+    network, x = model(), torch.randn(3, 6)
+    wrapped = wrap(network, x)
+    other = {name: (item.detach() * 2).requires_grad_() for name, item in network.named_parameters()}
+    expected = torch.autograd.grad(torch.func.functional_call(network, other, (x,)).sum(), list(other.values()))
+    found = torch.autograd.grad(torch.func.functional_call(wrapped, other, (x,)).sum(), list(other.values()))
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
+def test_function_transforms_are_refused(transform):
+    network, x = model(), torch.randn(3, 6)
+    wrapped = wrap(network, x)
+    with pytest.raises(monetlite.MonetliteError, match=r"torch\.func"):
+        transform(lambda item: wrapped(item).sum())(x)

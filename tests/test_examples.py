@@ -1,0 +1,73 @@
+"""The examples of the documentation run, and train as the plain loop does."""
+
+import functools
+import math
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from monetlite import api
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "examples"
+SHOWN = re.compile(r"<!-- lines of: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+NEEDS = {"lora": "peft", "accelerate_loop": "accelerate", "lightning_module": "lightning", "trainer": "accelerate"}
+BY_TEST = {"plain", "within_budget", "torchrun_ddp", "model"}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs an example, solved for a second with estimated costs; its variables and what it prints at last."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setattr(api, "optimize", functools.partial(api.optimize, device="rtx-4090", time_limit=1))
+    monkeypatch.setattr(api, "solve", functools.partial(api.solve, time_limit=1))
+
+    def run(name):
+        found = runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        return found, float(capsys.readouterr().out.split()[-1])
+
+    yield run
+    sys.modules.pop("model", None)
+
+
+def test_the_same_losses_as_the_plain_loop(run):
+    plain, _ = run("plain")
+    within, _ = run("within_budget")
+    assert within["model"].schedule.peak_bytes <= within["model"].schedule.budget_bytes
+    assert within["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in BY_TEST))
+def test_every_other_example_trains(run, name):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    _, last = run(name)
+    assert 0 < last < 2 * math.log(500)
+
+
+def test_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, FOLDER / "torchrun_ddp.py"], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 0 < float(done.stdout.split()[-1]) < 2 * math.log(500)
+
+
+def shown():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for path, text in SHOWN.findall(page.read_text(encoding="utf-8")):
+            yield pytest.param(path, text, id=f"{page.name}: {path}")
+
+
+@pytest.mark.parametrize(("path", "text"), list(shown()))
+def test_lines_shown_are_lines_of_the_example(path, text):
+    assert text in (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_the_readme_shows_the_loop():
+    assert len([item for item in shown() if "README" in str(item.id)]) == 2
