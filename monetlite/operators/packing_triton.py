@@ -47,7 +47,7 @@ def clear(flat: torch.Tensor, packed: torch.Tensor) -> None:
 def _launch(kernel: Any, packed: torch.Tensor, *arguments: Any) -> None:
     if not packed.numel():
         return
-    with torch.cuda.device_of(packed):
+    with torch.cuda.device_of(packed):  # type: ignore[no-untyped-call]  # torch has no types for it
         kernel[(triton.cdiv(packed.numel(), _BYTES),)](*arguments, BYTES=_BYTES)
 
 
@@ -67,7 +67,7 @@ if triton is not None:
     @triton.jit
     def _pack_outside(source, packed, count, low, high, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
         number, at, there = _elements(count, BYTES)
-        value = tl.load(source + at, mask=there, other=0)
+        value = tl.load(source + at, mask=there, other=0).to(tl.float32)
         outside = ((value <= low) | (value >= high)) & there
         _store(outside, packed, number, count, BYTES)
 
@@ -81,4 +81,4 @@ if triton is not None:
         number, at, there = _elements(count, BYTES)
         byte = tl.load(packed + number, mask=number * 8 < count, other=0).to(tl.int32)
         blocked = ((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
-        tl.store(gradient + at, tl.zeros_like(at).to(gradient.dtype.element_ty), mask=there & blocked)
+        tl.store(gradient + at, tl.zeros(at.shape, gradient.dtype.element_ty), mask=there & blocked)

@@ -42,7 +42,7 @@ def inductor(program: fx.GraphModule) -> Boxed:
         raise ModelError("a program without inputs can't be compiled")
     with fake_mode(placeholders[0]):
         # Our own functions become torch's operators, and those the ones that Inductor knows.
-        traced = make_fx(torch.func.functionalize(program.forward), select_decomp_table())(*inputs)
+        traced = make_fx(torch.func.functionalize(lambda *args: program(*args)), select_decomp_table())(*inputs)
     with torch._inductor.config.patch(fallback_random=True):
         run: Boxed = compile_fx_inner(traced, inputs)
     return run

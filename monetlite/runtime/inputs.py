@@ -115,6 +115,15 @@ def _problem(schedule: Schedule, tensors: Sequence[torch.Tensor], autocast: str)
                 f"input {number} is {dtype}, the schedule was solved for {spec.dtype}; "
                 f"convert the input, or solve a schedule for {dtype}"
             )
+        if tensor.requires_grad != spec.requires_grad:
+            ways = [
+                f"{'requires' if needs else 'does not require'} a gradient"
+                for needs in (tensor.requires_grad, spec.requires_grad)
+            ]
+            return (
+                f"input {number} {ways[0]}, the schedule was solved for one that {ways[1]}; "
+                "solve with example inputs that have requires_grad as the step's do"
+            )
         shape = tuple(tensor.shape)
         if len(shape) != len(spec.shape) or any(size > most for size, most in zip(shape, spec.shape, strict=True)):
             return (

@@ -109,10 +109,12 @@ def verify(
     objective = loss or default_loss
     args, kwargs = split_inputs(example_inputs)
     device = "cuda" if any(item.is_cuda for item in model.parameters()) else "cpu"
-    modes = {"accumulate": schedule.accumulate, "autocast": schedule.autocast}
-    plain = Trainee(copy.deepcopy(model), args, kwargs, objective, device, **modes)
-    wrapper = MONeTWrapper(copy.deepcopy(model), schedule)
-    scheduled = Trainee(wrapper, args, kwargs, objective, device, **modes)
+    plain, scheduled = (
+        Trainee(
+            trained, args, kwargs, objective, device, accumulate=schedule.accumulate, autocast=schedule.autocast
+        )
+        for trained in (copy.deepcopy(model), MONeTWrapper(copy.deepcopy(model), schedule))
+    )
     expected, found = plain.snapshot(seed), scheduled.snapshot(seed)
     allowed = REORDERED_SUMS
     if schedule.tolerance > 0:

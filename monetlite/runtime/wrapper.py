@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -187,6 +188,7 @@ class MONeTWrapper(nn.Module):
 
     def _first(self, layout: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step with inputs of a layout not seen before, which captures and lowers it."""
+        refuse_shards(self.model)
         device = next((item.device.type for item in self.model.parameters()), "cpu")
         self.__dict__["schedule"] = self._schedules.find(args, kwargs, autocast_dtype(device))
         try:
@@ -237,7 +239,7 @@ class MONeTWrapper(nn.Module):
     def _schedule_for(self, graph: OperatorGraph) -> Schedule:
         """Of the schedules that serve the step's inputs, one for this graph, if there is any."""
         serving = self._schedules.serving(*self.__dict__["_example"], graph.autocast)
-        found = next((item for item in serving if item.structure == graph.structure), self.schedule)
+        found: Schedule = next((item for item in serving if item.structure == graph.structure), self.schedule)
         self.__dict__["schedule"] = found
         return found
 
@@ -315,6 +317,21 @@ def _loaded(schedule: OneSchedule) -> Schedule:
     from monetlite.files import load_schedule
 
     return load_schedule(schedule)
+
+
+def refuse_shards(model: nn.Module) -> None:
+    """Refuse a model that `fully_shard` has been applied to inside: its hooks would have to be captured.
+
+    Raises:
+        ModelError: names the module.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for name, module in model.named_modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            raise ModelError(
+                f"fully_shard has been applied to {name or 'the model'} inside of the wrapper, where its hooks "
+                "can't be captured. Wrap first, and shard what is wrapped: fully_shard(MONeTWrapper(block, ...))"
+            )
 
 
 class _NotAsked(Exception):

@@ -29,6 +29,8 @@ for count in (0, 1, 7, 8, 9, 63, 64, 4095, 4096, 4097, 10000):
         x = torch.randn(count).mul_(4)
         x[::3] = SPECIAL.repeat(count // 11 + 1)[: len(x[::3])]
         x = x.to(dtype)
+        if dtype is torch.bfloat16:
+            x[x.abs() < 1e-38] = 0  # the interpreter (not a GPU) takes bfloat16's subnormal numbers for zeros
         assert packing_triton.usable(x)
         for bounds in ((0.0,), (-1.0, 1.0), (0.0, 6.0), (0.1,)):
             predicate = packing.Outside(*bounds)

@@ -50,8 +50,8 @@ def train(model: nn.Module, rank: int) -> list[float]:
     return losses
 
 
-def wrap(model: nn.Module) -> monetlite.MONeTWrapper:
-    graph = monetlite.trace(model, torch.randn(8, WIDTH))
+def wrap(model: nn.Module, *, inside: bool = False) -> monetlite.MONeTWrapper:
+    graph = monetlite.trace(model, torch.randn(8, WIDTH, requires_grad=inside))
     return monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), recompute_everything(graph)))
 
 
@@ -90,7 +90,7 @@ def blocks(rank: int) -> None:
     plain = Network()
     wrapped = copy.deepcopy(plain)
     for index, block in enumerate(wrapped.layers):
-        wrapped.layers[index] = wrap(block)
+        wrapped.layers[index] = wrap(block, inside=index > 0)
     for network in (wrapped, plain):
         for block in network.layers:
             fully_shard(block, mesh=mesh)

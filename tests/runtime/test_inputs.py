@@ -86,6 +86,13 @@ def test_a_budget_solves_when_the_first_step_is_taken():
     assert wrapper.schedule.peak_bytes <= wrapper.schedule.budget_bytes
 
 
+def test_an_input_that_requires_a_gradient_is_another_step():
+    network, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    wrapper = monetlite.MONeTWrapper(network, schedule_for(network, x))
+    with pytest.raises(ModelError, match=r"input 0 requires a gradient, .* does not require"):
+        wrapper(x.clone().requires_grad_())
+
+
 def test_keyword_arguments_that_are_not_tensors():
     model = Sequences()
     wrapper = monetlite.MONeTWrapper(twin(model), budget="90%", **SOLVING)
