@@ -47,8 +47,8 @@ for count in (0, 1, 7, 8, 9, 63, 64, 4095, 4096, 4097, 10000):
     assert torch.equal(packing.pack(kept, (1,)), without_triton(lambda: packing.pack(kept, (1,))))
 strided = torch.randn(6, 5, 4).transpose(0, 2)
 assert torch.equal(
-    packing.pack(strided, (20, 4, 1), packing.Outside(0.0)),
-    without_triton(lambda: packing.pack(strided, (20, 4, 1), packing.Outside(0.0))),
+    packing.pack(strided, (30, 6, 1), packing.Outside(0.0)),
+    without_triton(lambda: packing.pack(strided, (30, 6, 1), packing.Outside(0.0))),
 )
 print("same bits", cases)
 """
