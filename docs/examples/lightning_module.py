@@ -25,5 +25,5 @@ module = Language()
 trainer = lightning.Trainer(
     max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
 )
-trainer.fit(module, list(batches()))
+trainer.fit(module, torch.utils.data.DataLoader(list(batches()), batch_size=None))
 print(module.last)

@@ -8,9 +8,7 @@ from transformers import Trainer, TrainingArguments
 import monetlite
 
 examples = [
-    dict(zip(batch, rows, strict=True))
-    for batch in batches()
-    for rows in zip(*batch.values(), strict=True)
+    dict(zip(batch, rows, strict=True)) for batch in batches() for rows in zip(*batch.values(), strict=True)
 ]
 model = monetlite.MONeTWrapper(build(), budget="90%")
 with tempfile.TemporaryDirectory() as folder:

@@ -15,13 +15,14 @@ def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
     Tensors that shared a storage in the step share one here.
     """
     bound = index_bound(call)
+    mixed = has_wide_statistics(call)
     storages: dict[tuple[int | None, str], torch.Tensor] = {}
     extent: dict[tuple[int | None, str], int] = {}
     for ref in call.tensors():
         extent[_key(ref)] = max(extent.get(_key(ref), 0), _extent(ref))
 
     def make(ref: TensorRef) -> torch.Tensor:
-        dtype = getattr(torch, ref.spec.dtype)
+        dtype = torch.float32 if mixed and len(ref.spec.shape) == 1 else getattr(torch, ref.spec.dtype)
         key = _key(ref)
         if key not in storages or storages[key].dtype != dtype:
             storages[key] = _contents(extent[key], dtype, device, bound)
@@ -31,6 +32,15 @@ def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
         decode_argument(call.args, make),
         {name: decode_argument(value, make) for name, value in call.kwargs},
     )
+
+
+def has_wide_statistics(call: Call) -> bool:
+    """Whether a batch norm of half precision keeps float32 statistics, as its kernels do beside float32 weights.
+
+    Fake tensors have them in half precision.
+    """
+    vectors = {ref.spec.dtype for ref in call.tensors() if len(ref.spec.shape) == 1}
+    return "batch_norm" in call.target and "float32" in vectors
 
 
 def index_bound(call: Call) -> int:

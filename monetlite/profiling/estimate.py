@@ -134,7 +134,7 @@ def estimate_profile(
     for operator in graph.operators:
         row = []
         for implementation in operator.implementations:
-            if implementation.call is None:
+            if implementation.call is None or not implementation.call.outputs:  # nothing is computed
                 row.append(Cost(latency_ms=0.0, workspace_bytes=0))
                 continue
             written_bytes = sum(graph.values[value].size_bytes for value in implementation.writes)

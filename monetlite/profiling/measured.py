@@ -107,7 +107,7 @@ class _Run:
 
 def _runs(graph: OperatorGraph, item: Implementation) -> Iterator[_Run]:
     """The first run of an implementation and, where they are another call, the later ones."""
-    if item.call is None:
+    if item.call is None or not item.call.outputs:  # nothing is computed
         return
     overwritten = sum(graph.values[value].size_bytes for value in item.overwrites)
     used = [position for position, name in enumerate(item.call.outputs) if name is not None]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -18,8 +19,8 @@ from monetlite.runtime.binding import bind
 from monetlite.runtime.delivery import delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.schedule import Schedule
-from monetlite.tracing.build import build_graph
-from monetlite.tracing.capture import Joint
+from monetlite.tracing.build import autocast_dtype, build_graph, device_of
+from monetlite.tracing.capture import Joint, logging_methods
 from monetlite.tracing.fused import kernels_kept_whole
 
 
@@ -46,6 +47,10 @@ class Options:
     seed: int = 0
 
 
+# Calls of loggers in a model's code (transformers warns of much) would take its graph apart; TorchDynamo leaves
+# them out where it is told to, which it has to be before it begins.
+torch._dynamo.config.ignore_logging_functions |= logging_methods()
+
 _solved: dict[tuple[str, Options], Schedule] = {}
 
 
@@ -60,9 +65,10 @@ def monetlite(
     """
     chosen = _options(options, others)
     _refuse_breaks(graph)
+    autocast = autocast_dtype(device_of(graph, inputs))
 
     def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
-        traced = build_graph(joint, graph, (tuple(inputs), {}))
+        traced = build_graph(joint, graph, (tuple(inputs), {}), autocast=autocast)
         schedule = _schedule(replace(traced.graph, name="compiled"), chosen)
         return lower(traced, bind(schedule, traced.graph))
 

@@ -24,7 +24,7 @@ from monetlite.runtime.inputs import Schedules, layout_of
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.outputs import guard_outputs
 from monetlite.schedule import Schedule, Step, plain_steps, simulate
-from monetlite.tracing.build import Arguments, autocast_dtype, build_graph
+from monetlite.tracing.build import Arguments, autocast_dtype, build_graph, device_of
 from monetlite.tracing.capture import (
     Compiler,
     Joint,
@@ -45,6 +45,17 @@ OPTIONS = frozenset(
 )
 """Arguments of `monetlite.optimize` that a wrapper with a budget passes on."""
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
+
+
+class Forward:
+    """The wrapped model's forward pass as an attribute: with the model's own signature, which callers look at."""
+
+    def __get__(self, wrapper: Any, owner: type) -> Callable[..., Any]:
+        if wrapper is None:
+            return MONeTWrapper._forward
+        call = functools.partial(wrapper._forward)
+        functools.update_wrapper(call, wrapper.model.forward)
+        return call
 
 
 class MONeTWrapper(nn.Module):
@@ -124,12 +135,7 @@ class MONeTWrapper(nn.Module):
         self.__dict__["_ready"] = set()
         self.__dict__["_avoided"] = set()
 
-    @property
-    def forward(self) -> Callable[..., Any]:  # type: ignore[override]  # nn.Module declares a plain function
-        """The model's forward pass, with the model's own signature, which callers look at."""
-        call = functools.partial(self._forward)
-        functools.update_wrapper(call, self.model.forward)
-        return call
+    forward = Forward()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         model: nn.Module = self.__dict__["model"]
@@ -189,8 +195,8 @@ class MONeTWrapper(nn.Module):
     def _first(self, layout: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step with inputs of a layout not seen before, which captures and lowers it."""
         refuse_shards(self.model)
-        device = next((item.device.type for item in self.model.parameters()), "cpu")
-        self.__dict__["schedule"] = self._schedules.find(args, kwargs, autocast_dtype(device))
+        autocast = autocast_dtype(device_of(self.model, (args, kwargs)))
+        self.__dict__["schedule"] = self._schedules.find(args, kwargs, autocast)
         try:
             output = self._capture(args, kwargs)
         except ScheduleMismatch:
@@ -226,7 +232,8 @@ class MONeTWrapper(nn.Module):
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         if "_example" not in self.__dict__:
             raise _NotAsked
-        traced = build_graph(joint, self.model, self.__dict__["_example"], layout=self.schedule.layout)
+        example, layout = self.__dict__["_example"], self.schedule.layout
+        traced = build_graph(joint, self.model, example, layout=layout, autocast=self.schedule.autocast)
         schedule = self._schedule_for(traced.graph)
         if schedule.structure == traced.graph.structure:
             graph, choices = with_named_plans(traced.graph, schedule.choices)

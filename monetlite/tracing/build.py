@@ -63,7 +63,9 @@ def trace(
     if not model.training:
         raise TraceError("the model is in evaluation mode; call model.train() before tracing a training step")
     joint = capture(model, args, kwargs, meta_device=meta_device)
-    return build_graph(joint, model, (args, kwargs), meta_device=meta_device, layout=layout).graph
+    autocast = autocast_dtype(device_of(model, (args, kwargs), meta_device))
+    traced = build_graph(joint, model, (args, kwargs), meta_device=meta_device, layout=layout, autocast=autocast)
+    return traced.graph
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,12 @@ def build_graph(
     *,
     meta_device: str = "cpu",
     layout: str = AS_TRACED,
+    autocast: str = "",
 ) -> Traced:
-    """Build the operator graph of a joint graph, its images laid out as `trace` says."""
+    """Build the operator graph of a joint graph, its images laid out as `trace` says.
+
+    `autocast` is the dtype that `torch.autocast` converted to where the graph was captured.
+    """
     if layout == CHANNELS_LAST:
         joint = channels_last(joint)
     graph = joint.graph.graph
@@ -112,7 +118,7 @@ def build_graph(
     reach = storages.Reachability(graph, joint.forward_outputs)
     namer = Namer(model)
     flat_inputs = pytree.tree_leaves(inputs)
-    builder = GraphBuilder(reach=reach, namer=namer, device=_device(flat_inputs, model, meta_device))
+    builder = GraphBuilder(reach=reach, namer=namer, device=device_of(model, inputs, meta_device))
     kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
     for node in kernels:
         if not isinstance(node.target, torch._ops.OpOverload) and find_function(target_of(node)) is None:
@@ -155,7 +161,7 @@ def build_graph(
         inputs=specs,
         device=builder.device,
         layout=layout,
-        autocast=autocast_dtype(builder.device),
+        autocast=autocast,
     )
     return Traced(graph=built, joint=joint)
 
@@ -190,8 +196,9 @@ def _shape_depends_on_data(node: fx.Node) -> bool:
     )
 
 
-def _device(inputs: Iterable[object], model: nn.Module, meta_device: str) -> str:
-    for tensor in (*inputs, *model.parameters()):
+def device_of(model: nn.Module, inputs: object, meta_device: str = "cpu") -> str:
+    """The type of the device that a step runs on: that of its inputs, or of the parameters."""
+    for tensor in (*pytree.tree_leaves(inputs), *model.parameters()):
         if isinstance(tensor, torch.Tensor):
             return meta_device if tensor.is_meta else tensor.device.type
     return meta_device

@@ -181,21 +181,22 @@ def capture_settings() -> Iterator[None]:
     Log messages are skipped, prints and warnings come afterwards, and kernels are not taken apart.
     """
     config = torch._dynamo.config
-    loggers = {
-        method
-        for name in ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
-        if callable(method := getattr(logging.Logger, name, None))
-    }
     with (
         kernels_kept_whole(),
         config.patch(
-            ignore_logging_functions=config.ignore_logging_functions | loggers,
+            ignore_logging_functions=config.ignore_logging_functions | logging_methods(),
             reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
             recompile_limit=MOST_LAYOUTS,
             optimize_ddp=False,  # which would cut the graph at DistributedDataParallel's buckets
         ),
     ):
         yield
+
+
+def logging_methods() -> set[Callable[..., Any]]:
+    """Methods of loggers, which a capture leaves out."""
+    names = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
+    return {method for name in names if callable(method := getattr(logging.Logger, name, None))}
 
 
 def explain(error: Exception) -> TraceError:

@@ -21,7 +21,7 @@ from monetlite.operators.random import REPLAY
 from monetlite.runtime.lowering import lower
 from monetlite.tracing.build import Traced, build_graph
 from monetlite.tracing.builder import LOSS
-from monetlite.tracing.capture import capture_settings, compile_step, training_step
+from monetlite.tracing.capture import aot_backend, boxed, capture_settings, compile_step, training_step
 
 LARGEST = 1e36
 """Sums of magnitudes above this may overflow float32 in one order and not in another."""
@@ -62,7 +62,7 @@ class Memory:
         """The results of a call, by name."""
         arguments, keywords = self.arguments(call)
         made = resolve(call.target)(*arguments, **keywords)
-        made = [made] if returns_tensor(call) else list(made)
+        made = [made] if returns_tensor(call) else list(made or ())
         return {name: item for name, item in zip(call.outputs, made, strict=True) if name is not None}
 
     def copy(self, names: Iterable[str]) -> "Memory":
@@ -115,7 +115,8 @@ class Captured:
 
         try:
             with capture_settings():
-                compile_step(training_step(model), partition)(*inputs)
+                backend = aot_backend(partition, forward=boxed, backward=boxed)
+                compile_step(training_step(model), backend)(*inputs)
         except _Recorded:
             pass
         assert self.given, "the module was not captured"

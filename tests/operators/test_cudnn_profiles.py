@@ -106,7 +106,7 @@ class FakeMeter:
 
     device = "cpu"
 
-    def latency_ms(self, run):
+    def latency_ms(self, run, recent=None):
         run()
         return 1.0
 

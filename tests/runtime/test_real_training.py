@@ -1,6 +1,7 @@
 """What people train, the ways they train it: twenty steps have the losses of plain training.
 
-Bit for bit, but for Llama, of which a capture adds some terms in another order.
+Bit for bit, but for GPT-2 and Llama at these widths, of which a capture adds some terms in another order, and for
+dropout of bfloat16 tensors on the CPU, which a captured step scales without rounding the scale first.
 """
 
 import functools
@@ -10,14 +11,16 @@ from dataclasses import replace
 import pytest
 import torch
 from real_models import NAMES, Loop, batches, build
-from small_models import call, scalar, twin
+from small_models import call, twin
 from step_lists import free_profile, recompute_at_random, schedule_of, with_random_implementations
 
 import monetlite
 
 STEPS = 20
-WITHIN = {"llama with LoRA": 1e-4}
+WITHIN = {"llama with LoRA": 1e-4, "gpt2": 1e-4}
 """Of the loss, after twenty steps; elsewhere 0."""
+ROUNDED = {"llama with LoRA": 5e-3, "gpt2": 5e-3, "bert": 5e-3, "vit": 5e-3}
+"""The same under autocast to bfloat16, with dropout."""
 
 
 @functools.cache
@@ -39,9 +42,9 @@ def train(loop, made, *, autocast=None, every=1):
     return [loop.step(made[at : at + every], autocast) for at in range(0, len(made), every)]
 
 
-def assert_alike(name, found, expected):
+def assert_alike(name, found, expected, tolerances=WITHIN):
     assert len(found) == len(expected)
-    within = WITHIN.get(name, 0.0)
+    within = tolerances.get(name, 0.0)
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert abs(one - other) <= within * abs(other), (step, found, expected)
     assert len(set(expected)) == len(expected), "the losses should change"
@@ -65,7 +68,7 @@ class TestLossesOverTwentySteps:
         make, plain, wrapped = both(name, torch.bfloat16)
         made = list(batches(make, STEPS))
         found, expected = (train(loop, made, autocast=torch.bfloat16) for loop in (wrapped, plain))
-        assert_alike(name, found, expected)
+        assert_alike(name, found, expected, ROUNDED)
 
     def test_accumulation(self, name):
         make, plain, wrapped = both(name)
@@ -92,7 +95,8 @@ class TestLossesOverTwentySteps:
                 losses += [loop.step([batch]) for batch in made[at : at + 5]]
                 loop.model.eval()
                 with torch.no_grad():
-                    losses.append(scalar(call(loop.model, made[0])).item())
+                    output = call(loop.model, made[0])
+                losses.append((output if isinstance(output, torch.Tensor) else output["loss"]).item())
                 loop.model.train()
             found.append(losses)
         assert_alike(name, *found)
