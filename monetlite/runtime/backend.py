@@ -4,6 +4,7 @@ Each graph that TorchDynamo hands over is priced and solved when it is compiled,
 on. What one process has solved is kept for as long as it lives; with `schedule` it is kept in a file.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -47,9 +48,10 @@ class Options:
     seed: int = 0
 
 
-# Calls of loggers in a model's code (transformers warns of much) would take its graph apart; TorchDynamo leaves
-# them out where it is told to, which it has to be before it begins.
+# Messages in a model's code (transformers warns of much) would take its graph apart; TorchDynamo leaves loggers out
+# and has warnings come afterwards where it is told to, which it has to be before it begins.
 torch._dynamo.config.ignore_logging_functions |= logging_methods()
+torch._dynamo.config.reorderable_logging_functions |= {print, warnings.warn}
 
 _solved: dict[tuple[str, Options], Schedule] = {}
 
