@@ -5,7 +5,7 @@ from model import batches, build
 
 model = build()
 model.config.use_cache = False
-model.compile(backend="monetlite", options={"budget": "110%"})
+model.compile(backend="monetlite", options={"budget": "110%", "time_limit": 5})
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for inputs in batches():
     loss = model(**inputs).loss

@@ -92,11 +92,14 @@ def _load_file(spec: str, place: str) -> ModuleType:
     assert loader.loader is not None, "and a loader"
     module = importlib.util.module_from_spec(loader)
     sys.modules[name] = module
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # leave nothing in the person's folder
     try:
         loader.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise ModelError(f"{path} failed to import: {_last_line(error, module)}; fix it and try again") from error
+    finally:
+        sys.dont_write_bytecode = writes
     return module
 
 
