@@ -54,30 +54,30 @@ def _launch(kernel: Any, packed: torch.Tensor, *arguments: Any) -> None:
 if triton is not None:
 
     @triton.jit
-    def _elements(count, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803  # Triton's convention
+    def _elements(count, BYTES: tl.constexpr):
         number = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
         at = number[:, None] * 8 + tl.arange(0, 8)[None, :]
         return number, at, at < count
 
     @triton.jit
-    def _store(bits, packed, number, count, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    def _store(bits, packed, number, count, BYTES: tl.constexpr):
         byte = tl.sum(bits.to(tl.int32) << tl.arange(0, 8)[None, :], axis=1)
         tl.store(packed + number, byte.to(tl.uint8), mask=number * 8 < count)
 
     @triton.jit
-    def _pack_outside(source, packed, count, low, high, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    def _pack_outside(source, packed, count, low, high, BYTES: tl.constexpr):
         number, at, there = _elements(count, BYTES)
         value = tl.load(source + at, mask=there, other=0).to(tl.float32)
         outside = ((value <= low) | (value >= high)) & there
         _store(outside, packed, number, count, BYTES)
 
     @triton.jit
-    def _pack_true(source, packed, count, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    def _pack_true(source, packed, count, BYTES: tl.constexpr):
         number, at, there = _elements(count, BYTES)
         _store(tl.load(source + at, mask=there, other=0) != 0, packed, number, count, BYTES)
 
     @triton.jit
-    def _clear(gradient, packed, count, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    def _clear(gradient, packed, count, BYTES: tl.constexpr):
         number, at, there = _elements(count, BYTES)
         byte = tl.load(packed + number, mask=number * 8 < count, other=0).to(tl.int32)
         blocked = ((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0

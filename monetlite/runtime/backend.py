@@ -53,7 +53,7 @@ class Options:
 torch._dynamo.config.ignore_logging_functions |= logging_methods()
 torch._dynamo.config.reorderable_logging_functions |= {print, warnings.warn}
 
-_solved: dict[tuple[str, Options], Schedule] = {}
+_solved: dict[tuple[str, str, Options], Schedule] = {}
 
 
 def monetlite(
@@ -67,6 +67,11 @@ def monetlite(
     """
     chosen = _options(options, others)
     _refuse_breaks(graph)
+    if any(isinstance(item, torch.SymInt) for item in inputs):
+        raise ModelError(
+            "torch.compile has made sizes symbolic because inputs of another shape came; memory can be planned for "
+            "sizes that are known: torch.compile(model, backend='monetlite', dynamic=False, ...)"
+        )
     autocast = autocast_dtype(device_of(graph, inputs))
 
     def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -108,7 +113,7 @@ def _refuse_breaks(graph: fx.GraphModule) -> None:
 
 
 def _schedule(graph: OperatorGraph, options: Options) -> Schedule:
-    key = (graph.fingerprint, options)
+    key = (graph.fingerprint, graph.device, options)
     if key in _solved:
         return _solved[key]
     path = None if options.schedule is None else Path(options.schedule)

@@ -74,8 +74,8 @@ class MONeTWrapper(nn.Module):
             (`MOST_SOLVED` times).
         options: with a budget, further arguments of `monetlite.optimize`: device, optimizer, accumulate,
             tolerance, layout, implementations, time_limit, solver, seed.
-        compile: have Inductor compile what runs. Faster where many small operators can be fused; the peak is then
-            an estimate, and results differ in their last bits.
+        compile: have Inductor compile what runs. The peak is then an estimate, and results differ in their last
+            bits.
 
     Raises:
         ScheduleFileError: the file can't be read.

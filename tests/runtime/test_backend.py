@@ -97,6 +97,20 @@ def test_errors_say_what_to_do(options, problem):
         compiled(Deep(), **options)(torch.randn(2, 256))
 
 
+def test_sizes_that_change():
+    model = Deep()
+    options = {"budget": "110%", "device": "rtx-4090", "time_limit": 1}
+    fixed = torch.compile(twin(model), backend="monetlite", dynamic=False, options=options)
+    for batch in (8, 5, 3):
+        x = torch.randn(batch, 256)
+        assert torch.equal(fixed(x), model(x))
+    torch._dynamo.reset()
+    changing = compiled(twin(model), budget="110%", device="rtx-4090")
+    changing(torch.randn(8, 256))
+    with pytest.raises(Exception, match="dynamic=False"):
+        changing(torch.randn(5, 256))
+
+
 class Breaks(nn.Module):
     def __init__(self):
         super().__init__()
