@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.graph import Call
 from monetlite.operators import packing_triton
@@ -141,11 +142,13 @@ def _pieces(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 @cache
 def _table(device: torch.device) -> torch.Tensor:
     """For each byte, the eight booleans that it packs, as one 64-bit integer."""
-    every = torch.cartesian_prod(*[torch.tensor([False, True])] * 8).contiguous()
-    words = every.view(torch.int64).flatten()
-    table = torch.empty(256, dtype=torch.int64)
-    table[words.mul(_GATHER_BITS).bitwise_right_shift(56).to(torch.uint8).long()] = words
-    return table.to(device)
+    # Kept for later calls, so it has to be a real tensor even where a program is being traced.
+    with _disable_current_modes():
+        every = torch.cartesian_prod(*[torch.tensor([False, True])] * 8).contiguous()
+        words = every.view(torch.int64).flatten()
+        table = torch.empty(256, dtype=torch.int64)
+        table[words.mul(_GATHER_BITS).bitwise_right_shift(56).to(torch.uint8).long()] = words
+        return table.to(device)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -105,7 +105,7 @@ def pooling_offsets(
     window = Window.of(kernel_size, stride, padding, dilation, tuple(input_shape))
     first = window.first(indices)
     steps = window.steps(indices.device)
-    number = steps.new_zeros(int(steps.max()) + 1, dtype=torch.uint8)
+    number = steps.new_zeros(window.furthest + 1, dtype=torch.uint8)
     number[steps] = torch.arange(len(steps), dtype=torch.uint8, device=indices.device)
     offsets = torch.empty_like(indices, dtype=torch.uint8)
     for rows in _chunks(indices):
@@ -162,6 +162,12 @@ class Window:
     @property
     def places(self) -> int:
         return self.size[0] * self.size[1]
+
+    @property
+    def furthest(self) -> int:
+        """How far the index of a window's last place is from its first one's."""
+        rows, columns = self.size
+        return (rows - 1) * self.dilation[0] * self.width + (columns - 1) * self.dilation[1]
 
     def first(self, results: torch.Tensor) -> torch.Tensor:
         """For each place of the result, the index of its window's first element; shape (rows, columns), int64."""

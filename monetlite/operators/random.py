@@ -41,11 +41,10 @@ def note_state(node: fx.Node) -> fx.Node:
     """Put, right before a random kernel of a captured graph, a node that stands for the generator's state."""
     tensors = [item for item in pytree.tree_leaves(node.meta["val"]) if isinstance(item, torch.Tensor)]
     device = tensors[0].device.type
-    elements = 16 if device == "cuda" else torch.get_rng_state().numel()
     with node.graph.inserting_before(node):
         state = node.graph.call_function(rng_state, (device,))
     with fake_mode(node):
-        state.meta["val"] = torch.empty(elements, dtype=torch.uint8)
+        state.meta["val"] = torch.empty(state_bytes(device), dtype=torch.uint8)
     return state
 
 
@@ -59,6 +58,11 @@ def _drawn_call(call: Call) -> Call:
     _, _, target, *args = call.args
     assert isinstance(target, str)
     return replace(call, target=target, args=tuple(args))
+
+
+def state_bytes(device: str) -> int:
+    """The size of what `rng_state` returns."""
+    return 16 if device == "cuda" else torch.get_rng_state().numel()
 
 
 @function("rng_state")

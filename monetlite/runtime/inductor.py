@@ -6,6 +6,7 @@ programs, and what is recomputed in the second, stays the schedule's choice.
 """
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -14,38 +15,69 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from monetlite.captured.calls import fake_mode
 from monetlite.errors import ModelError
 from monetlite.operators.guards import require
-from monetlite.operators.random import replay, rng_state
+from monetlite.runtime.drawing import with_draws
 from monetlite.tracing.capture import Boxed
-
-_STATEFUL = (require, replay, rng_state)
 
 
 def inductor(program: fx.GraphModule) -> Boxed:
     """A program, compiled; a function of one list, as `boxed` makes.
 
     Raises:
-        ModelError: a program that draws random numbers again, or checks a guard, which can't be compiled.
+        ModelError: a program that checks a guard, or draws random numbers in place, which can't be compiled.
     """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
     for node in program.graph.nodes:
-        if node.op == "call_function" and node.target in _STATEFUL:
+        if node.op == "call_function" and node.target is require:
             raise ModelError(
-                f"the schedule runs {node.name}, which Inductor can't compile: random numbers drawn again, "
-                "or a guarded implementation. Solve with implementations='default' and a larger budget, or run "
-                "the schedule without compile=True"
+                "the schedule runs an implementation that checks its weights first, which Inductor can't compile. "
+                "Solve with implementations='default', or run the schedule without compile=True"
             )
+    program = with_draws(program)
     placeholders = program.graph.find_nodes(op="placeholder")
     inputs: list[Any] = [node.meta["val"] for node in placeholders]
     if not inputs:
         raise ModelError("a program without inputs can't be compiled")
-    with fake_mode(placeholders[0]):
+    mode = fake_mode(placeholders[0])
+    # Our functions look things up in tables, which are real tensors.
+    with mode, patch.object(mode, "allow_non_fake_inputs", True):
         # Our own functions become torch's operators, and those the ones that Inductor knows.
         traced = make_fx(torch.func.functionalize(lambda *args: program(*args)), select_decomp_table())(*inputs)
+    # Without this Inductor may return a tensor in another layout than the programs that read it were compiled for.
+    output = traced.graph.output_node()
+    results: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = [at for at, item in enumerate(results) if isinstance(item, fx.Node)]
+    tables = _lift_constants(traced)
     with torch._inductor.config.patch(fallback_random=True):
-        run: Boxed = compile_fx_inner(traced, inputs)
+        compiled: Boxed = compile_fx_inner(traced, [*inputs, *map(mode.from_tensor, tables)])
+    if not tables:
+        return compiled
+
+    def run(args: list[Any]) -> Any:
+        args.extend(tables)
+        return compiled(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # read by AOTAutograd: `run` empties its list
     return run
+
+
+def _lift_constants(program: fx.GraphModule) -> list[torch.Tensor]:
+    """Make further inputs of a program's constant tensors, and return them in that order."""
+    constants: dict[str, tuple[torch.Tensor, fx.Node]] = {}
+    last = program.graph.find_nodes(op="placeholder")[-1]
+    for node in program.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name not in constants:
+            tensor = getattr(program, name)
+            with program.graph.inserting_after(last):
+                last = program.graph.placeholder(name)
+            last.meta["val"] = node.meta.get("val", tensor)
+            constants[name] = (tensor, last)
+        node.replace_all_uses_with(constants[name][1])
+        program.graph.erase_node(node)
+    program.recompile()
+    return [tensor for tensor, _ in constants.values()]
 
 
 __all__ = ["inductor"]

@@ -1,13 +1,17 @@
-"""Programs compiled by Inductor: the same training but for rounding, and a refusal where that can't be."""
+"""Programs compiled by Inductor: plain training but for rounding, or a refusal where that can't be."""
+
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 from small_models import assert_same, step, tiny_transformer, twin
-from step_lists import free_profile, recompute_everything, schedule_of
+from step_lists import free_profile, recompute_everything, recompute_with_any_reads, schedule_of
 from torch import nn
 
 import monetlite
 from monetlite.errors import ModelError
+from monetlite.schedule import plain_steps
 
 CLOSE = 1e-4
 
@@ -43,9 +47,70 @@ def test_a_transformer():
     assert_same(step(wrapper, inputs), step(model, inputs), within=1e-3)
 
 
-def test_random_numbers_that_are_drawn_again_are_refused():
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), torch.randn(4, 8)
+def test_masks_are_drawn_again_as_they_were_drawn():
+    rates = (0.5, 0.3, 0.2)
+    layers = [module for rate in rates for module in (nn.Linear(64, 64), nn.Dropout(rate), nn.GELU())]
+    model, x = nn.Sequential(*layers), (torch.randn(4, 64),)
     graph = monetlite.trace(model, x)
     schedule = schedule_of(free_profile(graph), recompute_everything(graph))
-    with pytest.raises(ModelError, match="Inductor can't compile"):
-        monetlite.MONeTWrapper(model, schedule, compile=True)(x)
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule, compile=True)
+    for _ in range(3):
+        assert_same(step(wrapper, x), step(model, x), within=1e-5)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1, bias=False),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3),
+            nn.GELU(),
+            nn.Dropout(0.2),
+            nn.Flatten(),
+            nn.Linear(32 * 14 * 14, 10),
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def convolutional(seed):
+    """The model, its inputs, and a schedule that recomputes and chooses implementations at random."""
+    model, x = Convolutions(), (torch.randn(16, 3, 32, 32),)
+    graph = monetlite.trace(model, x)
+    steps = recompute_with_any_reads(graph, random.Random(seed), 0.6)
+    names = {graph.operators[index].implementations[choice].name for index, choice in steps}
+    return model, x, schedule_of(free_profile(graph), steps), names
+
+
+def test_any_implementations():
+    model, x, schedule, names = convolutional(seed=4)
+    assert names >= {"from_mask", "from_state", "from_indices", "channels_last", "chunks2"}
+    found = step(monetlite.MONeTWrapper(twin(model), schedule, compile=True), x)
+    expected = step(model, x)
+    # Running statistics are rounded as Inductor's kernels round, like everything else.
+    for name, buffer in expected.buffers.items():
+        torch.testing.assert_close(found.buffers[name], buffer, rtol=1e-6, atol=1e-7)
+    assert_same(replace(found, buffers={}), replace(expected, buffers={}), within=1e-5)
+
+
+def test_guards_are_refused():
+    model, x, schedule, names = convolutional(seed=1)
+    assert "from_output" in names
+    with pytest.raises(ModelError, match="checks its weights first, which Inductor can't compile"):
+        monetlite.MONeTWrapper(model, schedule, compile=True)(*x)
+
+
+def test_random_numbers_over_what_is_read_are_refused():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), (torch.randn(4, 8),)
+    graph = monetlite.trace(model, x)
+    steps = []
+    for index, choice in plain_steps(graph):
+        names = [item.name for item in graph.operators[index].implementations]
+        steps.append((index, names.index("inplace") if graph.operators[index].family == "dropout" else choice))
+    with pytest.raises(ModelError, match=r"draws random numbers at .* Inductor can't compile"):
+        monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), steps), compile=True)(*x)
