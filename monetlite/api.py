@@ -212,6 +212,7 @@ def _schedule(
         fingerprint=graph.fingerprint,
         structure=graph.structure,
         operators=graph.traced_count,
+        operator_digests=graph.operator_digests,
         inputs=graph.inputs,
         choices=Choices.of_steps(graph, steps),
         budget_bytes=budget_bytes,

@@ -279,12 +279,12 @@ class OperatorGraph:
     @cached_property
     def traced_count(self) -> int:
         """How many operators are the model's own."""
-        return len(self._traced)
+        return len(self.traced)
 
     @cached_property
     def fingerprint(self) -> str:
         """Ties a schedule to what it was solved for: operators, edges, and every value's size and dtype."""
-        values = [self.values[value] for operator in self._traced for value in operator.writes]
+        values = [self.values[value] for operator in self.traced for value in operator.writes]
         sizes = [(value.size_bytes, value.shape, value.dtype) for value in values]
         return _digest([self._structure(), sizes])
 
@@ -294,11 +294,23 @@ class OperatorGraph:
         return _digest(self._structure())
 
     @cached_property
-    def _traced(self) -> tuple[Operator, ...]:
+    def operator_digests(self) -> tuple[str, ...]:
+        """For each of the model's own operators, four hexadecimal digits of what it is and where it reads from.
+
+        Not a proof of anything: they tell people which operator differs where the structure does.
+        """
+        digests = []
+        for family, phase, _, _, reads, writes in self._structure():
+            behind = [writes[0] - value if writes and value >= 0 else value for value in reads]
+            digests.append(_digest([family, phase, behind, len(writes)])[:4])
+        return tuple(digests)
+
+    @cached_property
+    def traced(self) -> tuple[Operator, ...]:
         return tuple(op for op in self.operators if op.family not in (DELIVERY, OPTIMIZER_STEP) and not op.derived)
 
     def _structure(self) -> list[Any]:
-        written = (value for operator in self._traced for value in operator.writes)
+        written = (value for operator in self.traced for value in operator.writes)
         number = {value: position for position, value in enumerate(written)}
         return [
             [
@@ -309,7 +321,7 @@ class OperatorGraph:
                 [number.get(value, -1) for value in operator.implementations[0].reads],
                 [number[value] for value in operator.writes],
             ]
-            for operator in self._traced
+            for operator in self.traced
         ]
 
 

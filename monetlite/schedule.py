@@ -23,6 +23,7 @@ from monetlite.choices import Choices
 from monetlite.costs import Profile
 from monetlite.errors import IllegalSchedule
 from monetlite.graph import AS_TRACED, OperatorGraph, Phase, TensorSpec
+from monetlite.source import ModelSource
 from monetlite.units import format_bytes
 
 Step: TypeAlias = tuple[int, int]
@@ -57,6 +58,8 @@ class Schedule:
             in the graph it was solved for (see `trace`); autocast: the dtype of `torch.autocast` around it, if on.
         smallest_proven_bytes: nothing fits below this; smallest_reached_bytes: the smallest peak for which a
             schedule is known.
+        source: what the model can be built from again, if it has a name that means the same everywhere.
+        operator_digests: of each operator, to say which one differs where the structure does.
     """
 
     name: str
@@ -84,6 +87,8 @@ class Schedule:
     autocast: str = ""
     smallest_proven_bytes: int = 0
     smallest_reached_bytes: int | None = None
+    source: ModelSource | None = None
+    operator_digests: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float:

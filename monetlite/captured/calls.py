@@ -58,6 +58,13 @@ def encode_arguments(argument: Any, value_of: Callable[[fx.Node], int | None]) -
     raise TraceError(f"an operator takes {argument!r} ({type(argument).__name__}), which can't be written down")
 
 
+def each_dimension(sizes: Argument, dimensions: int) -> tuple[int, ...]:
+    """An integer for each dimension of space, of which a call may give one for all."""
+    items = sizes if isinstance(sizes, tuple) else (sizes,)
+    found = tuple(size for size in items if isinstance(size, int))
+    return found * dimensions if len(found) == 1 else found
+
+
 def decode_argument(argument: Argument, tensor: Callable[[TensorRef], Any]) -> Any:
     """The reverse of `encode_arguments`: `tensor` says what stands for each tensor."""
     if isinstance(argument, TensorRef):

@@ -9,6 +9,7 @@ from monetlite import __version__
 from monetlite.cli.profile import profile_command
 from monetlite.cli.solve import solve_command
 from monetlite.cli.verify import verify_command
+from monetlite.cli.zoo import zoo_command
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -17,5 +18,5 @@ def main() -> None:
     """Train PyTorch models within a memory budget."""
 
 
-for _command in (solve_command, profile_command, verify_command):
+for _command in (solve_command, profile_command, verify_command, zoo_command):
     main.add_command(_command)

@@ -1,6 +1,7 @@
 """`monetlite solve`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def solve_command(
                 seed=seed,
                 progress=progress,
             )
+        schedule = replace(schedule, source=built.source)
         schedule.save(target)
         profile = next(item for item in profiles if item.graph.layout == schedule.layout)
         if as_json:

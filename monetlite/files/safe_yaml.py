@@ -143,6 +143,12 @@ class Record:
         assert math.isfinite(value)
         return float(value)
 
+    def signed(self, name: str) -> float:
+        value = self._get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_INTEGER:
+            raise self._error(name, f"should be a number, not {value!r:.80}")
+        return float(value)
+
     def flag(self, name: str) -> bool:
         value = self._get(name)
         if not isinstance(value, bool):
@@ -151,6 +157,10 @@ class Record:
 
     def record(self, name: str) -> "Record":
         return Record(self._get(name), self._path, self._at(name))
+
+    def records(self, name: str) -> "list[Record]":
+        items = self.items(name)
+        return [Record(item, self._path, f"{self._at(name)}[{number}]") for number, item in enumerate(items)]
 
     def items(self, name: str) -> list[Any]:
         value = self._get(name)

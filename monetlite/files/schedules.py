@@ -1,18 +1,22 @@
-"""Schedule files, version 1: what a schedule was solved for, what it promises, and what it chooses."""
+"""Schedule files: what a schedule was solved for, what it promises, and what it chooses."""
 
+import re
 from os import PathLike
 from typing import Any
 
 from monetlite.choices import DEFAULT, Choices, Run
+from monetlite.costs import ProfileKind
 from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
+from monetlite.files.migrations import VERSION, migrate
 from monetlite.files.safe_yaml import InLine, Record, dump_yaml, load_yaml
 from monetlite.graph import AS_TRACED, CHANNELS_LAST, TensorSpec
 from monetlite.schedule import Schedule, Status
+from monetlite.source import ModelSource, is_shareable
 from monetlite.units import format_bytes
 
 FORMAT = "monetlite-schedule"
-VERSION = 1
+_DIGEST = re.compile("[0-9a-f]{4}")
 
 
 def save_schedule(schedule: Schedule, path: str | PathLike[str]) -> None:
@@ -30,19 +34,23 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
     Raises:
         ScheduleFileError: the file is missing, truncated, malformed, or of another version; says where.
     """
-    record = Record(load_yaml(path), path)
+    data = load_yaml(path)
+    record = Record(data, path)
     if record.text("format") != FORMAT:
         raise record.error("format", f"is {record.text('format')!r:.80}; a schedule file has {FORMAT!r}")
-    if record.integer("version") != VERSION:
+    if not 1 <= record.integer("version") <= VERSION:
         raise record.error(
             "version",
-            f"is {record.integer('version')}; this monetlite reads version {VERSION}. "
+            f"is {record.integer('version')}; this monetlite reads versions 1 to {VERSION}. "
             "Update monetlite, or solve the schedule again",
         )
+    record = Record(migrate(data), path)
     layout = record.text("layout") if record.optional("layout") else AS_TRACED
     if layout not in (AS_TRACED, CHANNELS_LAST):
         raise record.error("layout", f"is {layout!r:.80}; it should be {AS_TRACED!r} or {CHANNELS_LAST!r}")
     costs, predicted, plain, solve = (record.record(name) for name in ("costs", "predicted", "plain", "solve"))
+    if costs.text("kind") not in tuple(ProfileKind):
+        raise costs.error("kind", f"is {costs.text('kind')!r:.80}; it should be one of {', '.join(ProfileKind)}")
     try:
         status = Status(solve.text("status"))
     except ValueError:
@@ -85,6 +93,8 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         smallest_reached_bytes=(
             solve.integer("smallest_reached_bytes") if solve.optional("smallest_reached_bytes") else None
         ),
+        source=_source(record.record("source")) if record.optional("source") else None,
+        operator_digests=_digests(record) if record.optional("operator_digests") else (),
     )
 
 
@@ -94,6 +104,7 @@ def schedule_text(schedule: Schedule) -> str:
         "format": FORMAT,
         "version": VERSION,
         "model": schedule.name,
+        "source": _source_data(schedule.source),
         "fingerprint": schedule.fingerprint,
         "structure": schedule.structure,
         "operators": schedule.operators,
@@ -134,6 +145,7 @@ def schedule_text(schedule: Schedule) -> str:
             for name, runs in schedule.choices.before.items()
         },
         "implementations": dict(schedule.choices.implementations),
+        "operator_digests": " ".join(schedule.operator_digests) or None,
     }
     header = (
         f"{schedule.name} within {format_bytes(schedule.budget_bytes)}: peak {format_bytes(schedule.peak_bytes)}, "
@@ -142,6 +154,47 @@ def schedule_text(schedule: Schedule) -> str:
         "implementations: how operators run the first time, where that is not the default."
     )
     return dump_yaml(data, header)
+
+
+def _source(record: Record) -> ModelSource:
+    model = record.text("model")
+    if not is_shareable(model):
+        raise record.error(
+            "model",
+            f"is {model!r:.80}; it should be a built-in model, or hf:, timm: or torchvision: and a name",
+        )
+    size = record.integers("input_size") if record.optional("input_size") else None
+    if size is not None and len(size) != 2:
+        raise record.error("input_size", f"should be a height and a width, not {size!r:.80}")
+    return ModelSource(
+        model=model,
+        batch=record.integer("batch", least=1),
+        input_size=None if size is None else (size[0], size[1]),
+        sequence_length=record.integer("sequence_length", least=1) if record.optional("sequence_length") else None,
+        dtype=record.text("dtype") if record.optional("dtype") else None,
+    )
+
+
+def _source_data(source: ModelSource | None) -> dict[str, Any] | None:
+    if source is None:
+        return None
+    return {
+        "model": source.model,
+        "batch": source.batch,
+        "input_size": None if source.input_size is None else InLine(source.input_size),
+        "sequence_length": source.sequence_length,
+        "dtype": source.dtype,
+    }
+
+
+def _digests(record: Record) -> tuple[str, ...]:
+    digests = tuple(record.text("operator_digests").split())
+    for digest in digests:
+        if _DIGEST.fullmatch(digest) is None:
+            raise record.error(
+                "operator_digests", f"should be groups of four hexadecimal digits; {digest!r:.80} is not one"
+            )
+    return digests
 
 
 def _tensor_spec(record: Record) -> TensorSpec:

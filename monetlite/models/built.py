@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from monetlite.errors import ModelError
+from monetlite.source import ModelSource, is_shareable
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,7 @@ class BuiltModel:
         example_inputs: positional arguments as a tuple, or keyword arguments as a dict.
         batch: the size of the inputs' first dimension.
         description: one line for people: the model, its parameters, the inputs, what it returns.
+        source: what to build the same from elsewhere; None for a person's own code and files.
     """
 
     name: str
@@ -33,6 +35,7 @@ class BuiltModel:
     example_inputs: "tuple[Any, ...] | dict[str, Any]"
     batch: int
     description: str
+    source: ModelSource | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,17 @@ def finish(
     tensors = [(label, tensor) for label, tensor in _named_tensors(example_inputs) if tensor.dim() > 0]
     if not tensors:
         raise ModelError(f"{name}: the example inputs hold no tensor with a batch dimension; return at least one")
+    source = None
+    if is_shareable(name):
+        images = next((tensor.shape for _, tensor in tensors if tensor.dim() == 4), None)
+        tokens = next((tensor.shape for _, tensor in tensors if tensor.dim() == 2), None)
+        source = ModelSource(
+            model=name,
+            batch=int(tensors[0][1].shape[0]),
+            input_size=None if images is None else (int(images[2]), int(images[3])),
+            sequence_length=None if images is not None or tokens is None else int(tokens[1]),
+            dtype=None if options.dtype is None else str(options.dtype).removeprefix("torch."),
+        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     inputs = ", ".join(
         f"{label}{'×'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
@@ -108,6 +122,7 @@ def finish(
         example_inputs=example_inputs,
         batch=int(tensors[0][1].shape[0]),
         description=f"{title}: {_count(parameters)} parameters; input {inputs}; returns {returns}",
+        source=source,
     )
 
 

@@ -1,6 +1,7 @@
 """`hf:NAME`: a transformers model with random weights, in the class that computes a loss.
 
-NAME is a model type (`gpt2`, `bert`, `llama`, `vit`, …), whose configuration's defaults are used, or the path
+NAME is a model type (`gpt2`, `bert`, `llama`, `vit`, …), whose configuration's defaults are used, a size of one
+that many people train (`gpt2-medium`, `bert-large`, `vit-large`, `llama-1b`, `efficientnet-b0`), or the path
 of a `config.json` or of a folder with one, or a hub name whose configuration is already in the local cache.
 Nothing is downloaded, and no code from a hub is run.
 """
@@ -47,6 +48,45 @@ _HEADS = (
 )
 
 
+_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    # As published: the numbers of the models' own configurations.
+    "gpt2-medium": ("gpt2", {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
+    "gpt2-large": ("gpt2", {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
+    "bert-large": (
+        "bert",
+        {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+    ),
+    "vit-large": (
+        "vit",
+        {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
+    ),
+    "llama-1b": (
+        "llama",
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131_072,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "efficientnet-b0": (
+        "efficientnet",
+        {
+            "image_size": 224,
+            "width_coefficient": 1.0,
+            "depth_coefficient": 1.0,
+            "hidden_dim": 1280,
+            "dropout_rate": 0.2,
+        },
+    ),
+}
+
+
 def build(name: str, options: BuildOptions) -> BuiltModel:
     """Build a transformers model and inputs with labels, so that calling it returns a loss.
 
@@ -82,6 +122,9 @@ def _config(transformers: Any, name: str) -> Any:
             return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if name in known:
             return transformers.AutoConfig.for_model(name)
+        if name in _SIZES:
+            model_type, sizes = _SIZES[name]
+            return transformers.AutoConfig.for_model(model_type, **sizes)
         if not _looks_like_path(name):
             return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -100,11 +143,11 @@ def _config(transformers: Any, name: str) -> Any:
             f"{spec}: there is no file or folder {path}; check the path, or give a model type like hf:gpt2"
         )
     prefixes = [kind for kind in known if name.rpartition("/")[2].lower().startswith(kind)]
-    hint = f"; did you mean hf:{max(prefixes, key=len)}?" if prefixes else close_matches(name, known)
+    hint = f"; did you mean hf:{max(prefixes, key=len)}?" if prefixes else close_matches(name, [*known, *_SIZES])
     raise ModelError(
         f"{spec}: {name!r} is neither a model type of transformers {transformers.__version__}, nor a local "
         f"path, nor in the local hub cache, and nothing is downloaded"
-        f"{hint or '; e.g. hf:gpt2, hf:bert, hf:llama, hf:vit'}"
+        f"{hint or '; e.g. hf:gpt2, hf:bert-large, hf:llama-1b, hf:vit'}"
     )
 
 

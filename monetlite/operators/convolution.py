@@ -16,13 +16,14 @@ They add the same terms in another order.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.functional import fold, unfold
 
+from monetlite.captured.calls import each_dimension
 from monetlite.graph import Argument, Call, Implementation, TensorRef, TensorSpec
 from monetlite.operators.kernel import Kernel, is_channels_last, is_contiguous
 from monetlite.operators.registry import alternatives_for, function, name_of, returns_tuple
@@ -80,6 +81,7 @@ class _Shapes:
 def forward(kernel: Kernel) -> Iterator[Implementation]:
     """Other ways to run a convolution on a CPU."""
     image, weight, bias, *geometry = kernel.call.args
+    geometry = _spread(image, geometry)
     shapes, result = _shapes(image, weight, geometry), kernel.results[0]
     if shapes is None or result is None or not is_contiguous(result):
         return
@@ -99,6 +101,7 @@ def input_gradient(kernel: Kernel) -> Iterator[Implementation]:
     always, except for depthwise convolutions of contiguous images on a CPU.
     """
     gradient, image, weight, _, *geometry, mask = kernel.call.args
+    geometry = _spread(image, geometry)
     result = kernel.results[0]
     if mask != (True, False, False) or geometry[3] is not False or result is None:
         return
@@ -137,6 +140,7 @@ def input_gradient(kernel: Kernel) -> Iterator[Implementation]:
 def weight_gradient(kernel: Kernel) -> Iterator[Implementation]:
     """Other ways to run the gradients for weight and bias on a CPU."""
     gradient, image, weight, _, *geometry, mask = kernel.call.args
+    geometry = _spread(image, geometry)
     shapes = _shapes(image, weight, geometry)
     if shapes is None or not isinstance(mask, tuple) or mask[0] or not isinstance(gradient, TensorRef):
         return
@@ -148,6 +152,13 @@ def weight_gradient(kernel: Kernel) -> Iterator[Implementation]:
         yield _way(kernel, "matmul", weight_gradient_multiplied, rest)
     elif shapes.whole and shapes.weight_is_large:
         yield _way(kernel, "unfold", weight_gradient_unfolded, (*rest, *geometry[:3]))
+
+
+def _spread(image: Argument, geometry: Sequence[Argument]) -> list[Argument]:
+    """The arguments with a stride, padding and dilation for each dimension, where one stands for all of them."""
+    assert isinstance(image, TensorRef)
+    dimensions = len(image.spec.shape) - 2
+    return [each_dimension(item, dimensions) if at < 3 else item for at, item in enumerate(geometry)]
 
 
 def _output_padding(

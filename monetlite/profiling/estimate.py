@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from monetlite.captured.calls import each_dimension
 from monetlite.costs import Cost, Profile, ProfileKind
 from monetlite.graph import Argument, Call, OperatorGraph, TensorRef
 from monetlite.operators.family import packet
@@ -218,8 +219,9 @@ def _convolutions(call: Call, name: str, device: Device, dtype: str, written_byt
     """A convolution, or the gradients of one that `output_mask` asks for."""
     if name == "convolution":
         image, weight = _tensor(call, 0), _tensor(call, 1)
-        stride, padding, dilation = (_ints(call, position) for position in (3, 4, 5))
-        transposed, extra, groups = bool(call.args[6]), _ints(call, 7), _ints(call, 8)[0]
+        space = len(image.spec.shape) - 2
+        stride, padding, dilation, extra = (each_dimension(call.args[at], space) for at in (3, 4, 5, 7))
+        transposed, groups = bool(call.args[6]), _ints(call, 8)[0]
         sizes = zip(image.spec.shape[2:], weight.spec.shape[2:], stride, padding, dilation, extra, strict=True)
         result_size = tuple(_result_size(*item, transposed=transposed) for item in sizes)
         result_bytes, roles, bias = written_bytes, ["forward"], 0

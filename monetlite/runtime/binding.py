@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from monetlite.differences import first_difference
 from monetlite.errors import IllegalSchedule, ScheduleMismatch
 from monetlite.graph import Operator, OperatorGraph
 from monetlite.runtime.inputs import autocast_problem
@@ -21,7 +22,7 @@ def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
         raise ScheduleMismatch(
             f"the schedule was solved for {schedule.name} with {schedule.operators} operators (structure "
             f"{schedule.structure}); this model has {graph.traced_count} (structure {graph.structure}). "
-            f"{_first_difference(schedule, graph)} Solve a schedule for this model as it is: which parameters are "
+            f"{first_difference(schedule, graph)} Solve a schedule for this model as it is: which parameters are "
             "frozen, which submodules are in evaluation mode, and the device all matter"
         )
     steps = schedule.steps(graph)
@@ -91,10 +92,3 @@ def check_legal(graph: OperatorGraph, steps: tuple[Step, ...]) -> None:
                 )
         live |= set(implementation.writes)
         live -= dying
-
-
-def _first_difference(schedule: Schedule, graph: OperatorGraph) -> str:
-    known = graph.by_name
-    named = [*schedule.choices.before, *schedule.choices.implementations]
-    missing = next((name for name in named if name not in known), None)
-    return f"It names {missing}, which this model does not have." if missing else ""

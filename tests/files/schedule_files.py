@@ -3,6 +3,7 @@
 from monetlite.choices import Choices
 from monetlite.graph import TensorSpec
 from monetlite.schedule import Schedule, Status
+from monetlite.source import ModelSource
 
 
 def full_schedule(**changes) -> Schedule:
@@ -42,5 +43,7 @@ def full_schedule(**changes) -> Schedule:
         "accumulate": True,
         "smallest_proven_bytes": 10**9,
         "smallest_reached_bytes": 2 * 10**9,
+        "source": ModelSource(model="hf:vit", batch=4, input_size=(224, 160), sequence_length=9, dtype="bfloat16"),
+        "operator_digests": ("0123", "dead", "beef"),
     }
     return Schedule(**(facts | changes))

@@ -1,6 +1,8 @@
 """Schedule files: what is written is read back, and nothing but a schedule file is read at all."""
 
 import datetime
+import json
+import math
 import os
 import random
 from dataclasses import replace
@@ -9,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from schedule_files import full_schedule
 
 import monetlite
@@ -16,6 +19,7 @@ from monetlite.choices import Choices
 from monetlite.errors import ScheduleFileError
 from monetlite.files import safe_yaml
 from monetlite.files.schedules import schedule_text
+from monetlite.files.schema import schema, schema_problems
 
 
 def load_text(text, tmp_path):
@@ -251,8 +255,59 @@ def test_bytes_changed_at_random(text, tmp_path):
 
 
 def test_another_version_says_what_to_do(text, tmp_path):
-    with pytest.raises(ScheduleFileError, match=r"version is 2; this monetlite reads version 1\. Update"):
-        load_text(text.replace("version: 1", "version: 2"), tmp_path)
+    with pytest.raises(ScheduleFileError, match=r"version is 3; this monetlite reads versions 1 to 2\. Update"):
+        load_text(text.replace("version: 2", "version: 3"), tmp_path)
+
+
+def test_a_file_of_version_1_is_brought_forward(text, tmp_path):
+    data = yaml.safe_load(text)
+    del data["source"], data["operator_digests"]
+    schedule = load_text(yaml.safe_dump({**data, "version": 1}, explicit_end=True), tmp_path)
+    assert schedule == full_schedule(source=None, operator_digests=())
+    schedule.save(tmp_path / "s.yaml")
+    assert "version: 2\n" in (tmp_path / "s.yaml").read_text()
+    assert not list(schema_problems(tmp_path / "s.yaml"))
+
+
+@pytest.mark.parametrize(
+    "model", ["evil.py:build", "package.module:build", "../model", "hf:config.json", "hf:/etc", "hf:~", "", "a b"]
+)
+def test_no_file_or_function_can_be_named_as_a_model(text, tmp_path, model):
+    with pytest.raises(ScheduleFileError, match=r"source\.model"):
+        load_text(text.replace("hf:vit", json.dumps(model)), tmp_path)
+
+
+class TestSchema:
+    """The JSON Schema says of files what reading them says."""
+
+    def test_it_is_a_schema(self):
+        Draft202012Validator.check_schema(schema())
+
+    def test_what_is_written_follows_it(self, tmp_path):
+        for schedule in (
+            full_schedule(),
+            full_schedule(source=None, operator_digests=(), optimizer=None, autocast=""),
+        ):
+            schedule.save(tmp_path / "s.yaml")
+            assert not list(schema_problems(tmp_path / "s.yaml"))
+
+    def test_every_field_is_described(self, text):
+        data = yaml.safe_load(text)
+        assert set(data) == set(schema()["properties"])
+        for part in ("costs", "predicted", "plain", "solve"):
+            assert set(data[part]) == set(schema()["properties"][part]["properties"]), part
+
+    def test_what_it_allows_can_be_read(self, text, tmp_path):
+        """Each place of the file, with some of the odd values; JSON has no infinite or undefined numbers."""
+        data, allowed = yaml.safe_load(text), 0
+        odd_values = [value for value in ODD if not (isinstance(value, float) and not math.isfinite(value))]
+        for number, path in enumerate(paths_of(data)):
+            for odd in [odd_values[(number * 5 + step) % len(odd_values)] for step in range(5)]:
+                mutated = changed(data, path, lambda _, odd=odd: odd)
+                if Draft202012Validator(schema()).is_valid(mutated):
+                    allowed += 1
+                    load_text(yaml.safe_dump(mutated, sort_keys=False, explicit_end=True), tmp_path)
+        assert allowed > 10
 
 
 def test_a_larger_file_than_any_schedule_is_not_read(tmp_path, monkeypatch, text):

@@ -75,6 +75,7 @@ LARGER = {
     "deep": (nn.Conv2d(96, 160, 3, padding=1), (8, 96, 4, 4), {"channels_last", "chunks2", "chunks4", "unfold"}),
     "large": (nn.Conv2d(16, 32, 3, stride=2), (6, 16, 33, 33), {"channels_last", "chunks2"}),
     "depthwise": (nn.Conv2d(32, 32, 3, padding=1, groups=32), (4, 32, 17, 17), {"channels_last", "chunks2"}),
+    "valid": (nn.Conv2d(16, 32, 3, stride=2, padding="valid"), (6, 16, 33, 33), {"channels_last", "chunks2"}),
     "groups": (nn.Conv2d(32, 64, 3, padding=1, groups=4), (4, 32, 9, 9), {"channels_last", "chunks2"}),
 }
 

@@ -5,6 +5,8 @@ import torch
 from contents import cases, drawn, plain
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import assert_same, step, twin
+from step_lists import free_profile, recompute_everything, schedule_of
 from test_relu import shapes
 from torch import nn
 
@@ -56,6 +58,17 @@ def test_what_rounds_twice_is_offered_for_float32_alone(dtype):
     half = plain((3, 8), dtype=dtype).capture(nn.Dropout(0.5))
     assert set(offered) - set(half.offered("dropout_backward")) == {"inplace", "from_state"}
     assert half.offered("dropout") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_dropout_in_16_bits_rounds_as_plain_training_does(dtype, p):
+    """A CPU rounds 1 / (1 − p) to the type first, which `native_dropout` does not."""
+    model, x = nn.Sequential(nn.Linear(16, 64), nn.Dropout(p), nn.Linear(64, 8)).to(dtype), torch.randn(32, 16)
+    inputs = (x.to(dtype),)
+    graph = monetlite.trace(model, inputs)
+    schedule = schedule_of(free_profile(graph), recompute_everything(graph))
+    assert_same(step(monetlite.MONeTWrapper(twin(model), schedule), inputs), step(model, inputs))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5])

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 
+from monetlite.captured.calls import each_dimension
 from monetlite.errors import ConvolutionError
 from monetlite.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef, TensorSpec
 from monetlite.operators.cudnn.calls import convolution_backward_unread, cudnn_convolution, described
@@ -93,7 +94,7 @@ def part_of(graph: OperatorGraph, operator: Operator, layouts: Mapping[str, Tens
     made = _made(graph, default, layout, layouts)
     layout["result"] = made if gradient is None else _layout(gradient.spec)
     layout[{"forward": "result", "input_gradient": "image", "weight_gradient": "weight"}[role]] = made
-    stride, padding, dilation = (_each(item, len(image.spec.shape) - 2) for item in geometry[:3])
+    stride, padding, dilation = (each_dimension(item, len(image.spec.shape) - 2) for item in geometry[:3])
     assert isinstance(geometry[3], int)
     try:
         work = ConvolutionWork(
@@ -200,13 +201,6 @@ def _whole(graph: OperatorGraph, ref: TensorRef) -> bool:
 
 def _layout(spec: TensorSpec) -> Layout:
     return spec.shape, spec.stride
-
-
-def _each(sizes: Argument, space: int) -> tuple[int, ...]:
-    """One integer for each dimension of space, of which a call may give one for all."""
-    assert isinstance(sizes, tuple)
-    found = tuple(size for size in sizes if isinstance(size, int))
-    return found * space if len(found) == 1 else found
 
 
 def _reads(call: Call) -> tuple[int, ...]:

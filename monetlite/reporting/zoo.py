@@ -1,0 +1,99 @@
+"""What `monetlite zoo` prints."""
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from monetlite.reporting.solve import cost_source
+from monetlite.schedule import Schedule
+from monetlite.units import format_bytes, format_ms
+from monetlite.zoo.check import Checked
+from monetlite.zoo.entries import Entry
+
+
+def print_entries(console: Console, entries: Sequence[Entry]) -> None:
+    """A table of memory against overhead, and how to use one of its rows."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("model", no_wrap=True)
+    table.add_column("batch", no_wrap=True)
+    table.add_column("device", no_wrap=True)
+    for column in ("budget", "peak", "of plain", "overhead", "gap"):
+        table.add_column(column, justify="right", no_wrap=True)
+    before = None
+    for entry in entries:
+        group = (entry.model, entry.sizes, entry.device)
+        shown = ("", "", "") if group == before else group
+        before = group
+        table.add_row(
+            *shown,
+            format_bytes(entry.budget_bytes),
+            format_bytes(entry.peak_bytes),
+            f"{entry.peak_bytes / entry.plain_peak_bytes:.0%}",
+            f"{entry.overhead:+.1%}",
+            f"{entry.gap:.1%}",
+        )
+    console.print(table)
+    kinds = sorted({entry.kind for entry in entries})
+    first = entries[0]
+    console.print(f"\nOverheads are of step time, {' or '.join(kinds)} for the device. Use one as", style="dim")
+    query = f"zoo:{first.device}/{first.model}@{_round_up(first.peak_bytes)}"
+    console.print(escape(f'MONeTWrapper(model, "{query}")'), style="dim")
+
+
+def _round_up(size_bytes: int) -> str:
+    """A budget that a peak fits, in few digits."""
+    return f"{math.ceil(size_bytes / 1e8) / 10:g}GB"
+
+
+def print_shared(console: Console, file: str, schedule: Schedule) -> None:
+    """One schedule's figures, without its model at hand."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    source = schedule.source
+    built = "somebody's own code"
+    if source is not None:
+        options = [f"--batch {source.batch}"]
+        if source.input_size is not None:
+            options.append("--input-size {}x{}".format(*source.input_size))
+        if source.sequence_length is not None:
+            options.append(f"--sequence-length {source.sequence_length}")
+        if source.dtype is not None:
+            options.append(f"--dtype {source.dtype}")
+        built = f"--model {source.model} {' '.join(options)}"
+    inputs = [f"{name} {'×'.join(map(str, spec.shape))} {spec.dtype}" for name, spec in schedule.inputs.items()]
+    runs = sum(len(runs) for runs in schedule.choices.before.values())
+    table.add_row("file", escape(file))
+    table.add_row("model", escape(built))
+    table.add_row("inputs", escape(", ".join(inputs) + "; smaller batches too"))
+    table.add_row("costs", escape(cost_source(schedule.device, schedule.kind, schedule.environment)))
+    table.add_row(
+        "plain training",
+        f"peak {format_bytes(schedule.plain_peak_bytes)}, step {format_ms(schedule.plain_latency_ms)}",
+    )
+    table.add_row(
+        "schedule",
+        f"peak {format_bytes(schedule.peak_bytes)} of {format_bytes(schedule.budget_bytes)}, "
+        f"step {format_ms(schedule.latency_ms)}",
+    )
+    table.add_row(
+        "overhead",
+        f"{schedule.overhead:+.1%} step time; {len(schedule.choices.stored)} values stored, "
+        f"{runs} runs beyond the forward pass",
+    )
+    table.add_row("bound", f"{format_ms(schedule.lower_bound_ms)} (gap {schedule.gap:.1%}, {schedule.status})")
+    table.add_row("solved", f"in {schedule.seconds:.1f} s by {schedule.solver}")
+    table.add_row("operators", f"{schedule.operators}, fingerprint {schedule.fingerprint}")
+    console.print(table)
+
+
+def print_checked(console: Console, checked: Checked) -> None:
+    """One line for a sound file, the problems of another."""
+    if checked.passed:
+        console.print(f"[green]sound[/green]  {escape(checked.file)}", soft_wrap=True)
+    for problem in checked.problems:
+        text = problem if problem.startswith(checked.file) else f"{checked.file}: {problem}"
+        console.print(f"[red]FAILS[/red]  {escape(text)}", soft_wrap=True)

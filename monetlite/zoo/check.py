@@ -1,0 +1,138 @@
+"""Whether a schedule file holds what it says, on the code as it is now."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from monetlite.costs import ProfileKind, without_costs
+from monetlite.differences import first_difference
+from monetlite.errors import IllegalSchedule, MonetliteError
+from monetlite.files.schedules import load_schedule
+from monetlite.files.schema import schema_problems
+from monetlite.schedule import Schedule, plain_steps, simulate
+from monetlite.zoo.entries import file_name
+
+if TYPE_CHECKING:
+    from monetlite.costs import Profile
+
+SAME = 1e-6
+"""How close, relatively, a latency has to be to the one that is written: floats are summed in one order only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What checking a file found: nothing wrong, if there are no problems."""
+
+    file: str
+    problems: tuple[str, ...]
+    schedule: Schedule | None = None
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+
+class Checker:
+    """Checks files, tracing each model once.
+
+    A file is sound if it can be read, follows the schema, names a model that traces to the graph that it was
+    solved for, and its choices make a legal schedule within the budget. Where costs were estimated, the peak and
+    the latency must be those that are written; those of a measured file can't be had without its device, and only
+    what tensors alone take is held against its peak.
+    """
+
+    def __init__(self) -> None:
+        self._profiles: dict[tuple[object, ...], Profile] = {}
+
+    def check(self, path: str | PathLike[str], expected_name: str | None = None) -> Checked:
+        """Check one file.
+
+        Args:
+            path: of the file.
+            expected_name: its path in a collection, if it is in one.
+        """
+        try:
+            schedule = load_schedule(path)
+            problems = list(schema_problems(path))
+            if expected_name is not None and file_name(schedule) != expected_name:
+                problems.append(f"belongs at {file_name(schedule)}, by what it says")
+            problems += self._problems(schedule)
+        except MonetliteError as error:
+            return Checked(file=str(path), problems=(str(error),))
+        return Checked(file=str(path), problems=tuple(problems), schedule=schedule)
+
+    def _problems(self, schedule: Schedule) -> Iterator[str]:
+        if schedule.source is None:
+            yield "doesn't say how to build its model, so that nothing else can be checked"
+            return
+        profile = self.profile(schedule).within(schedule.tolerance)
+        graph = profile.graph
+        if graph.fingerprint != schedule.fingerprint:
+            where = first_difference(schedule, graph) if graph.structure != schedule.structure else ""
+            what = "operators" if graph.structure != schedule.structure else "sizes"
+            yield (
+                f"{schedule.source.model} now traces to other {what} (fingerprint {graph.fingerprint}, in the file "
+                f"{schedule.fingerprint}). {where}".strip()
+            )
+            return
+        try:
+            timeline = simulate(profile, schedule, schedule.budget_bytes)
+        except IllegalSchedule as error:
+            yield str(error)
+            return
+        if profile.kind is ProfileKind.ESTIMATED and schedule.kind == "estimated":
+            plain = simulate(self.profile(schedule, plain=True), plain_steps(graph))
+            yield from _other("predicted.peak_bytes", schedule.peak_bytes, timeline.peak_bytes)
+            yield from _other("predicted.latency_ms", schedule.latency_ms, timeline.latency_ms)
+            yield from _other("plain.peak_bytes", schedule.plain_peak_bytes, plain.peak_bytes)
+            yield from _other("plain.latency_ms", schedule.plain_latency_ms, plain.latency_ms)
+        elif timeline.peak_bytes > schedule.peak_bytes:
+            yield f"predicted.peak_bytes is {schedule.peak_bytes}; tensors alone take {timeline.peak_bytes}"
+        if schedule.lower_bound_ms > schedule.latency_ms * (1 + SAME):
+            yield f"solve.lower_bound_ms is {schedule.lower_bound_ms}, above the latency of {schedule.latency_ms}"
+        if schedule.peak_bytes > schedule.budget_bytes:
+            yield f"predicted.peak_bytes is {schedule.peak_bytes}, over the budget of {schedule.budget_bytes}"
+
+    def profile(self, schedule: Schedule, plain: bool = False) -> "Profile":
+        """The costs that a schedule was solved with: traced again and estimated, or without any if measured.
+
+        Args:
+            schedule: with a source.
+            plain: of plain training, in the layout that the model has.
+
+        Raises:
+            ModelError: the model can't be built here: a package is missing.
+            TraceError, DeviceError: as `trace` and `profile`.
+        """
+        from monetlite.zoo.rebuild import estimated, traced
+
+        layout = "as_traced" if plain else schedule.layout
+        priced = schedule.device if schedule.kind == "estimated" else ""
+        key = (schedule.source, schedule.autocast, layout, priced, schedule.optimizer, schedule.accumulate)
+        if key not in self._profiles:
+            assert schedule.source is not None
+            graph = traced(schedule.source, schedule.autocast, layout)
+            self._profiles[key] = (
+                estimated(graph, priced, schedule.optimizer, schedule.accumulate)
+                if priced
+                else without_costs(graph)
+            )
+        return self._profiles[key]
+
+
+def _other(name: str, written: float, found: float) -> Iterator[str]:
+    if not math.isclose(written, found, rel_tol=SAME if isinstance(written, float) else 0.0):
+        yield f"{name} is {written}; it comes to {found} now"
+
+
+def check_all(folder: Path, files: tuple[str, ...], checker: Checker | None = None) -> Iterator[Checked]:
+    """Check the files of a collection, those of one model one after another."""
+    checker = checker or Checker()
+    for file in files:
+        yield checker.check(folder / file, expected_name=file)
+
+
+__all__ = ["Checked", "Checker", "check_all"]

@@ -1,0 +1,140 @@
+"""Checking a file: what is not as it says is found, and said."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+import monetlite
+from monetlite.choices import Choices
+from monetlite.cli import main
+from monetlite.source import ModelSource
+from monetlite.zoo import Checker, Shelf, file_name
+from monetlite.zoo.rebuild import estimated, traced
+
+SOURCE = ModelSource(model="resnet18", batch=32, input_size=(128, 128))
+
+
+@pytest.fixture(scope="module")
+def sound():
+    profile = estimated(traced(SOURCE), "rtx-3090", None, False)
+    return replace(monetlite.solve(profile, "70%", time_limit=3), source=SOURCE, seconds=3.0)
+
+
+@pytest.fixture(scope="module")
+def checker():
+    return Checker()
+
+
+def checked(checker, schedule, tmp_path):
+    schedule.save(tmp_path / "s.yaml")
+    return checker.check(tmp_path / "s.yaml")
+
+
+def test_a_sound_file_passes(checker, sound, tmp_path):
+    assert checked(checker, sound, tmp_path).passed
+
+
+def test_every_figure_is_held_against_the_estimates(checker, sound, tmp_path):
+    for wrong, message in (
+        (replace(sound, peak_bytes=sound.peak_bytes - 1), "predicted.peak_bytes is"),
+        (replace(sound, latency_ms=sound.latency_ms * 0.99), "predicted.latency_ms is"),
+        (replace(sound, plain_peak_bytes=sound.plain_peak_bytes + 1), "plain.peak_bytes is"),
+        (replace(sound, plain_latency_ms=sound.plain_latency_ms * 1.01), "plain.latency_ms is"),
+        (replace(sound, budget_bytes=sound.peak_bytes - 1), "budget"),
+        (replace(sound, lower_bound_ms=sound.latency_ms * 2), "solve.lower_bound_ms is"),
+    ):
+        assert any(message in problem for problem in checked(checker, wrong, tmp_path).problems), message
+
+
+def test_another_model_of_the_same_name_is_said_with_its_first_difference(checker, sound, tmp_path):
+    for other, message in (
+        (
+            replace(sound, source=replace(SOURCE, model="resnet34")),
+            r"other operators .*begin to differ at layer1\.2",
+        ),
+        (replace(sound, source=replace(SOURCE, batch=4)), "other sizes"),
+    ):
+        (problem,) = checked(checker, other, tmp_path).problems
+        assert re.search(message, problem), problem
+
+
+def test_choices_that_are_not_legal(checker, sound, tmp_path):
+    for choices, message in (
+        (Choices(before={"nowhere": (("conv1", "default"),)}), "names operator 'nowhere'"),
+        (Choices(implementations={"conv1": "magic"}), "as 'magic'"),
+        (Choices(before={"fc.backward": (("fc.backward", "default"),)}), "fc.backward"),
+    ):
+        (problem,) = checked(checker, replace(sound, choices=choices), tmp_path).problems
+        assert message in problem
+
+
+def test_what_says_too_little_or_is_no_schedule(checker, sound, tmp_path):
+    (problem,) = checked(checker, replace(sound, source=None), tmp_path).problems
+    assert "doesn't say how to build its model" in problem
+    (tmp_path / "x.yaml").write_text("format: other\n...\n")
+    assert not checker.check(tmp_path / "x.yaml").passed
+    assert not checker.check(tmp_path / "missing.yaml").passed
+
+
+def run(*args):
+    return CliRunner().invoke(main, ["zoo", *map(str, args)])
+
+
+class TestCommands:
+    @pytest.fixture
+    def folder(self, tmp_path, sound):
+        shelf = Shelf(tmp_path / "schedules")
+        shelf.add(sound)
+        return shelf.folder
+
+    def test_list_show_and_get(self, folder, sound, tmp_path):
+        listed = run("list", "--folder", folder)
+        assert listed.exit_code == 0
+        assert "resnet18" in listed.output
+        assert f"{sound.overhead:+.1%}" in listed.output
+        (entry,) = json.loads(run("list", "--folder", folder, "--json").output)
+        assert entry["file"] == file_name(sound)
+        assert (
+            "no schedule matches; there are schedules of resnet18"
+            in run("list", "--folder", folder, "--batch", 33).output
+        )
+        shown = run("show", "zoo:resnet18", "--folder", folder)
+        assert "--model resnet18 --batch 32 --input-size 128x128" in " ".join(shown.output.split())
+        assert (
+            json.loads(run("show", "zoo:resnet18", "--folder", folder, "--json").output)["peak_bytes"]
+            == sound.peak_bytes
+        )
+        got = run("get", "zoo:resnet18", "--folder", folder, "--output", tmp_path / "mine.yaml")
+        assert got.exit_code == 0
+        assert monetlite.load_schedule(tmp_path / "mine.yaml") == sound
+
+    def test_check(self, folder, sound):
+        assert "1 of 1 files are sound" in run("check", "--folder", folder).output
+        file = folder / file_name(sound)
+        file.write_text(file.read_text().replace(f"peak_bytes: {sound.peak_bytes}", "peak_bytes: 12345"))
+        failed = run("check", file)
+        assert failed.exit_code == 4
+        assert "predicted.peak_bytes is 12345" in failed.output
+        assert "0 of 1 files are sound" in failed.output
+
+    def test_add(self, folder, sound, tmp_path):
+        sound.save(tmp_path / "mine.yaml")
+        (folder / "index.yaml").unlink()
+        added = run("add", tmp_path / "mine.yaml", "--folder", folder)
+        assert added.exit_code == 0, added.output
+        assert not Shelf(folder).stale()
+        replace(sound, peak_bytes=1).save(tmp_path / "wrong.yaml")
+        before = sorted(folder.rglob("*"))
+        refused = run("add", tmp_path / "wrong.yaml", "--folder", folder)
+        assert refused.exit_code == 4
+        assert "was not added" in refused.output
+        assert sorted(folder.rglob("*")) == before
+
+    def test_errors_are_messages(self, folder):
+        for arguments in (["show", "zoo:nothing"], ["get", "zoo:resnet18@1MB"]):
+            result = run(*arguments, "--folder", folder)
+            assert result.exit_code == 4
+            assert "Traceback" not in result.output

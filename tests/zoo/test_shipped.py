@@ -1,0 +1,58 @@
+"""The schedules that come along hold what they say, on the code as it is, and train as plain training does."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from small_models import assert_same, step, twin
+from torch.utils import _pytree as pytree
+
+import monetlite
+from monetlite.source import ModelSource
+from monetlite.zoo import Checker, shipped
+from monetlite.zoo.rebuild import build
+
+ENTRIES = shipped().entries()
+GROUPS = {
+    f"{model} on {device}": [entry for entry in ENTRIES if (entry.model, entry.device) == (model, device)]
+    for model, device in sorted({(entry.model, entry.device) for entry in ENTRIES})
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_file_is_sound(group):
+    """It can be read, follows the schema, is legal, keeps its budget, and promises what the estimates say."""
+    shelf, checker = shipped(), Checker()
+    for entry in GROUPS[group]:
+        checked = checker.check(shelf.folder / entry.file, expected_name=entry.file)
+        assert not checked.problems
+
+
+def test_the_index_lists_every_file_as_it_is():
+    shelf = shipped()
+    assert {entry.file for entry in ENTRIES} == set(shelf.files())
+    assert not shelf.stale()
+
+
+def test_more_memory_is_never_slower():
+    for entries in GROUPS.values():
+        ordered = sorted(entries, key=lambda entry: entry.budget_bytes)
+        assert all(more.overhead <= less.overhead for less, more in itertools.pairwise(ordered))
+
+
+SMALLER = {"input_size": (64, 64), "sequence_length": 32}
+
+
+@pytest.mark.parametrize("entry", random.Random(7).sample(ENTRIES, 4), ids=lambda entry: entry.name)
+def test_a_sample_trains_exactly_at_a_smaller_batch(entry):
+    source = shipped().load(entry).source
+    smaller = ModelSource(
+        model=source.model, batch=2, input_size=source.input_size, sequence_length=source.sequence_length
+    )
+    torch.manual_seed(0)
+    built = build(smaller, meta=False)
+    inputs = pytree.tree_map(lambda item: item, built.example_inputs)
+    wrapper = monetlite.MONeTWrapper(twin(built.model), f"zoo:{entry.name}")
+    assert_same(step(wrapper, inputs), step(built.model, inputs), within=1e-6)
+    assert wrapper.schedule.choices.stored
