@@ -13,8 +13,8 @@ def first_difference(schedule: Schedule, graph: OperatorGraph) -> str:
     if not theirs:
         known = graph.by_name
         named = [*schedule.choices.before, *schedule.choices.implementations]
-        missing = next((name for name in named if name not in known), None)
-        return f"It names {missing}, which this model does not have." if missing else ""
+        unknown = next((name for name in named if name not in known), None)
+        return f"It names {unknown}, which this model does not have." if unknown else ""
     begin = _common(theirs, ours)
     end = _common(theirs[begin:][::-1], ours[begin:][::-1])
     missing, extra = len(theirs) - begin - end, len(ours) - begin - end

@@ -7,6 +7,7 @@ import click
 
 from monetlite import __version__
 from monetlite.cli.profile import profile_command
+from monetlite.cli.rescale import rescale_command
 from monetlite.cli.solve import solve_command
 from monetlite.cli.verify import verify_command
 from monetlite.cli.zoo import zoo_command
@@ -18,5 +19,5 @@ def main() -> None:
     """Train PyTorch models within a memory budget."""
 
 
-for _command in (solve_command, profile_command, verify_command, zoo_command):
+for _command in (solve_command, profile_command, verify_command, zoo_command, rescale_command):
     main.add_command(_command)

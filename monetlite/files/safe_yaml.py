@@ -113,6 +113,14 @@ def _line(event: yaml.Event) -> int:
     return event.start_mark.line + 1 if event.start_mark else 0
 
 
+def shown(value: Any) -> str:
+    """A value of a file for an error, shortened."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return "a number of thousands of digits"
+
+
 class Record:
     """A mapping of a file, read field by field with the types they must have; errors say which and where."""
 
@@ -125,34 +133,34 @@ class Record:
     def text(self, name: str) -> str:
         value = self._get(name)
         if not isinstance(value, str):
-            raise self._error(name, f"should be text, not {value!r:.80}")
+            raise self._error(name, f"should be text, not {shown(value)}")
         return value
 
     def integer(self, name: str, least: int = 0) -> int:
         value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST_INTEGER:
             raise self._error(
-                name, f"should be a whole number from {least} to {LARGEST_INTEGER}, not {value!r:.80}"
+                name, f"should be a whole number from {least} to {LARGEST_INTEGER}, not {shown(value)}"
             )
         return value
 
     def number(self, name: str) -> float:
         value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST_INTEGER:
-            raise self._error(name, f"should be a number that is not negative, not {value!r:.80}")
+            raise self._error(name, f"should be a number that is not negative, not {shown(value)}")
         assert math.isfinite(value)
         return float(value)
 
     def signed(self, name: str) -> float:
         value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST_INTEGER:
-            raise self._error(name, f"should be a number, not {value!r:.80}")
+            raise self._error(name, f"should be a number, not {shown(value)}")
         return float(value)
 
     def flag(self, name: str) -> bool:
         value = self._get(name)
         if not isinstance(value, bool):
-            raise self._error(name, f"should be true or false, not {value!r:.80}")
+            raise self._error(name, f"should be true or false, not {shown(value)}")
         return value
 
     def record(self, name: str) -> "Record":
@@ -165,19 +173,19 @@ class Record:
     def items(self, name: str) -> list[Any]:
         value = self._get(name)
         if not isinstance(value, list):
-            raise self._error(name, f"should be a list, not {value!r:.80}")
+            raise self._error(name, f"should be a list, not {shown(value)}")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
         for item in self.items(name):
             if not isinstance(item, str):
-                raise self._error(name, f"should be a list of names; {item!r:.80} is not one")
+                raise self._error(name, f"should be a list of names; {shown(item)} is not one")
         return tuple(self.items(name))
 
     def integers(self, name: str) -> tuple[int, ...]:
         for item in self.items(name):
             if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= LARGEST_INTEGER:
-                raise self._error(name, f"should be a list of whole numbers; {item!r:.80} is not one")
+                raise self._error(name, f"should be a list of whole numbers; {shown(item)} is not one")
         return tuple(self.items(name))
 
     def optional(self, name: str) -> bool:

@@ -9,7 +9,7 @@ from monetlite.costs import ProfileKind
 from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
 from monetlite.files.migrations import VERSION, migrate
-from monetlite.files.safe_yaml import InLine, Record, dump_yaml, load_yaml
+from monetlite.files.safe_yaml import InLine, Record, dump_yaml, load_yaml, shown
 from monetlite.graph import AS_TRACED, CHANNELS_LAST, TensorSpec
 from monetlite.schedule import Schedule, Status
 from monetlite.source import ModelSource, is_shareable
@@ -165,7 +165,7 @@ def _source(record: Record) -> ModelSource:
         )
     size = record.integers("input_size") if record.optional("input_size") else None
     if size is not None and len(size) != 2:
-        raise record.error("input_size", f"should be a height and a width, not {size!r:.80}")
+        raise record.error("input_size", f"should be a height and a width, not {shown(size)}")
     return ModelSource(
         model=model,
         batch=record.integer("batch", least=1),
@@ -214,10 +214,10 @@ def _runs(record: Record, name: str) -> tuple[Run, ...]:
         elif isinstance(item, dict) and len(item) == 1:
             (operator, how), *_ = item.items()
             if not isinstance(operator, str) or not isinstance(how, str):
-                raise record.error(name, f"should list operators; {item!r:.80} is not one")
+                raise record.error(name, f"should list operators; {shown(item)} is not one")
             runs.append((operator, how))
         else:
-            raise record.error(name, f"should list operators; {item!r:.80} is not one")
+            raise record.error(name, f"should list operators; {shown(item)} is not one")
     return tuple(runs)
 
 

@@ -97,3 +97,26 @@ def print_checked(console: Console, checked: Checked) -> None:
     for problem in checked.problems:
         text = problem if problem.startswith(checked.file) else f"{checked.file}: {problem}"
         console.print(f"[red]FAILS[/red]  {escape(text)}", soft_wrap=True)
+
+
+def print_rescaled(console: Console, before: Schedule, after: Schedule, output: str | None) -> None:
+    """A schedule's figures where it was solved, and where it was priced again."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("batch", justify="right")
+    table.add_column("costs")
+    for column in ("peak", "of plain", "step", "overhead"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for label, item in (("solved", before), ("rescaled", after)):
+        table.add_row(
+            label,
+            str(item.source.batch if item.source else ""),
+            escape(cost_source(item.device, item.kind, item.environment)),
+            format_bytes(item.peak_bytes),
+            f"{item.peak_bytes / item.plain_peak_bytes:.0%}",
+            format_ms(item.latency_ms),
+            f"{item.overhead:+.1%}",
+        )
+    console.print(table)
+    if output is not None:
+        console.print(f"\nwritten to {escape(output)}")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.errors import ModelError, ScheduleMismatch
 from monetlite.graph import AS_TRACED, OperatorGraph
-from monetlite.runtime.binding import bind
+from monetlite.runtime.binding import bind, on_this_device
 from monetlite.runtime.delivery import delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.schedule import Schedule
@@ -77,6 +77,8 @@ def monetlite(
     def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         traced = build_graph(joint, graph, (tuple(inputs), {}), autocast=autocast)
         schedule = _schedule(replace(traced.graph, name="compiled"), chosen)
+        if schedule.structure == traced.graph.structure:
+            traced, schedule = on_this_device(traced, schedule)
         return lower(traced, bind(schedule, traced.graph))
 
     with kernels_kept_whole():
@@ -117,10 +119,10 @@ def _schedule(graph: OperatorGraph, options: Options) -> Schedule:
     if key in _solved:
         return _solved[key]
     path = None if options.schedule is None else Path(options.schedule)
-    if path is not None and path.exists():
+    if options.schedule is not None and (options.schedule.startswith("zoo:") or Path(options.schedule).exists()):
         from monetlite.files import load_schedule
 
-        schedule = load_schedule(path)
+        schedule = load_schedule(options.schedule)
         if schedule.layout != AS_TRACED:
             raise ScheduleMismatch(
                 f"{path} is for layout {schedule.layout!r}, which torch.compile's graphs are not rewritten for; "

@@ -1,12 +1,23 @@
 """Tying a schedule to the graph it is applied to."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from monetlite.differences import first_difference
 from monetlite.errors import IllegalSchedule, ScheduleMismatch
-from monetlite.graph import Operator, OperatorGraph
+from monetlite.graph import OperatorGraph
+from monetlite.operators.cudnn import with_named_plans
 from monetlite.runtime.inputs import autocast_problem
+from monetlite.runtime.porting import keeping_for, ported_steps
 from monetlite.schedule import Schedule, Step, check_order, deaths
+from monetlite.tracing.build import Traced
+
+
+def on_this_device(traced: Traced, schedule: Schedule) -> tuple[Traced, Schedule]:
+    """A traced step with what can run where it is, the cuDNN plans that a schedule names included."""
+    here = traced.graph.available(traced.graph.device)
+    graph, choices = with_named_plans(here, schedule.choices)
+    return replace(traced, graph=graph), replace(schedule, choices=choices)
 
 
 def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
@@ -25,7 +36,7 @@ def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
             f"{first_difference(schedule, graph)} Solve a schedule for this model as it is: which parameters are "
             "frozen, which submodules are in evaluation mode, and the device all matter"
         )
-    steps = schedule.steps(graph)
+    steps = ported_steps(schedule, graph)
     try:
         check_legal(graph, steps)
     except IllegalSchedule as error:
@@ -34,38 +45,14 @@ def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
 
 
 def avoiding(graph: OperatorGraph, steps: tuple[Step, ...], operators: Collection[str]) -> tuple[Step, ...]:
-    """The same steps, with the default implementation of some operators in place of a guarded one.
-
-    What the default reads instead is kept from when it was last computed, and not overwritten in between: the
-    peak rises by at most its size.
-    """
-    changed = list(steps)
-    wanted: set[int] = set()
-    for at in reversed(range(len(steps))):
-        index, choice = steps[at]
-        operator = graph.operators[index]
-        if operator.name in operators and operator.implementations[choice].guard is not None:
-            extra = set(operator.implementations[0].reads) - set(operator.implementations[choice].reads)
-            wanted |= extra
-            choice = 0
-        elif wanted.intersection(operator.implementations[choice].overwrites):
-            choice = _sparing(operator, choice, wanted)
-        changed[at] = (index, choice)
-        wanted -= set(operator.writes)
-    return tuple(changed)
-
-
-def _sparing(operator: Operator, choice: int, values: Collection[int]) -> int:
-    """An implementation that reads and writes what another does and overwrites none of some values."""
-    like = operator.implementations[choice]
-    return next(
+    """The same steps, with the default implementation of some operators in place of a guarded one."""
+    guarded = {
         at
-        for at, item in enumerate(operator.implementations)
-        if set(item.reads) == set(like.reads)
-        and item.writes == like.writes
-        and item.guard == like.guard
-        and not set(values).intersection(item.overwrites)
-    )
+        for at, (index, choice) in enumerate(steps)
+        if graph.operators[index].name in operators
+        and graph.operators[index].implementations[choice].guard is not None
+    }
+    return keeping_for(graph, steps, guarded)
 
 
 def check_legal(graph: OperatorGraph, steps: tuple[Step, ...]) -> None:

@@ -6,7 +6,6 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeAlias
 
@@ -16,9 +15,8 @@ from torch import fx, nn
 from monetlite.costs import without_costs
 from monetlite.errors import ModelError, MonetliteError, ScheduleMismatch
 from monetlite.graph import OperatorGraph
-from monetlite.operators.cudnn import with_named_plans
 from monetlite.operators.guards import GuardFailed
-from monetlite.runtime.binding import avoiding, bind
+from monetlite.runtime.binding import avoiding, bind, on_this_device
 from monetlite.runtime.delivery import delivering_backend
 from monetlite.runtime.inputs import Schedules, layout_of
 from monetlite.runtime.lowering import lower
@@ -236,8 +234,7 @@ class MONeTWrapper(nn.Module):
         traced = build_graph(joint, self.model, example, layout=layout, autocast=self.schedule.autocast)
         schedule = self._schedule_for(traced.graph)
         if schedule.structure == traced.graph.structure:
-            graph, choices = with_named_plans(traced.graph, schedule.choices)
-            traced, schedule = replace(traced, graph=graph), replace(schedule, choices=choices)
+            traced, schedule = on_this_device(traced, schedule)
         elif plain := self._plain_if_smaller(traced.graph):
             return lower(traced, plain)
         steps = bind(schedule, traced.graph)

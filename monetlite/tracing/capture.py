@@ -107,12 +107,18 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs))
 
-    backend: Backend = aot_autograd(
+    compiled: Backend = aot_autograd(
         fw_compiler=lambda program, _inputs: forward(program),
         bw_compiler=lambda program, _inputs: backward(program),
         inference_compiler=lambda program, _inputs: forward(program),
         partition_fn=partition_fn,
     )
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # `loss.backward()` is called outside of `with torch.autocast(...)`, so nothing is cast there.
+        with torch._functorch.config.patch(backward_pass_autocast="off"):
+            return compiled(graph, inputs)
+
     return backend
 
 

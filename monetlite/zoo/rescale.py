@@ -1,0 +1,72 @@
+"""A schedule's choices at another batch or on another device: legal there too, with other figures."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from monetlite.differences import first_difference
+from monetlite.errors import ScheduleMismatch
+from monetlite.runtime.porting import ported_steps
+from monetlite.schedule import Schedule, Status, plain_steps, simulate
+from monetlite.solving.bounds import smallest_budget_bound, trivial_bound_ms
+
+if TYPE_CHECKING:
+    from monetlite.choices import Choices
+    from monetlite.costs import Profile
+
+
+def rescale(schedule: Schedule, profile: "Profile", plain: "Profile") -> Schedule:
+    """The same choices with the figures that they have by other costs.
+
+    Args:
+        schedule: of the same model, at any batch and for any device.
+        profile: the model at the new batch, in the schedule's layout; plain: as plain training runs it.
+
+    Returns:
+        A schedule whose budget is its peak, and whose bound is what the operators take at the least: solving
+        anew may find a faster one.
+
+    Raises:
+        ScheduleMismatch: the graph is another one; says where.
+    """
+    graph = profile.graph
+    if graph.structure != schedule.structure:
+        raise ScheduleMismatch(
+            f"the schedule of {schedule.name} is for another graph (structure {schedule.structure}, now "
+            f"{graph.structure}). {first_difference(schedule, graph)} Solve one for these sizes"
+        )
+    profile = profile.within(schedule.tolerance)
+    steps = ported_steps(schedule, profile.graph)
+    timeline = simulate(profile, steps)
+    before = simulate(plain, plain_steps(plain.graph))
+    return replace(
+        schedule,
+        fingerprint=graph.fingerprint,
+        operator_digests=graph.operator_digests,
+        inputs=graph.inputs,
+        choices=_choices(profile, steps),
+        budget_bytes=timeline.peak_bytes,
+        peak_bytes=timeline.peak_bytes,
+        latency_ms=timeline.latency_ms,
+        lower_bound_ms=trivial_bound_ms(profile),
+        status=Status.FEASIBLE,
+        plain_peak_bytes=before.peak_bytes,
+        plain_latency_ms=before.latency_ms,
+        device=profile.device,
+        kind=str(profile.kind),
+        environment=dict(profile.environment),
+        optimizer=profile.optimizer,
+        accumulate=profile.accumulate,
+        solver="rescaled",
+        seconds=0.0,
+        smallest_proven_bytes=smallest_budget_bound(profile),
+        smallest_reached_bytes=timeline.peak_bytes,
+    )
+
+
+def _choices(profile: "Profile", steps: tuple[tuple[int, int], ...]) -> "Choices":
+    from monetlite.choices import Choices
+
+    return Choices.of_steps(profile.graph, steps)
+
+
+__all__ = ["rescale"]

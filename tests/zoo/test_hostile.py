@@ -1,0 +1,159 @@
+"""Two thousand files that were damaged or made to harm, and two hundred writers killed at a random moment."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import yaml
+from files.schedule_files import full_schedule
+
+from monetlite.errors import MonetliteError
+from monetlite.files.schedules import load_schedule, save_schedule, schedule_text
+from monetlite.files.schema import schema_problems
+from monetlite.source import ModelSource
+from monetlite.zoo import Checker, Shelf
+
+FILES = 2000
+SLOWEST_SECONDS = 5.0
+EVIL = [
+    "!!python/object/apply:os.system ['touch {here}/executed']",
+    "!!python/object/new:subprocess.Popen [['touch', '{here}/executed']]",
+    "!!python/module:os",
+    "&a [*a]",
+    "{<<: *x}",
+    "[" * 5000 + "]" * 5000,
+    "{a: " * 3000 + "}" * 3000,
+    "9" * 100_000,
+    "1e99999",
+    "-9223372036854775809",
+    "0x" + "f" * 5000,
+    "1:2:3:4:5:6:7:8:9:0" * 50,
+    ".nan",
+    "2001-01-01 00:00:00",
+    "'" + "x" * 300_000 + "'",
+    '"../../../../{here}/outside"',
+    '"/etc/passwd"',
+    '"{here}/outside.py:build"',
+    '"hf:../../outside"',
+    '"con"',
+    '"a\\0b"',
+    "null",
+    "true",
+    "[]",
+    "{}",
+]
+
+
+@pytest.fixture
+def text():
+    return schedule_text(full_schedule(source=ModelSource(model="resnet18", batch=2, input_size=(32, 32))))
+
+
+def fields(data, path=()):
+    yield path
+    if isinstance(data, dict):
+        for name, value in data.items():
+            yield from fields(value, (*path, name))
+
+
+def with_evil(data, path, placeholder):
+    if not path:
+        return placeholder
+    copied = dict(data)
+    copied[path[0]] = with_evil(copied[path[0]], path[1:], placeholder)
+    return copied
+
+
+def hostile(text, rng, here):
+    """One damaged or evil file, as bytes."""
+    kind = rng.randrange(4)
+    raw = text.encode()
+    if kind == 0:  # cut short
+        return raw[: rng.randrange(len(raw))]
+    if kind == 1:  # bytes changed
+        damaged = bytearray(raw)
+        for _ in range(rng.choice([1, 3, 30])):
+            at = rng.randrange(len(damaged))
+            damaged[at : at + rng.randrange(3)] = bytes(rng.randrange(256) for _ in range(rng.randrange(3)))
+        return bytes(damaged)
+    if kind == 2:  # lines moved, doubled or dropped
+        lines = text.splitlines(keepends=True)
+        for _ in range(rng.choice([1, 2, 10])):
+            at, to = rng.randrange(len(lines)), rng.randrange(len(lines))
+            lines[at : at + 1] = [lines[to]] * rng.randrange(3)
+        return "".join(lines).encode()
+    data = yaml.safe_load(text)
+    path = rng.choice(list(fields(data)))
+    evil = rng.choice(EVIL).replace("{here}", str(here))
+    written = yaml.safe_dump(with_evil(data, path, "EVIL"), sort_keys=False, explicit_end=True)
+    return written.replace("EVIL", evil, 1).encode()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_hostile_files_make_errors_and_nothing_else(text, tmp_path, part):
+    """Each is refused with an error of ours or is another schedule, in bounded time, and leaves nothing behind."""
+    rng = random.Random(part)
+    file, shelf = tmp_path / "in" / "s.yaml", Shelf(tmp_path / "shelf")
+    file.parent.mkdir()
+    shelf.folder.mkdir()
+    messages = []
+    for _ in range(FILES // 4):
+        file.write_bytes(hostile(text, rng, tmp_path))
+        began = time.monotonic()
+        try:
+            schedule = load_schedule(file)
+            list(schema_problems(file))
+            shelf.add(schedule)
+        except MonetliteError as error:
+            messages.append(str(error))
+        assert time.monotonic() - began < SLOWEST_SECONDS
+    assert len(messages) > FILES // 4 * 0.6
+    for message in messages:
+        assert any(part in message for part in (str(file), "is no name for a file", "how to build")), message
+        assert len(message) < 1000
+    inside = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*")}
+    assert inside == {"in", "shelf"}
+    assert {len(path.relative_to(shelf.folder).parts) for path in shelf.folder.rglob("*.yaml")} <= {1, 2}
+
+
+def test_a_file_larger_than_memory_should_be_is_not_read(tmp_path):
+    file = tmp_path / "huge.yaml"
+    with file.open("wb") as sparse:
+        sparse.truncate(2**40)
+    began = time.monotonic()
+    with pytest.raises(MonetliteError, match="is larger than"):
+        load_schedule(file)
+    assert time.monotonic() - began < SLOWEST_SECONDS
+
+
+def test_checking_runs_no_code_of_a_file(text, tmp_path, monkeypatch):
+    """A model's name that is a file beside it, in the folder that the person is in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text("open('executed', 'w')\ndef build(): ...\n")
+    for model in ("evil.py:build", "evil:build", "hf:evil.py", "evil.py", "timm:../evil", "hf:."):
+        (tmp_path / "s.yaml").write_text(text.replace("model: resnet18", f"model: {model!r}"))
+        assert not Checker().check(tmp_path / "s.yaml").passed
+    assert not (tmp_path / "executed").exists()
+
+
+def test_killed_while_writing_leaves_the_old_file_or_the_new(tmp_path):
+    """A writer that goes back and forth between two schedules, killed at 200 random moments."""
+    file, rng = tmp_path / "s.yaml", random.Random(0)
+    versions = (full_schedule(), full_schedule(name="another", budget_bytes=7 * 10**9))
+    save_schedule(versions[0], file)
+    seen = set()
+    for number in range(200):
+        child = os.fork()
+        if child == 0:
+            while True:
+                for version in versions:
+                    save_schedule(version, file)
+        time.sleep(rng.uniform(0, 0.01))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = load_schedule(file)
+        assert found in versions, number
+        seen.add(found.name)
+    assert len(seen) == 2
