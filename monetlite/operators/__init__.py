@@ -19,14 +19,15 @@ from monetlite.operators.registry import alternatives, find_function, returns_tu
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-from monetlite.operators import batch_norm, convolution, cross_entropy, elementwise, random  # noqa: E402 (after all of them are there)
+from monetlite.operators import batch_norm, convolution, cross_entropy, dropout, elementwise, random  # noqa: E402 (after all of them are there)
 from monetlite.operators.random import is_random  # noqa: E402
 
 
 def merge(graph: fx.Graph) -> None:
-    """Replace, in a captured graph, kernels that are better run as one, or not at all."""
+    """Replace, in a captured graph, kernels that are better run as one, otherwise or not at all."""
     elementwise.remove_copies(graph)
     cross_entropy.merge_backward(graph)
+    dropout.round_as_plain_training(graph)
 
 
 def split(call: Call) -> Iterator[tuple[str, Call]]:

@@ -1,32 +1,95 @@
-"""Dropout: in place, and its gradient from one bit an element or from the generator's state.
+"""Dropout: rounded as in plain training, in place; its gradient from one bit an element or a generator's state.
 
 `native_dropout` keeps a byte for each element to say which it kept. One bit says as much; and so does the state
 that the generator was in, from which the same mask can be drawn again, without the input.
+
+On a CPU, plain training multiplies by 1 / (1 − p) rounded as a division of tensors rounds it, in the tensor's own
+type; `native_dropout`, which captured graphs have in its place, by the nearest number to it. For a quarter of all
+probabilities, and most in 16 bits, these differ.
 """
 
+import struct
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.captured.calls import spec_of
-from monetlite.graph import Implementation, TensorRef
+from monetlite.graph import Call, Implementation, TensorRef
 from monetlite.operators.kernel import Kernel, is_dense, same_layout
 from monetlite.operators.packing import in_order, over_in_order, pack, packed_bytes, unpacked, workspace_bytes
 from monetlite.operators.random import REPLAY
-from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for, name_of
+from monetlite.operators.registry import (
+    PREFIX,
+    Intermediate,
+    alternatives_for,
+    function,
+    intermediates_for,
+    name_of,
+)
 
+_NATIVE = torch.ops.aten.native_dropout.default
 _FORWARD = "aten.native_dropout.default"
 _BACKWARD = "aten.native_dropout_backward.default"
 _ROUNDED_ONCE = frozenset({"float32", "float64"})
 """Types in which scaling after masking rounds as one operator would."""
 
 
-@alternatives_for(_FORWARD)
+def round_as_plain_training(graph: fx.Graph) -> None:
+    """In a graph captured on a CPU, put a dropout that rounds as eager mode's where `native_dropout` does not."""
+    for node in list(graph.nodes):
+        if node.target is not _NATIVE or node.kwargs:
+            continue
+        source, probability, training = node.args
+        kept = next((user for user in node.users if user.args[1] == 1), None)
+        if not _draws(probability, training) or node.meta["val"][0].device.type != "cpu":
+            continue
+        scale = _scale(node.meta["val"][0].dtype, probability)
+        if scale == _native_scale(node.meta["val"][0].dtype, probability):
+            continue
+        node.target, node.args = dropout, (source, probability)
+        for user in () if kept is None else list(kept.users):
+            if str(user.target) == _BACKWARD:
+                user.args = (*user.args[:2], scale)
+
+
+def _draws(probability: object, training: object) -> bool:
+    return training is True and isinstance(probability, float) and 0 < probability < 1
+
+
+def _scale(dtype: torch.dtype, probability: float) -> float:
+    """What plain training multiplies by on a CPU."""
+    with _disable_current_modes():
+        return float(torch.ones((), dtype=dtype).div_(1 - probability).item())
+
+
+def _native_scale(dtype: torch.dtype, probability: float) -> float:
+    """What `native_dropout` multiplies by on a CPU: a scalar takes part in float32, if not in float64."""
+    exact = 1 / (1 - probability)
+    return exact if dtype is torch.float64 else struct.unpack("f", struct.pack("f", exact))[0]
+
+
+def _as_native(call: Call) -> Call:
+    return replace(call, target=_FORWARD, args=(*call.args, True))
+
+
+@function("dropout", like=_as_native, random=True)
+def dropout(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout as plain training rounds it: (the result, what was kept as a bool tensor)."""
+    if source.device.type != "cpu":
+        made: tuple[torch.Tensor, torch.Tensor] = _NATIVE(source, probability, True)
+        return made
+    kept = torch.empty_like(source, dtype=torch.bool).bernoulli_(1 - probability)
+    return source.mul(kept).mul_(_scale(source.dtype, probability)), kept
+
+
+@alternatives_for(_FORWARD, PREFIX + "dropout")
 def in_place(kernel: Kernel) -> Iterator[Implementation]:
     """The result over the input."""
-    source, probability, training = kernel.call.args
-    if training is not True or not isinstance(probability, float) or not 0 < probability < 1:
+    source, probability, *rest = kernel.call.args
+    if not _draws(probability, rest[0] if rest else True):
         return
     overwrites = kernel.over(source)
     if overwrites and isinstance(source, TensorRef) and source.spec.dtype in _ROUNDED_ONCE:
@@ -39,14 +102,14 @@ def in_place(kernel: Kernel) -> Iterator[Implementation]:
         )
 
 
-@function("dropout_")
+@function("dropout_", random=True)
 def dropout_(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dropout over its input, drawing what `native_dropout` draws on a CPU.
+    """Dropout over its input, drawing what plain training draws on a CPU.
 
     Returns (the result, what was kept as a bool tensor).
     """
     kept = torch.empty_like(source, dtype=torch.bool).bernoulli_(1 - probability)
-    return source.mul_(kept).mul_(1 / (1 - probability)), kept
+    return source.mul_(kept).mul_(_scale(source.dtype, probability)), kept
 
 
 @alternatives_for(_BACKWARD)
@@ -103,12 +166,14 @@ def backward_from_state(kernel: Kernel) -> Iterator[Implementation]:
     if not isinstance(gradient, TensorRef) or not isinstance(kept, TensorRef) or kept.value is None:
         return
     forward, drawn = kernel.writer_call(kept.value), kernel.writer_again(kept.value)
-    if forward is None or forward.target != _FORWARD or drawn is None or drawn.target != REPLAY:
+    if forward is None or drawn is None or drawn.target != REPLAY:
+        return
+    if forward.target not in (_FORWARD, name_of(dropout)):
         return
     state, device, *_ = drawn.args
-    source, probability, training = forward.args
+    source, probability, *rest = forward.args
     assert isinstance(source, TensorRef)
-    if training is not True:
+    if not _draws(probability, rest[0] if rest else True):
         return
     if gradient.spec.dtype in _ROUNDED_ONCE and same_layout(source.spec, gradient.spec):
         yield kernel.implement(
@@ -119,14 +184,12 @@ def backward_from_state(kernel: Kernel) -> Iterator[Implementation]:
         )
 
 
-@function("dropout_in_order")
+@function("dropout_in_order", random=True)
 def dropout_in_order(
     source: torch.Tensor, strides: list[int], probability: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`native_dropout` with the numbers that it draws for a tensor with these strides."""
-    ordered = in_order(source, strides).as_strided(source.shape, strides)
-    made: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten.native_dropout.default(ordered, probability, True)
-    return made
+    """Dropout with the numbers that are drawn for a tensor with these strides."""
+    return dropout(in_order(source, strides).as_strided(source.shape, strides), probability)
 
 
 @function("dropout_mask", workspace_bytes=workspace_bytes)

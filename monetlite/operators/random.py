@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from monetlite.captured.calls import fake_mode
 from monetlite.graph import Call, TensorRef
-from monetlite.operators.registry import PREFIX, function
+from monetlite.operators.registry import PREFIX, find_function, function, target_of
 
 STATE = PREFIX + "rng_state"
 REPLAY = PREFIX + "replay"
@@ -23,6 +23,9 @@ REPLAY = PREFIX + "replay"
 def is_random(node: fx.Node) -> bool:
     """Whether a kernel draws from the random number generator, so that running it again differs."""
     target = node.target
+    registered = find_function(target_of(node))
+    if registered is not None:
+        return registered.random
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     arguments = {argument.name: argument for argument in target._schema.arguments}

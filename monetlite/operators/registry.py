@@ -37,6 +37,7 @@ class Function:
         like: a call that costs as much, where there is one; the attributes above are then ignored.
         measured_like: whether to measure that call instead, for a function that takes what can't be made up.
         integers: integer operands are below this when it is measured.
+        random: whether it draws random numbers.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Function:
     like: Callable[[Call], Call] | None = None
     measured_like: bool = False
     integers: Callable[[Call], int] | None = None
+    random: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

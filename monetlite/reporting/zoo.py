@@ -20,7 +20,7 @@ def print_entries(console: Console, entries: Sequence[Entry]) -> None:
     table.add_column("model", no_wrap=True)
     table.add_column("batch", no_wrap=True)
     table.add_column("device", no_wrap=True)
-    for column in ("budget", "peak", "of plain", "overhead", "gap"):
+    for column in ("peak", "of plain", "overhead", "gap"):
         table.add_column(column, justify="right", no_wrap=True)
     before = None
     for entry in entries:
@@ -29,7 +29,6 @@ def print_entries(console: Console, entries: Sequence[Entry]) -> None:
         before = group
         table.add_row(
             *shown,
-            format_bytes(entry.budget_bytes),
             format_bytes(entry.peak_bytes),
             f"{entry.peak_bytes / entry.plain_peak_bytes:.0%}",
             f"{entry.overhead:+.1%}",

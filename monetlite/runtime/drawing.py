@@ -14,7 +14,7 @@ from torch import fx
 from monetlite.errors import ModelError
 from monetlite.operators import is_random, resolve
 from monetlite.operators.random import replay, rng_state, state_bytes
-from monetlite.operators.registry import PREFIX, name_of
+from monetlite.operators.registry import PREFIX, name_of, returns_tuple
 
 
 def with_draws(program: fx.GraphModule) -> fx.GraphModule:
@@ -66,7 +66,7 @@ def _draw(graph: fx.Graph, node: fx.Node, noted: fx.Node, last: fx.Node | None) 
         state = graph.call_function(operator.getitem, (drawn, 0))
     noted.replace_all_uses_with(state)
     graph.erase_node(noted)
-    if _returns(node.target) == 1:
+    if not _returns_several(node.target):
         with graph.inserting_before(node):
             node.replace_all_uses_with(graph.call_function(operator.getitem, (drawn, 1)))
     else:
@@ -77,8 +77,8 @@ def _draw(graph: fx.Graph, node: fx.Node, noted: fx.Node, last: fx.Node | None) 
     return state
 
 
-def _returns(target: Any) -> int:
-    return len(target._schema.returns)
+def _returns_several(target: Any) -> bool:
+    return len(target._schema.returns) > 1 if isinstance(target, torch._ops.OpOverload) else returns_tuple(target)
 
 
 @cache
@@ -99,7 +99,7 @@ def _operators(target: Any) -> tuple[Any, Any]:
         text = torch.library.infer_schema(target, mutates_args=())
     arguments, returns = text.split("(", 1)[1].rsplit(") -> ", 1)
     results = returns.removeprefix("(").removesuffix(")")
-    several = results != returns
+    several = _returns_several(target)
 
     def draw(_: torch.Tensor | None, device: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         state = rng_state(device)

@@ -7,15 +7,12 @@ graphs must run what plain training runs, so these decompositions are put aside 
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
 
-_DROPOUT = torch.ops.aten.dropout.default
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _WHOLE = (
     *(f"upsample_nearest{dimensions}d" for dimensions in (1, 2, 3)),
@@ -44,35 +41,11 @@ def kernels_kept_whole() -> Iterator[None]:
                 if kernel is not None:
                     put_aside.append((operator, key, kernel))
             operator._dispatch_cache.clear()
-        for key in _KEYS:
-            kernel = _DROPOUT.py_kernels.get(key)
-            if kernel is not None:
-                put_aside.append((_DROPOUT, key, kernel))
-                _DROPOUT.py_kernels[key] = partial(_dropout, kernel)
-        _DROPOUT._dispatch_cache.clear()
         yield
     finally:
         for operator, key, kernel in put_aside:
             operator.py_kernels[key] = kernel
             operator._dispatch_cache.clear()
-
-
-def _dropout(
-    decomposition: Callable[..., torch.Tensor], source: torch.Tensor, p: float, train: bool
-) -> torch.Tensor:
-    """Dropout as a CPU rounds it: in 16 bits it multiplies by 1 / (1 − p) in 16 bits, `native_dropout` in 32."""
-    if (
-        source.device.type != "cpu"
-        or source.dtype not in (torch.bfloat16, torch.float16)
-        or not (train and 0 < p < 1)
-    ):
-        return decomposition(source, p, train)
-    with _disable_current_modes():
-        scale = torch.ones((), dtype=source.dtype, device="cpu").div_(1 - p).item()
-    if scale == 1 / (1 - p):
-        return decomposition(source, p, train)
-    kept = torch.empty_like(source, dtype=torch.bool).bernoulli_(1 - p)
-    return source.mul(kept).mul(scale)
 
 
 def _overloads() -> Iterator[OpOverload]:
