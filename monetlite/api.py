@@ -132,7 +132,7 @@ def solve(
     )
     if solution.steps is None:
         raise _nothing_fits(profile, budget_bytes, solution.status, solution.smallest_proven_bytes, solution)
-    return _schedule(profile, plain, budget_bytes, solution, solution.steps, tolerance)
+    return as_schedule(profile, plain, budget_bytes, solution, solution.steps, tolerance)
 
 
 def sweep(
@@ -178,7 +178,7 @@ def sweep(
         schedules[budget] = (
             None
             if solution.steps is None
-            else _schedule(profile, plain, budget_bytes, solution, solution.steps, tolerance)
+            else as_schedule(profile, plain, budget_bytes, solution, solution.steps, tolerance)
         )
     return schedules
 
@@ -196,7 +196,7 @@ def _steps_of(graph: OperatorGraph, schedule: Schedule) -> tuple[Step, ...]:
     return schedule.choices.steps(graph)
 
 
-def _schedule(
+def as_schedule(
     profile: Profile,
     plain: Timeline,
     budget_bytes: int,

@@ -336,8 +336,6 @@ def test_names_a_graph_does_not_have():
         (Choices(before={"b1": (("f7", "default"),)}), "runs operator 'f7', which this graph does not have"),
         (Choices(before={"b7": (("f0", "default"),)}), "names operator 'b7', which this graph does not have"),
         (Choices(implementations={"f9": "default"}), "names operator 'f9'"),
-        (Choices(implementations={"f1": "cudnn_17"}), "f1 as 'cudnn_17'; this graph offers default, inplace"),
-        (Choices(before={"b1": (("f0", "fast"),)}), "f0 as 'fast'; this graph offers default"),
         (
             Choices(implementations={"f1": "inplace"}),
             "not legal on this model: .*overwrites v0, which is read later",
@@ -351,6 +349,23 @@ def test_names_a_graph_does_not_have():
         with pytest.raises(ScheduleMismatch, match=says):
             bind(with_choices(schedule, choices), graph)
     assert bind(schedule, graph) == plain_steps(graph)
+
+
+def test_implementations_a_graph_does_not_have():
+    """Exactly these steps are not to be had; a model runs the default ones, and says so."""
+    profile = chain()
+    graph = profile.graph
+    schedule = schedule_of(profile, plain_steps(graph))
+    for choices, says in (
+        (Choices(implementations={"f1": "cudnn_17"}), "f1 as 'cudnn_17'; this graph offers default, inplace"),
+        (Choices(before={"b1": (("f0", "fast"),)}), "f0 as 'fast'; this graph offers default"),
+    ):
+        changed = with_choices(schedule, choices)
+        with pytest.raises(ScheduleMismatch, match=says):
+            changed.steps(graph)
+        with pytest.warns(UserWarning, match="they run by default instead"):
+            steps = bind(changed, graph)
+        assert all(choice == 0 for _, choice in steps)
 
 
 def with_choices(schedule, choices):

@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 usage (a bad option, budget, model or device), 3 infeasibl
 import click
 
 from monetlite import __version__
+from monetlite.cli.max_batch import max_batch_command
 from monetlite.cli.profile import profile_command
 from monetlite.cli.rescale import rescale_command
 from monetlite.cli.solve import solve_command
@@ -19,5 +20,5 @@ def main() -> None:
     """Train PyTorch models within a memory budget."""
 
 
-for _command in (solve_command, profile_command, verify_command, zoo_command, rescale_command):
+for _command in (solve_command, profile_command, verify_command, zoo_command, rescale_command, max_batch_command):
     main.add_command(_command)

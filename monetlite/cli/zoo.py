@@ -162,6 +162,33 @@ def add_command(file: Path, folder: Path | None, as_json: bool, debug: bool) -> 
     guard(run, debug)
 
 
+@zoo_command.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--with", "ours", help="A schedule to put beside it: a file, or a name such as zoo:resnet50@6GB.")
+@_folder
+@common_options
+def import_command(file: Path, ours: str | None, folder: Path | None, as_json: bool, debug: bool) -> None:
+    """Read one of MONeT's published solutions (a pickle, of which nothing is run) to compare with ours."""
+
+    def run() -> None:
+        from dataclasses import asdict
+
+        from monetlite.reporting.solve import schedule_facts
+        from monetlite.reporting.zoo import print_monet
+        from monetlite.zoo.monet import read_monet
+
+        console, _ = open_console(as_json)
+        theirs = read_monet(file)
+        name, schedule = (None, None) if ours is None else _find(ours, folder)
+        if as_json:
+            beside = None if schedule is None else {**schedule_facts(schedule), "file": name}
+            click.echo(json.dumps({"monet": asdict(theirs), "ours": beside}))
+        else:
+            print_monet(console, theirs, schedule)
+
+    guard(run, debug)
+
+
 def _shelf(folder: Path | None) -> "Shelf":
     from monetlite.zoo import Shelf, shipped
 

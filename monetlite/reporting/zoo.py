@@ -12,6 +12,7 @@ from monetlite.schedule import Schedule
 from monetlite.units import format_bytes, format_ms
 from monetlite.zoo.check import Checked
 from monetlite.zoo.entries import Entry
+from monetlite.zoo.monet import MonetSolution
 
 
 def print_entries(console: Console, entries: Sequence[Entry]) -> None:
@@ -119,3 +120,50 @@ def print_rescaled(console: Console, before: Schedule, after: Schedule, output: 
     console.print(table)
     if output is not None:
         console.print(f"\nwritten to {escape(output)}")
+
+
+def print_monet(console: Console, theirs: MonetSolution, ours: Schedule | None) -> None:
+    """MONeT's schedule, by kind of operator, beside one of ours."""
+    console.print(f"MONeT: {theirs.model}, batch {theirs.batch}, {theirs.mode}", style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("operators")
+    for column in ("in all", "stored", "run again"):
+        table.add_column(column, justify="right")
+    kinds: dict[str, list[int]] = {}
+    for index, name in enumerate(theirs.operators):
+        kinds.setdefault(name.rpartition("::")[2].strip("_"), []).append(index)
+    stored = set(theirs.stored)
+    for kind, members in kinds.items():
+        again = sum(theirs.runs_again[index] for index in members)
+        table.add_row(escape(kind), str(len(members)), str(sum(index in stored for index in members)), str(again))
+    console.print(table)
+    beside = Table(box=None, pad_edge=False, header_style="bold")
+    beside.add_column("")
+    beside.add_column("costs")
+    for column in ("stored", "runs again", "step", "solved in"):
+        beside.add_column(column, justify="right", no_wrap=True)
+    beside.add_row(
+        "MONeT",
+        "measured on a P100",
+        str(len(stored)),
+        str(sum(theirs.runs_again)),
+        format_ms(theirs.latency_ms),
+        f"{theirs.solve_seconds:.0f} s",
+    )
+    if ours is not None:
+        beside.add_row(
+            "monetlite",
+            escape(cost_source(ours.device, ours.kind, ours.environment)),
+            str(len(ours.choices.stored)),
+            str(sum(map(len, ours.choices.before.values()))),
+            format_ms(ours.latency_ms),
+            f"{ours.seconds:.0f} s",
+        )
+    console.print()
+    console.print(beside)
+    if ours is not None:
+        console.print(
+            "\nStep times compare only where the costs are of one device; kinds of operators differ: batch norm's "
+            "statistics and the like are values of their own here.",
+            style="dim",
+        )

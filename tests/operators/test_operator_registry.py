@@ -24,6 +24,7 @@ LAYERS = (
 )
 ELSEWHERE = {
     "monetlite.require": "called when a step begins",
+    "monetlite.dropout": "what is traced, for probabilities that native_dropout rounds in another way",
     **{
         registry.name_of(item): "needs cuDNN"
         for item in registry._names

@@ -1,0 +1,128 @@
+"""The largest batch within a budget: brute force agrees, and what is shown trains."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn, randn
+
+import monetlite
+from monetlite.batches import Fit, _bisect, largest_batch
+from monetlite.cli import main
+from monetlite.errors import InfeasibleBudget, ModelError
+from monetlite.schedule import plain_steps, simulate
+from monetlite.solving.smallest import smallest_budget
+
+
+@given(
+    limit=st.integers(0, 3000),
+    step=st.sampled_from([1, 2, 8]),
+    start=st.integers(1, 400),
+    guess=st.sampled_from([None, "right", "low", "high", "wild"]),
+)
+def test_the_limit_is_found_whatever_is_guessed(limit, step, start, guess):
+    asked = []
+
+    def fits(batch):
+        asked.append(batch)
+        return batch <= limit
+
+    def guessed(low, high):
+        return {None: None, "right": limit, "low": 0, "high": 10**6, "wild": (low * 7919) % 5000}[guess]
+
+    found = _bisect(start * step, step, fits, guessed)
+    if guess in (None, "right"):
+        assert found == limit // step * step
+    assert found <= limit
+    assert found % step == 0
+    assert all(batch % step == 0 and batch > 0 for batch in asked)
+
+
+def network():
+    layers = [module for _ in range(4) for module in (nn.Linear(256, 256), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+def price(batch):
+    return monetlite.profile(monetlite.trace(network(), randn(batch, 256)), "rtx-3090")
+
+
+def needs(batch):
+    """(plain training's peak, the smallest peak of any schedule), the latter exactly: the graph is small."""
+    profile = price(batch).within(0.0)
+    exact = smallest_budget(profile, seconds=30)
+    assert exact.complete
+    return simulate(profile, plain_steps(profile.graph)).peak_bytes, exact.reached_bytes
+
+
+@pytest.mark.parametrize("first", [1, 700])
+def test_brute_force_agrees(first):
+    budget_bytes = 8_000_000
+    found = largest_batch(price, budget_bytes, first=first, time_limit=10)
+    assert needs(found.largest)[1] <= budget_bytes < needs(found.largest + 1)[1]
+    assert needs(found.plain_largest)[0] <= budget_bytes < needs(found.plain_largest + 1)[0]
+    assert found.plain_largest < found.largest
+    assert found.proven_impossible is None or found.proven_impossible > found.largest
+    assert [point.batch for point in found.points] == sorted({point.batch for point in found.points})
+    assert {found.plain_largest, found.largest} <= {point.batch for point in found.points}
+    for point in found.points:
+        assert point.peak_bytes <= budget_bytes
+        assert (point.schedule is None) == (point.batch <= found.plain_largest)
+        if point.schedule is not None:
+            timeline = simulate(price(point.batch), point.schedule, budget_bytes)
+            assert timeline.latency_ms == pytest.approx(point.latency_ms)
+        assert point.samples_per_s == pytest.approx(1000 * point.batch / point.latency_ms)
+
+
+def test_multiples_only():
+    found = largest_batch(price, 8_000_000, first=8, step=8, time_limit=5)
+    assert all(point.batch % 8 == 0 for point in found.points)
+    assert needs(found.largest + 8)[1] > 8_000_000
+
+
+def test_a_budget_for_nothing_and_one_for_everything():
+    with pytest.raises(InfeasibleBudget, match="a batch of 1 needs"):
+        largest_batch(price, 1_500_000, first=4, time_limit=2)
+    with pytest.raises(ModelError, match="not what limits this model"):
+        largest_batch(lambda _: price(2), 2**40, first=4, time_limit=2)
+
+
+def test_names_of_fits_are_for_people():
+    assert [str(fit) for fit in Fit] == ["plain", "scheduled", "not found", "impossible"]
+
+
+class TestCommand:
+    ARGUMENTS = (
+        "max-batch",
+        "--model",
+        "resnet18",
+        "--input-size",
+        "64",
+        "--device",
+        "rtx-3090",
+        "--time-limit",
+        "6",
+    )
+
+    def test_a_table_and_json(self):
+        result = CliRunner().invoke(main, [*self.ARGUMENTS, "--budget", "400MB", "--multiple-of", "16"])
+        assert result.exit_code == 0, result.output
+        assert "resnet18 within 400 MB: batch" in result.output
+        assert "estimated for rtx-3090" in result.output
+        assert "monetlite solve --model resnet18 --batch" in result.output
+        assert max(map(len, result.output.splitlines()[:8])) <= 80
+
+    def test_a_budget_that_nothing_fits(self):
+        result = CliRunner().invoke(main, [*self.ARGUMENTS, "--budget", "50MB", "--json"])
+        assert result.exit_code == 3
+        assert "a batch of 1 needs" in result.output
+
+    def test_json(self):
+        result = CliRunner().invoke(
+            main, [*self.ARGUMENTS, "--budget", "300MB", "--multiple-of", "32", "--json", "--batch", "64"]
+        )
+        facts = json.loads(result.output)
+        assert facts["largest"] >= facts["plain_largest"]
+        assert all(point["peak_bytes"] <= 300e6 for point in facts["points"])

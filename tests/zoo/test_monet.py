@@ -1,0 +1,198 @@
+"""MONeT's pickles: read as data, compared, and whatever else a pickle can do is refused."""
+
+import json
+import os
+import pickle
+import pickletools
+import random
+import sys
+import types
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from monetlite.cli import main
+from monetlite.errors import ScheduleFileError
+from monetlite.zoo.monet import read_monet
+
+FORWARD = ("aten::_convolution", "aten::batch_norm", "aten::relu_", "int::ReLUInt", "aten::addmm")
+
+
+@pytest.fixture
+def classes(monkeypatch):
+    """Classes where MONeT has them, for as long as it takes to write a file."""
+    found = {}
+    for module, names in {
+        "monet": (),
+        "monet.solver_info": ("SolverInfo", "FwdNode", "BwdNode", "IntNode"),
+        "monet.cvxpy_solver": ("Solution",),
+        "monet.graph": ("ComputeNode",),
+    }.items():
+        made = types.ModuleType(module)
+        for name in names:
+            found[name] = type(name, (), {"__module__": module})
+            setattr(made, name, found[name])
+        monkeypatch.setitem(sys.modules, module, made)
+    return found
+
+
+def solution(classes, protocol=4, **changes):
+    """A solution as MONeT's solver writes it, for five forward operators and four backward ones."""
+
+    def make(name, **attributes):
+        made = classes[name]()
+        vars(made).update(attributes)
+        return made
+
+    loss, backward = len(FORWARD), 4
+    nodes = {}
+    for index, op in enumerate(FORWARD):
+        kind = "IntNode" if op.startswith("int::") else "FwdNode"
+        gnode = make("ComputeNode", op=op, shape=[-1, 4])
+        nodes[index] = make(
+            kind, op=op, gnode=gnode, local_tensors={0, 1}, workspace_compute=[0.5], mem=np.int64(9)
+        )
+    nodes[loss] = make("FwdNode", op="loss::loss")
+    for index in range(loss + 1, loss + 1 + backward):
+        nodes[index] = make("BwdNode", op="aten::relu__ip_grad", fwd_id=0)
+    stages = len(nodes) - loss
+    r = np.zeros((stages, loss + 1))
+    r[0] = 1
+    r[2, 1] = r[3, 1] = r[3, 2] = 1
+    s = np.zeros((stages + 1, loss + 1))
+    s[1, [0, 4]] = 1
+    info = {
+        "nodes": nodes,
+        "loss": loss,
+        "bs": 184,
+        "model_name": "resnet50",
+        "mode": "inplace_conv_multiway_newnode",
+        "deps": defaultdict(list, {1: [2]}),
+    }
+    facts = {
+        "r": r,
+        "s": np.asfortranarray(s),
+        "m": r,
+        "solve_time": 86400.5,
+        "runtime_expected": np.float64(96105.0),
+    }
+    info.update({name: value for name, value in changes.items() if name in info})
+    facts.update({name: value for name, value in changes.items() if name in facts})
+    return pickle.dumps([make("SolverInfo", **info), make("Solution", **facts)], protocol=protocol)
+
+
+def read(raw, tmp_path):
+    (tmp_path / "s.pkl").write_bytes(raw)
+    return read_monet(tmp_path / "s.pkl")
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4])
+def test_a_solution_is_read_as_data(classes, tmp_path, protocol, monkeypatch):
+    raw = solution(classes, protocol)
+    for name in [name for name in sys.modules if name.startswith("monet.")]:
+        monkeypatch.delitem(sys.modules, name)
+    found = read(raw, tmp_path)
+    assert (found.model, found.batch, found.operators) == ("resnet50", 184, FORWARD)
+    assert found.stored == (0, 4)
+    assert found.runs_again == (0, 2, 1, 0, 0)
+    assert found.latency_ms == pytest.approx(961.05)
+    assert found.solve_seconds == 86400.5
+
+
+class Evil:
+    def __init__(self, run, *args):
+        self.run, self.args = run, args
+
+    def __reduce__(self):
+        return self.run, self.args
+
+
+@pytest.mark.parametrize("run", [os.system, eval, exec, print, os.remove, __import__, getattr, open, bytearray])
+def test_nothing_in_a_file_is_run(classes, tmp_path, run, capfd):
+    target = tmp_path / "executed"
+    for raw in (pickle.dumps(Evil(run, f"touch {target}")), solution(classes, r=Evil(run, f"touch {target}"))):
+        with pytest.raises(ScheduleFileError, match=r"names .*nothing was run"):
+            read(raw, tmp_path)
+    assert not target.exists()
+    assert capfd.readouterr().out == ""
+
+
+HOSTILE = {
+    "not a pickle": b"hello",
+    "empty": b"",
+    "another object": pickle.dumps([1, 2]),
+    "a huge bytearray": b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b".",
+    "a huge memo index": b"\x80\x04Nr\xff\xff\xff\xff.",
+    "a huge string": b"\x80\x04\x8e" + (2**50).to_bytes(8, "little") + b"abc.",
+    "a persistent object": b"Pabc\n.",
+    "an extension": b"\x82\x01.",
+    "attributes of a stand-in": b"\x80\x04cbuiltins\nset\n}(X\x08\x00\x00\x00__code__Nu\x86b.",
+    "nested without end": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "a name with dots": b"\x80\x04\x8c\x05monet\x8c\x0eos.system.evil\x93.",
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_file_is_refused(tmp_path, what):
+    with pytest.raises(ScheduleFileError, match=r"s\.pkl"):
+        read(HOSTILE[what], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": 0}, "as its loss"),
+        ({"loss": 10**9}, "as its loss"),
+        ({"nodes": []}, "as its loss"),
+        ({"r": np.zeros((3, 3))}, "have the shapes"),
+        ({"r": "text"}, "where an array"),
+        ({"r": np.array([object()])}, "no type of numbers"),
+        ({"bs": "many"}, "bs is 'many'"),
+        ({"runtime_expected": float("nan")}, "runtime_expected is nan"),
+        ({"solve_time": None}, "solve_time is None"),
+    ],
+)
+def test_what_is_no_solution_says_why(classes, tmp_path, changes, message):
+    with pytest.raises(ScheduleFileError, match=message):
+        read(solution(classes, **changes), tmp_path)
+
+
+def test_damage_makes_errors_of_ours(classes, tmp_path):
+    """Cut short, or with bytes changed: an error, or a solution with other figures."""
+    rng, raw, refused = random.Random(0), solution(classes), 0
+    for _ in range(300):
+        damaged = bytearray(raw)
+        for _ in range(rng.choice([1, 2, 10])):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del damaged[rng.randrange(len(damaged)) :]
+        try:
+            read(bytes(damaged), tmp_path)
+        except ScheduleFileError:
+            refused += 1
+    assert refused > 150
+
+
+def test_side_by_side(classes, tmp_path):
+    (tmp_path / "monet.pkl").write_bytes(solution(classes))
+    arguments = ["zoo", "import", str(tmp_path / "monet.pkl")]
+    shown = CliRunner().invoke(main, [*arguments, "--with", "zoo:p100/resnet50@6GB"])
+    assert shown.exit_code == 0, shown.output
+    assert "961 ms" in shown.output
+    assert "resnet50" in shown.output
+    assert "batch_norm" in shown.output
+    assert max(map(len, shown.output.splitlines())) <= 80
+    facts = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).output)
+    assert facts["monet"]["stored"] == [0, 4]
+    assert facts["monet"]["latency_ms"] == pytest.approx(961.05)
+    failed = CliRunner().invoke(main, ["zoo", "import", str(tmp_path / "missing.pkl")])
+    assert failed.exit_code == 4
+
+
+def test_what_is_allowed_covers_what_pickles_of_arrays_name():
+    """numpy's own spelling of its names, in this version."""
+    array = pickle.dumps(np.zeros(3), protocol=2)
+    names = {argument for opcode, argument, _ in pickletools.genops(array) if opcode.name == "GLOBAL"}
+    assert names <= {"numpy._core.multiarray _reconstruct", "numpy ndarray", "numpy dtype", "_codecs encode"}
