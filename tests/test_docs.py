@@ -10,6 +10,8 @@ from step_lists import free_profile, schedule_of
 from torch import nn
 
 import monetlite
+from monetlite.cli import main
+from monetlite.files.schema import schema
 from monetlite.schedule import plain_steps
 
 ROOT = Path(__file__).parent.parent
@@ -53,3 +55,22 @@ def test_a_slope_that_turns_the_sign_is_left_alone():
     graph = monetlite.trace(nn.Sequential(nn.Linear(6, 4), nn.LeakyReLU(-0.5), nn.Linear(4, 2)), torch.randn(3, 6))
     backward = next(op for op in graph.operators if op.family == "leaky_relu_backward")
     assert not any("from_output" in item.name for item in backward.implementations)
+
+
+def paths_of_schema(properties, prefix=""):
+    for name, described in properties.items():
+        yield prefix + name
+        for part in (described, *described.get("anyOf", [])):
+            yield from paths_of_schema(part.get("properties", {}), f"{prefix}{name}.")
+
+
+def test_every_field_of_a_schedule_file_is_documented():
+    text = (ROOT / "docs" / "schedule-files.md").read_text(encoding="utf-8")
+    paths = list(paths_of_schema(schema()["properties"]))
+    assert len(paths) > 30
+    assert [path for path in paths if f"| `{path}` |" not in text] == []
+
+
+def test_every_command_is_in_the_readme_or_the_docs():
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    assert [name for name in main.commands if f"monetlite {name}" not in text] == []
