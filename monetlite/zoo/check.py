@@ -1,8 +1,9 @@
 """Whether a schedule file holds what it says, on the code as it is now."""
 
 import math
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,13 +79,16 @@ class Checker:
                 f"{schedule.fingerprint}). {where}".strip()
             )
             return
+        if schedule.kind == ProfileKind.MEASURED:
+            profile, schedule = _without_plans(profile, schedule)
         try:
             timeline = simulate(profile, schedule, schedule.budget_bytes)
         except IllegalSchedule as error:
             yield str(error)
             return
         if profile.kind is ProfileKind.ESTIMATED and schedule.kind == "estimated":
-            plain = simulate(self.profile(schedule, plain=True), plain_steps(graph))
+            as_it_is = self.profile(schedule, plain=True)
+            plain = simulate(as_it_is, plain_steps(as_it_is.graph))
             yield from _other("predicted.peak_bytes", schedule.peak_bytes, timeline.peak_bytes)
             yield from _other("predicted.latency_ms", schedule.latency_ms, timeline.latency_ms)
             yield from _other("plain.peak_bytes", schedule.plain_peak_bytes, plain.peak_bytes)
@@ -121,6 +125,16 @@ class Checker:
                 else without_costs(graph)
             )
         return self._profiles[key]
+
+
+def _without_plans(profile: "Profile", schedule: Schedule) -> tuple["Profile", Schedule]:
+    """A measured schedule with what reads and writes the same in place of cuDNN plans, which only a GPU has."""
+    from monetlite.operators.cudnn import with_named_plans
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph, choices = with_named_plans(profile.graph, schedule.choices)
+    return without_costs(graph), replace(schedule, choices=choices)
 
 
 def _other(name: str, written: float, found: float) -> Iterator[str]:

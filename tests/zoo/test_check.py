@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import monetlite
+import monetlite.api
 from monetlite.choices import Choices
 from monetlite.cli import main
 from monetlite.source import ModelSource
@@ -77,6 +78,29 @@ def test_what_says_too_little_or_is_no_schedule(checker, sound, tmp_path):
     (tmp_path / "x.yaml").write_text("format: other\n...\n")
     assert not checker.check(tmp_path / "x.yaml").passed
     assert not checker.check(tmp_path / "missing.yaml").passed
+
+
+def test_of_a_measured_file_what_tensors_take_is_checked(checker, sound, tmp_path):
+    """Plans of cuDNN included, which nothing here could run."""
+    measured = replace(sound, kind="measured", device="cuda")
+    planned = {**sound.choices.implementations, "conv1": "cudnn.engine11.k2=4.k12=-1"}
+    assert checked(checker, measured, tmp_path).passed
+    assert checked(
+        checker, replace(measured, latency_ms=measured.latency_ms * 0.99, lower_bound_ms=0.0), tmp_path
+    ).passed
+    with_plans = replace(measured, choices=replace(sound.choices, implementations=planned))
+    assert checked(checker, with_plans, tmp_path).problems == ()
+    (problem,) = checked(checker, replace(measured, peak_bytes=10**6), tmp_path).problems
+    assert "tensors alone take" in problem
+
+
+def test_channels_last_is_compared_with_the_model_as_it_is(checker, tmp_path):
+    layouts = [
+        estimated(traced(SOURCE, layout=layout), "rtx-3090", None, False)
+        for layout in ("as_traced", "channels_last")
+    ]
+    schedule = monetlite.api.solve_layouts(layouts, "80%", tolerance=1e-5, layout="channels_last", time_limit=3)
+    assert checked(checker, replace(schedule, source=SOURCE), tmp_path).problems == ()
 
 
 def run(*args):
