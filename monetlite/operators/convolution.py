@@ -210,13 +210,19 @@ def _offered(
     yield _way(kernel, "channels_last", channels_last, args)
     for count in (2, 4):
         if shapes.image.shape[0] >= 2 * count:
-            yield _way(kernel, f"chunks{count}", chunks, (*args, count))
+            yield _way(kernel, f"chunks{count}", chunks, (*args, count), devices=())
 
 
-def _way(kernel: Kernel, name: str, run: Callable[..., Any], args: tuple[Argument, ...]) -> Implementation:
+def _way(
+    kernel: Kernel,
+    name: str,
+    run: Callable[..., Any],
+    args: tuple[Argument, ...],
+    devices: tuple[str, ...] = ("cpu",),
+) -> Implementation:
     outputs = kernel.call.outputs if returns_tuple(run) else tuple(filter(None, kernel.call.outputs))
     return kernel.implement(
-        name, target=name_of(run), args=args, kwargs=(), outputs=outputs, tolerance=TOLERANCE, devices=("cpu",)
+        name, target=name_of(run), args=args, kwargs=(), outputs=outputs, tolerance=TOLERANCE, devices=devices
     )
 
 
@@ -257,7 +263,14 @@ def convolve_channels_last(image: torch.Tensor, weight: torch.Tensor, *rest: Any
     return result
 
 
-@function("convolve_chunks", like=_default)
+def _count(call: Call) -> int:
+    """The number of chunks."""
+    count = call.args[-1]
+    assert isinstance(count, int)
+    return count
+
+
+@function("convolve_chunks", like=_default, parts=_count)
 def convolve_chunks(image: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     """A convolution of part of the batch at a time; the last argument is the number of parts."""
     *geometry, count = rest
@@ -312,7 +325,7 @@ def weight_gradient_channels_last(
     return tuple(item.contiguous() if wanted else None for item, wanted in zip(made, rest[-1], strict=True))
 
 
-@function("weight_gradient_chunks", like=_default)
+@function("weight_gradient_chunks", like=_default, parts=_count)
 def weight_gradient_chunks(
     gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:

@@ -38,6 +38,8 @@ class Function:
         measured_like: whether to measure that call instead, for a function that takes what can't be made up.
         integers: integer operands are below this when it is measured.
         random: whether it draws random numbers.
+        parts: of its call, in how many parts of the batch, one after another, it does what the call that it is
+            `like` does at once.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Function:
     measured_like: bool = False
     integers: Callable[[Call], int] | None = None
     random: bool = False
+    parts: Callable[[Call], int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

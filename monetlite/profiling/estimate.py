@@ -186,6 +186,10 @@ def estimate_call(
         tf32_matmuls: see `estimate_profile`.
     """
     registered = find_function(call.target)
+    if registered is not None and registered.parts is not None and registered.like is not None:
+        return _in_parts(
+            registered.like(call), registered.parts(call), device, written_bytes, tf32_convolutions, tf32_matmuls
+        )
     if registered is not None and registered.like is not None:
         call = registered.like(call)
     name = packet(call.target)
@@ -206,6 +210,36 @@ def estimate_call(
         latency_ms=device.launch_us / 1e3 + kernel.seconds * 1e3,
         workspace_bytes=kernel.workspace_bytes,
     )
+
+
+def _in_parts(
+    call: Call, count: int, device: Device, written_bytes: int, tf32_convolutions: bool, tf32_matmuls: bool
+) -> Cost:
+    """A convolution, or the gradients of one, over a part of the batch at a time.
+
+    What each part makes is held beside the whole result: it is copied there, or, of a weight's gradient, added.
+    """
+    forward = packet(call.target) == "convolution"
+    whole = (0,) if forward else (0, 1)
+    args = tuple(_part(item, count) if at in whole else item for at, item in enumerate(call.args))
+    of_batch = forward or call.args[10] == (True, False, False)
+    made_bytes = written_bytes // count if of_batch else written_bytes
+    cost = estimate_call(
+        replace(call, args=args),
+        device,
+        made_bytes,
+        tf32_convolutions=tf32_convolutions,
+        tf32_matmuls=tf32_matmuls,
+    )
+    gathered = roofline.memory_bound(device, (2 if of_batch else 3) * made_bytes, device.efficiency.elementwise)
+    each_ms = cost.latency_ms + device.launch_us / 1e3 + gathered.seconds * 1e3
+    return Cost(latency_ms=count * each_ms, workspace_bytes=cost.workspace_bytes + made_bytes)
+
+
+def _part(tensor: Argument, count: int) -> Argument:
+    assert isinstance(tensor, TensorRef)
+    batch, *rest = tensor.spec.shape
+    return replace(tensor, spec=replace(tensor.spec, shape=(-(-batch // count), *rest)))
 
 
 def tensor_bytes(tensor: TensorRef) -> int:

@@ -279,6 +279,38 @@ def test_no_workspace_larger_than_a_third_of_the_memory():
     assert tight.latency_ms > roomy.latency_ms
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_convolution_in_parts_takes_the_workspace_of_one(count):
+    """And copies what each part made, or adds it, for a weight's gradient."""
+    shape = (176, 256, 28, 28)
+    x, g, w = tensor(*shape), tensor(*shape, name="g"), tensor(256, 256, 3, 3, name="w")
+    part, part_g = tensor(176 // count, *shape[1:]), tensor(176 // count, *shape[1:], name="g")
+    made = tensor_bytes(part)
+
+    whole_call = convolution(x, w, padding=1)
+    chunked = replace(
+        whole_call, target="monetlite.convolve_chunks", args=(*whole_call.args, count), outputs=("y",)
+    )
+    found = estimate_call(chunked, P100, tensor_bytes(x))
+    one = estimate_call(convolution(part, w, padding=1), P100, made)
+    assert one.workspace_bytes > 0
+    assert found.workspace_bytes == one.workspace_bytes + made
+    copied_ms = 2 * made / (P100.bandwidth_bytes_per_s * P100.efficiency.elementwise) * 1e3
+    assert found.latency_ms == pytest.approx(count * (one.latency_ms + copied_ms), rel=0.01)
+
+    whole_gradient = convolution_backward(g, x, w, (False, True, False), padding=1)
+    args = (*whole_gradient.args, count)
+    chunked = replace(
+        whole_gradient, target="monetlite.weight_gradient_chunks", args=args, outputs=(None, "w", None)
+    )
+    found = estimate_call(chunked, P100, tensor_bytes(w))
+    one = estimate_call(
+        convolution_backward(part_g, part, w, (False, True, False), padding=1), P100, tensor_bytes(w)
+    )
+    assert found.workspace_bytes == one.workspace_bytes + tensor_bytes(w)
+    assert found.workspace_bytes < estimate_call(whole_gradient, P100, tensor_bytes(w)).workspace_bytes
+
+
 def relu_graph():
     x = tensor(1000, 250)
     relu = Implementation(name="default", reads=(), writes=(0,), call=call("aten.relu.default", x))
