@@ -25,7 +25,8 @@ def print_entries(console: Console, entries: Sequence[Entry]) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     before = None
     for entry in entries:
-        group = (entry.model, entry.sizes, entry.device)
+        exact = "" if not entry.tolerance else f" (within {entry.tolerance:g})"
+        group = (entry.model + exact, entry.sizes, entry.device)
         shown = ("", "", "") if group == before else group
         before = group
         table.add_row(

@@ -30,7 +30,8 @@ def find(text: str, shelf: Shelf | None = None) -> Schedule:
     Args:
         text: `zoo:MODEL@BUDGET`, `zoo:DEVICE/MODEL@BUDGET`, or `zoo:DEVICE/NAME` of one file. The budget is that
             of the whole step; of the files that keep within it, the fastest is taken. Without a device, one
-            for this machine's GPU if there is any, else for whichever device the collection has.
+            for this machine's GPU if there is any, else for whichever device the collection has. Only schedules
+            that make the same bits as plain training are found by their budget; others, by their names.
         shelf: where to look; by default in the collection that comes along.
 
     Raises:
@@ -70,7 +71,14 @@ def find_entry(text: str, shelf: Shelf) -> Entry:
             f"{text}: nothing fits; the smallest peak is {format_bytes(least.peak_bytes)} ({least.name}, "
             f"{least.sizes}). Solve one: monetlite solve --model {least.model} --budget {query['budget']}"
         )
-    return min(fitting, key=lambda entry: (entry.overhead, entry.peak_bytes))
+    exact = [entry for entry in fitting if entry.tolerance == 0]
+    if not exact:
+        other = min(fitting, key=lambda entry: (entry.overhead, entry.peak_bytes))
+        raise ScheduleFileError(
+            f"{text}: what fits doesn't make the same bits as plain training; {PREFIX}{other.name} is within "
+            f"{other.tolerance:g} ({format_bytes(other.peak_bytes)}, {other.overhead:+.1%}). Name it to have it"
+        )
+    return min(exact, key=lambda entry: (entry.overhead, entry.peak_bytes))
 
 
 def matching(entries: Sequence[Entry], query: Query) -> tuple[Entry, ...]:

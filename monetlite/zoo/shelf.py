@@ -71,7 +71,9 @@ class Shelf:
         Raises:
             ScheduleFileError: it can't be written.
         """
-        ordered = sorted(entries, key=lambda item: (item.model, item.device, item.batch, -item.budget_bytes))
+        ordered = sorted(
+            entries, key=lambda item: (item.model, item.device, item.batch, item.tolerance, -item.budget_bytes)
+        )
         data = {"format": FORMAT, "entries": [item.data() for item in ordered]}
         header = "The schedule files of this folder. Written by `monetlite zoo add` and scripts/make_zoo.py."
         write_atomically(self.folder / INDEX, dump_yaml(data, header))

@@ -1,5 +1,6 @@
 """Two thousand files that were damaged or made to harm, and two hundred writers killed at a random moment."""
 
+import itertools
 import os
 import random
 import signal
@@ -145,13 +146,17 @@ def test_killed_while_writing_leaves_the_old_file_or_the_new(tmp_path):
     save_schedule(versions[0], file)
     seen = set()
     for number in range(200):
+        reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
-            while True:
-                for version in versions:
-                    save_schedule(version, file)
+            for turn in itertools.count(number):
+                save_schedule(versions[turn % 2], file)
+                os.write(writing, b".")
+        os.read(reading, 1)  # the first write is done, so that kills fall into any part of the next ones
         time.sleep(rng.uniform(0, 0.01))
         os.kill(child, signal.SIGKILL)
+        os.close(reading)
+        os.close(writing)
         os.waitpid(child, 0)
         found = load_schedule(file)
         assert found in versions, number

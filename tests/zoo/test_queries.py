@@ -96,6 +96,15 @@ def test_what_is_not_there_says_what_is(shelf, text, message):
         find(text, shelf)
 
 
+def test_other_bits_are_had_by_name_only(shelf):
+    shelf.add(shared(budget=4, overhead=0.01, tolerance=1e-5))
+    assert find_entry("zoo:p100/resnet50@6GB", shelf).tolerance == 0
+    name = "p100/resnet50_184_4GB_within1e-05"
+    with pytest.raises(ScheduleFileError, match=rf"same bits as plain training; zoo:{name} is within 1e-05"):
+        find("zoo:p100/resnet50@5GB", shelf)
+    assert find_entry(f"zoo:{name}", shelf).tolerance == 1e-5
+
+
 def test_a_budget_that_is_none(shelf):
     with pytest.raises(BudgetError):
         find("zoo:resnet50@lots", shelf)
