@@ -10,7 +10,9 @@ import yaml
 
 from monetlite.errors import ScheduleFileError
 
-LARGEST_FILE_BYTES = 64 * 2**20
+LARGEST_FILE_BYTES = 16 * 2**20
+MOST_VALUES = 500_000
+"""Names and values in a file; a schedule of a thousand operators has some thousands."""
 DEEPEST_NESTING = 16
 LARGEST_INTEGER = 2**62
 END = "..."
@@ -73,7 +75,9 @@ def _check_events(text: str, path: object) -> None:
     """For each collection that is open, the keys seen in it; None for a list."""
     at_key = False
     complete = False
-    for event in yaml.parse(text, Loader=_LOADER):
+    for number, event in enumerate(yaml.parse(text, Loader=_LOADER)):
+        if number > MOST_VALUES:
+            raise ScheduleFileError(f"{path} has more than {MOST_VALUES} values, which no schedule file has")
         where = f"{path}, line {_line(event)}"
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise ScheduleFileError(f"{where}: anchors and aliases are not allowed")

@@ -17,7 +17,8 @@ from monetlite.source import ModelSource
 from monetlite.zoo import Checker, Shelf
 
 FILES = 2000
-SLOWEST_SECONDS = 5.0
+SLOWEST_SECONDS = 10.0
+"""Of a processor, for one file; on a busy machine the clock would say anything."""
 EVIL = [
     "!!python/object/apply:os.system ['touch {here}/executed']",
     "!!python/object/new:subprocess.Popen [['touch', '{here}/executed']]",
@@ -102,14 +103,14 @@ def test_hostile_files_make_errors_and_nothing_else(text, tmp_path, part):
     messages = []
     for _ in range(FILES // 4):
         file.write_bytes(hostile(text, rng, tmp_path))
-        began = time.monotonic()
+        began = time.process_time()
         try:
             schedule = load_schedule(file)
             list(schema_problems(file))
             shelf.add(schedule)
         except MonetliteError as error:
             messages.append(str(error))
-        assert time.monotonic() - began < SLOWEST_SECONDS
+        assert time.process_time() - began < SLOWEST_SECONDS
     assert len(messages) > FILES // 4 * 0.6
     for message in messages:
         assert any(part in message for part in (str(file), "is no name for a file", "how to build")), message
@@ -123,10 +124,21 @@ def test_a_file_larger_than_memory_should_be_is_not_read(tmp_path):
     file = tmp_path / "huge.yaml"
     with file.open("wb") as sparse:
         sparse.truncate(2**40)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(MonetliteError, match="is larger than"):
         load_schedule(file)
-    assert time.monotonic() - began < SLOWEST_SECONDS
+    assert time.process_time() - began < SLOWEST_SECONDS
+
+
+@pytest.mark.parametrize("line", ["a: [{}]\n", "a: {{{}}}\n"])
+def test_millions_of_values_are_refused_before_they_are_built(tmp_path, line):
+    file = tmp_path / "many.yaml"
+    items = (f"n{number}" if "[" in line else f"n{number}: 1" for number in range(10**6))
+    file.write_text(line.format(", ".join(items)) + "...\n")
+    began = time.process_time()
+    with pytest.raises(MonetliteError, match="more than 500000 values"):
+        load_schedule(file)
+    assert time.process_time() - began < 2 * SLOWEST_SECONDS
 
 
 def test_checking_runs_no_code_of_a_file(text, tmp_path, monkeypatch):
