@@ -4,6 +4,7 @@ Nothing is tried until it crashes: the step is traced again at each batch that i
 smallest feasible peak are computed for it, and a bound proves which batches no schedule fits.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +13,7 @@ from monetlite.costs import Profile
 from monetlite.errors import InfeasibleBudget, ModelError
 from monetlite.schedule import Schedule, plain_steps, simulate
 
-_MOST_PROBES = 24
+_MOST_PROBES = 64
 _LARGEST_BATCH = 2**20
 _PROBE_SHARE = 0.4
 """Of the time: for finding the largest batch; the rest goes to solving at the batches that are shown."""
@@ -106,13 +107,14 @@ def largest_batch(
     prober = _Prober(price, budget_bytes, tolerance, time_limit * _PROBE_SHARE / 10, seed, progress)
     largest = _bisect(max(step, first // step * step), step, prober.fits_somehow, prober.guess)
     if largest == 0:
-        needed = prober.needed_bytes[step]
+        needed, proven = prober.needed_bytes[step], prober.fits[step] is Fit.IMPOSSIBLE
+        how = "at least, by any schedule" if proven else "by the leanest schedule found"
         raise InfeasibleBudget(
-            f"a batch of {step} needs {needed} bytes at the least that was reached, more than the budget of "
-            f"{budget_bytes}. Raise the budget, or lower the input size",
+            f"a batch of {step} needs {needed} bytes {how}, more than the budget of {budget_bytes}. "
+            "Raise the budget, or lower the input size",
             budget_bytes=budget_bytes,
-            proven_bytes=0,
-            reached_bytes=needed,
+            proven_bytes=needed if proven else 0,
+            reached_bytes=None if proven else needed,
         )
     plain_largest = _bisect(largest, step, prober.plain_fits, prober.guess_plain)
     points = []
@@ -267,6 +269,7 @@ def _bisect(
     `guess` says where the limit may be, between one that fits and one that doesn't (None: not known yet).
     """
     low, high, batch = 0, None, start
+    width, guessing = math.inf, False
     for _ in range(_MOST_PROBES):
         if fits(batch):
             low = max(low, batch)
@@ -274,7 +277,10 @@ def _bisect(
             high = batch if high is None else min(high, batch)
         if high is not None and high - low <= step:
             break
-        guessed = guess(low, high)
+        # Guesses that don't halve what is open take turns with doubling and bisection, which do.
+        before, width = width, math.inf if high is None else high - low
+        guessing = not guessing or (high is not None and width <= before / 2)
+        guessed = guess(low, high) if guessing else None
         if guessed is None:
             guessed = 2 * low if high is None else (low + high) // 2
         least, most = low + step, 8 * low if high is None else high - step

@@ -1,6 +1,7 @@
 """YAML that other people wrote: plain data or an error, in bounded time and memory."""
 
 import math
+import reprlib
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -19,6 +20,10 @@ END = "..."
 """YAML's own mark of a document's end: without it, a file cut short after a line would look complete."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 class InLine(list[Any]):
@@ -120,7 +125,7 @@ def _line(event: yaml.Event) -> int:
 def shown(value: Any) -> str:
     """A value of a file for an error, shortened."""
     try:
-        return f"{value!r:.80}"
+        return f"{_SHORT.repr(value):.80}"
     except ValueError:
         return "a number of thousands of digits"
 

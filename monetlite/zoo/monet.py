@@ -37,6 +37,7 @@ _REFUSED_OPCODES = (
     pickle.READONLY_BUFFER,
 )
 """What would look something up outside of the file, or make room for as much as it says."""
+_TUPLES = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +88,21 @@ def read_monet(path: str | PathLike[str]) -> MonetSolution:
         return _solution(loaded)
     except ScheduleFileError as error:
         raise ScheduleFileError(f"{path}: {error}") from None
+    except Exception as error:  # whatever else stands where a solution has something
+        reason = f"{type(error).__name__}: {error}"
+        raise ScheduleFileError(f"{path} is not a MONeT solution: {reason:.200}") from error
 
 
 class _Inert:
     """An object of a class that was not looked up: what the file says of it, and nothing else."""
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> "_Inert":
+        made = super().__new__(cls)
+        made.args, made.state = args, None
+        return made
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -113,11 +121,27 @@ class _Items(dict[Any, Any]):
         super().__init__()
 
 
+class _Tuple(tuple[Any, ...]):
+    """No key and no member of a set: tuples of tuples, each there many times, would take forever to hash."""
+
+    __hash__ = None  # type: ignore[assignment]  # how Python says that a class has none
+
+
+def _as_tuple(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load(reader: Any) -> None:
+        run(reader)
+        reader.stack[-1] = _Tuple(reader.stack[-1])
+
+    return load
+
+
 class _Reader(pickle._Unpickler):
     """Builds data; every name in the file stands for one of a few stand-ins, made anew for each file."""
 
     dispatch: ClassVar[dict[int, Any]] = {
-        code: run for code, run in pickle._Unpickler.dispatch.items() if bytes([code]) not in _REFUSED_OPCODES
+        code: _as_tuple(run) if bytes([code]) in _TUPLES else run
+        for code, run in pickle._Unpickler.dispatch.items()
+        if bytes([code]) not in _REFUSED_OPCODES
     }
 
     def __init__(self, raw: bytes) -> None:
@@ -139,10 +163,13 @@ class _Reader(pickle._Unpickler):
                 (module, "frozenset"): lambda items=(): frozenset(items),
                 (module, "list"): lambda *_: [],
                 (module, "int"): lambda *_: 0,
-                (module, "object"): _Inert,
+                (module, "object"): type("object", (_Inert,), {}),
             }
         for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            self._plain |= {(module, "_reconstruct"): lambda *_: array(), (module, "scalar"): _scalar}
+            self._plain |= {
+                (module, "_reconstruct"): lambda *_: array(),
+                (module, "scalar"): lambda dtype, raw: _numbers(dtype, raw, (1,)).item(),
+            }
 
     def find_class(self, module: str, name: str) -> Any:
         """A stand-in for what the file names.
@@ -159,10 +186,6 @@ class _Reader(pickle._Unpickler):
         if (module, name) not in self._classes:
             self._classes[module, name] = type(name, (_Inert,), {})
         return self._classes[module, name]
-
-
-def _scalar(dtype: Any, raw: Any) -> Any:
-    return _numbers(dtype, raw, (1,)).item()
 
 
 def _array(value: Any) -> np.ndarray[Any, np.dtype[Any]]:
@@ -203,8 +226,8 @@ def _solution(loaded: Any) -> MonetSolution:
         )
     names = [_text(nodes.get(index), "op") for index in range(loss)]
     return MonetSolution(
-        model=str(info["model_name"])[:80],
-        mode=str(info["mode"])[:80],
+        model=_text(info, "model_name"),
+        mode=_text(info, "mode"),
         batch=_number(info["bs"], "bs", int),
         operators=tuple(names),
         stored=tuple(int(index) for index in np.flatnonzero(kept[1, :loss] > 0.5)),
@@ -217,7 +240,7 @@ def _solution(loaded: Any) -> MonetSolution:
 def _text(node: Any, name: str) -> str:
     value = node[name] if isinstance(node, _Inert) else None
     if not isinstance(value, str):
-        raise ScheduleFileError(f"a node's {name} is {shown(value)}, which is no name")
+        raise ScheduleFileError(f"{name} is {shown(value)}, which is no name")
     return value[:80]
 
 

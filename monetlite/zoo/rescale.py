@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from monetlite.choices import Choices
 from monetlite.differences import first_difference
 from monetlite.errors import ScheduleMismatch
 from monetlite.runtime.porting import ported_steps
@@ -10,7 +11,6 @@ from monetlite.schedule import Schedule, Status, plain_steps, simulate
 from monetlite.solving.bounds import smallest_budget_bound, trivial_bound_ms
 
 if TYPE_CHECKING:
-    from monetlite.choices import Choices
     from monetlite.costs import Profile
 
 
@@ -43,7 +43,7 @@ def rescale(schedule: Schedule, profile: "Profile", plain: "Profile") -> Schedul
         fingerprint=graph.fingerprint,
         operator_digests=graph.operator_digests,
         inputs=graph.inputs,
-        choices=_choices(profile, steps),
+        choices=Choices.of_steps(profile.graph, steps),
         budget_bytes=timeline.peak_bytes,
         peak_bytes=timeline.peak_bytes,
         latency_ms=timeline.latency_ms,
@@ -61,12 +61,6 @@ def rescale(schedule: Schedule, profile: "Profile", plain: "Profile") -> Schedul
         smallest_proven_bytes=smallest_budget_bound(profile),
         smallest_reached_bytes=timeline.peak_bytes,
     )
-
-
-def _choices(profile: "Profile", steps: tuple[tuple[int, int], ...]) -> "Choices":
-    from monetlite.choices import Choices
-
-    return Choices.of_steps(profile.graph, steps)
 
 
 __all__ = ["rescale"]

@@ -157,6 +157,21 @@ class TestCommands:
         assert "was not added" in refused.output
         assert sorted(folder.rglob("*")) == before
 
+    def test_rescale(self, folder, sound, tmp_path):
+        output, file = tmp_path / "half.yaml", folder / file_name(sound)
+        result = CliRunner().invoke(main, ["rescale", str(file), "--batch", "16", "--output", str(output)])
+        assert result.exit_code == 0, result.output
+        assert max(map(len, result.output.splitlines()[:3])) <= 80
+        half = monetlite.load_schedule(output)
+        assert half.source == replace(SOURCE, batch=16)
+        assert half.peak_bytes < sound.peak_bytes
+        assert {**half.choices.before} == {**sound.choices.before}
+        assert run("check", output).exit_code == 0, "its figures are those of the new sizes"
+        elsewhere = CliRunner().invoke(main, ["rescale", str(file), "--device", "t4", "--json"])
+        facts = json.loads(elsewhere.output)
+        assert facts["to"]["device"] == "t4"
+        assert facts["to"]["latency_ms"] > facts["from"]["latency_ms"]
+
     def test_errors_are_messages(self, folder):
         for arguments in (["show", "zoo:nothing"], ["get", "zoo:resnet18@1MB"]):
             result = run(*arguments, "--folder", folder)

@@ -130,6 +130,9 @@ HOSTILE = {
     "an extension": b"\x82\x01.",
     "attributes of a stand-in": b"\x80\x04cbuiltins\nset\n}(X\x08\x00\x00\x00__code__Nu\x86b.",
     "nested without end": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "objects without a state": (
+        b"\x80\x04]cmonet.solver_info\nSolverInfo\n)\x81acmonet.cvxpy_solver\nSolution\n)\x81a."
+    ),
     "a name with dots": b"\x80\x04\x8c\x05monet\x8c\x0eos.system.evil\x93.",
 }
 
@@ -140,12 +143,31 @@ def test_a_hostile_file_is_refused(tmp_path, what):
         read(HOSTILE[what], tmp_path)
 
 
+def laughs():
+    """Little to write down, more than any memory to spell out."""
+    made = []
+    for _ in range(60):
+        made = [made] * 10
+    return made
+
+
+@pytest.mark.parametrize("opens", [b"}h\x00Ns.", b"\x8f(h\x00\x90."])
+def test_nothing_takes_forever_to_hash(tmp_path, opens):
+    """Sixty tuples, each twice in the next, as a key of a dictionary and as a member of a set."""
+    tuples = b")" + b"q\x00h\x00\x86" * 60 + b"q\x00"
+    with pytest.raises(ScheduleFileError, match="unhashable"):
+        read(b"\x80\x04" + tuples + opens, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"loss": 0}, "as its loss"),
         ({"loss": 10**9}, "as its loss"),
         ({"nodes": []}, "as its loss"),
+        ({"loss": laughs()}, "as its loss"),
+        ({"model_name": laughs()}, "model_name is"),
+        ({"r": laughs()}, "where an array"),
         ({"r": np.zeros((3, 3))}, "have the shapes"),
         ({"r": "text"}, "where an array"),
         ({"r": np.array([object()])}, "no type of numbers"),
