@@ -36,8 +36,8 @@ def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
             f"{first_difference(schedule, graph)} Solve a schedule for this model as it is: which parameters are "
             "frozen, which submodules are in evaluation mode, and the device all matter"
         )
-    steps = ported_steps(schedule, graph)
     try:
+        steps = ported_steps(schedule, graph)
         check_legal(graph, steps)
     except IllegalSchedule as error:
         raise ScheduleMismatch(f"the schedule is not legal on this model: {error}") from error

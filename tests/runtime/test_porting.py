@@ -11,7 +11,6 @@ from step_lists import free_profile, recompute_with_any_reads, schedule_of, with
 from torch import nn
 
 import monetlite
-from monetlite.errors import ScheduleMismatch
 from monetlite.graph import Implementation
 from monetlite.runtime.porting import ported_steps
 from monetlite.schedule import plain_steps, simulate
@@ -33,10 +32,6 @@ def network():
     return model, (torch.randn(6, 3, 16, 16),)
 
 
-NEED_SOMETHING_ELSE: set[int] = set()
-"""Seeds whose schedules overwrite what a default needs, where nothing else is left to run."""
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_is_missing_the_schedule_stays_legal(seed):
     """Any schedule, on a graph that lacks a random part of the implementations that it runs."""
@@ -55,13 +50,8 @@ def test_whatever_is_missing_the_schedule_stays_legal(seed):
     lacking = graph.restricted(kept)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            ported = ported_steps(schedule, lacking)
-        except ScheduleMismatch:
-            assert seed in NEED_SOMETHING_ELSE
-            return
+        ported = ported_steps(schedule, lacking)
     simulate(free_profile(lacking), ported)
-    assert seed not in NEED_SOMETHING_ELSE
     assert [index for index, _ in ported] == [index for index, _ in steps]
 
 
