@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from monetlite.errors import MonetliteError
 
 if TYPE_CHECKING:
-    from monetlite.api import optimize, profile, solve
+    from monetlite.api import optimize, profile, solve, sweep
+    from monetlite.comparison import compare
     from monetlite.files import load_schedule
-    from monetlite.runtime import MONeTWrapper, verify
+    from monetlite.files.profiles import load_profile
+    from monetlite.runtime.verify import verify
+    from monetlite.runtime.wrapper import MONeTWrapper
     from monetlite.schedule import Schedule, simulate
     from monetlite.tracing import trace
 
@@ -23,6 +26,8 @@ __version__ = "0.1.0"
 _HOME = {
     "MONeTWrapper": "monetlite.runtime",
     "Schedule": "monetlite.schedule",
+    "compare": "monetlite.comparison",
+    "load_profile": "monetlite.files.profiles",
     "load_schedule": "monetlite.files",
     "optimize": "monetlite.api",
     "profile": "monetlite.api",
@@ -37,6 +42,8 @@ __all__ = [
     "MONeTWrapper",
     "MonetliteError",
     "Schedule",
+    "compare",
+    "load_profile",
     "load_schedule",
     "optimize",
     "profile",

@@ -1,26 +1,20 @@
 """The pipeline in four calls: trace, profile, solve, and the three in one."""
 
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from monetlite.choices import Choices
 from monetlite.costs import Profile
 from monetlite.errors import DeviceError, InfeasibleBudget, ModelError, ScheduleMismatch
-from monetlite.graph import AS_TRACED, CHANNELS_LAST, OperatorGraph
+from monetlite.graph import OperatorGraph
 from monetlite.schedule import Schedule, Status, Step, Timeline, plain_steps, simulate
 from monetlite.units import format_bytes, parse_budget
 
 ALL, DEFAULT_ONLY = "all", "default"
 """Which implementations may be chosen."""
-REORDERED = 1e-5
-"""The tolerance from which sums may be in another order."""
-TRIAL_SHARE = 0.15
-"""What part of the time each layout is tried for."""
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import nn
 
     from monetlite.solving.solve import Progress, Solution
@@ -51,6 +45,23 @@ def profile(
         ProfileError: an operator can't be measured.
         ModelError: an unknown optimizer.
     """
+    if device not in (None, "cpu", "cuda"):
+        from monetlite.profiling.attention import attention_problem
+
+        if problem := attention_problem(graph, device):
+            warnings.warn(problem, stacklevel=2)
+    return price(graph, device, optimizer=optimizer, accumulate=accumulate, progress=progress)
+
+
+def price(
+    graph: OperatorGraph,
+    device: str | None,
+    *,
+    optimizer: str | None = None,
+    accumulate: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Profile:
+    """`profile` for whatever graph, though the device may run other operators than it has."""
     from monetlite.profiling.accumulation import with_accumulation
     from monetlite.profiling.optimizers import with_optimizer
 
@@ -234,6 +245,7 @@ def as_schedule(
         autocast=graph.autocast,
         smallest_proven_bytes=solution.smallest_proven_bytes,
         smallest_reached_bytes=solution.smallest_reached_bytes,
+        source=profile.source,
     )
 
 
@@ -252,20 +264,27 @@ def optimize(
     solver: str = "SCIP",
     seed: int = 0,
     starts: "Iterable[Schedule]" = (),
+    runs_here: bool = False,
 ) -> Schedule:
     """Trace a model, price its operators and solve for a schedule within a budget.
 
     Args and errors are those of `trace`, `profile` and `solve`. Without a `layout`, one that changes the order
-    of sums is tried too where `tolerance` allows that, and the faster schedule returned.
+    of sums is tried too where `tolerance` allows that, and the faster schedule returned. `runs_here` solves for the
+    operators that run where the model is, though costs are estimated for another device.
     """
+    from monetlite.layouts import layouts_to_try, solve_layouts
     from monetlite.tracing import trace
 
-    def price(chosen: str) -> Profile:
-        return profile(
-            trace(model, example_inputs, layout=chosen), device, optimizer=optimizer, accumulate=accumulate
+    runs_on = None if runs_here else device
+    profiles = [
+        price(
+            trace(model, example_inputs, device=runs_on, layout=chosen),
+            device,
+            optimizer=optimizer,
+            accumulate=accumulate,
         )
-
-    profiles = [price(chosen) for chosen in layouts_to_try(layout, tolerance)]
+        for chosen in layouts_to_try(layout, tolerance)
+    ]
     return solve_layouts(
         profiles,
         budget,
@@ -277,85 +296,6 @@ def optimize(
         seed=seed,
         starts=starts,
     )
-
-
-def layouts_to_try(layout: str | None, tolerance: float) -> list[str]:
-    """The layouts that a person's choices leave open, beginning with the model's own, which is always priced.
-
-    Raises:
-        ModelError: a layout that orders sums anew, with a tolerance that forbids it.
-    """
-    if layout == CHANNELS_LAST and tolerance < REORDERED:
-        raise ModelError(
-            f"layout {CHANNELS_LAST!r} adds in another order than the model as it is, which tolerance "
-            f"{tolerance:g} rules out; allow {REORDERED:g} or more"
-        )
-    if layout is None:
-        return [AS_TRACED] if tolerance < REORDERED else [AS_TRACED, CHANNELS_LAST]
-    return list(dict.fromkeys((AS_TRACED, layout)))
-
-
-def solve_layouts(
-    profiles: "Sequence[Profile]",
-    budget: str | int | float,
-    *,
-    tolerance: float = 0.0,
-    layout: str | None = None,
-    implementations: str = ALL,
-    time_limit: float = 60.0,
-    solver: str = "SCIP",
-    seed: int = 0,
-    starts: "Iterable[Schedule]" = (),
-    progress: "Callable[[Progress], None] | None" = None,
-) -> Schedule:
-    """Solve one step that was traced in several layouts, for the fastest schedule of any.
-
-    Each layout is solved for a short while; the better one then has the rest of the time.
-
-    Args:
-        profiles: of the same model, the first as plain training runs it: budgets in percent and overheads are
-            relative to that one.
-        layout: the only one to solve for, if given.
-        starts: schedules to begin from; those for another graph are left aside.
-        budget, tolerance, implementations, time_limit, solver, seed, progress: as in `solve`.
-
-    Raises:
-        Those of `solve`.
-    """
-    known = list(starts)
-    plain = simulate(profiles[0], plain_steps(profiles[0].graph))
-    budget_bytes = parse_budget(budget, plain.peak_bytes)
-    wanted = [item for item in profiles if layout in (None, item.graph.layout)]
-    distinct = list({item.graph.fingerprint: item for item in reversed(wanted)}.values())[::-1]
-
-    def run(item: Profile, seconds: float, found: "Iterable[Schedule]" = ()) -> Schedule:
-        solved = solve(
-            item,
-            budget_bytes,
-            tolerance=tolerance,
-            implementations=implementations,
-            time_limit=seconds,
-            solver=solver,
-            seed=seed,
-            starts=[*found, *(start for start in known if start.structure == item.graph.structure)],
-            progress=progress,
-        )
-        return replace(solved, plain_peak_bytes=plain.peak_bytes, plain_latency_ms=plain.latency_ms)
-
-    if len(distinct) == 1:
-        return run(distinct[0], time_limit)
-    trial = time_limit * TRIAL_SHARE
-    found: list[tuple[Schedule, Profile]] = []
-    refused: list[InfeasibleBudget] = []
-    for item in distinct:
-        try:
-            found.append((run(item, trial), item))
-        except InfeasibleBudget as error:
-            refused.append(error)
-    if not found:
-        raise min(refused, key=lambda error: error.reached_bytes or error.proven_bytes)
-    best, item = min(found, key=lambda pair: pair[0].latency_ms)
-    return run(item, time_limit - trial * len(distinct), [best])
 
 
 def _checked_tolerance(tolerance: float) -> float:

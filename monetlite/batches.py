@@ -201,8 +201,9 @@ class _Prober:
         return self.plain_bytes[batch] <= self._budget_bytes
 
     def known(self, batch: int) -> list[Schedule]:
-        """The schedule that showed that a batch fits, if there is one."""
-        return [self._leanest[batch]] if batch in self._leanest else []
+        """The schedule that showed that a batch, or the next larger one, fits, if there is one."""
+        serving = [other for other in self._leanest if other >= batch]
+        return [self._leanest[min(serving)]] if serving else []
 
     def _fit(self, batch: int) -> Fit:
         from monetlite.api import as_schedule

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from os import PathLike
 
 from monetlite.graph import Implementation, OperatorGraph, Resident
+from monetlite.source import ModelSource
 
 
 class ProfileKind(StrEnum):
@@ -51,6 +53,18 @@ class Profile:
     environment: Mapping[str, str] = field(default_factory=dict)
     optimizer: str | None = None
     accumulate: bool = False
+    source: ModelSource | None = None
+    """What the model was built from, where another machine can build it the same."""
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a profile file, which `monetlite.load_profile` and `monetlite solve --profile` read.
+
+        Raises:
+            ScheduleFileError: the file can't be written; what was there before is unchanged.
+        """
+        from monetlite.files.profiles import save_profile
+
+        save_profile(self, path)
 
     def __post_init__(self) -> None:
         assert [len(costs) for costs in self.costs] == [len(op.implementations) for op in self.graph.operators]

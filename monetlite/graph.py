@@ -190,13 +190,18 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A storage: its size, what it is for, and the layout of the tensor that its writer makes of it."""
+    """A storage: its size, what it is for, and the layout of the tensor that its writer makes of it.
+
+    A `note` is what one device's kernel leaves for its own gradient, such as where in the generator's sequence it
+    drew. Another device's leaves another, so notes are not part of a graph's structure.
+    """
 
     name: str
     kind: ValueKind
     size_bytes: int
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    note: bool = False
 
     @property
     def held(self) -> bool:
@@ -232,6 +237,7 @@ class OperatorGraph:
     resident: Resident
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
     device: str = "cpu"
+    """Where it was traced: `cpu` or `cuda`; or the name of the device that it was traced for."""
     layout: str = AS_TRACED
     autocast: str = ""
     """The dtype that `torch.autocast` converts operands to, as torch names it; empty where it is off."""
@@ -310,7 +316,8 @@ class OperatorGraph:
         return tuple(op for op in self.operators if op.family not in (DELIVERY, OPTIMIZER_STEP) and not op.derived)
 
     def _structure(self) -> list[Any]:
-        written = (value for operator in self.traced for value in operator.writes)
+        notes = {index for index, value in enumerate(self.values) if value.note}
+        written = (value for operator in self.traced for value in operator.writes if value not in notes)
         number = {value: position for position, value in enumerate(written)}
         return [
             [
@@ -318,8 +325,8 @@ class OperatorGraph:
                 operator.phase,
                 operator.optional,
                 operator.rerunnable,
-                [number.get(value, -1) for value in operator.implementations[0].reads],
-                [number[value] for value in operator.writes],
+                [number.get(value, -1) for value in operator.implementations[0].reads if value not in notes],
+                [number[value] for value in operator.writes if value not in notes],
             ]
             for operator in self.traced
         ]

@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite import api
 from monetlite.costs import Profile
 from monetlite.errors import InfeasibleBudget
 from monetlite.graph import CHANNELS_LAST, Implementation
+from monetlite.layouts import layouts_to_try, solve_layouts
 from monetlite.models import build_model
 from monetlite.profiling.meters import meter_for
-from monetlite.runtime.verify import Trainee, default_loss, step_times_ms
+from monetlite.runtime.trainee import Trainee, default_loss, step_times_ms
 from monetlite.schedule import Schedule, plain_steps, simulate
 from monetlite.tracing import split_inputs
 
@@ -129,7 +129,7 @@ def candidates(profiles: list[Profile], kind: str) -> list[Profile]:
 def measure(name: str, percents: list[int], time_limit: float, repeats: int) -> tuple[list[Row], list[str]]:
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
-    layouts = api.layouts_to_try(None, TOLERANCE)
+    layouts = layouts_to_try(None, TOLERANCE)
     profiles = [monetlite.profile(monetlite.trace(model, inputs, layout=layout), "cpu") for layout in layouts]
     plain = simulate(profiles[0], plain_steps(profiles[0].graph))
     rows: list[Row] = []
@@ -150,7 +150,7 @@ def measure(name: str, percents: list[int], time_limit: float, repeats: int) -> 
             row = Row(name, percent, kind, budget)
             rows.append(row)
             try:
-                schedules[kind] = api.solve_layouts(
+                schedules[kind] = solve_layouts(
                     candidates(profiles, kind), budget, tolerance=TOLERANCE, time_limit=time_limit
                 )
             except InfeasibleBudget as error:
@@ -227,7 +227,7 @@ def main() -> None:
             "",
             f"{environment['device']}, {environment['threads']} threads, torch {environment['torch']}, commit {commit}. "
             f"Written by `scripts/ablation.py`: {args.time_limit:.0f} s to solve; step times are medians of "
-            f"{args.repeats}, all ways taken in turn (`monetlite.runtime.verify.step_times_ms`); budgets are percentages of plain training's peak; tolerance "
+            f"{args.repeats}, all ways taken in turn (`monetlite.runtime.trainee.step_times_ms`); budgets are percentages of plain training's peak; tolerance "
             f"{TOLERANCE}. Overheads are over plain training's step time; the prediction's error is of the ratio "
             "to plain training; differences are of gradients and buffers, relative (`monetlite.verify`).",
             "",

@@ -60,10 +60,10 @@ TODAY = (
     images("hf:efficientnet-b0", 256),
     images("hf:vit", 192),
     images("hf:vit-large", 72),
-    tokens("hf:bert", 32, 512),
-    tokens("hf:bert-large", 16, 512),
-    tokens("hf:gpt2", 8, 1024),
-    tokens("hf:gpt2-medium", 4, 1024),
+    tokens("hf:bert", 48, 512),
+    tokens("hf:bert-large", 24, 512),
+    tokens("hf:gpt2", 16, 1024),
+    tokens("hf:gpt2-medium", 8, 1024),
     tokens("hf:llama-1b", 4, 2048, "bfloat16"),
 )
 WANTED = (
@@ -80,7 +80,8 @@ WANTED = (
 
 def make(wanted: Wanted, shelf: Shelf, checker: Checker, time_limit: float, again: bool) -> Iterator[str]:
     """Solve what is missing of one model, from the smallest budget up, each beginning from those before it."""
-    profile = estimated(traced(wanted.source), wanted.device, optimizer=None, accumulate=False)
+    graph = traced(wanted.source, device=wanted.device)
+    profile = estimated(graph, wanted.device, optimizer=None, accumulate=False)
     plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
     title = f"{wanted.source.model} on {wanted.device}, plain {format_bytes(plain_bytes)}"
     found: list[Schedule] = []

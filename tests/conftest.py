@@ -1,11 +1,20 @@
-"""What every test needs: a cache of its own, few threads, and the helper modules on the path."""
+"""What every test needs: a cache of its own, few threads, short measurements, helper modules on the path."""
 
+import functools
+import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+
+import monetlite
+import monetlite.tracing
+from monetlite.profiling import meters
+from monetlite.solving import compiling
 
 for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
     if str(folder) not in sys.path:
@@ -16,6 +25,32 @@ for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
 def _few_threads():
     beside_others = "PYTEST_XDIST_WORKER" in os.environ
     torch.set_num_threads(1 if beside_others else min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled():
+    """Solves of a second or two have what they need from the first one on."""
+    compiling.ensure_compiled(time.monotonic() + 600)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _public_names():
+    """The package looks names up when they are first used, and keeps them: not while a test has replaced one."""
+    for name in monetlite.__all__:
+        getattr(monetlite, name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_structured_traces():
+    """Pytest listens to loggers that don't propagate, for which torch then makes megabytes of records."""
+    logging.getLogger("torch.__trace").propagate = True
+
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch):
+    """No test depends on how long a call takes: the fewest runs do, and caches as small as any to empty."""
+    monkeypatch.setattr(meters, "ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(meters, "MOST_CACHE_BYTES", 2**20)
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +71,28 @@ def _forget_compiled_programs():
     """Dynamo keeps what it compiled for as long as the process lives; a suite of many models need not."""
     yield
     torch._dynamo.reset()
+
+
+_TRACED = {}
+
+
+@pytest.fixture
+def traced_once(monkeypatch):
+    """A command's model that was traced in the same way for an earlier command is not traced again."""
+    trace = monetlite.tracing.trace
+
+    @functools.wraps(trace)
+    def traced(model, example_inputs, **options):
+        tensors = [item for item in pytree.tree_leaves(example_inputs) if isinstance(item, torch.Tensor)]
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        key = repr((
+            model, model.training, pytree.tree_structure(example_inputs), options,
+            [(item.shape, item.dtype, item.device, item.requires_grad, item.stride()) for item in tensors],
+            [(name, item.shape, item.dtype, item.device, item.requires_grad) for name, item in named.items()],
+            torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cpu"),
+        ))  # fmt: skip
+        if key not in _TRACED:
+            _TRACED[key] = trace(model, example_inputs, **options)
+        return _TRACED[key]
+
+    monkeypatch.setattr(monetlite.tracing, "trace", traced)

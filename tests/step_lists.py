@@ -159,4 +159,5 @@ def schedule_of(profile: Profile, steps: Iterable[Step], budget_bytes: int | Non
         solver="test",
         seconds=0.0,
         layout=graph.layout,
+        tolerance=max((graph.operators[index].implementations[at].tolerance for index, at in steps), default=0.0),
     )

@@ -90,6 +90,7 @@ def test_names_of_fits_are_for_people():
     assert [str(fit) for fit in Fit] == ["plain", "scheduled", "not found", "impossible"]
 
 
+@pytest.mark.usefixtures("traced_once")
 class TestCommand:
     ARGUMENTS = (
         "max-batch",
@@ -100,13 +101,13 @@ class TestCommand:
         "--device",
         "rtx-3090",
         "--time-limit",
-        "6",
+        "2",
     )
 
     def test_a_table_and_json(self):
-        result = CliRunner().invoke(main, [*self.ARGUMENTS, "--budget", "400MB", "--multiple-of", "16"])
+        result = CliRunner().invoke(main, [*self.ARGUMENTS, "--budget", "600MB", "--multiple-of", "64"])
         assert result.exit_code == 0, result.output
-        assert "resnet18 within 400 MB: batch" in result.output
+        assert "resnet18 within 600 MB: batch" in result.output
         assert "estimated for rtx-3090" in result.output
         assert "monetlite solve --model resnet18 --batch" in result.output
         assert max(map(len, result.output.splitlines()[:8])) <= 80
@@ -118,8 +119,8 @@ class TestCommand:
 
     def test_json(self):
         result = CliRunner().invoke(
-            main, [*self.ARGUMENTS, "--budget", "300MB", "--multiple-of", "32", "--json", "--batch", "64"]
+            main, [*self.ARGUMENTS, "--budget", "600MB", "--multiple-of", "64", "--json", "--batch", "64"]
         )
         facts = json.loads(result.output)
         assert facts["largest"] >= facts["plain_largest"]
-        assert all(point["peak_bytes"] <= 300e6 for point in facts["points"])
+        assert all(point["peak_bytes"] <= 600e6 for point in facts["points"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import monetlite
 from monetlite import api
 
 ROOT = Path(__file__).parent.parent
@@ -23,8 +24,11 @@ BY_TEST = {"plain", "within_budget", "torchrun_ddp", "model"}
 def run(monkeypatch, capsys):
     """Runs an example, solved for a second with estimated costs; its variables and what it prints at last."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.setattr(api, "optimize", functools.partial(api.optimize, device="rtx-4090", time_limit=1))
-    monkeypatch.setattr(api, "solve", functools.partial(api.solve, time_limit=1))
+    optimize = functools.partial(api.optimize, device="rtx-4090", time_limit=1)
+    solve = functools.partial(api.solve, time_limit=1)
+    for module in (api, monetlite):
+        monkeypatch.setattr(module, "optimize", optimize)
+        monkeypatch.setattr(module, "solve", solve)
 
     def run(name):
         found = runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")

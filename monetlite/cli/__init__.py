@@ -1,12 +1,17 @@
 """The `monetlite` command: one file for each of its commands.
 
-Exit codes: 0 done, 2 usage (a bad option, budget, model or device), 3 infeasible, 4 anything else.
+Exit codes: 0 done, 2 usage (a bad option, budget, model or device), 3 infeasible, 4 anything else (a schedule
+that does not pass `verify` among it).
 """
 
 import click
 
 from monetlite import __version__
+from monetlite.cli.compare import compare_command
+from monetlite.cli.explain import explain_command
 from monetlite.cli.max_batch import max_batch_command
+from monetlite.cli.measure import measure_command
+from monetlite.cli.plot import plot_command
 from monetlite.cli.profile import profile_command
 from monetlite.cli.rescale import rescale_command
 from monetlite.cli.solve import solve_command
@@ -20,5 +25,16 @@ def main() -> None:
     """Train PyTorch models within a memory budget."""
 
 
-for _command in (solve_command, profile_command, verify_command, zoo_command, rescale_command, max_batch_command):
+for _command in (
+    solve_command,
+    profile_command,
+    measure_command,
+    verify_command,
+    compare_command,
+    explain_command,
+    plot_command,
+    zoo_command,
+    rescale_command,
+    max_batch_command,
+):
     main.add_command(_command)

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from monetlite.cli.options import common_options, cost_options, finite, model_options
+from monetlite.cli.options import common_options, cost_options, model_options, time_limit_option, tolerance_option
 from monetlite.cli.pricing import price
 from monetlite.cli.running import guard, open_console
 
@@ -14,21 +14,8 @@ from monetlite.cli.running import guard, open_console
 @model_options
 @click.option("--budget", required=True, help="The whole step's peak, as for solve, in bytes: 16GB, 16GiB.")
 @cost_options
-@click.option(
-    "--tolerance",
-    type=click.FloatRange(min=0, max=1, max_open=True),
-    default=0.0,
-    show_default=True,
-    help="As for solve.",
-)
-@click.option(
-    "--time-limit",
-    type=click.FloatRange(min=0.1),
-    callback=finite,
-    default=120.0,
-    show_default=True,
-    help="Seconds for searching and solving; tracing each batch comes on top.",
-)
+@tolerance_option("As for solve.")
+@time_limit_option(120.0, "Seconds for searching and solving; tracing each batch comes on top.")
 @click.option(
     "--multiple-of",
     type=click.IntRange(min=1),

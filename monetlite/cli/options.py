@@ -26,6 +26,23 @@ class ImageSize(click.ParamType[tuple[int, int]]):
         return int(sides[0]), int(sides[-1])
 
 
+class Share(click.ParamType[float]):
+    """`10%` or `0.1`."""
+
+    def __init__(self, name: str = "PERCENT") -> None:
+        self.name = name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            share = math.nan
+        if not 0 <= share < math.inf:
+            self.fail(f"{value!r} is not a share; write 10% or 0.1", param, ctx)
+        return share
+
+
 def finite(_: click.Context, __: click.Parameter, value: float) -> float:
     """Refuse infinite and undefined numbers of seconds."""
     if not math.isfinite(value):
@@ -33,23 +50,76 @@ def finite(_: click.Context, __: click.Parameter, value: float) -> float:
     return value
 
 
+INPUT_OPTIONS = (
+    click.option("--input-size", type=ImageSize(), help="Image height and width, in pixels."),
+    click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence."),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of weights and inputs."),
+)
+SIZE_OPTIONS = (
+    click.option("--batch", type=click.IntRange(min=1), help="Batch size; by default the model's own."),
+    *INPUT_OPTIONS,
+)
+MODEL_HELP = (
+    "A built-in model (resnet50, vgg16, googlenet, mobilenet_v2, unet), torchvision:NAME, "
+    "timm:NAME, hf:NAME, or your own: path/to/file.py:build or package.module:build."
+)
+MODEL_OPTION = click.option("--model", "spec", required=True, help=MODEL_HELP)
+
+
+def time_limit_option(seconds: float, help: str) -> Callable[[_Function], _Function]:
+    """How long to look for schedules."""
+    return click.option(
+        "--time-limit",
+        type=click.FloatRange(min=0.1),
+        callback=finite,
+        default=seconds,
+        show_default=True,
+        help=help,
+    )
+
+
+def tolerance_option(help: str) -> Callable[[_Function], _Function]:
+    """How far results may be from plain training's."""
+    return click.option(
+        "--tolerance", type=click.FloatRange(min=0, max=1, max_open=True), default=0.0, show_default=True, help=help
+    )
+
+
+def optimizer_option(help: str) -> Callable[[_Function], _Function]:
+    """Whose step is part of training."""
+    return click.option("--optimizer", type=click.Choice(["sgd", "momentum", "adam", "adamw"]), help=help)
+
+
+def autocast_option(help: str) -> Callable[[_Function], _Function]:
+    """What `torch.autocast` converts to."""
+    return click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help=help)
+
+
+def size_options(function: _Function) -> _Function:
+    """In what shapes."""
+    for option in reversed(SIZE_OPTIONS):
+        function = option(function)
+    return function
+
+
 def model_options(function: _Function) -> _Function:
     """What model, in what shapes."""
-    for option in reversed(
-        (
-            click.option(
-                "--model",
-                "spec",
-                required=True,
-                help="A built-in model (resnet50, vgg16, googlenet, mobilenet_v2, unet), torchvision:NAME, "
-                "timm:NAME, hf:NAME, or your own: path/to/file.py:build or package.module:build.",
-            ),
-            click.option("--batch", type=click.IntRange(min=1), help="Batch size; by default the model's own."),
-            click.option("--input-size", type=ImageSize(), help="Image height and width, in pixels."),
-            click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence."),
-            click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of weights and inputs."),
-        )
-    ):
+    for option in reversed((MODEL_OPTION, *SIZE_OPTIONS)):
+        function = option(function)
+    return function
+
+
+def model_or_profile_options(function: _Function) -> _Function:
+    """What model, in what shapes; or files that say that, and what it costs."""
+    profile = click.option(
+        "--profile",
+        "profiles",
+        multiple=True,
+        type=click.Path(dir_okay=False),
+        help="A file of `monetlite profile --output`, from wherever it was measured, in place of --model. One for "
+        "each layout.",
+    )
+    for option in reversed((click.option("--model", "spec", help=MODEL_HELP), profile, *SIZE_OPTIONS)):
         function = option(function)
     return function
 
@@ -63,16 +133,8 @@ def cost_options(function: _Function) -> _Function:
                 help="cpu or cuda to measure here, or a device to estimate (a100-40gb, rtx-4090, t4, …). "
                 f"By default the GPU if there is one, else an estimate for {DEFAULT_ESTIMATE}.",
             ),
-            click.option(
-                "--optimizer",
-                type=click.Choice(["sgd", "momentum", "adam", "adamw"]),
-                help="Count this optimizer's state in the peak.",
-            ),
-            click.option(
-                "--autocast",
-                type=click.Choice(["bfloat16", "float16"]),
-                help="Train under torch.autocast to this type.",
-            ),
+            optimizer_option("Count this optimizer's state in the peak."),
+            autocast_option("Train under torch.autocast to this type."),
             click.option(
                 "--accumulate",
                 is_flag=True,

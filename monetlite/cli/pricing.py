@@ -55,12 +55,11 @@ def price_layouts(
     for layout in layouts:
         device_type = "cuda" if chosen == "cuda" else "cpu"
         with torch.autocast(device_type, getattr(torch, autocast or "bfloat16"), enabled=autocast is not None):
-            graph = trace(built.model, built.example_inputs, meta_device=device_type, layout=layout)
+            graph = trace(built.model, built.example_inputs, device=chosen, meta_device=device_type, layout=layout)
         with Measuring(quiet) as progress:
             named = replace(graph, name=built.name)
-            profiles.append(
-                api.profile(named, chosen, optimizer=optimizer, accumulate=accumulate, progress=progress)
-            )
+            made = api.profile(named, chosen, optimizer=optimizer, accumulate=accumulate, progress=progress)
+        profiles.append(replace(made, source=built.source))
     return built, profiles
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -77,6 +78,62 @@ class Solving:
     def __exit__(self, *error: object) -> None:
         if not self._quiet:
             self._status.stop()
+
+
+class Telling:
+    """A live line that says what is done at present; None as the callback where nobody looks."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def __enter__(self) -> Callable[[str], None] | None:
+        if self._quiet:
+            return None
+        from rich.console import Console
+
+        self._status = Console(stderr=True).status("starting")
+        self._status.start()
+        return self._status.update
+
+    def __exit__(self, *error: object) -> None:
+        if not self._quiet:
+            self._status.stop()
+
+
+def check_folder(target: Path) -> None:
+    """See that there is a folder for a file, before time is spent on what goes into it.
+
+    Raises:
+        MonetliteError: there is none.
+    """
+    if not target.parent.is_dir():
+        raise MonetliteError(f"{target} can't be written: there is no folder {target.parent}; create it first")
+
+
+class Sweeping:
+    """A progress bar while several budgets are solved for, one after the other; None where nobody looks."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+
+    def __enter__(self) -> Callable[[str, int, int], None] | None:
+        if self._quiet:
+            return None
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True)
+        task = self._bar.add_task("solving", total=None)
+        self._bar.start()
+
+        def progress(what: str, done: int, total: int) -> None:
+            self._bar.update(task, description=what, completed=done, total=total)
+
+        return progress
+
+    def __exit__(self, *error: object) -> None:
+        if not self._quiet:
+            self._bar.stop()
 
 
 def guard(run: Callable[[], None], debug: bool) -> None:

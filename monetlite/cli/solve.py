@@ -1,41 +1,35 @@
 """`monetlite solve`."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from monetlite.cli.options import common_options, cost_options, finite, model_options
+from monetlite.cli.options import (
+    common_options,
+    cost_options,
+    model_or_profile_options,
+    time_limit_option,
+    tolerance_option,
+)
 from monetlite.cli.pricing import price_layouts
-from monetlite.cli.running import Solving, guard, open_console
-from monetlite.errors import MonetliteError
+from monetlite.cli.profiled import load_profiles
+from monetlite.cli.running import Solving, check_folder, guard, open_console
 
 
 @click.command("solve")
-@model_options
+@model_or_profile_options
 @click.option(
     "--budget",
     required=True,
     help="The whole step's peak: 6GB (10⁹ bytes), 6GiB (2³⁰), 6000MB, or 50% of plain training's peak.",
 )
 @cost_options
-@click.option(
-    "--time-limit",
-    type=click.FloatRange(min=0.1),
-    callback=finite,
-    default=60.0,
-    show_default=True,
-    help="Seconds.",
-)
-@click.option(
-    "--tolerance",
-    type=click.FloatRange(min=0, max=1, max_open=True),
-    default=0.0,
-    show_default=True,
-    help="How far an operator's result may be from plain training's: 0 for the same bits, 1e-5 for sums in another "
-    "order, 1e-4 for normalisations differentiated from their output.",
+@time_limit_option(60.0, "Seconds.")
+@tolerance_option(
+    "How far an operator's result may be from plain training's: 0 for the same bits, 1e-5 for sums in another "
+    "order, 1e-4 for normalisations differentiated from their output."
 )
 @click.option(
     "--layout",
@@ -58,7 +52,8 @@ from monetlite.errors import MonetliteError
 )
 @common_options
 def solve_command(
-    spec: str,
+    spec: str | None,
+    profiles: tuple[str, ...],
     budget: str,
     device: str | None,
     optimizer: str | None,
@@ -78,7 +73,7 @@ def solve_command(
     """Find the fastest schedule of a model's training step within a memory budget."""
 
     def run() -> None:
-        from monetlite import api
+        from monetlite.layouts import layouts_to_try, solve_layouts
         from monetlite.reporting import solve as reporting
         from monetlite.schedule import plain_steps, simulate
         from monetlite.units import parse_budget
@@ -86,14 +81,23 @@ def solve_command(
         console, quiet = open_console(as_json)
         # Read the budget, and see that the output can be written, before spending a minute on it.
         parse_budget(budget, plain_peak_bytes=2**40)
-        layouts = api.layouts_to_try(layout, tolerance)
-        built, profiles = price_layouts(spec, device, optimizer, accumulate, autocast, quiet, shape, layouts)
-        target = Path(output or _file_name(built.name, built.batch, budget))
-        _check_folder(target)
-        budget_bytes = parse_budget(budget, simulate(profiles[0], plain_steps(profiles[0].graph)).peak_bytes)
+        layouts = layouts_to_try(layout, tolerance)
+        if profiles:
+            given = {"model": spec, "device": device, "optimizer": optimizer, "autocast": autocast}
+            priced = load_profiles(profiles, layout, given | {"accumulate": accumulate or None} | shape)
+            description, batch = priced.description, priced.batch
+            costs = priced.profiles
+        else:
+            assert spec is not None
+            built, costs = price_layouts(spec, device, optimizer, accumulate, autocast, quiet, shape, layouts)
+            description, batch = built.description, built.batch
+        name = costs[0].graph.name
+        target = Path(output or _file_name(name, batch, budget))
+        check_folder(target)
+        budget_bytes = parse_budget(budget, simulate(costs[0], plain_steps(costs[0].graph)).peak_bytes)
         with Solving(quiet, budget_bytes) as progress:
-            schedule = api.solve_layouts(
-                profiles,
+            schedule = solve_layouts(
+                costs,
                 budget,
                 tolerance=tolerance,
                 layout=layout,
@@ -103,23 +107,19 @@ def solve_command(
                 seed=seed,
                 progress=progress,
             )
-        schedule = replace(schedule, source=built.source)
         schedule.save(target)
-        profile = next(item for item in profiles if item.graph.layout == schedule.layout)
+        profile = next(item for item in costs if item.graph.layout == schedule.layout)
         if as_json:
             click.echo(json.dumps(reporting.schedule_facts(schedule, str(target))))
         else:
-            click.echo(built.description)
+            click.echo(description)
             reporting.print_schedule(console, profile, schedule, simulate(profile, schedule), str(target))
 
+    if not profiles and spec is None:
+        raise click.UsageError("Missing option '--model', or '--profile' in its place.")
     guard(run, debug)
 
 
 def _file_name(name: str, batch: int, budget: str) -> str:
     stem = name.rpartition("/")[2].replace(":", "-").replace(".py", "")
     return f"{stem}_{batch}_{budget.replace('%', 'pct').replace(' ', '')}.yaml"
-
-
-def _check_folder(target: Path) -> None:
-    if not target.parent.is_dir():
-        raise MonetliteError(f"{target} can't be written: there is no folder {target.parent}; create it first")

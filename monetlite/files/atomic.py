@@ -9,8 +9,8 @@ from pathlib import Path
 from monetlite.errors import ScheduleFileError
 
 
-def write_atomically(path: str | PathLike[str], text: str) -> None:
-    """Write text to a file through a temporary file beside it. A symbolic link stays one.
+def write_atomically(path: str | PathLike[str], content: str | bytes) -> None:
+    """Write text (in UTF-8) or bytes to a file through a temporary file beside it. A symbolic link stays one.
 
     Raises:
         ScheduleFileError: the file can't be written (no such folder, no permission, disk full, a device or a
@@ -23,8 +23,8 @@ def write_atomically(path: str | PathLike[str], text: str) -> None:
         if target.exists() and not target.is_file():
             raise ScheduleFileError(f"{target} can't be written: it is not a regular file")
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, _mode(target))

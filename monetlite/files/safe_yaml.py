@@ -41,6 +41,23 @@ def _in_line(dumper: Any, items: InLine) -> Any:
 _Dumper.add_representer(InLine, _in_line)
 
 
+def read_bounded(path: str | PathLike[str], most_bytes: int) -> bytes:
+    """A file's bytes, if there are no more than so many.
+
+    Raises:
+        ScheduleFileError: it can't be read, or has more.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(most_bytes + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ScheduleFileError(f"{path} can't be read: {reason}") from error
+    if len(raw) > most_bytes:
+        raise ScheduleFileError(f"{path} is larger than {most_bytes} bytes, which no file of ours is")
+    return raw
+
+
 def load_yaml(path: str | PathLike[str]) -> Any:
     """Read a YAML file as plain data.
 
@@ -48,14 +65,7 @@ def load_yaml(path: str | PathLike[str]) -> Any:
         ScheduleFileError: the file can't be read, is too large or too deeply nested, is not YAML, or uses
             tags, anchors, aliases or merge keys, which our files never do.
     """
-    try:
-        with Path(path).open("rb") as file:
-            raw = file.read(LARGEST_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ScheduleFileError(f"{path} can't be read: {reason}") from error
-    if len(raw) > LARGEST_FILE_BYTES:
-        raise ScheduleFileError(f"{path} is larger than {LARGEST_FILE_BYTES} bytes, which no schedule file is")
+    raw = read_bounded(path, LARGEST_FILE_BYTES)
     try:
         text = raw.decode("utf-8")
         _check_events(text, path)

@@ -9,10 +9,9 @@ from monetlite.costs import ProfileKind
 from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
 from monetlite.files.migrations import VERSION, migrate
-from monetlite.files.safe_yaml import InLine, Record, dump_yaml, load_yaml, shown
-from monetlite.graph import AS_TRACED, CHANNELS_LAST, TensorSpec
+from monetlite.files.parts import inputs_data, read_inputs, read_layout, read_source, source_data
+from monetlite.files.safe_yaml import Record, dump_yaml, load_yaml, shown
 from monetlite.schedule import Schedule, Status
-from monetlite.source import ModelSource, is_shareable
 from monetlite.units import format_bytes
 
 FORMAT = "monetlite-schedule"
@@ -45,9 +44,7 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
             "Update monetlite, or solve the schedule again",
         )
     record = Record(migrate(data), path)
-    layout = record.text("layout") if record.optional("layout") else AS_TRACED
-    if layout not in (AS_TRACED, CHANNELS_LAST):
-        raise record.error("layout", f"is {layout!r:.80}; it should be {AS_TRACED!r} or {CHANNELS_LAST!r}")
+    layout = read_layout(record)
     costs, predicted, plain, solve = (record.record(name) for name in ("costs", "predicted", "plain", "solve"))
     if costs.text("kind") not in tuple(ProfileKind):
         raise costs.error("kind", f"is {costs.text('kind')!r:.80}; it should be one of {', '.join(ProfileKind)}")
@@ -55,9 +52,8 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         status = Status(solve.text("status"))
     except ValueError:
         raise solve.error("status", f"is {solve.text('status')!r:.80}, which is not a status") from None
-    environment, inputs, before, implementations = (
+    environment, before, implementations = (
         costs.record("environment"),
-        record.record("inputs"),
         record.record("before"),
         record.record("implementations"),
     )
@@ -66,7 +62,7 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         fingerprint=record.text("fingerprint"),
         structure=record.text("structure"),
         operators=record.integer("operators"),
-        inputs={name: _tensor_spec(inputs.record(name)) for name in inputs},
+        inputs=read_inputs(record.record("inputs")),
         choices=Choices(
             before={name: _runs(before, name) for name in before},
             implementations={name: implementations.text(name) for name in implementations},
@@ -93,7 +89,7 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         smallest_reached_bytes=(
             solve.integer("smallest_reached_bytes") if solve.optional("smallest_reached_bytes") else None
         ),
-        source=_source(record.record("source")) if record.optional("source") else None,
+        source=read_source(record.record("source")) if record.optional("source") else None,
         operator_digests=_digests(record) if record.optional("operator_digests") else (),
     )
 
@@ -104,19 +100,11 @@ def schedule_text(schedule: Schedule) -> str:
         "format": FORMAT,
         "version": VERSION,
         "model": schedule.name,
-        "source": _source_data(schedule.source),
+        "source": source_data(schedule.source),
         "fingerprint": schedule.fingerprint,
         "structure": schedule.structure,
         "operators": schedule.operators,
-        "inputs": {
-            name: {
-                "shape": InLine(spec.shape),
-                "stride": InLine(spec.stride),
-                "dtype": spec.dtype,
-                "requires_grad": spec.requires_grad,
-            }
-            for name, spec in schedule.inputs.items()
-        },
+        "inputs": inputs_data(schedule.inputs),
         "optimizer": schedule.optimizer,
         "accumulate": schedule.accumulate,
         "tolerance": float(schedule.tolerance),
@@ -156,37 +144,6 @@ def schedule_text(schedule: Schedule) -> str:
     return dump_yaml(data, header)
 
 
-def _source(record: Record) -> ModelSource:
-    model = record.text("model")
-    if not is_shareable(model):
-        raise record.error(
-            "model",
-            f"is {model!r:.80}; it should be a built-in model, or hf:, timm: or torchvision: and a name",
-        )
-    size = record.integers("input_size") if record.optional("input_size") else None
-    if size is not None and len(size) != 2:
-        raise record.error("input_size", f"should be a height and a width, not {shown(size)}")
-    return ModelSource(
-        model=model,
-        batch=record.integer("batch", least=1),
-        input_size=None if size is None else (size[0], size[1]),
-        sequence_length=record.integer("sequence_length", least=1) if record.optional("sequence_length") else None,
-        dtype=record.text("dtype") if record.optional("dtype") else None,
-    )
-
-
-def _source_data(source: ModelSource | None) -> dict[str, Any] | None:
-    if source is None:
-        return None
-    return {
-        "model": source.model,
-        "batch": source.batch,
-        "input_size": None if source.input_size is None else InLine(source.input_size),
-        "sequence_length": source.sequence_length,
-        "dtype": source.dtype,
-    }
-
-
 def _digests(record: Record) -> tuple[str, ...]:
     digests = tuple(record.text("operator_digests").split())
     for digest in digests:
@@ -195,15 +152,6 @@ def _digests(record: Record) -> tuple[str, ...]:
                 "operator_digests", f"should be groups of four hexadecimal digits; {digest!r:.80} is not one"
             )
     return digests
-
-
-def _tensor_spec(record: Record) -> TensorSpec:
-    return TensorSpec(
-        shape=record.integers("shape"),
-        stride=record.integers("stride"),
-        dtype=record.text("dtype"),
-        requires_grad=record.flag("requires_grad"),
-    )
 
 
 def _runs(record: Record, name: str) -> tuple[Run, ...]:

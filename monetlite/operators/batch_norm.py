@@ -19,6 +19,8 @@ from monetlite.operators.registry import alternatives_for, function, name_of
 
 FUNCTIONAL = "aten._native_batch_norm_legit_functional.default"
 NO_STATISTICS = "aten._native_batch_norm_legit.no_stats"
+BY_CUDNN = "aten._batch_norm_with_update_functional.default"
+"""What runs as cuDNN's where a plain step's would: its gradient reads what the fourth result reserves for it."""
 
 
 def without_running_statistics(call: Call, results: tuple[TensorRef | None, ...], device: str) -> Call | None:
@@ -26,6 +28,14 @@ def without_running_statistics(call: Call, results: tuple[TensorRef | None, ...]
 
     With the first run's statistics where that makes the same bits; computing them again elsewhere.
     """
+    if call.target == BY_CUDNN:
+        source, weight, bias, _, _, momentum, eps = call.args
+        return replace(
+            call,
+            target=name_of(batch_norm_by_cudnn_again),
+            args=(source, weight, bias, momentum, eps),
+            outputs=call.outputs[:4],
+        )
     if call.target != FUNCTIONAL:
         return None
     source, weight, bias, _, _, training, momentum, eps = call.args
@@ -52,6 +62,25 @@ def without_running_statistics(call: Call, results: tuple[TensorRef | None, ...]
         args=(source, weight, bias, training, momentum, eps),
         outputs=call.outputs[:3],
     )
+
+
+@function("batch_norm_by_cudnn_again", limit="normalization", passes=2)
+def batch_norm_by_cudnn_again(
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """The same normalisation of the same batch by the same kernel, which leaves the running statistics alone.
+
+    Returns (the result, the batch's mean, 1/σ, the reserved space).
+    """
+    mean = weight.new_zeros(source.shape[1], dtype=torch.float32)
+    made: tuple[torch.Tensor, ...] = torch.ops.aten._batch_norm_with_update.default(
+        source, weight, bias, mean, torch.ones_like(mean), momentum, eps
+    )
+    return made
 
 
 @function("batch_norm_again")

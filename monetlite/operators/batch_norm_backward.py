@@ -13,11 +13,12 @@ from typing import TypeGuard
 import torch
 
 from monetlite.graph import Argument, Call, Implementation, TensorRef
-from monetlite.operators.batch_norm import FUNCTIONAL, NO_STATISTICS, along
+from monetlite.operators.batch_norm import BY_CUDNN, FUNCTIONAL, NO_STATISTICS, along
 from monetlite.operators.kernel import Kernel, is_contiguous
 from monetlite.operators.registry import alternatives_for, function, name_of
 
 _BACKWARD = "aten.native_batch_norm_backward.default"
+_BACKWARD_BY_CUDNN = "aten.batch_norm_backward.default"
 
 LARGEST_RATIO = 2.0**9
 """The most that |b/w| may be for a gradient from the output, in float32."""
@@ -29,10 +30,10 @@ _LEAST_BYTES, _MOST_BYTES, _FEWEST_CHUNKS = 2**16, 2**20, 8
 """Of the input at a time, in place: an eighth of it, in pieces that are worth a call and stay in a CPU's cache."""
 
 
-@alternatives_for(_BACKWARD)
+@alternatives_for(_BACKWARD, _BACKWARD_BY_CUDNN)
 def backward(kernel: Kernel) -> Iterator[Implementation]:
     """The gradient from the input or from the output; into new memory, or over the gradient that comes in."""
-    gradient, source, weight, _, _, mean, deviation, training, eps, mask = kernel.call.args
+    gradient, source, weight, _, _, mean, deviation, training, eps, mask = kernel.call.args[:10]
     if training is not True or not isinstance(mask, tuple) or not isinstance(gradient, TensorRef):
         return
     assert isinstance(source, TensorRef)
@@ -55,7 +56,7 @@ def backward(kernel: Kernel) -> Iterator[Implementation]:
                 overwrites=overwrites,
                 tolerance=1e-5,
             )
-    forward = kernel.reader(source, FUNCTIONAL, NO_STATISTICS)
+    forward = kernel.reader(source, FUNCTIONAL, NO_STATISTICS, BY_CUDNN)
     output = None if forward is None else kernel.reference(forward.outputs[0])
     if forward is None or output is None or output.spec.dtype != "float32":
         return

@@ -27,6 +27,13 @@ _ALIASES = {
 }
 
 
+def is_note(target: str, position: int) -> bool:
+    """Whether a result of a kernel is for its own gradient alone, and other devices' kernels have another."""
+    if short_name(target) == "attention":
+        return position >= 2  # after the result and the log-sum-exp: the generator's seed and offset
+    return packet(target) == "_batch_norm_with_update_functional" and position == 3  # cuDNN's reserved space
+
+
 def packet(target: str) -> str:
     """`"aten.convolution.default"` → `"convolution"`."""
     parts = target.split(".")

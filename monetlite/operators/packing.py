@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.graph import Call
@@ -143,7 +144,7 @@ def _pieces(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 def _table(device: torch.device) -> torch.Tensor:
     """For each byte, the eight booleans that it packs, as one 64-bit integer."""
     # Kept for later calls, so it has to be a real tensor even where a program is being traced.
-    with _disable_current_modes():
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
         every = torch.cartesian_prod(*[torch.tensor([False, True])] * 8).contiguous()
         words = every.view(torch.int64).flatten()
         table = torch.empty(256, dtype=torch.int64)

@@ -5,6 +5,8 @@ run the state is noted, and a re-run puts it back for as long as it takes. The g
 found, so a step leaves it exactly as plain training does.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -79,10 +81,17 @@ def replay(state: torch.Tensor, device: str, target: str, *args: Any, **kwargs: 
     """Call an operator with a device's default generator in an earlier state, and put the present one back."""
     from monetlite.operators import resolve
 
+    with drawing_from(state, device):
+        return resolve(target)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def drawing_from(state: torch.Tensor, device: str) -> Iterator[None]:
+    """Put a device's default generator in an earlier state for a while."""
     now = rng_state(device)
     restore = torch.cuda.set_rng_state if device == "cuda" else torch.set_rng_state
     restore(state)
     try:
-        return resolve(target)(*args, **kwargs)
+        yield
     finally:
         restore(now)

@@ -8,8 +8,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import platformdirs
-
 from monetlite.costs import Cost
 from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
@@ -21,13 +19,14 @@ _log = logging.getLogger(__name__)
 class CostCache:
     """Costs by call signature, for one environment. `save` writes what has been added.
 
-    The folder is the platform's cache folder, or what `MONETLITE_CACHE` names.
+    The folder is what `MONETLITE_CACHE` names, or the platform's cache folder. Where platformdirs is not there to
+    say which that is, as on a machine that only measures, nothing is kept.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         key = hashlib.sha256(json.dumps([VERSION, dict(environment)], sort_keys=True).encode()).hexdigest()[:16]
-        folder = os.environ.get("MONETLITE_CACHE") or platformdirs.user_cache_dir("monetlite")
-        self.path = Path(folder) / "costs" / f"{key}.json"
+        folder = os.environ.get("MONETLITE_CACHE") or _platform_folder()
+        self.path = Path(folder) / "costs" / f"{key}.json" if folder else None
         self._environment = dict(environment)
         self._costs = self._load()
         self._changed = False
@@ -42,7 +41,7 @@ class CostCache:
 
     def save(self) -> None:
         """Write the cache; a folder that can't be written costs the next run its time, and nothing else."""
-        if not self._changed:
+        if not self._changed or self.path is None:
             return
         text = json.dumps({"environment": self._environment, "costs": self._costs})
         try:
@@ -53,6 +52,8 @@ class CostCache:
             _log.warning("measured costs could not be kept in %s: %s", self.path, error)
 
     def _load(self) -> dict[str, tuple[float, float]]:
+        if self.path is None:
+            return {}
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             costs = {str(key): (float(item[0]), float(item[1])) for key, item in data["costs"].items()}
@@ -72,3 +73,13 @@ class CostCache:
         ) as error:
             _log.warning("measured costs in %s can't be read (%s) and will be measured again", self.path, error)
             return {}
+
+
+def _platform_folder() -> str | None:
+    """The platform's folder for caches; None, said once in the log, where platformdirs is not installed."""
+    try:
+        import platformdirs
+    except ImportError:
+        _log.warning("measured costs are not kept: install platformdirs, or name a folder in MONETLITE_CACHE")
+        return None
+    return platformdirs.user_cache_dir("monetlite")

@@ -44,8 +44,8 @@ class Device:
     """A device to estimate for.
 
     `peak_flops` is in operations per second (an addition and a multiplication are two), dense, by arithmetic:
-    `fp64`, `fp32`, `tf32`, `fp16`, `bf16`, as far as the device has each. `sources` says where the figures of
-    `memory`, `peak`, `launch` and `efficiency` come from.
+    `fp64`, `fp32`, `tf32`, `fp16`, `bf16`, as far as the device has each. `compute_capability` is NVIDIA's
+    (major, minor). `sources` says where the figures of `memory`, `peak`, `launch` and `efficiency` come from.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Device:
     bandwidth_bytes_per_s: float
     peak_flops: Mapping[str, float]
     launch_us: float
+    compute_capability: tuple[int, int]
     efficiency: Efficiency
     aliases: tuple[str, ...]
     sources: Mapping[str, str]
@@ -107,6 +108,7 @@ def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
         bandwidth_bytes_per_s=memory["bandwidth_gb_per_s"] * 1e9,
         peak_flops=MappingProxyType({kind: rate * 1e12 for kind, rate in peak.items() if kind != "source"}),
         launch_us=float(launch["value"]),
+        compute_capability=_capability(entry["compute_capability"]),
         efficiency=Efficiency(**{item.name: float(efficiency[item.name]) for item in fields(Efficiency)}),
         aliases=tuple(entry["aliases"]),
         sources=MappingProxyType(
@@ -118,6 +120,11 @@ def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
             }
         ),
     )
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)
 
 
 def _normalise(name: str) -> str:

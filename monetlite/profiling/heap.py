@@ -26,7 +26,15 @@ def steady_heap() -> Iterator[None]:
         yield
     finally:
         _set(_USUAL_TRIM_BYTES, _USUAL_MAP_BYTES)
-        ctypes.CDLL(None).malloc_trim(0)
+        trim_heap()
+
+
+def trim_heap() -> None:
+    """Have the C library give what is freed back to the system. Does nothing where that isn't glibc."""
+    if sys.platform.startswith("linux"):
+        library = ctypes.CDLL(None)
+        if hasattr(library, "malloc_trim"):
+            library.malloc_trim(0)
 
 
 def _set(trim_bytes: int, map_bytes: int) -> bool:

@@ -8,10 +8,12 @@ measurement can be checked against the process's high-water mark, which misses n
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 
 _SELF = Path("/proc/self")
 
@@ -31,7 +33,9 @@ def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
 def running_totals(function: Callable[[], Any]) -> list[int]:
     """Bytes allocated on the CPU since the start, after each allocation or free that a function makes.
 
-    The profiler does not see the free of what was allocated before it started: that much is overestimated.
+    What was allocated before the start is left out when it is freed: that much is overestimated. Torch keeps the
+    sizes of blocks it has seen for good, and may report the free of another block at such an address, so frees are
+    counted by what was allocated there since the start.
     """
     profiler: Any = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
     with _without_stderr():
@@ -41,31 +45,63 @@ def running_totals(function: Callable[[], Any]) -> list[int]:
     finally:
         with _without_stderr():
             profiler.__exit__(None, None, None)
+    sizes: dict[int, int] = {}
     total, totals = 0, []
-    for event in profiler.kineto_results.events():
-        if event.name() == "[memory]" and event.device_type() == torch.profiler.DeviceType.CPU:
-            total += event.nbytes()
-            totals.append(total)
+    for address, size in _allocations(profiler.kineto_results.experimental_event_tree()):
+        if size >= 0:
+            sizes[address] = size
+            total += size
+        else:
+            total -= sizes.pop(address, 0)
+        totals.append(total)
     return totals
+
+
+def _allocations(roots: list[Any]) -> list[tuple[int, int]]:
+    """Address and size of what was allocated on the CPU and, with a size below zero, freed, in order."""
+    found, rest = [], roots[::-1]
+    while rest:
+        event = rest.pop()
+        rest.extend(reversed(event.children))
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    found.sort(key=itemgetter(0))
+    return [(address, size) for _, address, size in found]
 
 
 def high_water_growth_bytes(function: Callable[[], Any]) -> int | None:
     """Growth of the process's resident set at its highest while a function runs; None where Linux won't say."""
+    before = process_bytes()
+    highest = high_water_bytes(function)
+    return None if before is None or highest is None else highest - before
+
+
+def high_water_bytes(function: Callable[[], Any]) -> int | None:
+    """The process's resident set at its highest while a function runs; None, and nothing is run, where Linux
+    won't say."""
     try:
         (_SELF / "clear_refs").write_text("5")
-        before = _status_bytes("VmRSS")
-        function()
-        return _status_bytes("VmHWM") - before
-    except (OSError, KeyError, ValueError):
+    except OSError:
         return None
+    function()
+    return status_bytes("VmHWM")
 
 
-def _status_bytes(field: str) -> int:
-    for line in (_SELF / "status").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == field:
-            return int(rest.split()[0]) * 1024
-    raise KeyError(field)
+def process_bytes() -> int | None:
+    """The process's resident set; None where Linux won't say."""
+    return status_bytes("VmRSS")
+
+
+def status_bytes(field: str) -> int | None:
+    """A field of Linux's account of this process, such as `VmRSS`; None where there is none."""
+    try:
+        for line in (_SELF / "status").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name == field:
+                return int(rest.split()[0]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 @contextlib.contextmanager

@@ -1,10 +1,16 @@
 """What an optimizer adds to a step: its state, all the time, and what its own step holds for a moment."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from monetlite.costs import Cost, Profile
 from monetlite.errors import ModelError
 from monetlite.graph import OPTIMIZER_STEP, Implementation, Operator, Phase, ValueKind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +35,32 @@ OPTIMIZERS = {
 of exp_avg_sq."""
 
 
+def make_optimizer(
+    name: str, parameters: "Iterable[nn.Parameter]", learning_rate: float
+) -> "torch.optim.Optimizer":
+    """One of torch's optimizers, by the name that commands know, with its default settings otherwise.
+
+    Raises:
+        ModelError: an unknown name.
+    """
+    import torch
+
+    match name:
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=learning_rate)
+        case "momentum":
+            return torch.optim.SGD(parameters, lr=learning_rate, momentum=0.9)
+        case "adam":
+            return torch.optim.Adam(parameters, lr=learning_rate)
+        case "adamw":
+            return torch.optim.AdamW(parameters, lr=learning_rate)
+    raise unknown(name)
+
+
+def unknown(name: str) -> ModelError:
+    return ModelError(f"unknown optimizer {name!r}; known are {', '.join(OPTIMIZERS)}")
+
+
 def with_optimizer(profile: Profile, name: str) -> Profile:
     """Add an optimizer's state to a profile, and its step at the end.
 
@@ -37,7 +69,7 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
     """
     optimizer = OPTIMIZERS.get(name)
     if optimizer is None:
-        raise ModelError(f"unknown optimizer {name!r}; known are {', '.join(OPTIMIZERS)}")
+        raise unknown(name)
     graph = profile.graph
     gradients = [index for index, value in enumerate(graph.values) if value.kind is ValueKind.PARAM_GRAD]
     sizes = [graph.values[index].size_bytes for index in gradients]

@@ -1,4 +1,4 @@
-"""What `monetlite solve` and `monetlite verify` print: the figures people decide by."""
+"""What `monetlite solve` prints: the figures people decide by."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,6 @@ from rich.table import Table
 from monetlite.choices import DEFAULT
 from monetlite.costs import Profile
 from monetlite.graph import CHANNELS_LAST
-from monetlite.runtime.verify import Report
 from monetlite.schedule import Schedule, Timeline
 from monetlite.units import format_bytes, format_ms
 
@@ -116,60 +115,3 @@ def _other_ways(schedule: Schedule) -> int:
     """How many runs are not by an operator's default implementation."""
     again = sum(how != DEFAULT for runs in schedule.choices.before.values() for _, how in runs)
     return len(schedule.choices.implementations) + again
-
-
-def report_facts(report: Report) -> dict[str, Any]:
-    """The figures of a verification, for `--json`."""
-    return {
-        "passed": report.passed,
-        "exact": report.exact,
-        "largest_difference": report.largest_difference,
-        "allowed_difference": report.allowed_difference,
-        "random_state": report.random_state,
-        "peak_bytes": report.peak_bytes,
-        "predicted_peak_bytes": report.predicted_peak_bytes,
-        "budget_bytes": report.budget_bytes,
-        "plain_peak_bytes": report.plain_peak_bytes,
-        "step_ms": report.step_ms,
-        "plain_step_ms": report.plain_step_ms,
-        "same_shapes": report.same_shapes,
-        "differences": {
-            name: difference
-            for name, difference in sorted(
-                {**report.gradients, **report.buffers}.items(), key=lambda item: -item[1]
-            )
-            if difference > 0
-        },
-    }
-
-
-def print_report(console: Console, report: Report) -> None:
-    """Print what a verification found."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    same = (
-        "bit for bit plain training's"
-        if report.exact
-        else f"within {report.largest_difference:.1e} of plain training's (relative; "
-        f"{report.allowed_difference:.0e} allowed)"
-    )
-    table.add_row("gradients, buffers", f"{same}; {len(report.gradients)} gradients, {len(report.buffers)} buffers")
-    table.add_row("random state", "as plain training leaves it" if report.random_state else "DIFFERS")
-    table.add_row(
-        "peak",
-        f"{format_bytes(report.peak_bytes)} measured, {format_bytes(report.predicted_peak_bytes)} predicted"
-        + ("" if report.same_shapes else " for the batch it was solved for")
-        + f", {format_bytes(report.budget_bytes)} budget; plain {format_bytes(report.plain_peak_bytes)}",
-    )
-    table.add_row(
-        "step time",
-        f"{format_ms(report.step_ms)} measured, plain {format_ms(report.plain_step_ms)} "
-        f"(×{report.step_ms / report.plain_step_ms:.2f})",
-    )
-    worst = sorted({**report.gradients, **report.buffers}.items(), key=lambda item: -item[1])[:5]
-    for name, difference in worst:
-        if difference > 0:
-            table.add_row("  differs", f"{name}: {difference:.1e}")
-    table.add_row("verdict", "pass" if report.passed else "FAIL")
-    console.print(table)

@@ -14,8 +14,11 @@ from monetlite.tracing.build import Traced
 
 
 def on_this_device(traced: Traced, schedule: Schedule) -> tuple[Traced, Schedule]:
-    """A traced step with what can run where it is, the cuDNN plans that a schedule names included."""
-    here = traced.graph.available(traced.graph.device)
+    """A traced step with what can run where it is, the cuDNN plans that a schedule names included.
+
+    What promises less than the schedule does is left out: where it was solved, it may have promised more.
+    """
+    here = traced.graph.available(traced.graph.device).restricted(lambda item: item.tolerance <= schedule.tolerance)
     graph, choices = with_named_plans(here, schedule.choices)
     return replace(traced, graph=graph), replace(schedule, choices=choices)
 

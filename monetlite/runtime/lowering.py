@@ -6,8 +6,9 @@ its last use, so a value is freed exactly where `simulate` says that it dies.
 """
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,18 @@ from monetlite.tracing.build import Traced
 from monetlite.tracing.builder import LOSS
 
 DELIVER = name_of(deliver)
+CAPTURED, RUN = "monetlite_captured", "monetlite_run"
+"""What the nodes of a program say in their `meta`: the tensor of the joint graph that a node is, by name; and for a
+node that runs an operator, which run it is (`OperatorRun`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorRun:
+    """A call of a program: what step of a schedule it is, and whether the operator's first run (0) or a later."""
+
+    call: Call
+    step: Step
+    number: int
 
 
 def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -41,57 +54,57 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
     tangents = [node for node in inputs if storages.is_tangent(node)]
     primals = [node for node in inputs if not storages.is_tangent(node)]
-    forward_calls, backward_calls = _calls(traced, steps)
+    forward_runs, backward_runs = _runs(traced, steps)
     primal_of: dict[str, list[fx.Node]] = {}
     for node, primal in zip(gradients, primals, strict=True):
         if node is not None:
             primal_of.setdefault(node.name, []).append(primal)
-    backward_calls = _when_final(joint, backward_calls, primal_of)
-    saved = _read_before_written(joint, backward_calls, gradients, tangents)
+    backward_runs = _when_final(joint, backward_runs, primal_of)
+    saved = _read_before_written(joint, (run.call for run in backward_runs), gradients, tangents)
 
     backward = _Program(joint, [*saved, *tangents])
-    backward.run(backward_calls)
+    backward.run(backward_runs)
     forward = _Program(joint, primals)
     forward.require(_guards(traced, steps))
-    forward.run(forward_calls)
+    forward.run(forward_runs)
     return forward.finish([*results, *saved]), backward.finish(gradients)
 
 
-def _calls(traced: Traced, steps: Sequence[Step]) -> tuple[list[Call], list[Call]]:
+def _runs(traced: Traced, steps: Sequence[Step]) -> tuple[list[OperatorRun], list[OperatorRun]]:
     """The calls that the forward and the backward part of a sequence of steps become."""
-    parts: tuple[list[Call], list[Call]] = ([], [])
+    parts: tuple[list[OperatorRun], list[OperatorRun]] = ([], [])
     split = first_backward(traced.graph, steps)
-    ran: set[int] = set()
+    ran: Counter[int] = Counter()
     for at, (index, choice) in enumerate(steps):
         traced_operator = traced.graph.operators[index]
         if traced_operator.family != LOSS:
             implementation = traced_operator.implementations[choice]
             call = implementation.again if index in ran and implementation.again else implementation.call
             assert call is not None, f"{traced_operator.name} can't be executed: it has no call"
-            parts[at >= split].append(call)
-        ran.add(index)
+            parts[at >= split].append(OperatorRun(call=call, step=(index, choice), number=ran[index]))
+        ran[index] += 1
     return parts
 
 
 def _when_final(
-    joint: fx.GraphModule, calls: Sequence[Call], primal_of: Mapping[str, Sequence[fx.Node]]
-) -> list[Call]:
-    """The same calls, no gradient being delivered before the last call that reads what it is the gradient of.
+    joint: fx.GraphModule, runs: Sequence[OperatorRun], primal_of: Mapping[str, Sequence[fx.Node]]
+) -> list[OperatorRun]:
+    """The same runs, no gradient being delivered before the last call that reads what it is the gradient of.
 
     Once delivered, a parameter may change: an optimizer may step, its shards may be freed.
     """
     nodes = {node.name: node for node in joint.graph.nodes}
     last_read: dict[fx.Node, int] = {}
-    for at, call in enumerate(calls):
-        if call.target != DELIVER:
-            last_read.update((storages.base(nodes[ref.node]), at) for ref in call.tensors())
+    for at, run in enumerate(runs):
+        if run.call.target != DELIVER:
+            last_read.update((storages.base(nodes[ref.node]), at) for ref in run.call.tensors())
     waiting: list[Argument] = []
-    changed: list[Call] = []
-    for at, call in enumerate(calls):
-        if call.target != DELIVER:
-            changed.append(call)
+    changed: list[OperatorRun] = []
+    for at, run in enumerate(runs):
+        if run.call.target != DELIVER:
+            changed.append(run)
             continue
-        waiting += call.args
+        waiting += run.call.args
         ready = [
             ref
             for ref in waiting
@@ -99,7 +112,7 @@ def _when_final(
         ]
         waiting = [ref for ref in waiting if ref not in ready]
         if ready:
-            changed.append(replace(call, args=tuple(ready)))
+            changed.append(replace(run, call=replace(run.call, args=tuple(ready))))
     return changed
 
 
@@ -159,10 +172,12 @@ class _Program:
         keywords = {name: decode_argument(value, self._argument) for name, value in call.kwargs}
         return self._graph.call_function(resolve(call.target), tuple(arguments), keywords)
 
-    def run(self, calls: Iterable[Call]) -> None:
+    def run(self, runs: Iterable[OperatorRun]) -> None:
         """Append calls, binding their results."""
-        for call in calls:
+        for run in runs:
+            call = run.call
             result = self._call(call)
+            result.meta[RUN] = run
             captured = [None if name is None else self._nodes[name] for name in call.outputs]
             if returns_tensor(call):
                 (node,) = captured
@@ -205,7 +220,8 @@ class _Program:
 
 
 def _described(created: fx.Node, node: fx.Node) -> fx.Node:
-    """A new node with what AOTAutograd reads of the captured one: its fake tensor."""
+    """A new node with what AOTAutograd reads of the captured one, its fake tensor, and with its name."""
+    created.meta[CAPTURED] = node.name
     if isinstance(node.meta.get("val"), torch.Tensor):
         created.meta["val"] = node.meta["val"]
     return created

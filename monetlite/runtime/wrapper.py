@@ -22,7 +22,7 @@ from monetlite.runtime.inputs import Schedules, layout_of
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.outputs import guard_outputs
 from monetlite.schedule import Schedule, Step, plain_steps, simulate
-from monetlite.tracing.build import Arguments, autocast_dtype, build_graph, device_of
+from monetlite.tracing.build import Arguments, Traced, autocast_dtype, build_graph, device_of
 from monetlite.tracing.capture import (
     Compiler,
     Joint,
@@ -225,9 +225,13 @@ class MONeTWrapper(nn.Module):
 
         # Measuring draws random numbers; the step that waits for it must not notice.
         with torch.random.fork_rng():
-            return optimize(self.model, Arguments(args, kwargs), starts=starts, **self._solving)
+            return optimize(self.model, Arguments(args, kwargs), starts=starts, runs_here=True, **self._solving)
 
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return lower(*self._plan(joint))
+
+    def _plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
+        """The captured step as a graph, and what is to be run of it."""
         if "_example" not in self.__dict__:
             raise _NotAsked
         example, layout = self.__dict__["_example"], self.schedule.layout
@@ -236,9 +240,9 @@ class MONeTWrapper(nn.Module):
         if schedule.structure == traced.graph.structure:
             traced, schedule = on_this_device(traced, schedule)
         elif plain := self._plain_if_smaller(traced.graph):
-            return lower(traced, plain)
+            return traced, plain
         steps = bind(schedule, traced.graph)
-        return lower(traced, avoiding(traced.graph, steps, self._avoided) if self._avoided else steps)
+        return traced, avoiding(traced.graph, steps, self._avoided) if self._avoided else steps
 
     def _schedule_for(self, graph: OperatorGraph) -> Schedule:
         """Of the schedules that serve the step's inputs, one for this graph, if there is any."""

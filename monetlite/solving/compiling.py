@@ -21,6 +21,7 @@ from monetlite.solving.moves import build_moves
 from monetlite.solving.problem import build_problem
 
 _COMMAND = "from monetlite.solving.compiling import load; load()"
+_compiling: "subprocess.Popen[bytes] | None" = None
 
 
 def load() -> None:
@@ -45,18 +46,26 @@ def ensure_compiled(deadline: float, should_stop: Callable[[], bool] | None = No
         # What another process compiled could not be found.
         load()
         return True
-    process = subprocess.Popen(
-        [sys.executable, "-c", _COMMAND],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = _compiler()
     while process.poll() is None:
         if time.monotonic() >= deadline or (should_stop is not None and should_stop()):
             return False
         time.sleep(0.05)
     load()
     return True
+
+
+def _compiler() -> "subprocess.Popen[bytes]":
+    """The process that compiles: the one that an earlier solve left behind, if it is still at it."""
+    global _compiling
+    if _compiling is None or _compiling.poll() is not None:
+        _compiling = subprocess.Popen(
+            [sys.executable, "-c", _COMMAND],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    return _compiling
 
 
 def is_cached() -> bool:

@@ -15,6 +15,7 @@ def sweep_profile(
     time_limit: float = 60.0,
     seed: int = 0,
     solver: str = "SCIP",
+    starts: Sequence[tuple[Step, ...]] = (),
     progress: Callable[[int, Progress], None] | None = None,
 ) -> dict[int, Solution]:
     """Solve for several budgets; a larger one never has the slower schedule, nor the higher bound.
@@ -28,6 +29,7 @@ def sweep_profile(
         budgets_bytes: the budgets, in any order.
         time_limit: seconds for each budget.
         seed, solver: as in `solve_profile`.
+        starts: steps that every solve begins from, beside what the smaller budgets found.
         progress: told the budget, and how its solve stands.
 
     Raises:
@@ -35,7 +37,7 @@ def sweep_profile(
     """
     ascending = sorted(set(budgets_bytes))
     solutions: dict[int, Solution] = {}
-    starts: list[tuple[Step, ...]] = []
+    found: list[tuple[Step, ...]] = []
     for budget_bytes in ascending:
         solution = solve_profile(
             profile,
@@ -43,10 +45,10 @@ def sweep_profile(
             time_limit=time_limit,
             seed=seed,
             solver=solver,
-            starts=starts[-2:],
+            starts=[*starts, *found[-2:]],
             progress=None if progress is None else _of(budget_bytes, progress),
         )
-        starts += [steps for steps in (solution.smallest_reached_steps, solution.steps) if steps is not None]
+        found += [steps for steps in (solution.smallest_reached_steps, solution.steps) if steps is not None]
         solutions[budget_bytes] = solution
     proven_bytes = max((solution.smallest_proven_bytes for solution in solutions.values()), default=0)
     bound_ms = 0.0

@@ -8,7 +8,7 @@ the model, which reads the outputs and writes their gradients.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -30,6 +30,8 @@ from monetlite.operators.registry import (
     find_function,
     target_of,
 )
+from monetlite.profiling.devices import find_device
+from monetlite.tracing.attention import Capability
 from monetlite.tracing.builder import GraphBuilder
 from monetlite.tracing.capture import Joint, capture
 from monetlite.tracing.layout import channels_last
@@ -37,7 +39,12 @@ from monetlite.tracing.names import Namer
 
 
 def trace(
-    model: nn.Module, example_inputs: "Inputs", *, meta_device: str = "cpu", layout: str = AS_TRACED
+    model: nn.Module,
+    example_inputs: "Inputs",
+    *,
+    device: str | None = None,
+    meta_device: str = "cpu",
+    layout: str = AS_TRACED,
 ) -> OperatorGraph:
     """Trace one training step of a model, without running it and without allocating memory.
 
@@ -47,6 +54,8 @@ def trace(
         model: a module in training mode; on the CPU, a GPU, or the meta device.
         example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Only the
             shapes, strides, dtypes, devices and `requires_grad` of its tensors matter.
+        device: the name of a GPU to trace for (`"rtx-4090"`), where the model is not on one: attention runs by
+            other operators there than on a CPU.
         meta_device: the device that tensors on the meta device stand for.
         layout: `"as_traced"`, or `"channels_last"` to have images with their channels innermost throughout the
             step, whatever the model and its inputs have.
@@ -56,16 +65,28 @@ def trace(
 
     Raises:
         TraceError: the model can't be captured as one graph, or has nothing to train.
+        DeviceError: `device` is not one whose figures are known.
     """
     args, kwargs = split_inputs(example_inputs)
     if layout not in (AS_TRACED, CHANNELS_LAST):
         raise TraceError(f"layout {layout!r} is neither {AS_TRACED!r} nor {CHANNELS_LAST!r}")
     if not model.training:
         raise TraceError("the model is in evaluation mode; call model.train() before tracing a training step")
-    joint = capture(model, args, kwargs, meta_device=meta_device)
-    autocast = autocast_dtype(device_of(model, (args, kwargs), meta_device))
+    here = device_of(model, (args, kwargs), meta_device)
+    capability = capability_of(device) if here == "cpu" else None
+    joint = capture(model, args, kwargs, meta_device=meta_device, capability=capability)
+    autocast = autocast_dtype(here)
     traced = build_graph(joint, model, (args, kwargs), meta_device=meta_device, layout=layout, autocast=autocast)
-    return traced.graph
+    return traced.graph if capability is None else replace(traced.graph, device=find_device(str(device)).name)
+
+
+def capability_of(device: str | None) -> Capability | None:
+    """The compute capability of a named GPU; None for a device that is not named, but measured.
+
+    Raises:
+        DeviceError: an unknown name.
+    """
+    return None if device in (None, "cpu", "cuda") else find_device(device).compute_capability
 
 
 @dataclass(frozen=True)

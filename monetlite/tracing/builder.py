@@ -22,7 +22,7 @@ from monetlite.graph import (
 )
 from monetlite.operators import Kernel, again, is_random, split
 from monetlite.operators.delivery import deliver
-from monetlite.operators.family import family_of
+from monetlite.operators.family import family_of, is_note
 from monetlite.operators.random import STATE as RNG_STATE
 from monetlite.operators.random import note_state, replayed
 from monetlite.operators.registry import (
@@ -102,6 +102,7 @@ class GraphBuilder:
                     operator_name if len(used) == 1 else f"{operator_name}[{position}]",
                     phase,
                     optional,
+                    is_note(part.target, position),
                 )
                 for position, name in used
             ]
@@ -296,7 +297,7 @@ class GraphBuilder:
             for argument in node.all_input_nodes
         )
 
-    def _new_value(self, node: fx.Node, name: str, phase: Phase, optional: bool) -> int:
+    def _new_value(self, node: fx.Node, name: str, phase: Phase, optional: bool, note: bool = False) -> int:
         if node in self.outputs or (node in self.gradients and phase is Phase.FORWARD):
             kind = ValueKind.OUTPUT
         elif node in self.gradients:
@@ -306,7 +307,7 @@ class GraphBuilder:
         else:
             kind = ValueKind.INTERMEDIATE if optional else ValueKind.ACTIVATION
         self.index_of[node] = len(self.values)
-        self.values.append(_value(node, name, kind))
+        self.values.append(_value(node, name, kind, note))
         self.written[node.name] = TensorRef(
             node=node.name, value=self.index_of[node], spec=spec_of(node.meta["val"])
         )
@@ -326,7 +327,7 @@ class GraphBuilder:
         return None if writer is None else writer.again
 
 
-def _value(node: fx.Node, name: str, kind: ValueKind) -> Value:
+def _value(node: fx.Node, name: str, kind: ValueKind, note: bool = False) -> Value:
     tensor = node.meta["val"]
     return Value(
         name=name,
@@ -334,6 +335,7 @@ def _value(node: fx.Node, name: str, kind: ValueKind) -> Value:
         size_bytes=storages.storage_bytes(node),
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
+        note=note,
     )
 
 

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from monetlite.errors import TraceError
+from monetlite.tracing.attention import Capability, as_on_gpu
 from monetlite.tracing.fused import kernels_kept_whole
 
 
@@ -143,7 +144,12 @@ class _Captured(Exception):
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, meta_device: str = "cpu"
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    meta_device: str = "cpu",
+    capability: Capability | None = None,
 ) -> Joint:
     """Capture one training step on fake tensors.
 
@@ -151,6 +157,7 @@ def capture(
         model: in training mode, on any device, the meta device included. It is not run and not changed.
         args, kwargs: example inputs; only shapes, strides, dtypes and devices of tensors matter.
         meta_device: the device that tensors on the meta device stand for.
+        capability: of a GPU whose kernels to choose though the model is on the CPU (see `tracing.attention`).
 
     Raises:
         TraceError: the model can't be captured as one graph; names the line.
@@ -167,9 +174,14 @@ def capture(
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda tensor: _fake(tensor, mode, stand_in), (args, dict(kwargs))
     )
+    compiled = aot_backend(keep, forward=boxed, backward=boxed)
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compiled(graph if capability is None else as_on_gpu(graph, capability), inputs)
+
     try:
         with mode, capture_settings():
-            compile_step(training_step(model), aot_backend(keep, forward=boxed, backward=boxed))(*args, **kwargs)
+            compile_step(training_step(model), backend)(*args, **kwargs)
     except Exception as error:
         if not captured:
             raise explain(error) from error

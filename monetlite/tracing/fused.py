@@ -1,8 +1,12 @@
-"""Keeping kernels whole that torch's tracing would take apart.
+"""Keeping kernels that torch's tracing would take apart, or replace by others.
 
 While AOTAutograd traces, some operators are replaced by Python decompositions: bilinear upsampling becomes
 some thirty elementwise operators, with other rounding than the kernel that plain training runs. Captured
 graphs must run what plain training runs, so these decompositions are put aside during a capture.
+
+Batch norm on CUDA is another such case: a plain step runs cuDNN's, and a capture would have torch's own kernel in
+its place, which rounds otherwise (pytorch/pytorch#187444). There is an operator that can be captured and that runs
+cuDNN's where a plain step would, `_batch_norm_with_update`; a capture takes that one.
 """
 
 import contextlib
@@ -41,11 +45,47 @@ def kernels_kept_whole() -> Iterator[None]:
                 if kernel is not None:
                     put_aside.append((operator, key, kernel))
             operator._dispatch_cache.clear()
-        yield
+        with _batch_norm_by_cudnn(torch.ops.aten.cudnn_batch_norm.default, DispatchKey.Autograd):
+            yield
     finally:
         for operator, key, kernel in put_aside:
             operator.py_kernels[key] = kernel
             operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _batch_norm_by_cudnn(operator: OpOverload, key: DispatchKey) -> Iterator[None]:
+    """Have batches be normalised by an operator whose effects a capture sees, and that runs the same kernel."""
+    decomposed = operator.py_kernels.get(key)
+
+    def normalize(
+        source: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        running_mean: torch.Tensor | None,
+        running_variance: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+    ) -> tuple[torch.Tensor, ...]:
+        arguments = (source, weight, bias, running_mean, running_variance)
+        made: tuple[torch.Tensor, ...]
+        if training and running_mean is not None and running_variance is not None:
+            made = torch.ops.aten._batch_norm_with_update.default(*arguments, momentum, eps)
+        else:  # which has no effects
+            assert decomposed is not None
+            made = decomposed(*arguments, training, momentum, eps)
+        return made
+
+    operator.py_kernels[key] = normalize
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        del operator.py_kernels[key]
+        if decomposed is not None:
+            operator.py_kernels[key] = decomposed
+        operator._dispatch_cache.clear()
 
 
 def _overloads() -> Iterator[OpOverload]:

@@ -26,6 +26,7 @@ _LIKE = {
 
 _GRADIENT_OF = {
     "aten.native_batch_norm_backward.default": (0, 1),
+    "aten.batch_norm_backward.default": (0, 1),
     "aten.threshold_backward.default": (0, 1),
     "aten.hardtanh_backward.default": (0, 1),
     "aten.silu_backward.default": (0, 1),

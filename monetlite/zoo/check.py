@@ -118,7 +118,7 @@ class Checker:
         key = (schedule.source, schedule.autocast, layout, priced, schedule.optimizer, schedule.accumulate)
         if key not in self._profiles:
             assert schedule.source is not None
-            graph = traced(schedule.source, schedule.autocast, layout)
+            graph = traced(schedule.source, schedule.autocast, layout, priced or None)
             self._profiles[key] = (
                 estimated(graph, priced, schedule.optimizer, schedule.accumulate)
                 if priced

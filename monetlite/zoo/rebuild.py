@@ -37,11 +37,13 @@ def build(source: ModelSource, meta: bool = True) -> "BuiltModel":
     )
 
 
-def traced(source: ModelSource, autocast: str = "", layout: str = "as_traced") -> "OperatorGraph":
-    """The operator graph of the model's training step.
+def traced(
+    source: ModelSource, autocast: str = "", layout: str = "as_traced", device: str | None = None
+) -> "OperatorGraph":
+    """The operator graph of the model's training step, on a named device if one is given.
 
     Raises:
-        ModelError, TraceError: the model can't be built, or not be traced.
+        ModelError, TraceError, DeviceError: the model can't be built, or not be traced.
     """
     from dataclasses import replace
 
@@ -53,7 +55,7 @@ def traced(source: ModelSource, autocast: str = "", layout: str = "as_traced") -
     if autocast and autocast not in DTYPES:
         raise ModelError(f"autocast {autocast!r:.80} is none of {', '.join(DTYPES)}")
     with torch.autocast("cpu", getattr(torch, autocast or "bfloat16"), enabled=bool(autocast)):
-        graph = trace(built.model, built.example_inputs, meta_device="cpu", layout=layout)
+        graph = trace(built.model, built.example_inputs, device=device, layout=layout)
     return replace(graph, name=built.name)
 
 

@@ -86,7 +86,8 @@ def test_convolutions_as_large_as_in_models_are_within_their_tolerance(which):
     seen = plain(shape, gradient="integers").check(layer)
     for family in ("convolution", "convolution_backward_weight"):
         assert seen.names(family) == ways
-    assert seen.names("convolution_backward_input") == {*ways, "transposed"}
+    expected = {*ways, "transposed" if layer.groups > 1 else "transposed_reordered"}
+    assert seen.names("convolution_backward_input") == expected
 
 
 def test_only_the_gradient_for_the_weight_needs_the_image():
@@ -103,8 +104,8 @@ def test_only_the_gradient_for_the_weight_needs_the_image():
 @pytest.mark.parametrize(
     ("layer", "before", "after", "tolerance"),
     [
-        (nn.Conv2d(4, 6, 3), "contiguous", "plain", 0.0),
-        (nn.Conv2d(4, 6, 3), "channels_last", "plain", 0.0),
+        (nn.Conv2d(4, 6, 3), "contiguous", "plain", TOLERANCE),
+        (nn.Conv2d(4, 6, 3), "channels_last", "plain", TOLERANCE),
         (nn.Conv2d(4, 6, 3, groups=2), "contiguous", "plain", TOLERANCE),
         (nn.Conv2d(4, 8, 3, groups=4), "contiguous", "plain", 0.0),
         (nn.Conv2d(4, 8, 3, groups=4), "channels_last", "plain", TOLERANCE),
@@ -116,8 +117,13 @@ def test_a_transposed_convolution_promises_the_same_bits_only_where_it_is_the_sa
     layer, before, after, tolerance
 ):
     case = plain((2, 4, 6, 7), before=before, after=after, dtype=layer.weight.dtype)
-    item = case.capture(layer).operator("convolution_backward_input").find("transposed")
-    assert (None if item is None else item.tolerance) == tolerance
+    offered = case.capture(layer).operator("convolution_backward_input").implementations
+    on_a_cpu = [
+        item.tolerance
+        for item in offered
+        if item.name.startswith("transposed") and (not item.devices or "cpu" in item.devices)
+    ]
+    assert on_a_cpu == ([] if tolerance is None else [tolerance])
 
 
 @pytest.mark.parametrize(

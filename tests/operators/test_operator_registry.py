@@ -24,6 +24,7 @@ LAYERS = (
 )
 ELSEWHERE = {
     "monetlite.require": "called when a step begins",
+    "monetlite.batch_norm_by_cudnn_again": "of captures on CUDA; tests/runtime/test_batch_norm_by_cudnn.py",
     "monetlite.dropout": "what is traced, for probabilities that native_dropout rounds in another way",
     **{
         registry.name_of(item): "needs cuDNN"

@@ -5,7 +5,10 @@ import torch
 from contents import drawn, work_in_small_pieces
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from monetlite.operators import packing
 from monetlite.operators.packing import in_order, over_in_order, pack, packed_bytes, unpacked
 
 
@@ -60,3 +63,16 @@ def test_elements_in_the_order_of_a_storage_that_they_are_not_in(order):
 
 def _inverse(order):
     return [order.index(i) for i in range(len(order))]
+
+
+def test_a_table_that_is_first_needed_while_a_program_is_compiled_serves_afterwards():
+    """`compile=True` traces our functions under functionalization; what they look up must not stay its tensor."""
+    gradient, kept = torch.randn(64), torch.rand(64) < 0.5
+    blocked = pack(~kept, (1,))
+    packing._table.cache_clear()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        make_fx(torch.func.functionalize(lambda one, other: packing.masked_gradient(one, other, [1])))(
+            mode.from_tensor(gradient), mode.from_tensor(blocked)
+        )
+    assert torch.equal(packing.masked_gradient(gradient, blocked, [1]), gradient * kept)

@@ -1,5 +1,6 @@
 """A scheduled step is plain autograd's step, whatever is recomputed and however operators run."""
 
+import os
 import random
 
 import pytest
@@ -123,7 +124,10 @@ def densenet():
     return DenseNet((2, 3, 2), growth=8, stem_channels=16, classes=10).train()
 
 
-@pytest.mark.parametrize("build", [resnet18, mobilenet, densenet])
+NETWORKS = (resnet18, densenet, *([mobilenet] if "MONETLITE_THOROUGH" in os.environ else []))
+
+
+@pytest.mark.parametrize("build", NETWORKS)
 def test_real_convolutional_networks(build):
     model, inputs = build(), (torch.randn(2, 3, 32, 32),)
     graph = exactly(monetlite.trace(model, inputs))

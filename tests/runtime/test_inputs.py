@@ -151,7 +151,7 @@ def test_what_a_wrapper_needs(arguments, problem):
 
 
 def test_a_start_of_another_model_is_refused():
-    profile = monetlite.profile(monetlite.trace(Sequences(), tokens(2, 8)), "rtx-4090")
+    profile = monetlite.profile(monetlite.trace(Sequences(), tokens(2, 8), device="rtx-4090"), "rtx-4090")
     other = schedule_for(nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(ScheduleMismatch, match="for another graph"):
         monetlite.solve(profile, "90%", starts=[other], time_limit=1)

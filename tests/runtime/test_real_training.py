@@ -5,6 +5,7 @@ dropout of bfloat16 tensors on the CPU, which a captured step scales without rou
 """
 
 import functools
+import os
 import random
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from step_lists import free_profile, recompute_at_random, schedule_of, with_rand
 
 import monetlite
 
+THOROUGH = "MONETLITE_THOROUGH" in os.environ
+"""Every model in every way, rather than every model in the first way, and one of them or two in the others."""
 STEPS = 20
 WITHIN = {"llama with LoRA": 1e-4, "gpt2": 1e-4}
 """Of the loss, after twenty steps; elsewhere 0."""
@@ -50,13 +53,19 @@ def assert_alike(name, found, expected, tolerances=WITHIN):
     assert len(set(expected)) == len(expected), "the losses should change"
 
 
+def some(*names):
+    """Models to train in one way: all of them, if it may take long."""
+    assert set(names) < set(NAMES)
+    return pytest.mark.parametrize("name", NAMES if THOROUGH else names)
+
+
 def both(name, autocast=None):
     model, make, schedule = prepared(name, autocast)
     return make, Loop(twin(model)), Loop(monetlite.MONeTWrapper(twin(model), schedule))
 
 
-@pytest.mark.parametrize("name", NAMES)
 class TestLossesOverTwentySteps:
+    @pytest.mark.parametrize("name", NAMES)
     def test_float32(self, name):
         make, plain, wrapped = both(name)
         made = list(batches(make, STEPS))
@@ -64,17 +73,20 @@ class TestLossesOverTwentySteps:
         for one, other in zip(wrapped.average, plain.average, strict=True):
             torch.testing.assert_close(one, other, rtol=WITHIN.get(name, 0.0), atol=WITHIN.get(name, 0.0))
 
+    @some("gpt2", "llama with LoRA")
     def test_bfloat16_autocast(self, name):
         make, plain, wrapped = both(name, torch.bfloat16)
         made = list(batches(make, STEPS))
         found, expected = (train(loop, made, autocast=torch.bfloat16) for loop in (wrapped, plain))
         assert_alike(name, found, expected, ROUNDED)
 
+    @some("bert")
     def test_accumulation(self, name):
         make, plain, wrapped = both(name)
         made = list(batches(make, 2 * STEPS))
         assert_alike(name, train(wrapped, made, every=2), train(plain, made, every=2))
 
+    @some("vit")
     def test_torch_compile(self, name):
         model, make, _ = prepared(name)
         other = twin(model)
@@ -84,6 +96,7 @@ class TestLossesOverTwentySteps:
         made = list(batches(make, STEPS))
         assert_alike(name, train(Loop(other), made), train(Loop(twin(model)), made))
 
+    @some("resnet")
     def test_evaluation_in_between(self, name):
         make, plain, wrapped = both(name)
         made = list(batches(make, STEPS))
@@ -101,6 +114,7 @@ class TestLossesOverTwentySteps:
             found.append(losses)
         assert_alike(name, *found)
 
+    @some("mobilenet")
     def test_resuming_from_a_state_dict(self, name):
         model, make, schedule = prepared(name)
         made = list(batches(make, STEPS))

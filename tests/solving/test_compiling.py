@@ -38,6 +38,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[li
         return NeverDone()
 
     monkeypatch.setattr(kernel, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiling, "_compiling", None)
     monkeypatch.setattr(subprocess, "Popen", start)
     return started
 
@@ -59,7 +60,7 @@ def test_known_schedules_are_kept(nothing_compiled: list[list[str]]) -> None:
     assert found is not None
     assert found.peak_bytes <= peak_bytes
     assert minimise_peak(profile, seconds=0.1).peak_bytes <= peak_bytes
-    assert len(nothing_compiled) == 2
+    assert len(nothing_compiled) == 1  # The second found the first one's still at it.
 
 
 def test_waiting_stops_when_asked(nothing_compiled: list[list[str]]) -> None:

@@ -11,6 +11,7 @@ import monetlite
 import monetlite.api
 from monetlite.choices import Choices
 from monetlite.cli import main
+from monetlite.layouts import solve_layouts
 from monetlite.source import ModelSource
 from monetlite.zoo import Checker, Shelf, file_name
 from monetlite.zoo.rebuild import estimated, traced
@@ -99,7 +100,7 @@ def test_channels_last_is_compared_with_the_model_as_it_is(checker, tmp_path):
         estimated(traced(SOURCE, layout=layout), "rtx-3090", None, False)
         for layout in ("as_traced", "channels_last")
     ]
-    schedule = monetlite.api.solve_layouts(layouts, "80%", tolerance=1e-5, layout="channels_last", time_limit=3)
+    schedule = solve_layouts(layouts, "80%", tolerance=1e-5, layout="channels_last", time_limit=3)
     assert checked(checker, replace(schedule, source=SOURCE), tmp_path).problems == ()
 
 

@@ -1,0 +1,222 @@
+"""`monetlite plot`."""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from monetlite.choices import Choices
+from monetlite.cli.opening import Opened, open_schedule, opening_options
+from monetlite.cli.options import common_options, time_limit_option
+from monetlite.cli.running import Sweeping, guard, open_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TIMELINE, TRADEOFF, CHOICES, REPORT = "timeline", "tradeoff", "choices", "report"
+_PICTURES, _PAGES = (".png", ".svg", ".pdf"), (".html",)
+_ONLY = {"by": TIMELINE, "points": TRADEOFF, "time_limit": TRADEOFF, "seed": TRADEOFF}
+"""Options that one kind alone has."""
+
+
+@click.command("plot")
+@click.argument("schedule")
+@click.option(
+    "--output",
+    required=True,
+    type=click.Path(dir_okay=False),
+    help="A picture (.png, .svg or .pdf), or a page (.html).",
+)
+@click.option(
+    "--kind",
+    type=click.Choice([TIMELINE, TRADEOFF, CHOICES, REPORT]),
+    help="timeline: the memory of a step, plain and scheduled, by what it is held for. tradeoff: step time against "
+    "memory, beside baselines and what is proven. choices: what is stored, recomputed and run otherwise along the "
+    "model. report: all of a schedule on a page. By default timeline, or report for .html.",
+)
+@click.option(
+    "--x",
+    "by",
+    type=click.Choice(["time", "operators"]),
+    default="time",
+    show_default=True,
+    help="What a timeline runs along.",
+)
+@click.option(
+    "--points",
+    type=click.IntRange(min=2, max=100),
+    default=8,
+    show_default=True,
+    help="Budgets of a trade-off, from the smallest feasible one to plain training's peak.",
+)
+@time_limit_option(
+    10.0, "Seconds of solving for each budget of a trade-off. The baselines take about half as long again."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of a trade-off's searches.")
+@click.option("--csv", "table", type=click.Path(dir_okay=False), help="Write the numbers behind a picture here.")
+@opening_options
+@common_options
+def plot_command(
+    schedule: str,
+    output: str,
+    kind: str | None,
+    by: str,
+    points: int,
+    time_limit: float,
+    seed: int,
+    table: str | None,
+    spec: str | None,
+    device: str | None,
+    as_json: bool,
+    debug: bool,
+    **shape: Any,
+) -> None:
+    """Draw a schedule: the memory of its step, its choices, or what memory costs in time.
+
+    SCHEDULE is a file, or a name such as zoo:resnet50@6GB.
+    """
+    kind = _kind(output, kind)
+    _check_options(click.get_current_context(), kind)
+    if table is not None and kind == REPORT:
+        raise click.UsageError("--csv is for pictures; a report has its tables on the page")
+    for option, path in (("--output", output), ("--csv", table)):
+        if path is not None:
+            _check_folder(option, Path(path))
+    if table is not None and Path(table).resolve() == Path(output).resolve():
+        raise click.UsageError("--csv and --output name the same file")
+
+    def run() -> None:
+        console, quiet = open_console(as_json)
+        opened = open_schedule(schedule, spec, device, quiet, shape)
+        if kind == REPORT:
+            from monetlite.reporting.html import write_report
+
+            # Of implementations that this device lacks, the page is to show what runs in their place.
+            ported = Choices.of_steps(opened.profile.graph, opened.steps)
+            write_report(output, replace(opened.schedule, choices=ported), opened.profile, opened.plain)
+            facts: dict[str, Any] = {}
+        elif kind == TRADEOFF:
+            facts = _trade_off(console, opened, output, table, points, time_limit, seed, quiet, as_json)
+        else:
+            facts = _picture(opened, kind, output, table, by == "time")
+        if as_json:
+            from monetlite.reporting.solve import schedule_facts
+
+            click.echo(json.dumps({"kind": kind, **schedule_facts(opened.schedule, output), "csv": table, **facts}))
+        else:
+            written = output if table is None else f"{output} and {table}"
+            console.print(f"{kind} written to {written}", markup=False, soft_wrap=True)
+
+    guard(run, debug)
+
+
+def _kind(output: str, kind: str | None) -> str:
+    """What to draw, which the ending of the file has to allow."""
+    ending = Path(output).suffix.lower()
+    if ending not in _PICTURES + _PAGES:
+        raise click.BadParameter(
+            f"{output!r} should end in {', '.join(_PICTURES)} for a picture, or in .html for a report",
+            param_hint="--output",
+        )
+    if kind is None:
+        return REPORT if ending in _PAGES else TIMELINE
+    if (kind == REPORT) != (ending in _PAGES):
+        fitting = ".html" if kind == REPORT else ", ".join(_PICTURES)
+        raise click.BadParameter(
+            f"a {kind} is not written as {ending}; end {output!r} in {fitting}", param_hint="--output"
+        )
+    return kind
+
+
+def _check_options(context: click.Context, kind: str) -> None:
+    """Refuse what was given for another kind of picture."""
+    for option in context.command.params:
+        only = _ONLY.get(option.name or "")
+        given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if only not in (None, kind) and given:
+            raise click.UsageError(f"{option.opts[0]} is for --kind {only}, not {kind}")
+
+
+def _check_folder(option: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}; create it first", param_hint=option)
+    if not os.access(path.parent, os.W_OK):
+        raise click.BadParameter(f"nothing can be written in {path.parent}", param_hint=option)
+
+
+def _picture(opened: Opened, kind: str, output: str, table: str | None, by_time: bool) -> dict[str, Any]:
+    """Draw what takes no solving; the facts behind it."""
+    from monetlite.reporting import choices, timeline
+    from monetlite.reporting.plots.choices import draw_choices
+    from monetlite.reporting.plots.style import save_figure
+    from monetlite.reporting.plots.timeline import draw_timeline
+    from monetlite.reporting.subject import subject_of
+
+    subject = subject_of(opened.schedule, opened.profile, opened.plain, opened.steps)
+    if kind == TIMELINE:
+        figure, rows = draw_timeline(subject, by_time=by_time), timeline.timeline_rows(subject)
+        facts = timeline.timeline_facts(subject)
+    else:
+        figure, rows = draw_choices(subject), choices.choices_rows(subject)
+        facts = choices.choices_facts(subject)
+    save_figure(figure, output, f"{subject.title}: {kind}")
+    _write_table(table, rows)
+    return facts
+
+
+def _trade_off(
+    console: "Console",
+    opened: Opened,
+    output: str,
+    table: str | None,
+    points: int,
+    time_limit: float,
+    seed: int,
+    quiet: bool,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Solve for one budget after the other, print and draw what was found."""
+    from monetlite.reporting.plots.style import save_figure
+    from monetlite.reporting.plots.tradeoff import draw_tradeoff
+    from monetlite.reporting.subject import subject_of
+    from monetlite.reporting.tradeoff import print_tradeoff, tradeoff_facts, tradeoff_rows
+    from monetlite.tradeoff import trade_off
+
+    with Sweeping(quiet) as progress:
+        found = trade_off(
+            opened.profile,
+            opened.plain,
+            opened.steps,
+            tolerance=opened.schedule.tolerance,
+            points=points,
+            time_limit=time_limit,
+            seed=seed,
+            progress=progress,
+        )
+    subject = subject_of(opened.schedule, opened.profile, opened.plain, opened.steps)
+    save_figure(draw_tradeoff(found, subject), output, f"{subject.title}: {TRADEOFF}")
+    _write_table(table, tradeoff_rows(found))
+    if not as_json:
+        print_tradeoff(console, subject, found)
+    return tradeoff_facts(found)
+
+
+def _write_table(path: str | None, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as CSV, under the names of their fields."""
+    if path is None:
+        return
+    from monetlite.files.atomic import write_atomically
+
+    listed = list(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(listed[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(listed)
+    write_atomically(path, text.getvalue())

@@ -1,0 +1,167 @@
+"""Measuring contenders in one process, none in the way of another.
+
+All train the same parameters, which no step changes, on the same inputs, and clear their gradients before a step:
+beside the one that is measured, others hold their buffers and programs only. So there is one copy of the weights on
+a GPU however many contenders there are.
+"""
+
+import contextlib
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from monetlite.comparison.compiled import settings
+from monetlite.comparison.contenders import Contender, Task, Unsupported, copy_of
+from monetlite.comparison.data import Peer, Run
+from monetlite.comparison.exactness import Examiner
+from monetlite.errors import MonetliteError
+from monetlite.runtime.trainee import Trainee, step_times_ms
+from monetlite.tracing.build import resident_bytes
+
+LONGEST_REASON = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entrant:
+    """A contender that runs, with what was measured of it alone."""
+
+    trainee: Trainee
+    run: Run
+
+
+class Bench:
+    """Where contenders train a copy of one model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        objective: Callable[[Any], torch.Tensor],
+        device: str,
+        *,
+        autocast: str = "",
+        seed: int = 0,
+    ) -> None:
+        moved = copy.deepcopy(model).to(device)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        self._trainee = Trainee(moved, args, kwargs, objective, device, autocast=autocast)
+        self._seed = seed
+        self._sixteen_bits = bool(autocast) or any(item.element_size() < 4 for item in moved.parameters())
+        self._examiner: Examiner | None = None
+        self.device, self.autocast = device, autocast
+        self.task = Task(model=moved, args=self._trainee.args, kwargs=self._trainee.kwargs)
+
+    def enter(self, contender: Contender) -> Entrant | Run:
+        """Prepare a contender and measure it alone; a run that says why, where that fails.
+
+        Plain training enters first: the others' steps are compared with its.
+        """
+        run = Run(
+            peer=contender.peer,
+            setting=contender.setting,
+            label=contender.label,
+            asked_bytes=contender.asked_bytes,
+        )
+        try:
+            with _prepared():
+                trainee = copy.copy(self._trainee)
+                trainee.model = contender.prepare(copy_of(self.task.model))
+                # Programs are made in the first step, and libraries choose their kernels.
+                trainee.step()
+                if contender.peer is Peer.PLAIN:
+                    self._examiner = Examiner(trainee, self._seed, sixteen_bits=self._sixteen_bits)
+                if self._examiner is not None:
+                    difference, faults = self._examiner.examine(trainee)
+                    run = replace(run, gradient_difference=difference, faults=faults)
+                peak_bytes, reserved_bytes = self._peak_bytes(trainee)
+                run = replace(run, peak_bytes=peak_bytes, reserved_bytes=reserved_bytes)
+        except Exception as error:
+            run = replace(run, failure=reason(error))
+        if run.failure:
+            self._tidy()
+            return run
+        return Entrant(trainee=trainee, run=run)
+
+    def time(self, entrants: Sequence[Entrant], repeats: int) -> list[Run]:
+        """The runs with their step times, taken in turn."""
+        if not entrants:
+            return []
+        timed = [_Timed(entrant.trainee) for entrant in entrants]
+        with _prepared():
+            times = step_times_ms(timed, repeats)
+        return [
+            replace(entrant.run, failure=item.failure)
+            if item.failure
+            else replace(entrant.run, times_ms=tuple(times_ms))
+            for entrant, item, times_ms in zip(entrants, timed, times, strict=True)
+        ]
+
+    def _peak_bytes(self, trainee: Trainee) -> tuple[int, int | None]:
+        """A step's peak, and what the CUDA allocator reserved for it, but for what isn't this contender's."""
+        self._tidy()
+        if self.device != "cuda":
+            return trainee.peak_bytes(), None
+        own_bytes = resident_bytes(self.task.model, self._trainee.inputs).total
+        others_bytes = max(0, torch.cuda.memory_allocated() - own_bytes)
+        peak_bytes = trainee.peak_bytes()
+        return peak_bytes, torch.cuda.max_memory_reserved() - others_bytes
+
+    def _tidy(self) -> None:
+        """Free what the contender before has left: gradients, cycles, the allocator's cache."""
+        for tensor in (*self.task.model.parameters(), *self._trainee.inputs):
+            tensor.grad = None
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Timed(Trainee):
+    """A trainee that says why it failed, rather than end everybody's turns."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        vars(self).update(vars(trainee))
+        self.failure = ""
+
+    def step(self) -> torch.Tensor:
+        if not self.failure:
+            try:
+                return super().step()
+            except Exception as error:
+                self.failure = reason(error)
+        return torch.zeros(())
+
+    def time_ms(self) -> float:
+        if self.device == "cuda":
+            # What the one before left in the allocator's cache doesn't fit this one: a step, to fill it anew.
+            torch.cuda.empty_cache()
+            self.step()
+        return super().time_ms()
+
+
+@contextlib.contextmanager
+def _prepared() -> Iterator[None]:
+    """What holds while contenders run; what libraries warn of is not a person's to see."""
+    with settings(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def reason(error: Exception) -> str:
+    """Why a contender has no figures, in a line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    text = str(error).strip().partition("\n")[0].rstrip(".")
+    if not isinstance(error, (MonetliteError, Unsupported)):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= LONGEST_REASON else f"{text[: LONGEST_REASON - 1]}…"
+
+
+__all__ = ["Bench", "Entrant", "reason"]

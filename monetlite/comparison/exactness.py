@@ -1,0 +1,161 @@
+"""What a way to train does to a step that plain training doesn't, decided by running both from one seed."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from monetlite.runtime.comparing import differences, negligible
+from monetlite.runtime.trainee import Trainee, changed_weights, off_by
+
+ROUNDING, ROUNDING_IN_16_BITS = 1e-3, 5e-2
+"""Relative differences that other kernels and other orders of sums may always make."""
+NUDGE, NUDGE_IN_16_BITS = 1e-6, 1e-2
+"""How far off, relatively, weights may be to tell what rounding amounts to in this model."""
+SLACK = 10
+"""How many times further than with such weights gradients may be."""
+OWN_GRADIENT = 0.02
+"""How far, relatively, a loss may change from what its gradient says, beyond what plain training's does."""
+STEP = 0.01
+"""What part of the loss such a check changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a step leaves behind, on the CPU."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    random_state: torch.Tensor
+
+
+def outcome(trainee: Trainee, seed: int) -> Outcome:
+    """Take one step from a seed."""
+    found = trainee.snapshot(seed)
+    return Outcome(
+        loss=found.loss.item(),
+        gradients={name: tensor.cpu() for name, tensor in found.gradients.items()},
+        buffers={name: tensor.cpu() for name, tensor in found.buffers.items()},
+        random_state=found.random_state,
+    )
+
+
+def _largest_difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
+    least = negligible(expected.values(), ROUNDING)
+    return max(differences(expected, found, least).values(), default=0.0)
+
+
+class Examiner:
+    """Compares contenders' steps with plain training's, from one seed and the same buffers."""
+
+    def __init__(self, plain: Trainee, seed: int, *, sixteen_bits: bool) -> None:
+        self._seed = seed
+        self._plain = plain
+        self._rounding = ROUNDING_IN_16_BITS if sixteen_bits else ROUNDING
+        self._nudge = NUDGE_IN_16_BITS if sixteen_bits else NUDGE
+        self._pristine = {name: buffer.clone() for name, buffer in plain.model.named_buffers()}
+        self._expected = outcome(plain, seed)
+        self._twice = outcome(plain, seed).buffers
+        """Buffers after a second forward pass over the same batch."""
+        self._restore(plain.model)
+        self._normalised = {
+            f"{name}.{buffer}" if name else buffer
+            for name, module in plain.model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+            for buffer, _ in module.named_buffers(recurse=False)
+        }
+
+    def examine(self, trainee: Trainee) -> tuple[float, tuple[str, ...]]:
+        """The largest difference of a gradient from plain training's, and in words what is otherwise."""
+        self._restore(trainee.model)
+        found = outcome(trainee, self._seed)
+        self._restore(trainee.model)
+        largest = self._farthest_gradient(found)
+        same_state = torch.equal(self._expected.random_state, found.random_state)
+        faults = (
+            "" if largest <= self._rounding else self._wrong_gradients(trainee, found, largest),
+            self._wrong_buffers(found),
+            "" if same_state else "generator left in another state",
+        )
+        return largest, tuple(fault for fault in faults if fault)
+
+    def _farthest_gradient(self, found: Outcome) -> float:
+        expected = self._expected.gradients
+        least = negligible(expected.values(), self._rounding)
+        return max(differences(expected, found.gradients, least).values(), default=0.0)
+
+    def _wrong_buffers(self, found: Outcome) -> str:
+        wrong = [
+            name
+            for name, difference in differences(self._expected.buffers, found.buffers).items()
+            if difference > self._rounding
+        ]
+        if not wrong:
+            return ""
+        from_twice = differences(self._twice, found.buffers)
+        what = "statistics" if self._normalised.issuperset(wrong) else "buffers"
+        return (
+            f"{what} updated twice"
+            if all(from_twice[name] <= self._rounding for name in wrong)
+            else f"other {what}"
+        )
+
+    def _wrong_gradients(self, trainee: Trainee, found: Outcome, largest: float) -> str:
+        """Other random numbers than plain training's are one thing; a gradient that isn't the loss's is another."""
+        if not abs(self._change_of_loss(trainee, found) - self._own_gradient) <= OWN_GRADIENT:
+            return "wrong gradients: not those of its own loss"
+        if largest <= SLACK * self._sensitivity:
+            return ""
+        draws = not torch.equal(self._random_state_before(), self._expected.random_state)
+        return "other dropout masks" if draws else "other gradients"
+
+    @functools.cached_property
+    def _own_gradient(self) -> float:
+        return self._change_of_loss(self._plain, self._expected)
+
+    @functools.cached_property
+    def _sensitivity(self) -> float:
+        """How far plain training's gradients move when every weight is off by rounding, up or down."""
+        return self._farthest_gradient(self._after(self._plain, off_by(self._nudge, self._seed)))
+
+    def _change_of_loss(self, trainee: Trainee, found: Outcome) -> float:
+        """How much the loss changes along its gradient, over what the gradient says: 1 if that is right."""
+        along = {
+            name: found.gradients[name] for name, _ in trainee.model.named_parameters() if name in found.gradients
+        }
+        squared = sum(gradient.double().square().sum().item() for gradient in along.values())
+        if not squared > 0:
+            return 0.0
+        distance = STEP * abs(found.loss) / squared
+
+        def loss_at(signed_distance: float) -> float:
+            def moved(name: str, weights: torch.Tensor) -> torch.Tensor:
+                return weights.add(along[name], alpha=signed_distance) if name in along else weights
+
+            return self._after(trainee, moved).loss
+
+        return (loss_at(distance) - loss_at(-distance)) / (2 * distance * squared)
+
+    def _after(self, trainee: Trainee, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Outcome:
+        """The outcome of a step from weights that are changed, and are as they were afterwards."""
+        self._restore(trainee.model)
+        with changed_weights(trainee.model, change):
+            return outcome(trainee, self._seed)
+
+    def _random_state_before(self) -> torch.Tensor:
+        """The generator's state where the step begins."""
+        with torch.random.fork_rng():
+            torch.manual_seed(self._seed)
+            return torch.cuda.get_rng_state() if self._plain.device == "cuda" else torch.get_rng_state()
+
+    def _restore(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in self._pristine:
+                    buffer.copy_(self._pristine[name])
+
+
+__all__ = ["Examiner", "Outcome", "outcome"]

@@ -1,0 +1,24 @@
+"""Whether a graph's attention is that of the device that it is priced for."""
+
+from monetlite.graph import OperatorGraph
+from monetlite.operators.family import packet
+from monetlite.profiling.devices import find_device
+
+
+def attention_problem(graph: OperatorGraph, device_name: str) -> str:
+    """What is wrong with estimating, for a device, attention that was traced elsewhere; nothing if nothing is."""
+    device = find_device(device_name)
+    traced_on = graph.device
+    if traced_on not in ("cpu", "cuda") and find_device(traced_on).compute_capability == device.compute_capability:
+        return ""
+    names = {packet(call.target) for operator in graph.operators if (call := operator.implementations[0].call)}
+    if traced_on == "cuda" or not any(name.startswith(("_scaled_dot_product", "_safe_softmax")) for name in names):
+        return ""
+    return (
+        f"the attention of {graph.name} was traced as {traced_on} runs it, and {device.name} may run other "
+        f"operators: a schedule solved from this would then not fit the model there. Trace it with "
+        f'device="{device.name}"'
+    )
+
+
+__all__ = ["attention_problem"]

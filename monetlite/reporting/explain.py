@@ -1,0 +1,385 @@
+"""What `monetlite explain` prints: an `Explanation` in words, and as JSON."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from monetlite.choices import DEFAULT
+from monetlite.graph import CHANNELS_LAST
+from monetlite.reporting.alternatives import Alternative, Kept, Limit
+from monetlite.reporting.explanation import Explanation, Fate, Peak, Spared, Stay, Tensor
+from monetlite.reporting.overhead import Cause, Overhead, Share
+from monetlite.reporting.solve import cost_source
+from monetlite.schedule import Schedule, Status
+from monetlite.units import format_bytes, format_ms
+
+_MOST_NAMES = 4
+"""Names in a list within a sentence."""
+_MOST_ROWS = 8
+"""Rows of one cause of overhead."""
+_FEW_GROUPS = 4
+"""Modules are told apart as deep as it takes to have so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What was looked for around a schedule; None where it wasn't."""
+
+    limit: Limit | None = None
+    more: Alternative | None = None
+    less: Alternative | None = None
+
+
+def explanation_facts(schedule: Schedule, found: Explanation, around: Around) -> dict[str, Any]:
+    """Everything that is printed and more, for `--json`: bytes and milliseconds."""
+    spent = found.overhead
+    return {
+        "model": schedule.name,
+        "costs": found.kind,
+        "device": found.device,
+        "budget_bytes": schedule.budget_bytes,
+        "peak": asdict(found.peak),
+        "plain_peak_bytes": found.plain_peak_bytes,
+        "latency_ms": spent.latency_ms,
+        "plain_latency_ms": spent.plain_latency_ms,
+        "tensors": [asdict(tensor) for tensor in found.tensors],
+        "overhead_ms": spent.extra_ms,
+        "overhead": [asdict(share) for share in spent.shares],
+        "smallest_proven_bytes": schedule.smallest_proven_bytes,
+        "smallest_reached_bytes": schedule.smallest_reached_bytes,
+        "limit": around.limit and asdict(around.limit),
+        "more_memory": around.more and asdict(around.more),
+        "less_memory": around.less and asdict(around.less),
+    }
+
+
+class _Page:
+    """Headings, paragraphs and tables, one below the other."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def heading(self, text: str) -> None:
+        self._console.print()
+        self._console.print(Text(text, style="bold"))
+
+    def say(self, text: str, indent: int = 0) -> None:
+        self._console.print(Padding(Text(text), (0, 0, 0, indent)))
+
+    def show(self, table: Table) -> None:
+        self._console.print(table)
+
+
+def print_explanation(console: Console, schedule: Schedule, found: Explanation, around: Around) -> None:
+    """Print how a schedule comes to its peak and its step time, and what lies around it."""
+    page = _Page(console)
+    _summary(page, schedule, found)
+    _peak(page, found.peak)
+    _tensors(page, found)
+    _overhead(page, found.overhead)
+    _limit(page, schedule, found.peak, around.limit)
+    if around.more is not None:
+        page.heading("What 10% more memory would buy")
+        _alternative(page, schedule, found, around.more)
+    if around.less is not None:
+        page.heading("What 10% less memory would cost")
+        _alternative(page, schedule, found, around.less)
+
+
+def _summary(page: _Page, schedule: Schedule, found: Explanation) -> None:
+    spent, peak_bytes = found.overhead, found.peak.memory_bytes
+    source = cost_source(found.device, found.kind, found.environment)
+    page.say(
+        f"{schedule.name}: peak {format_bytes(peak_bytes)} within {format_bytes(schedule.budget_bytes)}, step "
+        f"{format_ms(spent.latency_ms)}, {source}."
+    )
+    plain = f"peak {format_bytes(found.plain_peak_bytes)}, step {format_ms(spent.plain_latency_ms)}"
+    memory = f"{peak_bytes / found.plain_peak_bytes:.0%} of the memory"
+    page.say(f"Plain training: {plain}. The schedule takes {memory} and {_time_taken(spent)}.")
+    extras = []
+    if schedule.optimizer:
+        extras.append(f"the state and step of {schedule.optimizer} are counted")
+    if schedule.accumulate:
+        extras.append("gradients of earlier batches are counted")
+    if schedule.autocast:
+        extras.append(f"autocast to {schedule.autocast} is on")
+    if schedule.layout == CHANNELS_LAST:
+        extras.append("images are in channels-last")
+    if extras:
+        page.say(f"In the schedule, {'; '.join(extras)}.")
+    if found.as_solved(schedule):
+        bound = format_ms(schedule.lower_bound_ms)
+        page.say(f"No schedule within the budget takes less than {bound} (gap {schedule.gap:.1%}).")
+    else:
+        written = f"peak {format_bytes(schedule.peak_bytes)}, step {format_ms(schedule.latency_ms)}"
+        page.say(f"Its file was written with other costs, and says: {written}.")
+
+
+def _time_taken(spent: Overhead) -> str:
+    ratio = spent.extra_ms / spent.plain_latency_ms if spent.plain_latency_ms > 0 else 0.0
+    if abs(ratio) < 0.0005:
+        return "as much time"
+    return f"{abs(ratio):.1%} {'more' if ratio > 0 else 'less'} time"
+
+
+def _peak(page: _Page, peak: Peak) -> None:
+    page.heading("How the peak comes about")
+    page.say(
+        f"The peak of {format_bytes(peak.memory_bytes)} is at {_peak_operator(peak)}: step {peak.step + 1} of "
+        f"{peak.steps}, in the {_part(peak)}. Held there:"
+    )
+    page.show(_held(peak))
+    page.say(
+        f"{format_bytes(peak.own_bytes)} of it are the operator's own inputs, results and workspace. The largest "
+        "tensors there:"
+    )
+    table = _table()
+    for held in peak.largest:
+        table.add_row(f"  {held.name}", format_bytes(held.size_bytes), str(held.holding))
+    page.show(table)
+
+
+def _peak_operator(peak: Peak) -> str:
+    how = "" if peak.implementation == DEFAULT else f" (run as {peak.implementation})"
+    return f"{peak.operator}{how}{', run again' if peak.again else ''}"
+
+
+def _part(peak: Peak) -> str:
+    return "backward pass" if peak.backward else "forward pass"
+
+
+def _held(peak: Peak) -> Table:
+    table = _table()
+    for holding, size_bytes in peak.held_bytes.items():
+        if size_bytes:
+            share = size_bytes / peak.memory_bytes if peak.memory_bytes else 0.0
+            table.add_row(f"  {holding}", format_bytes(size_bytes), f"{share:.1%}")
+    return table
+
+
+def _table() -> Table:
+    """A column of names, one of numbers, and one of notes."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="left", no_wrap=True)
+    return table
+
+
+def _tensors(page: _Page, found: Explanation) -> None:
+    page.heading(f"The {len(found.tensors)} largest tensors of the forward pass")
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right")
+    table.add_column(overflow="fold")
+    for number, tensor in enumerate(found.tensors, 1):
+        written = "" if tensor.operator == tensor.name else f", written by {tensor.operator}"
+        shape = "x".join(map(str, tensor.shape))
+        title = f"{tensor.name}: {format_bytes(tensor.size_bytes)}, {shape} {tensor.dtype}{written}"
+        table.add_row(Text(f"{number}."), Text(f"{title}\n{story(tensor)}"))
+    page.show(table)
+
+
+def story(tensor: Tensor) -> str:
+    """What happens to a tensor, in sentences."""
+    first = tensor.stays[0] if tensor.stays else None
+    sentences = []
+    if first is None:
+        sentences.append("Never made.")
+    elif first.before is not None:
+        sentences.append("Not made in the forward pass.")
+    elif tensor.fate is Fate.HELD:
+        sentences.append(f"Held to the end of the step{_read_by(first)}.")
+    elif tensor.fate is Fate.STORED:
+        sentences.append(f"Kept from {first.writer} to {first.until}{_taken_over(first)}{_read_by(first)}.")
+    elif first.readers:
+        sentences.append(f"Dropped in the forward pass after {first.until}{_taken_over(first)}.")
+    else:
+        sentences.append("Dropped as soon as it is made.")
+    if again := tensor.recomputations:
+        sentences.append(_computed_again(again, made=first is not None and first.before is None))
+    elif tensor.fate in (Fate.UNNEEDED, Fate.NEVER_MADE):
+        sentences.append(_unneeded(tensor.spared))
+    return " ".join(sentences)
+
+
+def _taken_over(stay: Stay) -> str:
+    return ", which writes its result over it" if stay.overwritten else ""
+
+
+def _read_by(stay: Stay) -> str:
+    return f"; read by {_listed(stay.readers)}" if stay.readers else ""
+
+
+def _computed_again(stays: Sequence[Stay], made: bool) -> str:
+    times = {1: "once", 2: "twice"}.get(len(stays), f"{len(stays)} times")
+    each = sorted({format_ms(stay.latency_ms) for stay in stays})
+    cost = (
+        f"{each[0]}{' each time' if len(stays) > 1 else ''}" if len(each) == 1 else f"{each[0]} to {each[-1]} each"
+    )
+    before = _listed([stay.before for stay in stays if stay.before is not None])
+    return f"Computed{' again' if made else ''} {times}, before {before}, for {cost}."
+
+
+def _unneeded(spared: Sequence[Spared]) -> str:
+    if not spared:
+        return "Neither this backward pass nor plain training's needs it."
+    ways = [
+        f"{item.operator} {'is not run' if item.implementation is None else f'runs as {item.implementation}'}"
+        for item in spared
+    ]
+    return f"Plain training's backward pass needs it, this one doesn't: {_listed(ways)}."
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The first few names, and how many more."""
+    distinct = list(dict.fromkeys(names))
+    rest = len(distinct) - _MOST_NAMES
+    listed = ", ".join(distinct[:_MOST_NAMES])
+    return f"{listed} and {rest} more" if rest > 0 else listed
+
+
+def _overhead(page: _Page, spent: Overhead) -> None:
+    page.heading("Where the step takes longer than plain training's, and where less")
+    if not spent.shares:
+        page.say("Nowhere: every operator runs once and as it does there.")
+        return
+    digits = max(2, 4 - math.floor(math.log10(max(spent.plain_latency_ms, 1e-9))))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", overflow="fold")
+    table.add_column("runs", justify="right", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    for cause in Cause:
+        shares = spent.of(cause)
+        if not shares:
+            continue
+        table.add_row(str(cause), str(_runs(shares)), f"{_ms(shares):+.{digits}f}")
+        for label, group in _groups(shares):
+            table.add_row(f"  {label}", str(_runs(group)), f"{_ms(group):+.{digits}f}")
+    table.add_row("in all", "", f"{spent.extra_ms:+.{digits}f}", style="bold")
+    page.show(table)
+    page.say(
+        f"The unindented rows are all there is. They sum to the {spent.latency_ms:.{digits}f} ms of the schedule "
+        f"less the {spent.plain_latency_ms:.{digits}f} ms of plain training, each row rounded."
+    )
+
+
+def _runs(shares: Iterable[Share]) -> int:
+    return sum(share.runs for share in shares)
+
+
+def _ms(shares: Iterable[Share]) -> float:
+    return math.fsum(share.extra_ms for share in shares)
+
+
+def _groups(shares: Sequence[Share]) -> list[tuple[str, list[Share]]]:
+    """Shares of one cause: re-runs by module, others by what runs and how. The largest, and the rest as one."""
+    if shares[0].cause is Cause.RECOMPUTED:
+        depth = _depth([share.module for share in shares])
+
+        def label(share: Share) -> str:
+            return ".".join(share.module.split(".")[:depth]) or "(outside of submodules)"
+    else:
+
+        def label(share: Share) -> str:
+            how = "" if share.implementation == DEFAULT else f" as {share.implementation}"
+            return f"{share.family.removeprefix('monetlite.')}{how}"
+
+    return _largest(shares, label)
+
+
+def _largest(shares: Iterable[Share], label: Callable[[Share], str]) -> list[tuple[str, list[Share]]]:
+    groups: defaultdict[str, list[Share]] = defaultdict(list)
+    for share in shares:
+        groups[label(share)].append(share)
+    order = sorted(groups.items(), key=lambda item: -abs(_ms(item[1])))
+    if len(order) <= _MOST_ROWS:
+        return order
+    rest = [share for _, group in order[_MOST_ROWS - 1 :] for share in group]
+    return [*order[: _MOST_ROWS - 1], (f"{len(order) - _MOST_ROWS + 1} others", rest)]
+
+
+def _depth(modules: Iterable[str]) -> int:
+    """How many parts of module paths tell at least a few groups apart, if any number does."""
+    paths = [module.split(".") for module in modules]
+    deepest = max(map(len, paths))
+    for depth in range(1, deepest):
+        if len({tuple(path[:depth]) for path in paths}) >= _FEW_GROUPS:
+            return depth
+    return deepest
+
+
+def _limit(page: _Page, schedule: Schedule, present: Peak, limit: Limit | None) -> None:
+    page.heading("What limits going lower")
+    proven = max(schedule.smallest_proven_bytes, limit.proven_bytes if limit is not None else 0)
+    known = [schedule.smallest_reached_bytes, None if limit is None else limit.peak.memory_bytes]
+    smallest = min([present.memory_bytes, *(item for item in known if item is not None)])
+    page.say(
+        f"Every schedule needs at least {format_bytes(proven)} (proven). The smallest peak known is "
+        f"{format_bytes(smallest)}."
+    )
+    if limit is None:
+        return
+    peak = limit.peak
+    which = f"The leanest schedule found in {_seconds(limit.seconds)}"
+    if peak.memory_bytes == present.memory_bytes:
+        which = f"No leaner schedule was found in {_seconds(limit.seconds)}. This one"
+    place = f"at {_peak_operator(peak)}, in the {_part(peak)}"
+    own = f"{format_bytes(peak.own_bytes)} of that are the operator's own inputs, results and workspace"
+    page.say(f"{which} peaks at {format_bytes(peak.memory_bytes)}, {place}. {own}:")
+    page.show(_held(peak))
+
+
+def _alternative(page: _Page, schedule: Schedule, found: Explanation, other: Alternative) -> None:
+    present_ms = found.overhead.latency_ms
+    budget, seconds = format_bytes(other.budget_bytes), _seconds(other.seconds)
+    bound = f"No schedule there takes less than {format_ms(other.lower_bound_ms)}."
+    if other.latency_ms is None or other.peak_bytes is None:
+        proven = f"Nothing fits within {budget}: every schedule needs at least {format_bytes(other.needed_bytes)}."
+        unknown = f"Nothing was found within {budget} in {seconds}, and nothing is proven: there may be a schedule."
+        page.say(proven if other.status is Status.INFEASIBLE else unknown)
+        return
+    if math.isclose(other.latency_ms, present_ms, rel_tol=1e-6):
+        if other.budget_bytes < schedule.budget_bytes:
+            page.say(f"Nothing: within {budget} a step takes {format_ms(other.latency_ms)} too.")
+            return
+        page.say(f"Within {budget}, nothing faster than {format_ms(present_ms)} was found in {seconds}. {bound}")
+        return
+    page.say(
+        f"Within {budget}: step {format_ms(other.latency_ms)} in place of {format_ms(present_ms)} "
+        f"({other.latency_ms / present_ms - 1:+.1%}), peak {format_bytes(other.peak_bytes)}, the best found in "
+        f"{seconds}. {bound}"
+    )
+    if other.latency_ms < present_ms and other.peak_bytes <= schedule.budget_bytes:
+        page.say("It fits the present budget too: solve for that again, with more time.")
+    changes = [
+        ("It also stores", other.stored, "computed again at present"),
+        ("It no longer stores", other.dropped, "computed again then"),
+    ]
+    for title, tensors, note in changes if other.budget_bytes > schedule.budget_bytes else reversed(changes):
+        _kept(page, title, tensors, note)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 0.95 else "less than a second"
+
+
+def _kept(page: _Page, title: str, tensors: Sequence[Kept], note: str) -> None:
+    if not tensors:
+        return
+    size = format_bytes(sum(item.size_bytes for item in tensors))
+    more = f", the largest {_MOST_NAMES} of them" if len(tensors) > _MOST_NAMES else ""
+    page.say(f"{title} {len(tensors)} tensor{'s' if len(tensors) > 1 else ''}, {size}{more}:")
+    table = _table()
+    for item in tensors[:_MOST_NAMES]:
+        table.add_row(f"  {item.name}", format_bytes(item.size_bytes), note if item.recomputed else "")
+    page.show(table)
+
+
+__all__ = ["Around", "explanation_facts", "print_explanation", "story"]

@@ -1,0 +1,237 @@
+"""What `monetlite measure` prints and writes."""
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from monetlite.measuring.results import Line, Measurements, Mode, Place, Run, fit, largest_batch, tells_enough
+from monetlite.units import format_bytes, format_ms
+
+
+def measurement_facts(found: Measurements) -> dict[str, Any]:
+    """Everything measured, for `--json`: bytes, milliseconds, samples per second."""
+    return {
+        "model": found.model,
+        "description": found.description,
+        "place": asdict(found.place),
+        "optimizer": found.optimizer,
+        "autocast": found.autocast,
+        "labels_left_out": found.labels_left_out,
+        "loading": None
+        if found.loading is None
+        else {**asdict(found.loading), "median_ms": statistics.median(found.loading.times_ms)},
+        "runs": [_run_facts(run) for run in found.runs],
+        "lines": {str(mode): _line_facts(found, mode) for mode in found.modes},
+    }
+
+
+def _run_facts(run: Run) -> dict[str, Any]:
+    return {
+        "mode": str(run.mode),
+        "batch": run.batch,
+        "outcome": _outcome(run),
+        "peak_bytes": run.memory and run.memory.peak_bytes,
+        "resident_bytes": run.memory and run.memory.resident_bytes,
+        "reserved_bytes": run.memory and run.memory.reserved_bytes,
+        "in_use_bytes": run.memory and run.memory.in_use_bytes,
+        "median_ms": run.median_ms if run.times_ms else None,
+        "fastest_ms": min(run.times_ms, default=None),
+        "slowest_ms": max(run.times_ms, default=None),
+        "samples_per_s": run.samples_per_s if run.times_ms else None,
+        "times_ms": list(run.times_ms),
+    }
+
+
+def _line_facts(found: Measurements, mode: Mode) -> dict[str, Any] | None:
+    line, available = fit(found.of(mode)), found.place.available_bytes
+    if line is None:
+        return None
+    largest = None if available is None else largest_batch(line, found.of(mode), available)
+    return {**asdict(line), "largest_batch": largest}
+
+
+def _outcome(run: Run) -> str:
+    if run.out_of_memory:
+        return "out of memory"
+    return "ran" if run.tried else "not tried"
+
+
+def as_text(found: Measurements, suffix: str) -> str:
+    """The measurements as a file's text: `.json`, `.csv` (a row for each run) or `.md`."""
+    if suffix == ".json":
+        return json.dumps(measurement_facts(found), indent=2) + "\n"
+    if suffix == ".csv":
+        rows = [{key: item for key, item in _run_facts(run).items() if key != "times_ms"} for run in found.runs]
+        written = io.StringIO()
+        writer = csv.DictWriter(written, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return written.getvalue()
+    return _markdown(found)
+
+
+def print_measurements(console: Console, found: Measurements) -> None:
+    """The device, loading, and a table for each mode with what follows for larger batches."""
+    console.print(escape(found.description or "nothing could be loaded"))
+    facts = Table(box=None, show_header=False, pad_edge=False)
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, text in _about(found):
+        facts.add_row(name, escape(text))
+    console.print(facts)
+    for mode in found.modes:
+        runs = found.of(mode)
+        table = Table(
+            title=_title(found, mode), title_justify="left", box=None, pad_edge=False, header_style="bold"
+        )
+        for column in _columns(found.place):
+            table.add_column(column, justify="right", no_wrap=True)
+        for run in runs:
+            table.add_row(*_cells(run, found.place))
+        console.print()
+        console.print(table)
+        for sentence in _conclusions(found, mode):
+            console.print(sentence)
+    console.print()
+    console.print(_legend(found.place), style="dim")
+
+
+def _markdown(found: Measurements) -> str:
+    lines = [f"# {found.model}", "", found.description, ""]
+    lines += [f"- {name}: {text}" for name, text in _about(found)]
+    for mode in found.modes:
+        columns = _columns(found.place)
+        lines += ["", f"## {_title(found, mode)}", ""]
+        lines += [f"| {' | '.join(columns)} |", f"|{' ---: |' * len(columns)}"]
+        lines += [f"| {' | '.join(_cells(run, found.place))} |" for run in found.of(mode)]
+        lines += ["", *_conclusions(found, mode)]
+    return "\n".join([*lines, "", _legend(found.place), ""])
+
+
+def _about(found: Measurements) -> list[tuple[str, str]]:
+    """The device, and what loading the model takes."""
+    place, environment = found.place, dict(found.place.environment)
+    name = environment.pop("device", place.device)
+    rows = [("device", ", ".join([name, *(f"{key} {value}" for key, value in environment.items())]))]
+    if place.total_bytes is not None and place.available_bytes is not None:
+        text = f"{format_bytes(place.available_bytes)} of {format_bytes(place.total_bytes)} available"
+        if place.device == "cuda":
+            context = "not known (nvidia-smi does not say)"
+            if place.context_bytes is not None:
+                context = format_bytes(place.context_bytes)
+            text += f" once CUDA is started; its context: {context}"
+        rows.append(("memory", text))
+    if (loading := found.loading) is None:
+        return [*rows, ("loading", "out of memory")]
+    text = format_ms(statistics.median(loading.times_ms))
+    if len(loading.times_ms) > 1:
+        text += f" ({_spread(loading.times_ms)})"
+    rows.append(("loading", f"{text}, random weights"))
+    text = f"{format_bytes(loading.parameter_bytes)} parameters, {format_bytes(loading.buffer_bytes)} buffers"
+    if loading.growth is not None:
+        grew, highest = format_bytes(loading.growth.kept_bytes), format_bytes(loading.growth.peak_bytes)
+        who = "tensors took"
+        if place.process_bytes is not None:
+            who = f"the process, {format_bytes(place.process_bytes)} before, grew by"
+        text += f"; with {format_bytes(loading.input_bytes)} of inputs {who} {grew}"
+        if highest != grew:
+            text += f", by up to {highest} on the way"
+    rows.append(("weights", text))
+    return rows
+
+
+def _title(found: Measurements, mode: Mode) -> str:
+    cast = f", autocast to {found.autocast}" if found.autocast else ""
+    if mode is Mode.INFERENCE:
+        labels = ", without labels" if found.labels_left_out else ""
+        return f"inference: evaluation mode, no gradients{labels}{cast}"
+    step = f", step of {found.optimizer}" if found.optimizer else ", no optimizer"
+    return f"training: forward, loss, backward{step}{cast}"
+
+
+def _columns(place: Place) -> tuple[str, ...]:
+    memory = ("peak", "reserved", "in use") if place.device == "cuda" else ("peak", "process")
+    return ("batch", *memory, "time", "spread", "samples/s")
+
+
+def _cells(run: Run, place: Place) -> tuple[str, ...]:
+    columns = len(_columns(place))
+    if run.memory is None:
+        why = "out of memory" if run.tried else "not tried"
+        return (str(run.batch), why, *("" for _ in range(columns - 2)))
+    sizes = [run.memory.peak_bytes, run.memory.in_use_bytes]
+    if place.device == "cuda":
+        sizes.insert(1, run.memory.reserved_bytes)
+    return (
+        str(run.batch),
+        *("not known" if size is None else format_bytes(size) for size in sizes),
+        format_ms(run.median_ms),
+        _spread(run.times_ms),
+        f"{run.samples_per_s:.3g}" if run.samples_per_s < 999.5 else f"{run.samples_per_s:.0f}",
+    )
+
+
+def _spread(times_ms: Sequence[float]) -> str:
+    return f"{format_ms(min(times_ms))} to {format_ms(max(times_ms))}"
+
+
+def _conclusions(found: Measurements, mode: Mode) -> list[str]:
+    """What the memory of the batches that ran says of others."""
+    runs = found.of(mode)
+    ran = [run.batch for run in runs if run.memory is not None]
+    beyond = next((run.batch for run in runs if run.out_of_memory), None)
+    sentences = []
+    if beyond is not None:
+        sentences.append(f"Out of memory at batch {beyond}.")
+    line, available = fit(runs), found.place.available_bytes
+    if line is None:
+        return sentences
+    sentences.append(_slope(line, len(ran)))
+    largest = None if available is None else largest_batch(line, runs, available)
+    if not tells_enough(line):
+        sentences.append("That is too small a share of the peak to predict from: measure larger batches.")
+    elif largest is not None and available is not None and largest + 1 != beyond:
+        batch = _about_number(largest)
+        sentences.append(f"At that rate the {format_bytes(available)} available hold a batch of at most {batch}.")
+    return sentences
+
+
+def _slope(line: Line, count: int) -> str:
+    fewer, more = line.batches
+    sentence = (
+        f"Each sample takes {format_bytes(line.bytes_per_sample)} beside {format_bytes(line.fixed_bytes)} "
+        f"(from batches {fewer} and {more}"
+    )
+    if count > 2:
+        sentence += f"; smaller ones are within {max(line.deviation, 0.001):.1%} of that line"
+    return sentence + ")."
+
+
+def _about_number(batch: int) -> str:
+    """A predicted batch in two digits, downwards: the rest is not known."""
+    unit = 10 ** max(0, len(str(batch)) - 2)
+    return str(batch) if unit == 1 else f"about {batch // unit * unit}"
+
+
+def _legend(place: Place) -> str:
+    peak = "peak: the most that tensors take at once, weights, inputs and optimizer state included"
+    if place.device == "cuda":
+        return (
+            f"{peak}. reserved: what torch took from the GPU for them, and has to fit. in use: what the GPU "
+            "reports afterwards, the CUDA context and other programs included. time: the median"
+        )
+    return (
+        f"{peak}, as torch allocates them. process: this process at its highest, with Python, libraries and what "
+        "they take without torch. time: the median"
+    )
+
+
+__all__ = ["as_text", "measurement_facts", "print_measurements"]

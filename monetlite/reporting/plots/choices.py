@@ -1,0 +1,243 @@
+"""What a schedule stores, recomputes and runs otherwise than by default, along the model."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from monetlite.reporting.choices import Column, Fate, Stretch, When, columns_of, depth_of, in_at_most, stretches_at
+from monetlite.reporting.memory import Holding
+from monetlite.reporting.plots.style import (
+    FILLS,
+    INK,
+    PALE,
+    PAPER,
+    Fill,
+    add_axes,
+    bytes_axis,
+    elided,
+    heading,
+    new_figure,
+    styled,
+)
+from monetlite.reporting.subject import Subject
+from monetlite.units import format_bytes
+
+WIDTH = 12.0
+_LEFT, _RIGHT, _TOP, _BETWEEN = 1.85, 2.3, 1.05, 0.35
+"""Margins, in inches."""
+_BYTES_HEIGHT, _AGAIN_HEIGHT, _ROW_HEIGHT = 2.7, 0.8, 0.3
+_MOST_ROWS = 9
+_NAMED_COLUMNS = 60
+"""Of so few columns each is named."""
+_FEWEST_NAMES = 3
+_LETTER, _LINE = 0.078, 0.14
+"""Inches that a letter of a label takes at the most, and a line of it."""
+_LONGEST = 30
+
+_FATES = {
+    Fate.STORED: FILLS[Holding.STORED],
+    Fate.STORED_THEN_RECOMPUTED: Fill("#6fa8dc", "////"),
+    Fate.RECOMPUTED: FILLS[Holding.RECOMPUTED],
+    Fate.FREED: Fill("#e8e8e8"),
+}
+_WHEN = {
+    When.FIRST: FILLS[Holding.STORED],
+    When.AGAIN: Fill("#f3a712"),
+    When.BACKWARD: FILLS[Holding.GRADIENTS],
+}
+
+
+@styled()
+def draw_choices(subject: Subject) -> Figure:
+    """Three panels over the operators of the forward pass, in order (modules, where there are many).
+
+    What becomes of the bytes that each writes; how often it runs again in the backward part; and which
+    implementations other than the default it, its re-runs and its gradient use.
+    """
+    operators = columns_of(subject.scheduled)
+    columns = in_at_most(operators)
+    ways: Counter[str] = Counter()
+    for column in columns:
+        for (name, _), count in column.ways.items():
+            ways[name] += count
+    rows = [name for name, _ in sorted(ways.items(), key=lambda item: (-item[1], item[0]))]
+    others = rows[_MOST_ROWS - 1 :] if len(rows) > _MOST_ROWS else []
+    shown = rows[: len(rows) - len(others)]
+
+    width = WIDTH - _LEFT - _RIGHT
+    named, rotation = _names(columns, width)
+    longest = max((len(item.name) for item in named), default=0)
+    bottom = 0.2 + (min(longest, _LONGEST) * _LETTER if rotation else 0.15)
+    ways_height = max(1, len(shown) + bool(others)) * _ROW_HEIGHT
+    height = _TOP + _BYTES_HEIGHT + _AGAIN_HEIGHT + ways_height + 2 * _BETWEEN + bottom
+    figure = new_figure(WIDTH, height)
+    runs = sum(column.again for column in columns)
+    title = (
+        f"{subject.title}: what a schedule for {format_bytes(subject.schedule.budget_bytes)} keeps and runs again"
+    )
+    each = "" if len(columns) == len(operators) else f"; {len(operators)} operators in {len(columns)} columns"
+    heading(figure, title, [subject.figures, f"{subject.costs}{each}"], _LEFT)
+
+    at = bottom + ways_height + _BETWEEN
+    lower = add_axes(figure, _LEFT, bottom, width, ways_height)
+    middle = add_axes(figure, _LEFT, at, width, _AGAIN_HEIGHT, share_x=lower)
+    upper = add_axes(figure, _LEFT, at + _AGAIN_HEIGHT + _BETWEEN, width, _BYTES_HEIGHT, share_x=lower)
+    _draw_bytes(upper, columns)
+    _draw_again(middle, columns, runs)
+    _draw_ways(lower, columns, shown, others, ways)
+    _name_columns((upper, middle, lower), columns, named, rotation)
+    met = [fate for fate in reversed(Fate) if any(column.bytes_of.get(fate) for column in columns)]
+    _legend(upper, [(_FATES[fate], _total(columns, fate)) for fate in met], "results of the forward pass")
+    if ways:
+        words = {When.FIRST: "forward (top)", When.AGAIN: "again (middle)", When.BACKWARD: "gradient (bottom)"}
+        _legend(lower, [(_WHEN[when], words[when]) for when in When], "not by default")
+    return figure
+
+
+def _total(columns: Sequence[Column], fate: Fate) -> str:
+    return f"{fate}: {format_bytes(sum(column.bytes_of.get(fate, 0) for column in columns))}"
+
+
+def _draw_bytes(axes: Axes, columns: Sequence[Column]) -> None:
+    edges = range(len(columns) + 1)
+    below = [0] * len(columns)
+    for fate, fill in _FATES.items():
+        above = [base + column.bytes_of.get(fate, 0) for base, column in zip(below, columns, strict=True)]
+        axes.stairs(
+            above,
+            edges,
+            baseline=below,
+            fill=True,
+            facecolor=fill.colour,
+            edgecolor=INK,
+            hatch=fill.hatch,
+            linewidth=0,
+            label=str(fate),
+        )
+        below = above
+    axes.stairs(below, edges, color=INK, linewidth=0.5)
+    axes.vlines(edges[1:-1], 0, list(map(min, below, below[1:])), color=PAPER, linewidth=0.4)
+    axes.set_ylim(0, max(below, default=0) * 1.05 or 1)
+    bytes_axis(axes.yaxis, max(below, default=0), "written")
+
+
+def _draw_again(axes: Axes, columns: Sequence[Column], runs: int) -> None:
+    counts = [column.again for column in columns]
+    axes.stairs(
+        counts, range(len(columns) + 1), fill=True, facecolor=_WHEN[When.AGAIN].colour, edgecolor=INK, linewidth=0.4
+    )
+    axes.set_ylim(0, max(1, *counts) * 1.1)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+    axes.set_ylabel("runs again")
+    axes.set_title(
+        f"{runs} runs in the backward part" if runs else "nothing runs again", loc="left", size=8, color=PALE, pad=3
+    )
+
+
+def _draw_ways(
+    axes: Axes, columns: Sequence[Column], shown: list[str], others: list[str], ways: Counter[str]
+) -> None:
+    """A row for each implementation, in three lanes: forward runs, runs again, gradients."""
+    row_of = {name: number for number, name in enumerate(shown)} | dict.fromkeys(others, len(shown))
+    labels = [f"{name} ({ways[name]})" for name in shown]
+    if others:
+        labels.append(f"{len(others)} more ({sum(ways[name] for name in others)})")
+    for lane, when in enumerate(When):
+        fill = _WHEN[when]
+        cells: dict[int, set[int]] = {}
+        for at, column in enumerate(columns):
+            for name, of in column.ways:
+                if of is when:
+                    cells.setdefault(row_of[name], set()).add(at)
+        for row, places in cells.items():
+            axes.broken_barh(
+                [(at, 1) for at in sorted(places)],
+                (row + 0.08 + 0.28 * lane, 0.26),
+                facecolor=fill.colour,
+                linewidth=0,
+            )
+    axes.set_ylim(max(1, len(labels)), 0)
+    axes.set_yticks(
+        [row + 0.5 for row in range(len(labels))], [elided(label, _LONGEST) for label in labels], size=8
+    )
+    axes.tick_params(axis="y", length=0)
+    for row in range(1, len(labels)):
+        axes.axhline(row, color="#dddddd", linewidth=0.6, zorder=0)
+    if not labels:
+        axes.set_yticks([])
+        axes.text(
+            0.5,
+            0.5,
+            "everything runs by its default implementation",
+            ha="center",
+            va="center",
+            transform=axes.transAxes,
+            color=PALE,
+        )
+
+
+def _names(columns: Sequence[Column], width: float) -> tuple[list[Stretch], int]:
+    """What is named along the axis, and the names' rotation.
+
+    Few columns are named each; of more, the modules are, as deep in the model as their names can be read. Where
+    that says next to nothing, columns at regular intervals are.
+    """
+    inch = width / max(1, len(columns))
+    best: list[Stretch] = []
+    best_covered = 0
+    if len(columns) > _NAMED_COLUMNS:
+        for depth in range(1, depth_of(columns) + 1):
+            found = stretches_at(columns, depth)
+            readable = [item for item in found if item.name and (item.after - item.first) * inch >= _LINE]
+            covered = sum(item.after - item.first for item in readable)
+            if len(readable) > len(best) and covered >= min(best_covered, 0.9 * len(columns)):
+                best, best_covered = readable, covered
+    if len(best) < _FEWEST_NAMES:
+        apart = -(-len(columns) // _NAMED_COLUMNS)
+        return [Stretch(name=columns[at].name, first=at, after=at + 1) for at in range(0, len(columns), apart)], 90
+    level = all(len(item.name) * _LETTER + 0.1 <= (item.after - item.first) * inch for item in best)
+    return best, 0 if level else 90
+
+
+def _name_columns(
+    panels: Sequence[Axes], columns: Sequence[Column], named: Sequence[Stretch], rotation: int
+) -> None:
+    """Names below the lowest panel, and a shade behind every other stretch of all of them."""
+    lowest = panels[-1]
+    lowest.set_xlim(0, max(1, len(columns)))
+    lowest.set_xticks(
+        [(item.first + item.after) / 2 for item in named],
+        [elided(item.name, _LONGEST) for item in named],
+        rotation=rotation,
+        size=8,
+    )
+    for axes in panels:
+        axes.tick_params(axis="x", length=0, labelbottom=axes is lowest)
+        for item in named[1::2]:
+            if item.after > item.first + 1:
+                axes.axvspan(item.first, item.after, color="#f4f4f4", linewidth=0, zorder=-1)
+
+
+def _legend(axes: Axes, entries: Sequence[tuple[Fill, str]], title: str) -> None:
+    axes.legend(
+        handles=[
+            Patch(facecolor=fill.colour, edgecolor=INK, hatch=fill.hatch, linewidth=0.4, label=label)
+            for fill, label in entries
+        ],
+        title=title,
+        alignment="left",
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1.02),
+        borderaxespad=0,
+        handlelength=1.4,
+        handleheight=1.1,
+        fontsize=7.5,
+        title_fontsize=8.5,
+    )
+
+
+__all__ = ["draw_choices"]

@@ -1,0 +1,177 @@
+"""What pictures share: colours that also differ in lightness, units on axes, and files that are reproducible.
+
+Everything is drawn on a `Figure` of its own, with matplotlib's defaults and not a person's settings; no state
+outlives a call.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.backend_bases import RendererBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from monetlite.files.atomic import write_atomically
+from monetlite.reporting.memory import Holding
+
+FORMATS = ("png", "svg", "pdf")
+
+INK, PALE, PAPER = "#222222", "#767676", "#ffffff"
+BUDGET = "#b00020"
+
+
+class Fill(NamedTuple):
+    """How an area is filled; neighbours differ in lightness, so that they do in print too."""
+
+    colour: str
+    hatch: str | None = None
+
+
+FILLS = {
+    Holding.WEIGHTS: Fill("#a6a6a6"),
+    Holding.INPUTS: Fill("#efefef"),
+    Holding.OPTIMIZER: Fill("#c4c4c4", "..."),
+    Holding.WEIGHT_GRADIENTS: Fill("#e2b6d3", "\\\\\\\\"),
+    Holding.STORED: Fill("#0b5394"),
+    Holding.RECOMPUTED: Fill("#f3a712", "////"),
+    Holding.GRADIENTS: Fill("#1b8a6b"),
+    Holding.WORKSPACE: Fill("#f5ec9a", "xxxx"),
+}
+"""Blue, orange, green and purple of the palette by Okabe and Ito, lightened and darkened."""
+
+_SETTINGS: Any = {
+    "font.family": "sans-serif",
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": PALE,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 9.0,
+    "text.color": INK,
+    "text.parse_math": False,  # a module's name may hold two dollars
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "hatch.linewidth": 0.5,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "monetlite",  # names within the file are the same each time
+    "pdf.fonttype": 42,
+}
+_METADATA: dict[str, dict[str, str | None]] = {
+    "png": {"Software": "monetlite"},
+    "svg": {"Creator": "monetlite", "Date": None},
+    "pdf": {"Creator": "monetlite", "Producer": "monetlite", "CreationDate": None},
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw with these settings, whatever a person's own are; those are back afterwards."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_SETTINGS)
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches."""
+    figure = Figure(figsize=(width, height), dpi=150, facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def renderer_of(figure: Figure) -> RendererBase:
+    """What measures text: a figure's size on paper is the same in every format."""
+    canvas: Any = figure.canvas
+    renderer: RendererBase = canvas.get_renderer()
+    return renderer
+
+
+def save_figure(figure: Figure, path: str | Path, title: str) -> None:
+    """Write a figure in the format that the file's ending names, atomically.
+
+    Raises:
+        ScheduleFileError: the file can't be written; what was there before is unchanged.
+    """
+    kind = Path(path).suffix[1:].lower()
+    buffer = io.BytesIO()
+    with styled():
+        figure.savefig(buffer, format=kind, dpi=figure.dpi, metadata={**_METADATA[kind], "Title": title})
+    write_atomically(path, buffer.getvalue())
+
+
+def heading(figure: Figure, title: str, lines: list[str], left: float) -> None:
+    """A title and the lines below it, at the top; `left` in inches."""
+    width, height = (float(side) for side in figure.get_size_inches())
+    room = width - left - 0.1
+    figure.text(
+        left / width,
+        1 - 0.2 / height,
+        fitted(figure, title, room, size=12, weight="bold"),
+        size=12,
+        weight="bold",
+        va="top",
+    )
+    for number, line in enumerate(lines):
+        text = fitted(figure, line, room, size=9)
+        figure.text(left / width, 1 - (0.47 + 0.19 * number) / height, text, color="#444444", va="top")
+
+
+def add_axes(
+    figure: Figure, left: float, bottom: float, width: float, height: float, share_x: Axes | None = None
+) -> Axes:
+    """Axes at a place in inches."""
+    whole_width, whole_height = figure.get_size_inches()
+    return figure.add_axes(
+        (left / whole_width, bottom / whole_height, width / whole_width, height / whole_height), sharex=share_x
+    )
+
+
+def bytes_axis(axis: Axis, largest_bytes: float, label: str, below: Callable[[float], str] | None = None) -> None:
+    """Ticks in the decimal unit that suits the largest size, and what else is said `below` each."""
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    factor, unit = next(((factor, unit) for factor, unit in units if largest_bytes >= factor), (1.0, "bytes"))
+    _scaled(axis, factor, f"{label} ({unit})", below)
+
+
+def time_axis(axis: Axis, largest_ms: float, label: str) -> None:
+    """Ticks in milliseconds, or in seconds where there are many."""
+    factor, unit = (1000.0, "s") if largest_ms >= 10_000 else (1.0, "ms")
+    _scaled(axis, factor, f"{label} ({unit})")
+
+
+def _scaled(axis: Axis, factor: float, label: str, below: Callable[[float], str] | None = None) -> None:
+    def tick(value: float, _: object) -> str:
+        text = f"{value / factor:g}"
+        return text if below is None else f"{text}\n{below(value)}"
+
+    axis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(tick))
+    axis.set_label_text(label)
+
+
+def fitted(figure: Figure, text: str, width: float, *, size: float, weight: str = "normal") -> str:
+    """As much of a text as fits into so many inches: its middle gives way."""
+    renderer = renderer_of(figure)
+    note = figure.text(0, 0, text, size=size, weight=weight)
+    most = len(text)
+    while most > 1 and note.get_window_extent(renderer).width > width * figure.dpi:
+        most -= max(1, most // 20)
+        note.set_text(elided(text, most))
+    note.remove()
+    return note.get_text()
+
+
+def elided(text: str, most: int) -> str:
+    """A name of at most so many characters: its middle gives way."""
+    if len(text) <= most:
+        return text
+    front = (most - 1) // 2
+    return f"{text[:front]}…{text[len(text) - (most - 1 - front) :]}"

@@ -1,0 +1,210 @@
+"""Step time against memory: monetlite's curve, what is proven, and what others reach."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from monetlite.reporting.plots.labels import Label, place_labels
+from monetlite.reporting.plots.style import (
+    INK,
+    PALE,
+    PAPER,
+    add_axes,
+    bytes_axis,
+    heading,
+    new_figure,
+    styled,
+)
+from monetlite.reporting.subject import Subject
+from monetlite.reporting.tradeoff import OURS, smallest_in_words
+from monetlite.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, Point, Tradeoff
+from monetlite.units import format_bytes
+
+WIDTH, HEIGHT = 10.0, 6.4
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.8, 2.4, 1.2, 0.65
+
+
+class _Look(NamedTuple):
+    colour: str
+    marker: str
+    line: str = ""
+    meaning: str = ""
+    filled: bool = True
+
+
+_CURVES = {
+    OURS: _Look("#0b5394", "o", "-", "monetlite"),
+    CHECKMATE: _Look("#d55e00", "s", "--", "Checkmate: what is kept\nand recomputed alone"),
+    GIST: _Look("#1b8a6b", "^", "-.", "Gist: masks, and nothing\nrecomputed"),
+    GREEDY: _Look("#8c6bb1", "D", ":", "greedy: dropping what is\ncheap to recompute"),
+}
+_SINGLE_LOOKS = (_Look(INK, "o", filled=False), _Look("#b00020", "*"), _Look("#666666", "X"), _Look("#666666", "P"))
+"""Of plain training, this schedule, and the two ways of checkpointing."""
+_LEAST_SPAN = 0.02
+"""The least difference between overheads that fills the picture."""
+_ABOVE = 0.5
+"""How far above monetlite's and all single points curves are shown, as a share of their span."""
+_IMPOSSIBLE = "#d9d9d9"
+
+
+@styled()
+def draw_tradeoff(tradeoff: Tradeoff, subject: Subject) -> Figure:
+    """Overhead over budget, with the region in which it is proven that no schedule can be."""
+    figure = new_figure(WIDTH, HEIGHT)
+    lines = [subject.costs, f"smallest budget: {smallest_in_words(tradeoff)}"]
+    heading(figure, f"{subject.title}: step time against memory", lines, _LEFT)
+    axes = add_axes(figure, _LEFT, _BOTTOM, WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM)
+    curves = {OURS: _ours(tradeoff), **{name: tradeoff.others.get(name, ()) for name in (CHECKMATE, GIST, GREEDY)}}
+    _limit(axes, tradeoff, curves)
+    _shade_impossible(axes, tradeoff)
+    axes.axhline(0, color=PALE, linewidth=0.8, zorder=1)
+    for name, points in curves.items():
+        if points:
+            look = _CURVES[name]
+            worst = max(tradeoff.overhead(point.latency_ms) for point in points)
+            beyond = f"\n(up to {worst:+.0%})" if worst > axes.get_ylim()[1] else ""
+            axes.plot(
+                [point.peak_bytes for point in points],
+                [tradeoff.overhead(point.latency_ms) for point in points],
+                look.line,
+                color=look.colour,
+                marker=look.marker,
+                markersize=5,
+                markeredgecolor=PAPER,
+                markeredgewidth=0.6,
+                linewidth=2.2 if name == OURS else 1.3,
+                zorder=4 if name == OURS else 3,
+                label=look.meaning + beyond,
+            )
+    _label_points(figure, axes, tradeoff, curves)
+    _name_axes(axes, tradeoff)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.03, 1.0), borderaxespad=0, handlelength=3, labelspacing=0.9)
+    return figure
+
+
+def _ours(tradeoff: Tradeoff) -> tuple[Point, ...]:
+    """The schedules found, each once."""
+    return tuple(dict.fromkeys(item.best for item in tradeoff.budgets if item.best is not None))
+
+
+def _limit(axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[Point]]) -> None:
+    """Room for everything but baselines that are far above the rest; those leave at the top."""
+    singles = _singles(tradeoff)
+    points = [*singles.values(), *(point for of in curves.values() for point in of)]
+    least = min(tradeoff.smallest_proven_bytes, *(point.peak_bytes for point in points))
+    most = max(point.peak_bytes for point in points)
+    wide = (most - least) or most
+    axes.set_xlim(least - 0.06 * wide, most + 0.06 * wide)
+    bounds = [tradeoff.overhead(item.lower_bound_ms) for item in tradeoff.budgets]
+    overheads = [tradeoff.overhead(point.latency_ms) for point in (*singles.values(), *curves[OURS])]
+    low, high = min(0.0, *bounds, *overheads), max(overheads)
+    every = [tradeoff.overhead(point.latency_ms) for point in points]
+    high = min(max(every), high + _ABOVE * (high - low)) if high > low else max(every)
+    tall = max(high - low, _LEAST_SPAN)
+    axes.set_ylim(low - 0.08 * tall, max(high, low + tall) + 0.12 * tall)
+
+
+def _shade_impossible(axes: Axes, tradeoff: Tradeoff) -> None:
+    """A bound for a budget holds for all smaller ones; nothing at all fits below the smallest."""
+    left, _ = axes.get_xlim()
+    bottom, _ = axes.get_ylim()
+    budgets = [item.budget_bytes for item in tradeoff.budgets]
+    bounds = [tradeoff.overhead(item.lower_bound_ms) for item in tradeoff.budgets]
+    proven = min(tradeoff.smallest_proven_bytes, budgets[0])
+    axes.axvspan(left, proven, color=_IMPOSSIBLE, linewidth=0, zorder=0)
+    axes.stairs(
+        bounds,
+        [proven, *budgets],
+        baseline=bottom,
+        fill=True,
+        color=_IMPOSSIBLE,
+        linewidth=0,
+        zorder=0,
+        label="no schedule can be here\n(proven)",
+    )
+    axes.stairs(bounds, [proven, *budgets], baseline=None, color=PALE, linewidth=0.9, zorder=2)
+    axes.axvline(proven, color=PALE, linewidth=0.9, zorder=2)
+    axes.annotate(
+        f"nothing fits below {format_bytes(proven)}",
+        (proven, 0.98),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(-3, 0),
+        textcoords="offset points",
+        rotation=90,
+        ha="right",
+        va="top",
+        size=8,
+    )
+    reached = tradeoff.smallest_reached_bytes
+    if reached > proven:
+        axes.axvline(reached, color=_CURVES[OURS].colour, linewidth=0.9, linestyle=(0, (2, 2)), zorder=2)
+        axes.annotate(
+            f"smallest peak reached: {format_bytes(reached)}",
+            (reached, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(-2, 4),
+            textcoords="offset points",
+            size=8,
+            color=_CURVES[OURS].colour,
+        )
+
+
+def _bound_line(tradeoff: Tradeoff) -> list[tuple[float, float]]:
+    """The corners of what is drawn for the bound: it holds up to its budget."""
+    corners: list[tuple[float, float]] = []
+    left: float = tradeoff.smallest_proven_bytes
+    for item in tradeoff.budgets:
+        bound = tradeoff.overhead(item.lower_bound_ms)
+        corners += [(left, bound), (item.budget_bytes, bound)]
+        left = item.budget_bytes
+    return corners
+
+
+def _singles(tradeoff: Tradeoff) -> dict[str, Point]:
+    """What is a single point, by what it is called."""
+    alone = {name: points[0] for name, points in tradeoff.others.items() if name in (SQRT, BLOCKS) and points}
+    return {"plain training": tradeoff.plain, "this schedule": tradeoff.own, **alone}
+
+
+def _label_points(figure: Figure, axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[Point]]) -> None:
+    labels = []
+    for (name, point), look in zip(_singles(tradeoff).items(), _SINGLE_LOOKS, strict=False):
+        overhead = tradeoff.overhead(point.latency_ms)
+        axes.plot(
+            [point.peak_bytes],
+            [overhead],
+            look.marker,
+            color=look.colour,
+            markersize=12 if look.marker == "*" else 8.5,
+            markeredgecolor=PAPER if look.filled else look.colour,
+            markerfacecolor=look.colour if look.filled else "none",
+            markeredgewidth=0.8 if look.filled else 1.5,
+            zorder=6,
+        )
+        text = f"{name}\n{format_bytes(point.peak_bytes)}"
+        if point is not tradeoff.plain:
+            text += f", {overhead:+.1%}"
+        labels.append(Label(text=text, x=point.peak_bytes, y=overhead))
+    lines: list[list[tuple[float, float]]] = [
+        [(point.peak_bytes, tradeoff.overhead(point.latency_ms)) for point in points] for points in curves.values()
+    ]
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    lines += [[(left, 0.0), (right, 0.0)], [(tradeoff.smallest_reached_bytes, end) for end in (bottom, top)]]
+    place_labels(figure, axes, labels, [*lines, _bound_line(tradeoff)])
+
+
+def _name_axes(axes: Axes, tradeoff: Tradeoff) -> None:
+    """Memory in bytes and as a share of plain training's, overhead in percent."""
+    plain_bytes = tradeoff.plain.peak_bytes
+    bytes_axis(axes.xaxis, axes.get_xlim()[1], "peak memory", lambda size: f"{size / plain_bytes:.0%}")
+    axes.set_xlabel(f"{axes.get_xlabel()}, and as a share of plain training's")
+    bottom, top = axes.get_ylim()
+    digits = 0 if top - bottom > 0.1 else 1
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:+.{digits}%}" if share else "0%"))
+    axes.set_ylabel("step time over plain training's")
+
+
+__all__ = ["draw_tradeoff"]

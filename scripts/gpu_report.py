@@ -1,0 +1,324 @@
+"""What monetlite does on one GPU: checks and measurements of seven models, in two files.
+
+Three steps, since solving needs neither the GPU nor its time. The first and the last need torch, numpy, networkx and
+pyyaml alone, and a checkout of this repository; the last takes less than 8 minutes.
+
+    python scripts/gpu_report.py profile --output profiles          # on the GPU: what every operator costs
+    python scripts/gpu_report.py solve profiles --output solved     # anywhere: a schedule for each budget
+    python scripts/gpu_report.py measure solved                     # on the GPU: the report
+
+The report goes to docs/benchmarks/gpu_NAME_DATE.json and .md. It holds every schedule to its budget (allocated and
+reserved memory), to its prediction (peak within 2%, step time within 5%) and to plain training's gradients, and
+measures it beside plain PyTorch, torch.utils.checkpoint and torch.compile's activation memory budget, in turn. What
+there was no time for is listed. Without a GPU, `--device cpu --small` tries all of it.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from gpu_report_models import SMALL, SUBJECTS, Built  # noqa: E402  # beside this file
+
+import monetlite  # noqa: E402  # from this checkout, installed or not
+from monetlite.comparison import checkpointing, compiled  # noqa: E402
+from monetlite.comparison.bench import Bench, Entrant  # noqa: E402
+from monetlite.comparison.contenders import Contender  # noqa: E402
+from monetlite.comparison.data import TITLES, Peer, Run  # noqa: E402
+from monetlite.comparison.environment import environment  # noqa: E402
+from monetlite.comparison.scheduled import scheduled  # noqa: E402
+from monetlite.runtime.trainee import default_loss  # noqa: E402
+from monetlite.schedule import Schedule  # noqa: E402
+from monetlite.units import format_bytes  # noqa: E402
+
+PEAK_WITHIN, LATENCY_WITHIN = 0.02, 0.05
+"""How far measured figures may be from predicted ones, of those."""
+SECONDS = 430.0
+"""After which no other model is begun."""
+SHARE = 0.5
+"""The budget of torch.compile that is measured: each takes a compilation of its own."""
+
+
+def built(name: str, device: str, small: bool) -> Built:
+    """A model and its inputs on a device, the same each time."""
+    torch.manual_seed(0)
+    model, inputs = SUBJECTS[name].build(small)
+    return model.to(device), tuple(item.to(device) for item in inputs)
+
+
+def profile(args: argparse.Namespace) -> int:
+    """The first step: measure what operators cost."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name in args.model or SUBJECTS:
+        began = time.monotonic()
+        model, inputs = built(name, args.device, args.small)
+        for layout in ("as_traced", "channels_last") if args.channels_last else ("as_traced",):
+            graph = monetlite.trace(model, inputs, layout=layout)
+            monetlite.profile(graph, args.device).save(args.output / f"{name}.{layout}.json")
+        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+        del model, inputs, graph
+        tidy(args.device)
+    return 0
+
+
+def solve(args: argparse.Namespace) -> int:
+    """The second step: a schedule for each model and budget that there is one for."""
+    from monetlite.errors import InfeasibleBudget
+    from monetlite.layouts import solve_layouts
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name in args.model or SUBJECTS:
+        paths = [args.profiles / f"{name}.{layout}.json" for layout in ("as_traced", "channels_last")]
+        profiles = [monetlite.load_profile(path) for path in paths if path.exists()]
+        if not profiles:
+            print(f"{name}: no profile in {args.profiles}", flush=True)
+            continue
+        found: list[Schedule] = []
+        # From the smallest on: each begins from what was found for less.
+        for budget in reversed(SMALL if args.small else SUBJECTS[name].budgets):
+            try:
+                schedule = solve_layouts(
+                    profiles[:1] if args.tolerance < 1e-5 else profiles,
+                    budget,
+                    tolerance=args.tolerance,
+                    time_limit=args.time_limit,
+                    starts=found,
+                )
+            except InfeasibleBudget as error:
+                print(f"{name} within {budget}: {error}", flush=True)
+                continue
+            found.append(schedule)
+            schedule.save(args.output / f"{name}_{budget.replace('%', 'pct')}.yaml")
+            print(f"{name} within {budget}: {schedule.overhead:+.1%}, gap {schedule.gap:.1%}", flush=True)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> int:
+    """The third step: checks and measurements."""
+    began = time.monotonic()
+    report: dict[str, Any] = {
+        "date": str(datetime.date.today()),
+        "environment": environment(args.device),
+        "repeats": args.repeats,
+        "small": args.small,
+        "models": {},
+        "left_out": [],
+    }
+    stem = args.output or ROOT / "docs" / "benchmarks" / _stem(report["environment"]["device"])
+    for name in args.model or SUBJECTS:
+        schedules = list(_schedules(args.schedules, name, args.small))
+        if not schedules:
+            report["left_out"].append(f"{name}: no schedule in {args.schedules}")
+        elif time.monotonic() - began > args.seconds:
+            report["left_out"].append(f"{name}: no time left after {args.seconds:.0f} s")
+        else:
+            report["models"][name] = measured(name, schedules, args, began + args.seconds)
+            tidy(args.device)
+        Path(f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
+        Path(f"{stem}.md").write_text(markdown(report))
+        print(f"{name}: {time.monotonic() - began:.0f} s since the start", flush=True)
+    print(f"written to {stem}.json and .md")
+    checks = [check for found in report["models"].values() for row in found["rows"] for check in row["checks"]]
+    failed = [check for check in checks if not check["passed"]]
+    print(f"{len(checks) - len(failed)} of {len(checks)} checks passed")
+    return 1 if failed or not checks else 0
+
+
+def measured(
+    name: str, schedules: list[tuple[str, Schedule]], args: argparse.Namespace, until: float
+) -> dict[str, Any]:
+    """One model: plain training, peers and schedules, in turn."""
+    model, inputs = built(name, args.device, args.small)
+    bench = Bench(model, inputs, {}, default_loss, args.device)
+    del model
+    contenders = [Contender(peer=Peer.PLAIN, setting="", prepare=lambda copied: copied)]
+    of_schedule: dict[str, tuple[str, Schedule]] = {}
+    for budget, schedule in schedules:
+        contender = scheduled(Peer.MONETLITE, schedule, schedule.budget_bytes)
+        of_schedule[contender.setting] = (budget, schedule)
+        contenders.append(contender)
+    contenders += checkpointing.every_block(bench.task)
+    if args.compiled:
+        contenders += compiled.inductor(bench.task, shares=(SHARE,))
+    entered: list[Entrant | Run] = []
+    for contender in contenders:
+        if entered and time.monotonic() > until:
+            entered.append(Run(peer=contender.peer, setting=contender.setting, failure="no time left"))
+        else:
+            entered.append(bench.enter(contender))
+    times = iter(bench.time([item for item in entered if isinstance(item, Entrant)], args.repeats))
+    runs = [next(times) if isinstance(item, Entrant) else item for item in entered]
+    plain_ms = runs[0].step_ms
+    rows = [
+        row(run, plain_ms, of_schedule.get(run.setting) if run.peer is Peer.MONETLITE else None) for run in runs
+    ]
+    published = dict(zip(SUBJECTS[name].budgets, SUBJECTS[name].published, strict=False))
+    return {
+        "inputs": ["×".join(map(str, item.shape)) for item in inputs],
+        "rows": rows,
+        "published": {} if args.small else published,
+    }
+
+
+def row(run: Run, plain_ms: float, promised: tuple[str, Schedule] | None) -> dict[str, Any]:
+    """One way to train: what was measured, and what is held against it."""
+    found: dict[str, Any] = {
+        "way": TITLES[run.peer],
+        "setting": run.setting,
+        "failure": run.failure,
+        "peak_bytes": run.peak_bytes,
+        "reserved_bytes": run.reserved_bytes,
+        "times_ms": list(run.times_ms),
+        "step_ms": run.step_ms if run.times_ms else None,
+        "overhead": run.step_ms / plain_ms - 1 if run.times_ms and plain_ms < float("inf") else None,
+        "gradient_difference": run.gradient_difference,
+        "faults": list(run.faults),
+        "checks": [],
+    }
+    if promised is None:
+        return found
+    budget, schedule = promised
+    found |= {
+        "budget": budget,
+        "budget_bytes": schedule.budget_bytes,
+        "predicted_peak_bytes": schedule.peak_bytes,
+        "predicted_ms": schedule.latency_ms,
+        "predicted_overhead": schedule.overhead,
+        "gap": schedule.gap,
+        "costs": f"{schedule.kind} on {schedule.environment.get('device', schedule.device)}",
+    }
+
+    def check(what: str, value: float | None, most: float) -> None:
+        passed = value is not None and value <= most
+        found["checks"].append({"what": what, "value": value, "most": most, "passed": passed})
+
+    check("runs, and trains as plain PyTorch does", float(bool(run.failure or run.faults)), 0.0)
+    if not run.failure:
+        check("peak within the budget, bytes", run.peak_bytes, schedule.budget_bytes)
+        if run.reserved_bytes is not None:
+            check("reserved within the budget, bytes", run.reserved_bytes, schedule.budget_bytes)
+        check("predicted peak off by", abs((run.peak_bytes or 0) / schedule.peak_bytes - 1), PEAK_WITHIN)
+        check("predicted step time off by", abs(run.step_ms / schedule.latency_ms - 1), LATENCY_WITHIN)
+    return found
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report for people."""
+    where = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
+    lines = [
+        f"# On one GPU, {report['date']}",
+        "",
+        f"{where}. Written by `scripts/gpu_report.py`; steps taken in turn, {report['repeats']} of each, medians.",
+        "Peaks and reserved memory as torch's allocator counts them. *Off* is measured over predicted, less one.",
+    ]
+    for name, found in report["models"].items():
+        lines += [
+            "",
+            f"## {name}, {', '.join(found['inputs'])}",
+            "",
+            "| way | peak | reserved | step, ms | overhead | MONeT's | peak off | time off | gradients |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        lines += [_line(item, found["published"]) for item in found["rows"]]
+        failed = [
+            f"- {item['way']} {item['setting']}: {check['what']} {check['value']}, at most {check['most']}"
+            for item in found["rows"]
+            for check in item["checks"]
+            if not check["passed"]
+        ]
+        lines += ["", *(["Failed checks:", "", *failed] if failed else ["Every check passed."])]
+    if report["left_out"]:
+        lines += ["", "## Left out", "", *(f"- {item}" for item in report["left_out"])]
+    return "\n".join(lines) + "\n"
+
+
+def _line(item: dict[str, Any], published: dict[str, float]) -> str:
+    way = f"{item['way']}{': ' if item['setting'] else ''}{item['setting']}"
+    if item["failure"]:
+        return f"| {way} | {item['failure']} | | | | | | | |"
+    monets = published.get(item.get("budget", ""))
+    cells = [
+        way,
+        format_bytes(item["peak_bytes"]),
+        "" if item["reserved_bytes"] is None else format_bytes(item["reserved_bytes"]),
+        "" if item["step_ms"] is None else f"{item['step_ms']:.1f}",
+        "" if item["overhead"] is None else f"{item['overhead']:+.1%}",
+        "" if monets is None else f"{monets:+.2f}%",
+        f"{item['peak_bytes'] / item['predicted_peak_bytes'] - 1:+.1%}" if "predicted_ms" in item else "",
+        f"{item['step_ms'] / item['predicted_ms'] - 1:+.1%}" if "predicted_ms" in item and item["step_ms"] else "",
+        "; ".join(item["faults"]) or f"{item['gradient_difference']:.0e}"
+        if item["gradient_difference"] is not None
+        else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _schedules(folder: Path, name: str, small: bool) -> Iterator[tuple[str, Schedule]]:
+    for budget in SMALL if small else SUBJECTS[name].budgets:
+        path = folder / f"{name}_{budget.replace('%', 'pct')}.yaml"
+        if path.exists():
+            yield budget, monetlite.load_schedule(path)
+
+
+def _stem(device: str) -> str:
+    return f"gpu_{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}_{datetime.date.today()}"
+
+
+def tidy(device: str) -> None:
+    """Free what a model has left."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    steps = parser.add_subparsers(dest="step", required=True)
+    for step, function, what in (
+        ("profile", profile, "measure what operators cost, on the GPU"),
+        ("solve", solve, "solve for every budget, anywhere"),
+        ("measure", measure, "check and measure, on the GPU"),
+    ):
+        one = steps.add_parser(step, help=what)
+        one.set_defaults(function=function)
+        one.add_argument("--model", action="append", choices=list(SUBJECTS), help="by default all of them")
+        one.add_argument("--small", action="store_true", help="small models and batches, to try this out")
+        if step != "solve":
+            one.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+        if step == "profile":
+            one.add_argument("--output", type=Path, required=True, help="a folder for profiles")
+            one.add_argument("--channels-last", action="store_true", help="images in channels-last as well")
+        elif step == "solve":
+            one.add_argument("profiles", type=Path)
+            one.add_argument("--output", type=Path, required=True, help="a folder for schedules")
+            one.add_argument("--time-limit", type=float, default=60.0, help="seconds for each budget")
+            one.add_argument("--tolerance", type=float, default=0.0)
+        else:
+            one.add_argument("schedules", type=Path)
+            one.add_argument("--output", type=Path, help="without an ending; by default in docs/benchmarks")
+            one.add_argument("--repeats", type=int, default=5)
+            one.add_argument("--seconds", type=float, default=SECONDS, help="to begin something in")
+            one.add_argument(
+                "--compiled",
+                action=argparse.BooleanOptionalAction,
+                default=True,
+                help="torch.compile's budget as well",
+            )
+    args = parser.parse_args(arguments)
+    function: Callable[[argparse.Namespace], int] = args.function
+    return function(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

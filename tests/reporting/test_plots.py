@@ -1,0 +1,540 @@
+"""Pictures show what `simulate` says, can be read, and are files like any other."""
+
+import csv
+import itertools
+import json
+import os
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.patches import StepPatch
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+from step_lists import recompute_everything, schedule_of
+
+import monetlite
+from monetlite import cli
+from monetlite.cli.opening import open_schedule
+from monetlite.graph import Phase
+from monetlite.reporting.choices import Fate, columns_of, in_at_most
+from monetlite.reporting.memory import Holding
+from monetlite.reporting.plots.choices import draw_choices
+from monetlite.reporting.plots.style import FILLS, save_figure
+from monetlite.reporting.plots.timeline import draw_timeline
+from monetlite.reporting.plots.tradeoff import draw_tradeoff
+from monetlite.reporting.subject import subject_of
+from monetlite.reporting.timeline import MOST_COLUMNS, columns
+from monetlite.schedule import Status, plain_steps, simulate
+from monetlite.solving.baselines import segment_checkpointing
+from monetlite.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, BudgetPoint, Point, Tradeoff, trade_off
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+from synthetic_steps import transformer_step
+
+MODEL = """
+import torch
+from torch import nn
+
+def block(channels):
+    return nn.Sequential(
+        nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(), nn.Dropout(0.1)
+    )
+
+def build():
+    blocks = [block(8) for _ in range(4)]
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 256, 4)
+    ), (torch.randn(8, 3, 32, 32),)
+"""
+STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+@pytest.fixture(scope="module")
+def solved(tmp_path_factory):
+    """A folder with a model and a schedule for it, as `monetlite solve` leaves it."""
+    folder = tmp_path_factory.mktemp("solved")
+    (folder / "net.py").write_text(MODEL)
+    spec = f"{folder}/net.py:build"
+    options = ("--budget", "75%", "--device", "p100", "--time-limit", "2", "--output", f"{folder}/s.yaml")
+    result = run("solve", "--model", spec, *options)
+    assert result.exit_code == 0, result.output
+    return folder / "s.yaml", spec
+
+
+@pytest.fixture(scope="module")
+def opened(solved):
+    path, spec = solved
+    return open_schedule(str(path), spec, None, True, {})
+
+
+@pytest.fixture(scope="module")
+def subject(opened):
+    return subject_of(opened.schedule, opened.profile, opened.plain)
+
+
+@pytest.fixture(scope="module")
+def large():
+    """A step of 10,000 operators, checkpointed."""
+    profile = transformer_step(270)
+    steps = segment_checkpointing(profile)
+    assert len(profile.graph.operators) > 9_700
+    assert len(steps) > 12_000
+    return subject_of(schedule_of(profile, steps), profile, profile)
+
+
+@pytest.fixture(scope="module")
+def traded(opened):
+    return trade_off(opened.profile, opened.plain, opened.steps, points=4, time_limit=1)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def run(*arguments):
+    result = CliRunner().invoke(cli.main, [str(item) for item in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def plot(solved, *arguments):
+    path, spec = solved
+    return run("plot", path, "--model", spec, *arguments)
+
+
+def words_of_svg(path):
+    """The text that a reader of the file can find."""
+    texts = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+    return " ".join("".join(item.itertext()) for item in texts)
+
+
+def stacks(axes):
+    """The areas of a panel, from the bottom up: (what it is, upper edge, lower edge, where columns end)."""
+    areas = [item for item in axes.patches if isinstance(item, StepPatch) and item.get_fill()]
+    return [(item.get_label(), *map(np.asarray, item.get_data()[::2]), item.get_data().edges) for item in areas]
+
+
+def assert_readable(figure):
+    """No text covers another, and none leaves the picture."""
+    FigureCanvasAgg(figure).draw()
+    renderer = figure.canvas.get_renderer()
+    boxes = []
+    unseen = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            unseen |= {tick.label1 for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high}
+    for item in figure.findobj(Text):
+        if item.get_visible() and item.get_text().strip() and item not in unseen:
+            box = Text.get_window_extent(item, renderer)
+            if box.width > 0:
+                boxes.append((item.get_text(), box))
+    assert len(boxes) > 15
+    for text, box in boxes:
+        assert box.x0 >= -1, text
+        assert box.y0 >= -1, text
+        assert box.x1 <= figure.bbox.width + 1, text
+        assert box.y1 <= figure.bbox.height + 1, text
+    for (text, box), (other, beside) in itertools.combinations(boxes, 2):
+        common = Bbox.intersection(box, beside)
+        assert common is None or common.width <= 1 or common.height <= 1, (text, other)
+
+
+@pytest.mark.parametrize(("kind", "ending"), [*(("timeline", ending) for ending in STARTS), ("choices", "svg")])
+def test_pictures_are_written_and_the_same_each_time(kind, ending, solved, subject, folder):
+    result = plot(solved, "--output", f"a.{ending}", "--kind", kind)
+    assert result.exit_code == 0, result.output
+    assert f"{kind} written to a.{ending}" in result.stdout
+    content = (folder / f"a.{ending}").read_bytes()
+    assert content.startswith(STARTS[ending])
+    figure = draw_timeline(subject) if kind == "timeline" else draw_choices(subject)
+    save_figure(figure, f"b.{ending}", f"{subject.title}: {kind}")
+    assert content == (folder / f"b.{ending}").read_bytes()
+    assert sorted(os.listdir(folder)) == [f"a.{ending}", f"b.{ending}"]
+
+
+def test_a_timeline_names_what_people_look_for(solved, subject, folder):
+    assert plot(solved, "--output", "t.svg").exit_code == 0
+    words = words_of_svg("t.svg")
+    for named in (
+        subject.plain.peak_operator,
+        subject.scheduled.peak_operator,
+        "net.py:build, batch 8",
+        "costs estimated for p100",
+        "budget",
+        f"({subject.overhead:+.1%})",
+        "plain training: peak",
+        "scheduled: peak",
+        "forward",
+        "backward",
+        "stored",
+        "gradients in flight",
+    ):
+        assert named in words, named
+    assert "sans-serif" in Path("t.svg").read_text(encoding="utf-8")
+
+
+def test_the_areas_drawn_sum_to_what_simulate_says(subject):
+    figure = draw_timeline(subject, by_time=False)
+    for axes, side in zip(figure.axes, (subject.plain, subject.scheduled), strict=True):
+        timeline = simulate(side.profile, side.breakdown.timeline.steps)
+        areas = stacks(axes)
+        assert np.array_equal(areas[-1][1], timeline.memory_bytes)
+        assert np.array_equal(areas[0][2], np.zeros(len(timeline.steps)))
+        for (_, above, _, _), (_, _, below, _) in itertools.pairwise(areas):
+            assert np.array_equal(above, below)
+        for label, above, below, edges in areas:
+            assert np.array_equal(above - below, side.breakdown.bytes_of[Holding(label)])
+            assert np.array_equal(edges, np.arange(len(timeline.steps) + 1))
+    drawn = {label for axes in figure.axes for label, *_ in stacks(axes)}
+    assert {"weights", "stored", "gradients in flight"} <= drawn
+
+
+def test_along_time_a_step_is_as_wide_as_it_is_long(subject):
+    figure = draw_timeline(subject)
+    for axes, side in zip(figure.axes, (subject.plain, subject.scheduled), strict=True):
+        timeline = side.breakdown.timeline
+        _, top, _, edges = stacks(axes)[-1]
+        finest = axes.get_xlim()[1] / MOST_COLUMNS
+        begin = 0.0
+        for latency_ms, memory_bytes in zip(timeline.latencies_ms, timeline.memory_bytes, strict=True):
+            if latency_ms > 3 * finest:
+                column = np.searchsorted(edges, begin + latency_ms / 2) - 1
+                assert top[column] == memory_bytes
+            begin += latency_ms
+        assert top.max() == timeline.peak_bytes
+        assert edges[-1] == pytest.approx(timeline.latency_ms, abs=5 * finest)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_columns_lose_no_step_that_matters(seed):
+    rng = random.Random(seed)
+    count = rng.choice([1, 2, 10, 5_000])
+    widths = [rng.choice([0.0, 1e-6, 0.01, 1.0, 5.0]) * rng.random() for _ in range(count)]
+    memory_bytes = [rng.randrange(10**6) for _ in range(count)]
+    extent = max(sum(widths), 1e-3)
+    found = columns(widths, memory_bytes, extent)
+    assert len(found.edges) == len(found.steps) + 1 <= 2 * MOST_COLUMNS + 3
+    assert all(before < after for before, after in itertools.pairwise(found.edges))
+    assert list(found.steps) == sorted(set(found.steps))
+    assert max(memory_bytes) in [memory_bytes[step] for step in found.steps]
+    ends = list(itertools.accumulate(widths))
+    for step, left, right in zip(found.steps, found.edges, found.edges[1:], strict=False):
+        if widths[step] > 5 * extent / MOST_COLUMNS:
+            assert left <= ends[step] - widths[step] / 2 <= right
+
+
+def test_ten_thousand_operators(large, tmp_path):
+    for name, figure in (("timeline", draw_timeline(large)), ("operators", draw_timeline(large, by_time=False))):
+        for axes, side in zip(figure.axes, (large.plain, large.scheduled), strict=True):
+            _, top, _, edges = stacks(axes)[-1]
+            assert len(edges) <= MOST_COLUMNS + 2
+            assert top.max() == side.peak_bytes
+        assert_readable(figure)
+        save_figure(figure, tmp_path / f"{name}.svg", name)
+        assert (tmp_path / f"{name}.svg").stat().st_size < 3e6
+    figure = draw_choices(large)
+    assert_readable(figure)
+    drawn = [item for item in figure.findobj(StepPatch) if item.get_fill() and item.get_label() == Fate.STORED]
+    assert 60 <= len(drawn[0].get_data().values) <= 240
+
+
+@pytest.mark.parametrize(
+    "draw", [draw_timeline, draw_choices, lambda subject: draw_timeline(subject, by_time=False)]
+)
+def test_nothing_is_written_over_anything_else(draw, subject):
+    assert_readable(draw(subject))
+
+
+@pytest.mark.parametrize("shift", [0.02, 0.5, 0.98])
+def test_a_peak_anywhere_has_a_label_that_fits(shift):
+    """Of the longest names there are, at either end of the step and in the middle."""
+    name = "base_model.model.transformer.h.11.attention.self.query_key_value.lora_B.default.backward_weight"
+    made = transformer_step(3)
+    at = int(shift * len(made.graph.operators))
+    operators, costs = list(made.graph.operators), list(made.costs)
+    operators[at] = replace(operators[at], name=name)
+    costs[at] = tuple(replace(cost, workspace_bytes=10**10) for cost in costs[at])
+    graph = replace(made.graph, operators=tuple(operators))
+    profile = replace(made, graph=graph, costs=tuple(costs))
+    steps = plain_steps(graph)
+    shown = subject_of(schedule_of(profile, steps), profile, profile)
+    assert shown.plain.peak_operator == name
+    figure = draw_timeline(shown)
+    labels = [item.get_text() for item in figure.findobj(Text) if " at base_model" in item.get_text()]
+    assert len(labels) == 2
+    assert all(label.endswith("backward_weight") for label in labels)
+    assert_readable(figure)
+
+
+def test_choices_are_what_the_steps_say(opened):
+    graph = opened.profile.graph
+    steps = recompute_everything(graph)
+    shown = subject_of(opened.schedule, opened.profile, opened.plain, steps).scheduled
+    found = columns_of(shown)
+    written = {
+        value
+        for index, _ in steps
+        if graph.operators[index].phase is Phase.FORWARD
+        for value in graph.operators[index].writes
+        if graph.values[value].size_bytes > 8
+    }
+    assert sum(sum(column.bytes_of.values()) for column in found) == pytest.approx(
+        sum(graph.values[value].size_bytes for value in written), abs=100
+    )
+    begins = shown.breakdown.backward_begins
+    again = [index for index, _ in steps[begins:] if graph.operators[index].phase is Phase.FORWARD]
+    assert sum(column.again for column in found) == len(again) > 10
+    convolution = next(column for column in found if column.name == "1.0")
+    size_bytes = 8 * 8 * 32 * 32 * 4
+    assert convolution.bytes_of == {Fate.RECOMPUTED: size_bytes}
+    assert convolution.again == steps[begins:].count((graph.by_name["1.0"], 0)) > 0
+    plain = subject_of(opened.schedule, opened.profile, opened.plain, plain_steps(graph)).scheduled
+    stored = {column.name: column for column in columns_of(plain)}["1.0"]
+    assert (dict(stored.bytes_of), stored.again, dict(stored.ways)) == ({Fate.STORED: size_bytes}, 0, {})
+
+
+def test_choices_name_other_implementations(opened, subject, solved, folder):
+    choices = opened.schedule.choices
+    again = [how for runs in choices.before.values() for _, how in runs]
+    others = len(choices.implementations) + sum(how != "default" for how in again)
+    assert others
+    result = plot(solved, "--kind", "choices", "--output", "c.svg", "--csv", "c.csv", "--json")
+    facts = json.loads(result.stdout)
+    assert sum(item["runs"] for item in facts["implementations"]) == others
+    begins = subject.scheduled.breakdown.backward_begins
+    phases = [subject.scheduled.profile.graph.operators[index].phase for index, _ in opened.steps[begins:]]
+    assert facts["runs_again"] == phases.count(Phase.FORWARD)
+    words = words_of_svg("c.svg")
+    for item in facts["implementations"]:
+        assert item["name"] in words
+    with open("c.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert facts["forward_operators"] == len(rows)
+    assert sum(int(row["stored_bytes"]) for row in rows) == facts["stored_bytes"]
+
+
+def test_many_operators_share_columns_by_module(large):
+    operators = columns_of(large.scheduled)
+    for most in (240, 100, 7, 1):
+        merged = in_at_most(operators, most)
+        assert len(merged) <= most
+        for fate in Fate:
+            assert sum(column.bytes_of.get(fate, 0) for column in merged) == sum(
+                column.bytes_of.get(fate, 0) for column in operators
+            )
+        assert sum(column.operators for column in merged) == len(operators)
+        assert sum(column.again for column in merged) == sum(column.again for column in operators)
+    assert [column.name for column in in_at_most(operators, 300)][:3] == ["embedding", "layers.0", "layers.1"]
+
+
+def test_a_trade_off_is_consistent(traded, opened):
+    assert [item.budget_bytes for item in traded.budgets] == sorted(item.budget_bytes for item in traded.budgets)
+    assert traded.budgets[-1].budget_bytes == traded.plain.peak_bytes
+    assert traded.own.peak_bytes in [item.budget_bytes for item in traded.budgets]
+    assert traded.smallest_proven_bytes <= traded.smallest_reached_bytes <= traded.own.peak_bytes
+    for item in traded.budgets:
+        assert item.best is not None
+        assert item.best.peak_bytes <= item.budget_bytes
+        assert item.lower_bound_ms <= item.best.latency_ms
+        for points in traded.others.values():
+            for point in points:
+                if point.peak_bytes <= item.budget_bytes:
+                    assert item.lower_bound_ms <= point.latency_ms * (1 + 1e-9)
+                    assert item.best.latency_ms <= point.latency_ms * (1 + 1e-9)
+        if traded.own.peak_bytes <= item.budget_bytes:
+            assert item.best.latency_ms <= traded.own.latency_ms
+    assert set(traded.others) == {SQRT, BLOCKS, CHECKMATE, GIST, GREEDY}
+    for name in (CHECKMATE, GIST, GREEDY):
+        assert all(point.peak_bytes <= point.budget_bytes for point in traded.others[name])
+    for before, after in itertools.pairwise(traded.budgets):
+        assert before.best.latency_ms >= after.best.latency_ms
+        assert before.lower_bound_ms >= after.lower_bound_ms
+
+
+def test_a_trade_off_is_drawn_where_it_is(traded, subject):
+    figure = draw_tradeoff(traded, subject)
+    (axes,) = figure.axes
+    lines = {line.get_label().split(":")[0].split("\n")[0]: line.get_xydata() for line in axes.lines}
+    ours = [(item.best.peak_bytes, item.best.latency_ms / traded.plain.latency_ms - 1) for item in traded.budgets]
+    assert lines["monetlite"] == pytest.approx(np.array(list(dict.fromkeys(ours))))
+    for name in (CHECKMATE, GREEDY):
+        reached = [(item.peak_bytes, traded.overhead(item.latency_ms)) for item in traded.others[name]]
+        assert lines[name] == pytest.approx(np.array(reached))
+    (bound,) = (item for item in axes.patches if isinstance(item, StepPatch) and item.get_fill())
+    values, edges, _ = bound.get_data()
+    assert values == pytest.approx([traded.overhead(item.lower_bound_ms) for item in traded.budgets])
+    assert list(edges[1:]) == [item.budget_bytes for item in traded.budgets]
+    assert_readable(figure)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_trade_offs_of_any_shape_can_be_read(seed, subject):
+    rng = random.Random(seed)
+    plain = Point(peak_bytes=10**9, latency_ms=100.0)
+    budgets = sorted(rng.sample(range(2 * 10**8, 10**9), 6))
+    latencies = sorted((100 * (1 + rng.random() ** 3) for _ in budgets), reverse=True)
+    best = [
+        BudgetPoint(
+            budget_bytes=budget_bytes,
+            status=Status.FEASIBLE,
+            best=None if rng.random() < 0.2 else Point(peak_bytes=budget_bytes - 1000, latency_ms=latency_ms),
+            lower_bound_ms=90.0,
+        )
+        for budget_bytes, latency_ms in zip(budgets, latencies, strict=True)
+    ]
+
+    def anywhere():
+        return Point(peak_bytes=rng.randrange(2 * 10**8, 10**9), latency_ms=100 + 60 * rng.random())
+
+    greedy = tuple(Point(peak_bytes=size, latency_ms=rng.choice([110.0, 900.0])) for size in budgets[2:])
+    others = {SQRT: (anywhere(),), BLOCKS: (anywhere(),), CHECKMATE: (), GIST: (plain,), GREEDY: greedy}
+    figure = draw_tradeoff(
+        Tradeoff(
+            plain=plain,
+            own=anywhere(),
+            budgets=tuple(best),
+            others=others,
+            smallest_proven_bytes=budgets[0] - rng.randrange(10**8),
+            smallest_reached_bytes=budgets[0],
+            time_limit=1.0,
+            baseline_seconds=1.0,
+        ),
+        subject,
+    )
+    assert_readable(figure)
+
+
+def test_a_trade_off_by_command(solved, folder):
+    result = plot(
+        solved, "--kind", "tradeoff", "--points", "2", "--time-limit", "0.5", "--output", "t.svg", "--csv", "t.csv"
+    )
+    assert result.exit_code == 0, result.output
+    assert "estimated for p100" in " ".join(result.stdout.split())
+    assert "smallest budget" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    with open("t.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    ours = [row for row in rows if row["method"] == "monetlite"]
+    assert len(ours) == 2
+    assert all(float(row["lower_bound_ms"]) <= float(row["latency_ms"]) for row in ours)
+    words = words_of_svg("t.svg")
+    for named in ("this schedule", "plain training", "√n checkpointing", "nothing fits below", "Checkmate"):
+        assert named in words
+    result = plot(
+        solved, "--kind", "tradeoff", "--points", "2", "--time-limit", "0.5", "--output", "t.png", "--json"
+    )
+    facts = json.loads(result.stdout)
+    assert facts["kind"] == "tradeoff"
+    assert {"plain training", "this schedule", "monetlite", GREEDY, SQRT, BLOCKS} <= {
+        point["method"] for point in facts["points"]
+    }
+
+
+def test_the_numbers_behind_a_timeline(solved, subject, folder):
+    result = plot(solved, "--output", "t.png", "--csv", "t.csv", "--json")
+    facts = json.loads(result.stdout)
+    assert facts["scheduled"]["peak_operator"] == subject.scheduled.peak_operator
+    assert facts["scheduled"]["peak_bytes"] == sum(facts["scheduled"]["peak_holds_bytes"].values())
+    with open("t.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for run_of, side in (("plain", subject.plain), ("scheduled", subject.scheduled)):
+        memory_bytes = [int(row["memory_bytes"]) for row in rows if row["run"] == run_of]
+        assert memory_bytes == list(side.breakdown.timeline.memory_bytes)
+    for row in rows:
+        assert sum(int(row[f"{holding.replace(' ', '_')}_bytes"]) for holding in Holding) == int(
+            row["memory_bytes"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--output", "t.jpg"), "should end in .png, .svg, .pdf"),
+        (("--output", "t"), "should end in"),
+        (("--output", "t.html", "--kind", "timeline"), "a timeline is not written as .html"),
+        (("--output", "t.png", "--kind", "report"), "a report is not written as .png"),
+        (("--output", "absent/t.png"), "no folder absent"),
+        (("--output", "t.png", "--csv", "absent/t.csv"), "no folder absent"),
+        (("--output", "t.png", "--csv", "./t.png"), "same file"),
+        (("--output", "t.html", "--csv", "t.csv"), "--csv"),
+        (("--output", "t.png", "--points", "3"), "--points is for --kind tradeoff"),
+        (("--output", "t.png", "--kind", "choices", "--x", "time"), "--x is for --kind timeline"),
+        (("--output", "t.png", "--kind", "tradeoff", "--points", "1"), "--points"),
+        (("--output", "t.png", "--kind", "tradeoff", "--time-limit", "nan"), "--time-limit"),
+        (("--output", "t.png", "--kind", "pie"), "--kind"),
+        ((), "--output"),
+    ],
+)
+def test_usage_errors_before_any_work(options, says, solved, folder, monkeypatch):
+    monkeypatch.setattr("monetlite.cli.plot.open_schedule", lambda *_: pytest.fail("opened in vain"))
+    result = plot(solved, *options)
+    assert result.exit_code == 2, result.output
+    assert says in " ".join(result.stderr.split())
+    assert os.listdir(folder) == []
+
+
+def test_a_schedule_that_is_not_there(folder):
+    result = run("plot", "absent.yaml", "--output", "t.png")
+    assert result.exit_code == 4
+    assert "absent.yaml can't be read" in result.stderr
+    assert os.listdir(folder) == []
+
+
+def test_a_write_that_fails_leaves_the_old_picture(solved, folder, monkeypatch):
+    (folder / "t.png").write_bytes(b"what was there")
+
+    def full_disk(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    result = plot(solved, "--output", "t.png")
+    assert result.exit_code == 4
+    assert "No space left on device" in result.stderr
+    assert (folder / "t.png").read_bytes() == b"what was there"
+    assert os.listdir(folder) == ["t.png"]
+
+
+def test_a_persons_own_settings_change_nothing_and_stay(subject, tmp_path):
+    save_figure(draw_timeline(subject), tmp_path / "a.png", "a")
+    with matplotlib.rc_context({"font.size": 30, "text.usetex": True, "savefig.bbox": "tight", "figure.dpi": 50}):
+        before = dict(matplotlib.rcParams)
+        save_figure(draw_timeline(subject), tmp_path / "b.png", "a")
+        assert dict(matplotlib.rcParams) == before
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_areas_that_can_touch_differ_in_lightness_or_pattern():
+    def lightness(colour):
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in to_rgb(colour)]
+        return np.cbrt(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+    for one, other in itertools.combinations(FILLS.values(), 2):
+        assert one.hatch != other.hatch or abs(lightness(one.colour) - lightness(other.colour)) > 0.12
+
+
+def test_names_that_look_like_formulas(opened, tmp_path):
+    shown = subject_of(replace(opened.schedule, name="price_$x^2$_\\frac"), opened.profile, opened.plain)
+    save_figure(draw_timeline(shown), tmp_path / "t.svg", "t")
+    assert "price_$x^2$_\\frac" in words_of_svg(tmp_path / "t.svg")
+
+
+def test_nothing_uses_state_that_everybody_shares():
+    """`pyplot` keeps every figure, and picks a window system."""
+    sources = list(Path(monetlite.__file__).parent.rglob("*.py"))
+    assert sum("matplotlib" in source.read_text(encoding="utf-8") for source in sources) >= 4
+    assert [source for source in sources if "pyplot" in source.read_text(encoding="utf-8")] == []

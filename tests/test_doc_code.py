@@ -1,0 +1,148 @@
+"""Every command and every piece of Python in the README and the documentation runs as it stands there.
+
+Commands are those of a page, in order, in one folder, with less time to solve and fewer repetitions than people
+give them. What a page takes for granted (a model, a file of somebody's) is laid out beforehand. Files that are
+quoted, and the commands that CI itself runs, have tests of their own.
+"""
+
+import functools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from monet_files import monet_classes, solution
+from torch import nn
+
+import monetlite
+from monetlite import api
+from monetlite.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
+INDENTED = re.compile(r"^    (?=python |monetlite )(.*)$", re.MULTILINE)
+QUICK = {
+    "solve": {"time_limit": 3.0},
+    "max-batch": {"time_limit": 1.0, "multiple_of": 128},
+    "explain": {"time_limit": 1.0},
+    "plot": {"time_limit": 0.5, "points": 2},
+    "verify": {"repeats": 1},
+    "measure": {"repeats": 1, "warmup": 0},
+    "compare": {"repeats": 1, "time_limit": 1.0, "peers": "checkpoint"},
+}
+"""What commands do where a page doesn't say otherwise."""
+SMALL = {name: QUICK[name] | {"input_size": (64, 64)} for name in ("verify", "measure")}
+"""And with ResNet-50 in the README."""
+MONETS = "solution_resnet50_184_inplace_conv_multiway_newnode_6.00.pkl"
+BY_CI = ("python3 -m venv", ".venv/bin/pip ", ".venv/bin/python -m pytest", ".venv/bin/ruff", ".venv/bin/mypy")
+"""What `.ci/run` runs, in a fresh clone."""
+ELSEWHERE = ("lines of: ", "example: ")
+"""Quotations of files that test_examples.py and test_docs.py run."""
+
+
+def blocks(page, *languages):
+    for note, language, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language in languages and not note.startswith(ELSEWHERE):
+            yield text
+
+
+def commands(page):
+    lines = [line for text in blocks(page, "bash") for line in text.replace("\\\n", " ").splitlines()]
+    for line in (*lines, *INDENTED.findall(page.read_text(encoding="utf-8"))):
+        words = shlex.split(line, comments=True)
+        for command in " ".join(map(shlex.quote, words)).split(" '&&' "):
+            if command and not command.startswith(BY_CI):
+                yield command.removeprefix(".venv/bin/")
+
+
+def commanding():
+    return [pytest.param(page, id=page.name) for page in PAGES if any(commands(page))]
+
+
+def programming():
+    return [pytest.param(page, id=page.name) for page in PAGES if any(blocks(page, "python"))]
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder in which what the pages talk of is there."""
+    monkeypatch.chdir(tmp_path)
+    for file in (ROOT / "docs" / "examples" / "tutorial").glob("*.py"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    shutil.copy(tmp_path / "segment.py", tmp_path / "path" / "to" / "file.py")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", commanding())
+@pytest.mark.usefixtures("traced_once")
+def test_commands(page, folder, request):
+    if page.name == "zoo.md":
+        request.getfixturevalue("things_of_the_zoo")
+    elsewhere = set(commands(PAGES[0])) if page != PAGES[0] else set()
+    for command in dict.fromkeys(commands(page)):
+        if command in elsewhere:
+            continue
+        program, *arguments = shlex.split(command)
+        if program == "python":
+            run_script(*arguments)
+            continue
+        assert program == "monetlite", command
+        done = CliRunner().invoke(main, arguments, default_map=QUICK | (SMALL if page == PAGES[0] else {}))
+        assert done.exit_code == 0, f"{command}\n{done.output}"
+
+
+def run_script(name, *arguments):
+    """A script of the tutorial; of the repository's others, which take long, only what they can be asked."""
+    if name.startswith("scripts/"):
+        arguments = ["--help"]
+        name = str(ROOT / name)
+    done = subprocess.run([sys.executable, name, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def things_of_the_zoo(folder, monkeypatch):
+    """A schedule of somebody's for a model that has a name, a collection to add it to, and one of MONeT's files."""
+    with monkeypatch.context() as patch:
+        (folder / MONETS).write_bytes(solution(monet_classes(patch)))
+    options = ["--model", "resnet18", "--batch", "2", "--input-size", "64", "--device", "t4", "--budget", "100%"]
+    done = CliRunner().invoke(main, ["solve", *options, "--time-limit", "1", "--output", "mine.yaml"])
+    assert done.exit_code == 0, done.output
+    (folder / "schedules").mkdir()
+
+
+@pytest.mark.parametrize("page", programming())
+def test_snippets(page, folder, monkeypatch):
+    """Pieces of one page share their names, beginning from a model and what it is called with."""
+    quick = functools.partial(api.optimize, device="rtx-4090", time_limit=1)
+    for module in (api, monetlite):
+        monkeypatch.setattr(module, "optimize", quick)
+    model = Small()
+    names = {"torch": torch, "monetlite": monetlite, "model": model, "example_inputs": torch.randn(4, 8)}
+    for text in blocks(page, "python"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of autocast on a GPU that is not there
+            exec(compile(text, str(page), "exec"), names)
+        names["model"] = Small()
+
+
+def test_there_is_something_to_run():
+    assert len([command for page in PAGES for command in commands(page)]) > 20
+    assert len([text for page in PAGES for text in blocks(page, "python")]) > 3

@@ -1,0 +1,47 @@
+"""scripts/gpu_report.py, tried without a GPU: measured and checked with torch, numpy, networkx and pyyaml alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NOT_THERE = "cvxpy pyscipopt highspy scipy numba rich click platformdirs jsonschema matplotlib transformers"
+LEAN = f"""
+import runpy, sys
+for name in {NOT_THERE.split()}:
+    sys.modules[name] = None
+sys.argv = sys.argv[1:]
+import torch
+torch.set_num_threads(1)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+SMALL = ("--small", "--model", "gpt")
+
+
+def run(*arguments, lean):
+    program = ["-c", LEAN, ROOT / "scripts" / "gpu_report.py"] if lean else [ROOT / "scripts" / "gpu_report.py"]
+    return subprocess.run([sys.executable, *program, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_profile_there_solve_here_measure_there(tmp_path):
+    profiles, solved, report = (tmp_path / name for name in ("profiles", "solved", "report"))
+    done = run("profile", "--device", "cpu", *SMALL, "--output", profiles, lean=True)
+    assert done.returncode == 0, done.stderr
+    done = run("solve", profiles, *SMALL, "--time-limit", "2", "--output", solved, lean=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in solved.iterdir()} == {"gpt_90pct.yaml", "gpt_75pct.yaml"}, done.stdout
+    options = ("--device", "cpu", "--no-compiled", "--repeats", "2", "--output", report)
+    done = run("measure", solved, *SMALL, "--model", "vit", *options, lean=True)
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["left_out"] == [f"vit: no schedule in {solved}"], done.stderr
+    rows = found["models"]["gpt"]["rows"]
+    assert [row["way"] for row in rows] == ["plain PyTorch", "monetlite", "monetlite", "checkpoint"]
+    checks = {check["what"]: check for row in rows for check in row["checks"]}
+    held = ("runs, and trains as plain PyTorch does", "peak within the budget, bytes", "predicted peak off by")
+    for what in held:
+        assert checks[what]["passed"], checks
+    assert "predicted step time off by" in checks, "which tests don't time"
+    page = (tmp_path / "report.md").read_text()
+    assert "## gpt, 16×64" in page
+    assert page.count("| monetlite: budget") >= 2
