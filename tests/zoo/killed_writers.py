@@ -1,0 +1,46 @@
+"""Writers that go back and forth between two schedules in one file, each killed at a random moment.
+
+A process of its own with one thread: a fork of a process with several may wait for ever for a lock of theirs.
+"""
+
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent))
+
+from files.schedule_files import full_schedule
+
+from monetlite.files.schedules import load_schedule, save_schedule
+
+
+def killed(file, kills):
+    """The names of the schedules that were found in the file, one after each kill."""
+    rng = random.Random(0)
+    versions = (full_schedule(), full_schedule(name="another", budget_bytes=7 * 10**9))
+    save_schedule(versions[0], file)
+    for number in range(kills):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            for turn in itertools.count(number):
+                save_schedule(versions[turn % 2], file)
+                os.write(writing, b".")
+        os.read(reading, 1)  # the first write is done, so that kills fall into any part of the next ones
+        time.sleep(rng.uniform(0, 0.01))
+        os.kill(child, signal.SIGKILL)
+        os.close(reading)
+        os.close(writing)
+        os.waitpid(child, 0)
+        found = load_schedule(file)
+        assert found in versions, number
+        yield found.name
+
+
+if __name__ == "__main__":
+    for name in killed(Path(sys.argv[1]), int(sys.argv[2])):
+        print(name)  # noqa: T201
