@@ -48,8 +48,14 @@ def _no_structured_traces():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _collected_in_the_end():
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
 def _rare_collections():
-    """What was imported stays: going through it for garbage, again and again, takes a fifth of the suite's time."""
+    """What there is stays: going through it for garbage, again and again, takes a fifth of the suite's time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)

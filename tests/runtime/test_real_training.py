@@ -65,7 +65,7 @@ def both(name, autocast=None):
 
 
 class TestLossesOverTwentySteps:
-    @pytest.mark.parametrize("name", NAMES)
+    @some("gpt2", "resnet", "vit", "llama with LoRA")
     def test_float32(self, name):
         make, plain, wrapped = both(name)
         made = list(batches(make, STEPS))
