@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from os import PathLike
 
-from monetlite.graph import Implementation, OperatorGraph, Resident
+from monetlite.graph import Implementation, OperatorGraph
 from monetlite.source import ModelSource
 
 
@@ -84,10 +84,6 @@ class Profile:
     def within(self, tolerance: float) -> "Profile":
         """The same profile with only the implementations that promise at least this tolerance."""
         return self.restricted(lambda item: item.tolerance <= tolerance)
-
-    def with_resident(self, resident: Resident) -> "Profile":
-        """The same profile with other resident bytes."""
-        return replace(self, graph=replace(self.graph, resident=resident))
 
 
 def without_costs(graph: OperatorGraph) -> Profile:

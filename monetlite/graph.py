@@ -218,6 +218,8 @@ class Resident:
     optimizer: int = 0
     gradients: int = 0
     """Of earlier batches, to which those of this step are added."""
+    libraries: int = 0
+    """What libraries keep between their calls: cuBLAS's workspaces on CUDA, where measured."""
 
     @property
     def total(self) -> int:

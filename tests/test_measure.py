@@ -14,9 +14,9 @@ from torch import nn
 import monetlite
 from monetlite import cli
 from monetlite.measuring import Line, Mode, Run, Setting, fit, largest_batch, machine, measure
-from monetlite.measuring.probes import is_out_of_memory
 from monetlite.measuring.results import Growth, Loading, Measurements, Memory, Place, tells_enough
 from monetlite.models.built import BuiltModel
+from monetlite.profiling.memory import is_out_of_memory
 from monetlite.profiling.optimizers import OPTIMIZERS, make_optimizer
 from monetlite.reporting.measure import as_text, print_measurements
 from monetlite.runtime.verify import Trainee, default_loss
@@ -95,7 +95,7 @@ def test_a_training_steps_peak_is_what_simulate_and_verify_say():
     measured = found.runs[0].memory.peak_bytes
     trainee = Trainee(model, inputs, {}, default_loss, "cpu")
     trainee.step()
-    assert measured == pytest.approx(trainee.peak_bytes(), rel=0.01)
+    assert measured == pytest.approx(trainee.peak().allocated_bytes, rel=0.01)
     profile = monetlite.profile(monetlite.trace(model, inputs), "cpu")
     assert measured == pytest.approx(simulate(profile, plain_steps(profile.graph)).peak_bytes, rel=0.01)
 

@@ -23,7 +23,6 @@ from monetlite.comparison.data import Peer, Run
 from monetlite.comparison.exactness import Examiner
 from monetlite.errors import MonetliteError
 from monetlite.runtime.trainee import Trainee, step_times_ms
-from monetlite.tracing.build import resident_bytes
 
 LONGEST_REASON = 200
 
@@ -81,8 +80,9 @@ class Bench:
                 if self._examiner is not None:
                     difference, faults = self._examiner.examine(trainee)
                     run = replace(run, gradient_difference=difference, faults=faults)
-                peak_bytes, reserved_bytes = self._peak_bytes(trainee)
-                run = replace(run, peak_bytes=peak_bytes, reserved_bytes=reserved_bytes)
+                self._tidy()
+                peak = trainee.peak()
+                run = replace(run, peak_bytes=peak.allocated_bytes, reserved_bytes=peak.reserved_bytes)
         except Exception as error:
             run = replace(run, failure=reason(error))
         if run.failure:
@@ -103,16 +103,6 @@ class Bench:
             else replace(entrant.run, times_ms=tuple(times_ms))
             for entrant, item, times_ms in zip(entrants, timed, times, strict=True)
         ]
-
-    def _peak_bytes(self, trainee: Trainee) -> tuple[int, int | None]:
-        """A step's peak, and what the CUDA allocator reserved for it, but for what isn't this contender's."""
-        self._tidy()
-        if self.device != "cuda":
-            return trainee.peak_bytes(), None
-        own_bytes = resident_bytes(self.task.model, self._trainee.inputs).total
-        others_bytes = max(0, torch.cuda.memory_allocated() - own_bytes)
-        peak_bytes = trainee.peak_bytes()
-        return peak_bytes, torch.cuda.max_memory_reserved() - others_bytes
 
     def _tidy(self) -> None:
         """Free what the contender before has left: gradients, cycles, the allocator's cache."""

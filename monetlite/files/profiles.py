@@ -106,7 +106,7 @@ def profile_text(profile: Profile) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-_RESIDENT = ("parameters", "buffers", "inputs", "optimizer", "gradients")
+_RESIDENT = ("parameters", "buffers", "inputs", "optimizer", "gradients", "libraries")
 
 
 def _lines(value: Any) -> str:

@@ -9,9 +9,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from monetlite.errors import ModelError
-from monetlite.measuring.probes import is_out_of_memory, probe_for
+from monetlite.measuring.probes import probe_for
 from monetlite.measuring.results import Loading, Measurements, Mode, Run
 from monetlite.measuring.tasks import Task
+from monetlite.profiling.memory import is_out_of_memory
 from monetlite.tracing.build import resident_bytes
 
 if TYPE_CHECKING:

@@ -15,18 +15,6 @@ from monetlite.profiling.heap import steady_heap, trim_heap
 from monetlite.profiling.memory import high_water_bytes, peak_growth_bytes, process_bytes
 from monetlite.profiling.meters import meter_for
 
-_NO_MEMORY = (
-    "out of memory",
-    "not enough memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "bad_alloc",
-    "bad allocation",
-    "status_alloc_failed",
-    "storage size calculation overflowed",
-)
-"""How torch's CPU allocator, the C++ library, cuBLAS and cuDNN say so, none of which has an exception for it."""
-
 
 class Probe(Protocol):
     """Measures runs on one device. Made before anything is on it."""
@@ -161,15 +149,6 @@ def probe_for(device: str) -> Probe:
     return CudaProbe() if device == "cuda" else CpuProbe()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice, or was raised because of one that does."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _NO_MEMORY):
-        return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
-
-
 def _times_ms(
     run: Callable[[], Any], warmup: int, repeats: int, synchronize: Callable[[], None]
 ) -> tuple[float, ...]:
@@ -196,4 +175,4 @@ def _reported_bytes() -> int | None:
         return None
 
 
-__all__ = ["CpuProbe", "CudaProbe", "Probe", "is_out_of_memory", "probe_for"]
+__all__ = ["CpuProbe", "CudaProbe", "Probe", "probe_for"]

@@ -3,25 +3,33 @@
 import contextlib
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from monetlite.costs import Cost, Profile, ProfileKind
 from monetlite.errors import MonetliteError, ProfileError
-from monetlite.graph import Call, Implementation, OperatorGraph
+from monetlite.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
 from monetlite.operators.random import REPLAY
 from monetlite.operators.registry import find_function
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.cache import CostCache
 from monetlite.profiling.heap import steady_heap
+from monetlite.profiling.memory import is_out_of_memory
 from monetlite.profiling.meters import Meter, meter_for
 from monetlite.profiling.plans import is_plan, on_front
 
 Progress = Callable[[int, int], None]
 """Told (calls measured, calls in all)."""
+
+MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot"})
+"""ATen's operators that cuBLAS runs."""
+MOST_NAMED = 3
+"""How many implementations are named in a warning."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +38,9 @@ def measure_profile(graph: OperatorGraph, device: str, *, progress: Progress | N
     """Measure every implementation of every operator on this machine.
 
     On CUDA, convolutions also have cuDNN's plans where its frontend is installed: those that run here, and of them
-    those that beat the others in latency or workspace.
+    those that beat the others in latency or workspace. What cuBLAS keeps between calls counts as resident there.
+
+    An implementation that runs out of memory, and that the operator can do without, is left out, with a warning.
 
     Args:
         graph: traced with inputs on that device.
@@ -39,37 +49,43 @@ def measure_profile(graph: OperatorGraph, device: str, *, progress: Progress | N
 
     Raises:
         DeviceError: this machine has no such device.
-        ProfileError: an operator can't be run alone; names it.
+        ProfileError: an operator can't be run alone, or does not fit; names it.
     """
     meter = meter_for(device)
     graph = cudnn.offer_plans(graph.available(device))
     cache = CostCache(meter.environment())
-    distinct: dict[str, tuple[str, bool, _Run]] = {}
-    for operator in graph.operators:
-        for item in operator.implementations:
-            for run in _runs(graph, item):
-                name = f"{operator.name} ({run.call.target}, {item.name})"
-                distinct.setdefault(run.signature, (name, is_plan(item), run))
+    candidates = _candidates(graph)
     costs: dict[str, tuple[float, int]] = {}
+    too_large: list[str] = []
     try:
         with steady_heap() if device == "cpu" else contextlib.nullcontext():
-            for done, (signature, (name, dispensable, run)) in enumerate(distinct.items(), start=1):
+            for done, (signature, candidate) in enumerate(candidates.items(), start=1):
                 cost = cache.get(signature)
                 try:
                     if cost is None:
-                        cost = _measure(name, run, meter)
+                        cost = _measure(candidate, meter)
                         cache.put(signature, cost)
                     costs[signature] = (cost.latency_ms, cost.workspace_bytes)
                 except MonetliteError as error:
-                    if not dispensable:
+                    if candidate.needed or not (candidate.is_plan or isinstance(error, _OutOfMemory)):
                         raise
                     _log.info("left out: %s", error)
+                    if isinstance(error, _OutOfMemory):
+                        too_large.append(candidate.name)
                 if progress is not None:
-                    progress(done, len(distinct))
+                    progress(done, len(candidates))
     finally:
         cache.save()
         cudnn.forget_plans()
+    if too_large:
+        warnings.warn(
+            f"{len(too_large)} implementations ran out of memory while they were measured and are left out: "
+            f"{', '.join(too_large[:MOST_NAMED])}{' and others' if len(too_large) > MOST_NAMED else ''}. "
+            f"With more of {device}'s memory free, there would be more to choose from",
+            stacklevel=3,
+        )
     graph = graph.restricted(lambda item: all(run.signature in costs for run in _runs(graph, item)))
+    graph = replace(graph, resident=replace(graph.resident, libraries=_library_bytes(graph, meter)))
 
     def cost_of(item: Implementation) -> Cost:
         found = [costs[run.signature] for run in _runs(graph, item)]
@@ -91,6 +107,35 @@ def measure_profile(graph: OperatorGraph, device: str, *, progress: Progress | N
         environment=dict(meter.environment()),
     )
     return on_front(profile)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """A distinct call, named after the first operator and implementation that make it.
+
+    `needed`: the default implementation of some operator makes it; `is_plan`: of none but cuDNN's plans.
+    """
+
+    name: str
+    run: "_Run"
+    needed: bool
+    is_plan: bool
+
+
+def _candidates(graph: OperatorGraph) -> dict[str, _Candidate]:
+    """What there is to measure, by signature."""
+    found: dict[str, _Candidate] = {}
+    for operator in graph.operators:
+        for number, item in enumerate(operator.implementations):
+            for run in _runs(graph, item):
+                known = found.get(run.signature)
+                found[run.signature] = _Candidate(
+                    name=known.name if known else f"{operator.name} ({run.call.target}, {item.name})",
+                    run=run,
+                    needed=number == 0 or (known is not None and known.needed),
+                    is_plan=is_plan(item) and (known is None or known.is_plan),
+                )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,24 +171,62 @@ def _measured(call: Call) -> Call:
     return call
 
 
-def _measure(name: str, run: _Run, meter: Meter) -> Cost:
-    function = resolve(run.call.target)
+class _OutOfMemory(ProfileError):
+    """A call that did not fit beside what else is in memory."""
+
+
+def _measure(candidate: _Candidate, meter: Meter) -> Cost:
+    run = candidate.run
     try:
-        with torch.no_grad(), torch.random.fork_rng(enabled=meter.device == "cpu"):
-            args, kwargs = make_arguments(run.call, meter.device)
-
-            def call() -> object:
-                return function(*args, **kwargs)
-
-            recent = next((item for item in args if isinstance(item, torch.Tensor)), None)
+        with _callable(run.call, meter.device) as (call, recent):
             latency_ms = meter.latency_ms(call, recent)
             workspace_bytes = max(0, meter.growth_bytes(call) - run.result_bytes)
     except (RuntimeError, MemoryError, IndexError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if is_out_of_memory(error):
+            raise _OutOfMemory(
+                f"{candidate.name} does not fit into {meter.device}'s memory, alone: {reason.rstrip('.')}. "
+                "Free what else is there, lower the batch, or estimate the costs instead (name a device, as in "
+                "--device a100-40gb)"
+            ) from error
         raise ProfileError(
-            f"{name} can't be measured alone on {meter.device}: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}. "
+            f"{candidate.name} can't be measured alone on {meter.device}: {reason}. "
             "Estimate the costs instead (name a device, as in --device a100-40gb), or lower the batch"
         ) from error
     finally:
         gc.collect(0)
     return Cost(latency_ms=latency_ms, workspace_bytes=workspace_bytes)
+
+
+@contextlib.contextmanager
+def _callable(call: Call, device: str) -> Iterator[tuple[Callable[[], object], torch.Tensor | None]]:
+    """A call with arguments, and the first of those that is a tensor."""
+    function = resolve(call.target)
+    with torch.no_grad(), torch.random.fork_rng(enabled=device == "cpu"):
+        args, kwargs = make_arguments(call, device)
+        yield (
+            lambda: function(*args, **kwargs),
+            next((item for item in args if isinstance(item, torch.Tensor)), None),
+        )
+
+
+def _library_bytes(graph: OperatorGraph, meter: Meter) -> int:
+    """What libraries keep between the calls of a step, in bytes.
+
+    cuBLAS keeps a workspace for each thread that calls it, and autograd runs the backward part in another thread
+    than the forward part. So each part's is measured by one call of every kind that makes a matrix product.
+    """
+    total = 0
+    for phase in Phase:
+        of_kind: dict[str, Call] = {}
+        for operator in graph.operators:
+            for run in _runs(graph, operator.implementations[0]) if operator.phase is phase else ():
+                if run.call.target.split(".")[1:2] and run.call.target.split(".")[1] in MATRIX_PRODUCTS:
+                    of_kind.setdefault(run.call.target, run.call)
+        total += meter.kept_bytes([partial(_run_once, call, meter.device) for call in of_kind.values()])
+    return total
+
+
+def _run_once(call: Call, device: str) -> None:
+    with _callable(call, device) as (function, _):
+        function()

@@ -16,6 +16,17 @@ import torch
 from torch._C._profiler import _EventType
 
 _SELF = Path("/proc/self")
+_NO_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "bad allocation",
+    "status_alloc_failed",
+    "storage size calculation overflowed",
+)
+"""How torch's CPU allocator, the C++ library, cuBLAS and cuDNN say so, none of which has an exception for it."""
 
 
 def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
@@ -28,6 +39,22 @@ def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     return max(running_totals(function), default=0)
+
+
+def release_workspaces(device: str) -> None:
+    """On CUDA, give back the workspaces that cuBLAS keeps for threads that called it, to see them taken again."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory did not suffice, or was raised because of one that does."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _NO_MEMORY):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def running_totals(function: Callable[[], Any]) -> list[int]:

@@ -2,9 +2,11 @@
 
 import contextlib
 import platform
+import re
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +18,7 @@ except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]  # a module, where there is one
 
 from monetlite.errors import DeviceError
-from monetlite.profiling.memory import high_water_growth_bytes, peak_growth_bytes
+from monetlite.profiling.memory import high_water_growth_bytes, peak_growth_bytes, release_workspaces
 
 FEWEST_RUNS, MOST_RUNS = 3, 15
 ENOUGH_SECONDS = 0.15
@@ -46,8 +48,11 @@ class Meter(Protocol):
     def growth_bytes(self, run: Callable[[], Any]) -> int:
         """The most memory a call holds beyond its arguments, its results included, in bytes."""
 
+    def kept_bytes(self, runs: Sequence[Callable[[], Any]]) -> int:
+        """What libraries keep for the thread that makes these calls, once their results are gone, in bytes."""
+
     def environment(self) -> Mapping[str, str]:
-        """The device and the versions that its figures depend on."""
+        """The device, and the versions and settings that its figures depend on."""
 
 
 class CpuMeter:
@@ -91,6 +96,9 @@ class CpuMeter:
                 return mark
         return events
 
+    def kept_bytes(self, runs: Sequence[Callable[[], Any]]) -> int:
+        return 0  # what oneDNN keeps it takes from the heap, which torch's figures don't count
+
     def environment(self) -> Mapping[str, str]:
         return {
             "device": _cpu_name(),
@@ -128,13 +136,28 @@ class CudaMeter:
     def growth_bytes(self, run: Callable[[], Any]) -> int:
         return peak_growth_bytes(run, "cuda")
 
+    def kept_bytes(self, runs: Sequence[Callable[[], Any]]) -> int:
+        if not runs:
+            return 0
+        release_workspaces("cuda")
+        before = torch.cuda.memory_allocated()
+        for run in runs:
+            run()
+        torch.cuda.synchronize()
+        return max(0, torch.cuda.memory_allocated() - before)
+
     def environment(self) -> Mapping[str, str]:
+        backends: Any = torch.backends
         return {
             "device": torch.cuda.get_device_name(),
+            "driver": driver_version(),
             "torch": str(torch.__version__),
             "cuda": str(torch.version.cuda),
-            "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]  # torch has no types for it
-            "tf32": str(torch.backends.cudnn.conv.fp32_precision == "tf32"),  # type: ignore[attr-defined]  # made at import
+            "cudnn": str(backends.cudnn.version()),
+            "tf32": str(backends.cudnn.conv.fp32_precision == "tf32"),
+            "matrix products": str(backends.cuda.matmul.fp32_precision),
+            "deterministic": str(torch.are_deterministic_algorithms_enabled() or backends.cudnn.deterministic),
+            "cudnn.benchmark": str(backends.cudnn.benchmark),
         }
 
 
@@ -154,6 +177,19 @@ def cache_bytes() -> int:
         with contextlib.suppress(OSError, ValueError):
             sizes.append(1024 * int(path.read_text().strip().removesuffix("K")))
     return min(max(sizes) * 5 // 4, MOST_CACHE_BYTES)
+
+
+def driver_version() -> str:
+    """The version of NVIDIA's driver, as its kernel module or nvidia-smi tells it; empty where neither does."""
+    with contextlib.suppress(OSError):
+        line = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+        if found := re.search(r"\b\d+\.\d+(\.\d+)?\b", line):
+            return found.group()
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return told.strip().partition("\n")[0]
+    return ""
 
 
 def page_faults() -> int:

@@ -29,7 +29,7 @@ class Holding(StrEnum):
     GRADIENTS = "gradients in flight"
     """Of activations, on their way back."""
     WORKSPACE = "workspace"
-    """What an operator takes for itself while it runs."""
+    """What an operator takes for itself while it runs, and what libraries keep between their calls."""
 
 
 _OF_KIND = {
@@ -87,7 +87,8 @@ def break_down(profile: Profile, timeline: Timeline) -> Breakdown:
         holding: tuple(held + always.get(holding, 0) for held in accumulate(changes[holding][:-1]))
         for holding in Holding
     }
-    bytes_of[Holding.WORKSPACE] = workspaces(profile, timeline)
+    libraries = always[Holding.WORKSPACE]
+    bytes_of[Holding.WORKSPACE] = tuple(libraries + taken for taken in workspaces(profile, timeline))
     return Breakdown(timeline=timeline, lifetimes=stays, bytes_of=bytes_of, backward_begins=begins)
 
 
@@ -98,6 +99,7 @@ def always_there(resident: Resident) -> dict[Holding, int]:
         Holding.INPUTS: resident.inputs,
         Holding.OPTIMIZER: resident.optimizer,
         Holding.WEIGHT_GRADIENTS: resident.gradients,
+        Holding.WORKSPACE: resident.libraries,
     }
 
 

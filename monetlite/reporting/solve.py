@@ -66,6 +66,8 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
     autocast = f", under autocast to {schedule.autocast}" if schedule.autocast else ""
     if resident.gradients:
         kept.append(f"{format_bytes(resident.gradients)} gradients of earlier batches")
+    if resident.libraries:
+        kept.append(f"{format_bytes(resident.libraries)} cuBLAS workspaces")
     reached = schedule.smallest_reached_bytes
     smallest = f"at least {format_bytes(schedule.smallest_proven_bytes)}"
     if reached is not None and reached <= schedule.smallest_proven_bytes:

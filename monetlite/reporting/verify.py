@@ -39,6 +39,8 @@ def report_facts(report: Report) -> dict[str, Any]:
         "plain_peak_bytes": report.plain_peak_bytes,
         "predicted_plain_peak_bytes": report.predicted_plain_peak_bytes,
         "plain_peak_error": report.plain_peak_error,
+        "reserved_bytes": report.reserved_bytes,
+        "plain_reserved_bytes": report.plain_reserved_bytes,
         "step_ms": report.step_ms,
         "predicted_step_ms": report.predicted_step_ms,
         "latency_error": report.latency_error,
@@ -138,6 +140,9 @@ def _figures(report: Report) -> Table:
         ("  plain", report.plain_peak_bytes, report.predicted_plain_peak_bytes, report.plain_peak_error),
     ):
         add(name, format_bytes(size), format_bytes(predicted_size), error)
+    for name, reserved in (("reserved", report.reserved_bytes), ("  plain", report.plain_reserved_bytes)):
+        if reserved is not None:
+            add(name, format_bytes(reserved), "", None)
     for name, latency, predicted_latency, error in (
         ("step time", report.step_ms, report.predicted_step_ms, report.latency_error),
         ("  plain", report.plain_step_ms, report.predicted_plain_step_ms, report.plain_latency_error),

@@ -14,7 +14,7 @@ class Limits:
 
     Attributes:
         difference: of any gradient, buffer or loss, relative.
-        budget: whether the measured peak has to be within the budget.
+        budget: whether the measured peak, and on CUDA what the allocator reserved for it, have to be within it.
         peak_error, latency_error: how far the measured peak and step time may be from the predicted ones, as
             fractions of those.
     """
@@ -46,6 +46,8 @@ class Report:
         random_state: whether the generator is left as plain training leaves it.
         peak_bytes, plain_peak_bytes: measured peak of the step, resident memory (and an optimizer's state, if the
             schedule counts one) included.
+        reserved_bytes, plain_reserved_bytes: what torch's CUDA allocator took from the GPU to hold those peaks,
+            freed blocks that it keeps and what falls between blocks included; None on a CPU.
         budget_bytes: what the schedule was asked for.
         step_ms, plain_step_ms: median measured step times, taken in turn.
         predicted_peak_bytes, predicted_plain_peak_bytes, predicted_step_ms, predicted_plain_step_ms: what the
@@ -76,6 +78,8 @@ class Report:
     kind: str
     device: str
     same_shapes: bool
+    reserved_bytes: int | None = None
+    plain_reserved_bytes: int | None = None
     incomparable: tuple[str, ...] = ()
     allowed_difference: float = REORDERED_SUMS
     operators: OperatorComparison | None = None
@@ -99,6 +103,7 @@ class Report:
 
     @property
     def within_budget(self) -> bool:
+        """Whether the peak is; what was reserved for it is judged apart."""
         return self.peak_bytes <= self.budget_bytes
 
     @property
@@ -195,6 +200,18 @@ class Report:
                     message=f"the peak, {format_bytes(self.peak_bytes)}, is over the budget of "
                     f"{format_bytes(self.budget_bytes)} by {format_bytes(self.peak_bytes - self.budget_bytes)}",
                     measured=self.peak_bytes,
+                    allowed=self.budget_bytes,
+                )
+            )
+        elif self.limits.budget and self.reserved_bytes is not None and self.reserved_bytes > self.budget_bytes:
+            found.append(
+                Reason(
+                    check="reserved",
+                    message=f"for a peak of {format_bytes(self.peak_bytes)} torch's allocator reserved "
+                    f"{format_bytes(self.reserved_bytes)}, over the budget of {format_bytes(self.budget_bytes)} by "
+                    f"{format_bytes(self.reserved_bytes - self.budget_bytes)}. It leaves less between blocks with "
+                    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                    measured=self.reserved_bytes,
                     allowed=self.budget_bytes,
                 )
             )

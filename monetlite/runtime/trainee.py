@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from monetlite.profiling.heap import steady_heap
-from monetlite.profiling.memory import peak_growth_bytes
+from monetlite.profiling.memory import peak_growth_bytes, release_workspaces
 from monetlite.profiling.meters import FEW_FAULTS, page_faults
 from monetlite.profiling.optimizers import make_optimizer
 from monetlite.runtime.wrapper import MONeTWrapper
@@ -26,6 +26,18 @@ class Snapshot:
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     random_state: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most memory of a step, resident memory included, in bytes.
+
+    `allocated_bytes`: of tensors and workspaces. `reserved_bytes`: what torch's CUDA allocator took from the GPU to
+    hold them, which is what nvidia-smi shows beside the context; None on a CPU.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int | None = None
 
 
 class Trainee:
@@ -94,16 +106,28 @@ class Trainee:
         self._synchronize()
         return (time.perf_counter() - start) * 1000
 
-    def peak_bytes(self) -> int:
-        """Resident memory of the step, and the most it allocates beyond that."""
+    def peak(self) -> Peak:
+        """Resident memory of the step, and the most it takes beyond that.
+
+        What else is on the GPU, such as another model, doesn't count; libraries' workspaces do.
+        """
         if self.optimizer is not None and not self.optimizer.state:
             self._whole_step()  # which makes the optimizer's state
         self._clear()
         model = self.model.model if isinstance(self.model, MONeTWrapper) else self.model
-        kept = sum(tensor.grad.nbytes for tensor in self._leaves() if tensor.grad is not None)
+        own_bytes = resident_bytes(model, self.inputs).total
+        own_bytes += sum(tensor.grad.nbytes for tensor in self._leaves() if tensor.grad is not None)
         states = self.optimizer.state.values() if self.optimizer is not None else ()
-        kept += sum(item.nbytes for state in states for item in state.values() if isinstance(item, torch.Tensor))
-        return resident_bytes(model, self.inputs).total + kept + peak_growth_bytes(self._whole_step, self.device)
+        own_bytes += sum(
+            item.nbytes for state in states for item in state.values() if isinstance(item, torch.Tensor)
+        )
+        if self.device != "cuda":
+            return Peak(allocated_bytes=own_bytes + peak_growth_bytes(self._whole_step, self.device))
+        release_workspaces(self.device)
+        torch.cuda.empty_cache()
+        others_bytes = max(0, torch.cuda.memory_allocated() - own_bytes)
+        allocated_bytes = own_bytes + peak_growth_bytes(self._whole_step, self.device)
+        return Peak(allocated_bytes=allocated_bytes, reserved_bytes=torch.cuda.max_memory_reserved() - others_bytes)
 
     def _whole_step(self) -> None:
         self.step()
@@ -193,4 +217,4 @@ def off_by(fraction: float, seed: int) -> Callable[[str, torch.Tensor], torch.Te
     return change
 
 
-__all__ = ["Snapshot", "Trainee", "changed_weights", "default_loss", "off_by", "step_times_ms"]
+__all__ = ["Peak", "Snapshot", "Trainee", "changed_weights", "default_loss", "off_by", "step_times_ms"]

@@ -83,10 +83,13 @@ def verify(
             allowed = min(max(allowed, SLACK * moved), MOST_ALLOWED)
     plain_ms, scheduled_ms = map(statistics.median, step_times_ms((plain, scheduled), repeats))
     shapes = [tuple(item.shape) for item in plain.inputs]
+    peak, plain_peak = scheduled.peak(), plain.peak()
     report = Report(
         **compare(expected, found, schedule.tolerance),
-        peak_bytes=scheduled.peak_bytes(),
-        plain_peak_bytes=plain.peak_bytes(),
+        peak_bytes=peak.allocated_bytes,
+        plain_peak_bytes=plain_peak.allocated_bytes,
+        reserved_bytes=peak.reserved_bytes,
+        plain_reserved_bytes=plain_peak.reserved_bytes,
         budget_bytes=schedule.budget_bytes,
         step_ms=scheduled_ms,
         plain_step_ms=plain_ms,

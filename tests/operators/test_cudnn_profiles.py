@@ -113,6 +113,9 @@ class FakeMeter:
     def growth_bytes(self, run):
         return 0
 
+    def kept_bytes(self, runs):
+        return 0
+
     def environment(self):
         return {"device": "a fake GPU"}
 
@@ -133,9 +136,9 @@ class TestMeasured:
         """A profile of the block in which implementations cost what `price` says, by name."""
         measure = measured._measure
 
-        def priced_after_running(name, run, meter):
-            measure(name, run, meter)
-            return cost(*price(name.rpartition(", ")[2].rstrip(")")))
+        def priced_after_running(candidate, meter):
+            measure(candidate, meter)
+            return cost(*price(candidate.name.rpartition(", ")[2].rstrip(")")))
 
         monkeypatch.setattr(measured, "_measure", priced_after_running)
         return monetlite.profile(block(), "cuda")

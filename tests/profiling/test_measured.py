@@ -63,6 +63,9 @@ class CountingMeter:
     def growth_bytes(self, run):
         return 10**9
 
+    def kept_bytes(self, runs):
+        return 0
+
     def environment(self):
         return {"device": "a counting meter"}
 

@@ -1,5 +1,6 @@
 """`verify` says what differs from plain training, where that begins, and why a schedule doesn't pass."""
 
+import io
 import json
 from dataclasses import replace
 
@@ -18,9 +19,11 @@ from monetlite.profiling.meters import meter_for
 from monetlite.profiling.optimizers import with_optimizer
 from monetlite.reporting.verify import print_report, report_facts
 from monetlite.runtime.report import Limits
+from monetlite.runtime.trainee import Peak, Trainee, default_loss
 from monetlite.schedule import plain_steps
 from monetlite.source import ModelSource
 from monetlite.tracing import trace
+from monetlite.tracing.build import resident_bytes
 from monetlite.zoo.rebuild import build
 
 AMPLE = 10**9
@@ -249,6 +252,72 @@ def test_figures_are_judged_where_that_is_asked_for(measured):
     assert elsewhere.latency_error is None
     (reason,) = elsewhere.reasons
     assert "measured on another" in reason.message
+
+
+def test_what_the_allocator_reserves_is_held_to_the_budget_too(measured):
+    report, _ = measured
+    budget_bytes = report.peak_bytes + 1000
+    for reserved_bytes, limits, failing in (
+        (budget_bytes, Limits(), []),
+        (budget_bytes + 1, Limits(), ["reserved"]),
+        (budget_bytes + 1, Limits(budget=False), []),
+    ):
+        judged = replace(
+            report,
+            budget_bytes=budget_bytes,
+            reserved_bytes=reserved_bytes,
+            plain_reserved_bytes=2 * reserved_bytes,
+            limits=limits,
+        )
+        assert [reason.check for reason in judged.reasons] == failing
+        for reason in judged.reasons:
+            assert (reason.measured, reason.allowed) == (reserved_bytes, budget_bytes)
+            assert "expandable_segments" in reason.message
+    facts = report_facts(judged)
+    assert (facts["reserved_bytes"], facts["plain_reserved_bytes"]) == (budget_bytes + 1, 2 * (budget_bytes + 1))
+    console = Console(file=io.StringIO(), width=80)
+    print_report(console, judged, 0)
+    rows = [line.split() for line in console.file.getvalue().splitlines()]
+    (at,) = (number for number, row in enumerate(rows) if row[:1] == ["reserved"])
+    assert [rows[at][0], rows[at + 1][0]] == ["reserved", "plain"]
+    assert report_facts(report)["reserved_bytes"] is None
+
+
+class Allocator:
+    """Stands in for torch's CUDA allocator: a step takes 700 bytes at most, 900 with what falls between."""
+
+    def __init__(self, monkeypatch, others_bytes):
+        self.allocated = others_bytes
+        self.workspaces = 50
+        self.most = self.reserved = 0
+        for name, answer in (
+            ("synchronize", lambda: None),
+            ("empty_cache", lambda: None),
+            ("memory_allocated", lambda: self.allocated + self.workspaces),
+            ("reset_peak_memory_stats", lambda: None),
+            ("max_memory_allocated", lambda: self.most),
+            ("max_memory_reserved", lambda: self.reserved),
+        ):
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.clear, raising=False)
+
+    def clear(self):
+        self.workspaces = 0
+
+    def step(self):
+        self.workspaces = 50
+        self.most, self.reserved = self.allocated + self.workspaces + 650, self.allocated + 900
+
+
+def test_a_peak_on_cuda_is_that_of_the_step_with_its_workspaces_and_nothing_elses(monkeypatch):
+    model = nn.Linear(4, 4)
+    trainee = Trainee(model, (torch.randn(2, 4),), {}, default_loss, "cpu")
+    own_bytes = resident_bytes(model, trainee.inputs).total
+    assert own_bytes == 4 * (16 + 4 + 8)
+    trainee.device = "cuda"
+    allocator = Allocator(monkeypatch, others_bytes=own_bytes + 10_000)
+    monkeypatch.setattr(trainee, "step", allocator.step)
+    assert trainee.peak() == Peak(allocated_bytes=own_bytes + 700, reserved_bytes=own_bytes + 900)
 
 
 def test_predictions_of_other_devices_threads_and_shapes_are_not_compared(measured):

@@ -114,13 +114,14 @@ def _run(texts: _Texts, run: Run) -> dict[str, Any]:
     timeline, stays = run.timeline, run.breakdown.lifetimes
     ways = (run.graph.operators[index].implementations[way].name for index, way in timeline.steps)
     always = always_there(run.graph.resident)
-    workspaces = run.breakdown.bytes_of[Holding.WORKSPACE]
+    taken = run.breakdown.bytes_of[Holding.WORKSPACE]
+    workspaces = [workspace - always[Holding.WORKSPACE] for workspace in taken]
     return {
         "operator": [index for index, _ in timeline.steps],
         "implementation": texts.numbers(ways),
         "part": [_PARTS.index(part) for part in run.parts],
         "latency_ms": [_short(latency_ms) for latency_ms in timeline.latencies_ms],
-        "workspace_bytes": list(workspaces),
+        "workspace_bytes": workspaces,
         "backward_begins": run.breakdown.backward_begins,
         "peak_step": timeline.peak_step,
         "always_bytes": [always.get(holding, 0) for holding in _HOLDINGS],

@@ -95,8 +95,8 @@ class Run {
       changes[holding[stay]][end[stay] + (overwritten[stay] ? 0 : 1)] -= bytes;
     });
     return changes.map((changed, kind) => {
-      if (kind === workspace) return Float64Array.from(this.columns.workspace_bytes);
       let held = this.columns.always_bytes[kind];
+      if (kind === workspace) return Float64Array.from(this.columns.workspace_bytes, (bytes) => held + bytes);
       return changed.subarray(0, this.count).map((change) => (held += change));
     });
   }
