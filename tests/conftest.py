@@ -76,6 +76,15 @@ def cache_folder(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture
+def work_folder(tmp_path, monkeypatch):
+    """An empty folder that a person is in."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _fresh_random_numbers():
     torch.manual_seed(0)

@@ -2,15 +2,14 @@
 
 import json
 
+import commands
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, randn
 
 import monetlite
 from monetlite.batches import Fit, _bisect, largest_batch
-from monetlite.cli import main
 from monetlite.errors import InfeasibleBudget, ModelError
 from monetlite.schedule import plain_steps, simulate
 from monetlite.solving.smallest import smallest_budget
@@ -105,7 +104,7 @@ class TestCommand:
     )
 
     def test_a_table_and_json(self):
-        result = CliRunner().invoke(main, [*self.ARGUMENTS, "--budget", "600MB", "--multiple-of", "64"])
+        result = commands.run(*self.ARGUMENTS, "--budget", "600MB", "--multiple-of", "64")
         assert result.exit_code == 0, result.output
         assert "resnet18 within 600 MB: batch" in result.output
         assert "estimated for rtx-3090" in result.output
@@ -113,13 +112,13 @@ class TestCommand:
         assert max(map(len, result.output.splitlines()[:8])) <= 80
 
     def test_a_budget_that_nothing_fits(self):
-        result = CliRunner().invoke(main, [*self.ARGUMENTS, "--budget", "50MB", "--json"])
+        result = commands.run(*self.ARGUMENTS, "--budget", "50MB", "--json")
         assert result.exit_code == 3
         assert "a batch of 1 needs" in result.output
 
     def test_json(self):
-        result = CliRunner().invoke(
-            main, [*self.ARGUMENTS, "--budget", "600MB", "--multiple-of", "64", "--json", "--batch", "64"]
+        result = commands.run(
+            *self.ARGUMENTS, "--budget", "600MB", "--multiple-of", "64", "--json", "--batch", "64"
         )
         facts = json.loads(result.output)
         assert facts["largest"] >= facts["plain_largest"]

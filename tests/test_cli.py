@@ -6,10 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
+from commands import run
 
 import monetlite
-from monetlite import cli
 from monetlite.schedule import Status
 
 MODEL = """
@@ -44,20 +43,10 @@ def broken():
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(work_folder):
     """A person's folder, with a model file and nothing else."""
-    folder = tmp_path / "work"
-    folder.mkdir()
-    (folder / "net.py").write_text(MODEL)
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def run(*arguments):
-    result = CliRunner().invoke(cli.main, [str(item) for item in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    (work_folder / "net.py").write_text(MODEL)
+    return work_folder
 
 
 SOLVE = ("solve", "--model", "net.py:build", "--device", "p100", "--time-limit", "2")

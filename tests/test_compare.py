@@ -7,15 +7,15 @@ import os
 import signal
 from dataclasses import replace
 
+import commands
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from rich.console import Console
 from torch import nn
 
 import monetlite
-from monetlite import cli, layouts
+from monetlite import layouts
 from monetlite.comparison import PEERS, Peer, Run, compiled, runner
 from monetlite.comparison.bench import Bench
 from monetlite.comparison.blocks import wrap_blocks
@@ -49,19 +49,13 @@ QUICK = ("--time-limit", "0.5", "--repeats", "2")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    folder = tmp_path / "work"
-    folder.mkdir()
-    (folder / "net.py").write_text(MODEL)
-    monkeypatch.chdir(folder)
-    return folder
+def folder(work_folder):
+    (work_folder / "net.py").write_text(MODEL)
+    return work_folder
 
 
 def run(*arguments):
-    result = CliRunner().invoke(cli.main, ["compare", *map(str, arguments)], env={"COLUMNS": "80"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return commands.run("compare", *arguments, columns=80)
 
 
 def net():

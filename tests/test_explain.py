@@ -6,14 +6,13 @@ import random
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run
 from random_graphs import random_profile
 from small_models import SmallCNN
 from step_lists import drop_once, free_profile, recompute, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite import cli
 from monetlite.choices import stored_values
 from monetlite.graph import Phase
 from monetlite.reporting.alternatives import stored_by_one
@@ -204,13 +203,6 @@ def folder(tmp_path_factory):
     result = run("solve", *arguments, "--output", folder / "s.yaml")
     assert result.exit_code == 0, result.output
     return folder
-
-
-def run(*arguments):
-    result = CliRunner().invoke(cli.main, [str(item) for item in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 def test_the_command_explains_in_words_that_fit_a_terminal(folder, monkeypatch):

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from click.testing import CliRunner
+from commands import run
 from rich.console import Console
 from small_models import WithLoss
 from torch import nn
 
 import monetlite
-from monetlite import cli
 from monetlite.measuring import Line, Mode, Run, Setting, fit, largest_batch, machine, measure
 from monetlite.measuring.results import Growth, Loading, Measurements, Memory, Place, tells_enough
 from monetlite.models.built import BuiltModel
@@ -57,19 +56,9 @@ def normalised(batch=1):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    folder = tmp_path / "work"
-    folder.mkdir()
-    (folder / "net.py").write_text(MODEL)
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def run(*arguments):
-    result = CliRunner().invoke(cli.main, [str(item) for item in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+def folder(work_folder):
+    (work_folder / "net.py").write_text(MODEL)
+    return work_folder
 
 
 def built(model, inputs, batch):

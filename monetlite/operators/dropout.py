@@ -102,7 +102,7 @@ def in_place(kernel: Kernel) -> Iterator[Implementation]:
         )
 
 
-@function("dropout_", random=True, elsewhere=dropout)
+@function("dropout_", random=True)
 def dropout_(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout over its input, drawing what plain training draws on a CPU.
 

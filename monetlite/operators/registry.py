@@ -38,7 +38,6 @@ class Function:
         measured_like: whether to measure that call instead, for a function that takes what can't be made up.
         integers: integer operands are below this when it is measured.
         random: whether it draws random numbers.
-        elsewhere: for a function that writes over an argument, one that makes the same bits and leaves it alone.
         parts: of its call, in how many parts of the batch, one after another, it does what the call that it is
             `like` does at once.
     """
@@ -52,7 +51,6 @@ class Function:
     measured_like: bool = False
     integers: Callable[[Call], int] | None = None
     random: bool = False
-    elsewhere: Callable[..., Any] | None = None
     parts: Callable[[Call], int] | None = None
 
 

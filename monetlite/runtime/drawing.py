@@ -14,14 +14,14 @@ from torch import fx
 from monetlite.errors import ModelError
 from monetlite.operators import is_random, resolve
 from monetlite.operators.random import replay, rng_state, state_bytes
-from monetlite.operators.registry import PREFIX, find_function, name_of, returns_tuple, target_of
+from monetlite.operators.registry import PREFIX, name_of, returns_tuple
 
 
 def with_draws(program: fx.GraphModule) -> fx.GraphModule:
     """The same program, every random operator in it one that Inductor keeps whole and in its place.
 
     Raises:
-        ModelError: random numbers are drawn by a mutable operator of torch's, or where no state was noted.
+        ModelError: random numbers are drawn in place, or where no state was noted.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
@@ -30,13 +30,10 @@ def with_draws(program: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if (name := _elsewhere(target_of(node))) is not None:
-            node.target = resolve(name)
         if node.target is replay:
-            state, device, drawn, *args = node.args
-            _, redraw = _operators(resolve(_elsewhere(str(drawn)) or str(drawn)))
+            state, device, name, *args = node.args
             with graph.inserting_before(node):
-                again = graph.call_function(redraw, (state, device, *args), node.kwargs)
+                again = graph.call_function(_operators(resolve(str(name)))[1], (state, device, *args), node.kwargs)
             node.replace_all_uses_with(again)
             graph.erase_node(node)
         elif node.target is rng_state:
@@ -52,19 +49,12 @@ def with_draws(program: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(program, graph)
 
 
-def _elsewhere(target: str) -> str | None:
-    """What draws the same as a function that draws over its argument does: Inductor plans memory itself."""
-    registered = find_function(target)
-    if registered is None or not registered.random or registered.elsewhere is None:
-        return None
-    return name_of(registered.elsewhere)
-
-
 def _refuse_if(wrong: bool, node: object) -> None:
     if wrong:
         raise ModelError(
             f"the schedule draws random numbers at {node} in a way that Inductor can't compile "
-            "(in place, or in the backward pass). Run the schedule without compile=True"
+            "(over what it reads, or in the backward pass). Solve with implementations='default', or run the "
+            "schedule without compile=True"
         )
 
 

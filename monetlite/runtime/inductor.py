@@ -5,6 +5,7 @@ the prediction of the peak is then an estimate, and results differ in their last
 programs, and what is recomputed in the second, stays the schedule's choice.
 """
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -14,16 +15,38 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from monetlite.captured.calls import fake_mode
 from monetlite.errors import ModelError
+from monetlite.graph import OperatorGraph
 from monetlite.operators.guards import require
 from monetlite.runtime.drawing import with_draws
+from monetlite.schedule import Step
 from monetlite.tracing.capture import Boxed
+
+NEXT_TO_NOTHING = 2**16
+"""Bytes."""
+
+
+def as_inductor_fuses(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The same steps, by default implementations wherever those read and write the same values.
+
+    What the others are for, results in place or workspace in parts, Inductor decides by itself inside a program;
+    and default ones are those that it can fuse. A default one may read more, where that is next to nothing.
+    """
+
+    def default(index: int, choice: int) -> int:
+        first, chosen = (graph.operators[index].implementations[number] for number in (0, choice))
+        more_bytes = sum(graph.values[value].size_bytes for value in {*first.reads} - {*chosen.reads})
+        same = {*first.reads} >= {*chosen.reads} and first.writes == chosen.writes and more_bytes <= NEXT_TO_NOTHING
+        return 0 if same else choice
+
+    return tuple((index, default(index, choice)) for index, choice in steps)
 
 
 def inductor(program: fx.GraphModule) -> Boxed:
     """A program, compiled; a function of one list, as `boxed` makes.
 
     Raises:
-        ModelError: a program that checks a guard, or draws random numbers in place, which can't be compiled.
+        ModelError: a program that checks a guard, or draws random numbers in place or in the backward pass, which
+            can't be compiled.
     """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -80,4 +103,4 @@ def _lift_constants(program: fx.GraphModule) -> list[torch.Tensor]:
     return [tensor for tensor, _ in constants.values()]
 
 
-__all__ = ["inductor"]
+__all__ = ["as_inductor_fuses", "inductor"]

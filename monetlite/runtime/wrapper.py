@@ -228,7 +228,12 @@ class MONeTWrapper(nn.Module):
             return optimize(self.model, Arguments(args, kwargs), starts=starts, runs_here=True, **self._solving)
 
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return lower(*self._plan(joint))
+        traced, steps = self._plan(joint)
+        if self._compile:
+            from monetlite.runtime.inductor import as_inductor_fuses
+
+            steps = as_inductor_fuses(traced.graph, steps)
+        return lower(traced, steps)
 
     def _plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """The captured step as a graph, and what is to be run of it."""

@@ -229,13 +229,23 @@ def explain(error: Exception) -> TraceError:
         return TraceError(
             f"{where} fails on these inputs: {failure[2]}; check that the model runs on them as it is"
         )
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    reason = lines[0].strip() if lines else type(error).__name__
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, Exception):
+        return TraceError(
+            f"{where} was captured, but PyTorch or monetlite failed to compile it: {_first_line(inner)}. "
+            "Try another schedule, or run without compile=True, if it is set; and please report this with the model"
+        )
+    reason = _first_line(error)
     return TraceError(
         f"{where} can't be captured in one graph: {reason}. "
         "Move what depends on the data (an if on a tensor's value, .item(), .numpy()) out of the forward pass, "
         "or wrap only the submodule that doesn't need it: MONeTWrapper(model.backbone, ...)."
     )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip().rstrip(".") if lines else type(error).__name__
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, meta_device: torch.device) -> torch.Tensor:

@@ -3,15 +3,14 @@
 import json
 from dataclasses import replace
 
+import commands
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import SmallCNN, tiny_transformer
 
 import monetlite
-from monetlite.cli import main
 from monetlite.errors import ScheduleFileError
 from monetlite.files.profiles import profile_text
 from monetlite.schedule import plain_steps, simulate
@@ -128,7 +127,7 @@ class TestCommands:
     SOLVE = ("--budget", "95%", "--time-limit", "1")
 
     def run(self, *arguments, code=0):
-        result = CliRunner().invoke(main, list(arguments), env={"COLUMNS": "80"})
+        result = commands.run(*arguments, columns=80)
         assert result.exit_code == code, result.output
         return result
 

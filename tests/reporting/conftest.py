@@ -1,14 +1,35 @@
-"""A real model's report, opened once for all tests of a process."""
+"""What the tests of pictures and reports look at, opened or solved once for all tests of a process."""
 
 from pathlib import Path
 
 import pytest
 from browsers import Page, chromium
+from commands import run
+from step_lists import schedule_of
 
 from monetlite.cli.opening import open_schedule
 from monetlite.reporting.html import write_report
 from monetlite.reporting.memory import break_down
+from monetlite.reporting.subject import subject_of
 from monetlite.schedule import plain_steps, simulate
+from monetlite.solving.baselines import segment_checkpointing
+from monetlite.tradeoff import trade_off
+
+MODEL = """
+import torch
+from torch import nn
+
+def block(channels):
+    return nn.Sequential(
+        nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(), nn.Dropout(0.1)
+    )
+
+def build():
+    blocks = [block(8) for _ in range(4)]
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 256, 4)
+    ), (torch.randn(8, 3, 32, 32),)
+"""
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +67,49 @@ def page(browser, resnet_file):
     return Page(browser, resnet_file)
 
 
-@pytest.fixture
-def synthetic(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
-    from synthetic_steps import transformer_step
+@pytest.fixture(scope="session")
+def synthetic():
+    """Makes profiles of steps of a transformer, of as many layers as it is asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+        from synthetic_steps import transformer_step
 
     return transformer_step
+
+
+@pytest.fixture(scope="session")
+def solved(tmp_path_factory):
+    """A folder with a model and a schedule for it, as `monetlite solve` leaves it."""
+    folder = tmp_path_factory.mktemp("solved")
+    (folder / "net.py").write_text(MODEL)
+    spec = f"{folder}/net.py:build"
+    options = ("--budget", "75%", "--device", "p100", "--time-limit", "2", "--output", f"{folder}/s.yaml")
+    result = run("solve", "--model", spec, *options)
+    assert result.exit_code == 0, result.output
+    return folder / "s.yaml", spec
+
+
+@pytest.fixture(scope="session")
+def opened(solved):
+    path, spec = solved
+    return open_schedule(str(path), spec, None, True, {})
+
+
+@pytest.fixture(scope="session")
+def subject(opened):
+    return subject_of(opened.schedule, opened.profile, opened.plain)
+
+
+@pytest.fixture(scope="session")
+def large(synthetic):
+    """A step of 10,000 operators, checkpointed."""
+    profile = synthetic(270)
+    steps = segment_checkpointing(profile)
+    assert len(profile.graph.operators) > 9_700
+    assert len(steps) > 12_000
+    return subject_of(schedule_of(profile, steps), profile, profile)
+
+
+@pytest.fixture(scope="session")
+def traded(opened):
+    return trade_off(opened.profile, opened.plain, opened.steps, points=4, time_limit=1)

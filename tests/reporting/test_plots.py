@@ -5,169 +5,47 @@ import itertools
 import json
 import os
 import random
-import sys
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
 import pytest
-from click.testing import CliRunner
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from commands import run
 from matplotlib.colors import to_rgb
 from matplotlib.patches import StepPatch
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
+from pictures import assert_readable, plot, stacks, words_of_svg
 from step_lists import recompute_everything, schedule_of
 
 import monetlite
-from monetlite import cli
-from monetlite.cli.opening import open_schedule
 from monetlite.graph import Phase
 from monetlite.reporting.choices import Fate, columns_of, in_at_most
 from monetlite.reporting.memory import Holding
 from monetlite.reporting.plots.choices import draw_choices
 from monetlite.reporting.plots.style import FILLS, save_figure
 from monetlite.reporting.plots.timeline import draw_timeline
-from monetlite.reporting.plots.tradeoff import draw_tradeoff
 from monetlite.reporting.subject import subject_of
 from monetlite.reporting.timeline import MOST_COLUMNS, columns
-from monetlite.schedule import Status, plain_steps, simulate
-from monetlite.solving.baselines import segment_checkpointing
-from monetlite.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, BudgetPoint, Point, Tradeoff, trade_off
+from monetlite.schedule import plain_steps, simulate
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-from synthetic_steps import transformer_step
-
-MODEL = """
-import torch
-from torch import nn
-
-def block(channels):
-    return nn.Sequential(
-        nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(), nn.Dropout(0.1)
-    )
-
-def build():
-    blocks = [block(8) for _ in range(4)]
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 256, 4)
-    ), (torch.randn(8, 3, 32, 32),)
-"""
 STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
 
-@pytest.fixture(scope="module")
-def solved(tmp_path_factory):
-    """A folder with a model and a schedule for it, as `monetlite solve` leaves it."""
-    folder = tmp_path_factory.mktemp("solved")
-    (folder / "net.py").write_text(MODEL)
-    spec = f"{folder}/net.py:build"
-    options = ("--budget", "75%", "--device", "p100", "--time-limit", "2", "--output", f"{folder}/s.yaml")
-    result = run("solve", "--model", spec, *options)
-    assert result.exit_code == 0, result.output
-    return folder / "s.yaml", spec
-
-
-@pytest.fixture(scope="module")
-def opened(solved):
-    path, spec = solved
-    return open_schedule(str(path), spec, None, True, {})
-
-
-@pytest.fixture(scope="module")
-def subject(opened):
-    return subject_of(opened.schedule, opened.profile, opened.plain)
-
-
-@pytest.fixture(scope="module")
-def large():
-    """A step of 10,000 operators, checkpointed."""
-    profile = transformer_step(270)
-    steps = segment_checkpointing(profile)
-    assert len(profile.graph.operators) > 9_700
-    assert len(steps) > 12_000
-    return subject_of(schedule_of(profile, steps), profile, profile)
-
-
-@pytest.fixture(scope="module")
-def traded(opened):
-    return trade_off(opened.profile, opened.plain, opened.steps, points=4, time_limit=1)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    folder = tmp_path / "work"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
-def run(*arguments):
-    result = CliRunner().invoke(cli.main, [str(item) for item in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def plot(solved, *arguments):
-    path, spec = solved
-    return run("plot", path, "--model", spec, *arguments)
-
-
-def words_of_svg(path):
-    """The text that a reader of the file can find."""
-    texts = ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
-    return " ".join("".join(item.itertext()) for item in texts)
-
-
-def stacks(axes):
-    """The areas of a panel, from the bottom up: (what it is, upper edge, lower edge, where columns end)."""
-    areas = [item for item in axes.patches if isinstance(item, StepPatch) and item.get_fill()]
-    return [(item.get_label(), *map(np.asarray, item.get_data()[::2]), item.get_data().edges) for item in areas]
-
-
-def assert_readable(figure):
-    """No text covers another, and none leaves the picture."""
-    FigureCanvasAgg(figure).draw()
-    renderer = figure.canvas.get_renderer()
-    boxes = []
-    unseen = set()
-    for axes in figure.axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            unseen |= {tick.label1 for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high}
-    for item in figure.findobj(Text):
-        if item.get_visible() and item.get_text().strip() and item not in unseen:
-            box = Text.get_window_extent(item, renderer)
-            if box.width > 0:
-                boxes.append((item.get_text(), box))
-    assert len(boxes) > 15
-    for text, box in boxes:
-        assert box.x0 >= -1, text
-        assert box.y0 >= -1, text
-        assert box.x1 <= figure.bbox.width + 1, text
-        assert box.y1 <= figure.bbox.height + 1, text
-    for (text, box), (other, beside) in itertools.combinations(boxes, 2):
-        common = Bbox.intersection(box, beside)
-        assert common is None or common.width <= 1 or common.height <= 1, (text, other)
-
-
 @pytest.mark.parametrize(("kind", "ending"), [*(("timeline", ending) for ending in STARTS), ("choices", "svg")])
-def test_pictures_are_written_and_the_same_each_time(kind, ending, solved, subject, folder):
+def test_pictures_are_written_and_the_same_each_time(kind, ending, solved, subject, work_folder):
     result = plot(solved, "--output", f"a.{ending}", "--kind", kind)
     assert result.exit_code == 0, result.output
     assert f"{kind} written to a.{ending}" in result.stdout
-    content = (folder / f"a.{ending}").read_bytes()
+    content = (work_folder / f"a.{ending}").read_bytes()
     assert content.startswith(STARTS[ending])
     figure = draw_timeline(subject) if kind == "timeline" else draw_choices(subject)
     save_figure(figure, f"b.{ending}", f"{subject.title}: {kind}")
-    assert content == (folder / f"b.{ending}").read_bytes()
-    assert sorted(os.listdir(folder)) == [f"a.{ending}", f"b.{ending}"]
+    assert content == (work_folder / f"b.{ending}").read_bytes()
+    assert sorted(os.listdir(work_folder)) == [f"a.{ending}", f"b.{ending}"]
 
 
-def test_a_timeline_names_what_people_look_for(solved, subject, folder):
+def test_a_timeline_names_what_people_look_for(solved, subject, work_folder):
     assert plot(solved, "--output", "t.svg").exit_code == 0
     words = words_of_svg("t.svg")
     for named in (
@@ -261,10 +139,10 @@ def test_nothing_is_written_over_anything_else(draw, subject):
 
 
 @pytest.mark.parametrize("shift", [0.02, 0.5, 0.98])
-def test_a_peak_anywhere_has_a_label_that_fits(shift):
+def test_a_peak_anywhere_has_a_label_that_fits(shift, synthetic):
     """Of the longest names there are, at either end of the step and in the middle."""
     name = "base_model.model.transformer.h.11.attention.self.query_key_value.lora_B.default.backward_weight"
-    made = transformer_step(3)
+    made = synthetic(3)
     at = int(shift * len(made.graph.operators))
     operators, costs = list(made.graph.operators), list(made.costs)
     operators[at] = replace(operators[at], name=name)
@@ -308,7 +186,7 @@ def test_choices_are_what_the_steps_say(opened):
     assert (dict(stored.bytes_of), stored.again, dict(stored.ways)) == ({Fate.STORED: size_bytes}, 0, {})
 
 
-def test_choices_name_other_implementations(opened, subject, solved, folder):
+def test_choices_name_other_implementations(opened, subject, solved, work_folder):
     choices = opened.schedule.choices
     again = [how for runs in choices.before.values() for _, how in runs]
     others = len(choices.implementations) + sum(how != "default" for how in again)
@@ -342,110 +220,7 @@ def test_many_operators_share_columns_by_module(large):
     assert [column.name for column in in_at_most(operators, 300)][:3] == ["embedding", "layers.0", "layers.1"]
 
 
-def test_a_trade_off_is_consistent(traded, opened):
-    assert [item.budget_bytes for item in traded.budgets] == sorted(item.budget_bytes for item in traded.budgets)
-    assert traded.budgets[-1].budget_bytes == traded.plain.peak_bytes
-    assert traded.own.peak_bytes in [item.budget_bytes for item in traded.budgets]
-    assert traded.smallest_proven_bytes <= traded.smallest_reached_bytes <= traded.own.peak_bytes
-    for item in traded.budgets:
-        assert item.best is not None
-        assert item.best.peak_bytes <= item.budget_bytes
-        assert item.lower_bound_ms <= item.best.latency_ms
-        for points in traded.others.values():
-            for point in points:
-                if point.peak_bytes <= item.budget_bytes:
-                    assert item.lower_bound_ms <= point.latency_ms * (1 + 1e-9)
-                    assert item.best.latency_ms <= point.latency_ms * (1 + 1e-9)
-        if traded.own.peak_bytes <= item.budget_bytes:
-            assert item.best.latency_ms <= traded.own.latency_ms
-    assert set(traded.others) == {SQRT, BLOCKS, CHECKMATE, GIST, GREEDY}
-    for name in (CHECKMATE, GIST, GREEDY):
-        assert all(point.peak_bytes <= point.budget_bytes for point in traded.others[name])
-    for before, after in itertools.pairwise(traded.budgets):
-        assert before.best.latency_ms >= after.best.latency_ms
-        assert before.lower_bound_ms >= after.lower_bound_ms
-
-
-def test_a_trade_off_is_drawn_where_it_is(traded, subject):
-    figure = draw_tradeoff(traded, subject)
-    (axes,) = figure.axes
-    lines = {line.get_label().split(":")[0].split("\n")[0]: line.get_xydata() for line in axes.lines}
-    ours = [(item.best.peak_bytes, item.best.latency_ms / traded.plain.latency_ms - 1) for item in traded.budgets]
-    assert lines["monetlite"] == pytest.approx(np.array(list(dict.fromkeys(ours))))
-    for name in (CHECKMATE, GREEDY):
-        reached = [(item.peak_bytes, traded.overhead(item.latency_ms)) for item in traded.others[name]]
-        assert lines[name] == pytest.approx(np.array(reached))
-    (bound,) = (item for item in axes.patches if isinstance(item, StepPatch) and item.get_fill())
-    values, edges, _ = bound.get_data()
-    assert values == pytest.approx([traded.overhead(item.lower_bound_ms) for item in traded.budgets])
-    assert list(edges[1:]) == [item.budget_bytes for item in traded.budgets]
-    assert_readable(figure)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_trade_offs_of_any_shape_can_be_read(seed, subject):
-    rng = random.Random(seed)
-    plain = Point(peak_bytes=10**9, latency_ms=100.0)
-    budgets = sorted(rng.sample(range(2 * 10**8, 10**9), 6))
-    latencies = sorted((100 * (1 + rng.random() ** 3) for _ in budgets), reverse=True)
-    best = [
-        BudgetPoint(
-            budget_bytes=budget_bytes,
-            status=Status.FEASIBLE,
-            best=None if rng.random() < 0.2 else Point(peak_bytes=budget_bytes - 1000, latency_ms=latency_ms),
-            lower_bound_ms=90.0,
-        )
-        for budget_bytes, latency_ms in zip(budgets, latencies, strict=True)
-    ]
-
-    def anywhere():
-        return Point(peak_bytes=rng.randrange(2 * 10**8, 10**9), latency_ms=100 + 60 * rng.random())
-
-    greedy = tuple(Point(peak_bytes=size, latency_ms=rng.choice([110.0, 900.0])) for size in budgets[2:])
-    others = {SQRT: (anywhere(),), BLOCKS: (anywhere(),), CHECKMATE: (), GIST: (plain,), GREEDY: greedy}
-    figure = draw_tradeoff(
-        Tradeoff(
-            plain=plain,
-            own=anywhere(),
-            budgets=tuple(best),
-            others=others,
-            smallest_proven_bytes=budgets[0] - rng.randrange(10**8),
-            smallest_reached_bytes=budgets[0],
-            time_limit=1.0,
-            baseline_seconds=1.0,
-        ),
-        subject,
-    )
-    assert_readable(figure)
-
-
-def test_a_trade_off_by_command(solved, folder):
-    result = plot(
-        solved, "--kind", "tradeoff", "--points", "2", "--time-limit", "0.5", "--output", "t.svg", "--csv", "t.csv"
-    )
-    assert result.exit_code == 0, result.output
-    assert "estimated for p100" in " ".join(result.stdout.split())
-    assert "smallest budget" in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    with open("t.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    ours = [row for row in rows if row["method"] == "monetlite"]
-    assert len(ours) == 2
-    assert all(float(row["lower_bound_ms"]) <= float(row["latency_ms"]) for row in ours)
-    words = words_of_svg("t.svg")
-    for named in ("this schedule", "plain training", "√n checkpointing", "nothing fits below", "Checkmate"):
-        assert named in words
-    result = plot(
-        solved, "--kind", "tradeoff", "--points", "2", "--time-limit", "0.5", "--output", "t.png", "--json"
-    )
-    facts = json.loads(result.stdout)
-    assert facts["kind"] == "tradeoff"
-    assert {"plain training", "this schedule", "monetlite", GREEDY, SQRT, BLOCKS} <= {
-        point["method"] for point in facts["points"]
-    }
-
-
-def test_the_numbers_behind_a_timeline(solved, subject, folder):
+def test_the_numbers_behind_a_timeline(solved, subject, work_folder):
     result = plot(solved, "--output", "t.png", "--csv", "t.csv", "--json")
     facts = json.loads(result.stdout)
     assert facts["scheduled"]["peak_operator"] == subject.scheduled.peak_operator
@@ -480,23 +255,23 @@ def test_the_numbers_behind_a_timeline(solved, subject, folder):
         ((), "--output"),
     ],
 )
-def test_usage_errors_before_any_work(options, says, solved, folder, monkeypatch):
+def test_usage_errors_before_any_work(options, says, solved, work_folder, monkeypatch):
     monkeypatch.setattr("monetlite.cli.plot.open_schedule", lambda *_: pytest.fail("opened in vain"))
     result = plot(solved, *options)
     assert result.exit_code == 2, result.output
     assert says in " ".join(result.stderr.split())
-    assert os.listdir(folder) == []
+    assert os.listdir(work_folder) == []
 
 
-def test_a_schedule_that_is_not_there(folder):
+def test_a_schedule_that_is_not_there(work_folder):
     result = run("plot", "absent.yaml", "--output", "t.png")
     assert result.exit_code == 4
     assert "absent.yaml can't be read" in result.stderr
-    assert os.listdir(folder) == []
+    assert os.listdir(work_folder) == []
 
 
-def test_a_write_that_fails_leaves_the_old_picture(solved, folder, monkeypatch):
-    (folder / "t.png").write_bytes(b"what was there")
+def test_a_write_that_fails_leaves_the_old_picture(solved, work_folder, monkeypatch):
+    (work_folder / "t.png").write_bytes(b"what was there")
 
     def full_disk(_):
         raise OSError(28, "No space left on device")
@@ -505,8 +280,8 @@ def test_a_write_that_fails_leaves_the_old_picture(solved, folder, monkeypatch):
     result = plot(solved, "--output", "t.png")
     assert result.exit_code == 4
     assert "No space left on device" in result.stderr
-    assert (folder / "t.png").read_bytes() == b"what was there"
-    assert os.listdir(folder) == ["t.png"]
+    assert (work_folder / "t.png").read_bytes() == b"what was there"
+    assert os.listdir(work_folder) == ["t.png"]
 
 
 def test_a_persons_own_settings_change_nothing_and_stay(subject, tmp_path):

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from small_models import assert_same, step, tiny_transformer, twin
-from step_lists import free_profile, recompute_everything, recompute_with_any_reads, schedule_of
+from step_lists import free_profile, recompute, recompute_everything, recompute_with_any_reads, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.errors import ModelError
+from monetlite.errors import ModelError, TraceError
+from monetlite.runtime.inductor import as_inductor_fuses
 from monetlite.schedule import plain_steps
 
 CLOSE = 1e-4
@@ -123,3 +124,40 @@ def test_random_numbers_over_what_is_read_are_those_of_plain_training():
     wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps), compile=True)
     for _ in range(2):
         assert_same(step(wrapper, x), step(model, x), within=1e-5)
+
+
+def test_implementations_in_place_are_those_of_plain_training():
+    """Batch norm over its input is one that PyTorch can't turn into operators that leave it alone."""
+    first = nn.Conv2d(3, 8, 3, bias=False)
+    model = nn.Sequential(first, nn.BatchNorm2d(8), nn.ReLU6(), nn.Conv2d(8, 8, 3, groups=8))
+    x = (torch.randn(2, 3, 10, 10),)
+    graph = monetlite.trace(model, x)
+
+    def choose(index):
+        names = [item.name for item in graph.operators[index].implementations]
+        return names.index("inplace") if "inplace" in names else 0
+
+    steps = recompute(graph, lambda _: True, choose)
+    chosen = {graph.operators[index].family for index, choice in steps if choice}
+    assert chosen == {"batch_norm", "hardtanh", "hardtanh_backward", "batch_norm_backward"}
+    assert not any(choice for _, choice in as_inductor_fuses(graph, steps))
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps), compile=True)
+    found, expected = step(wrapper, x), step(model, x)
+    assert_same(replace(found, buffers={}), replace(expected, buffers={}), within=1e-5)
+    for name, buffer in expected.buffers.items():
+        torch.testing.assert_close(found.buffers[name], buffer, rtol=1e-6, atol=1e-7)
+
+
+def test_what_fails_inside_of_a_compiler_is_told(monkeypatch):
+    def broken(program):
+        raise RuntimeError("Expected 4-dimensional input.\nMore of it")
+
+    monkeypatch.setattr("monetlite.runtime.inductor.inductor", broken)
+    model, x = Deep(), (torch.randn(32, 64),)
+    graph = monetlite.trace(model, x)
+    wrapper = monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), plain_steps(graph)), compile=True)
+    with pytest.raises(
+        TraceError, match=r"failed to compile it: Expected 4-dimensional input\. Try another"
+    ) as told:
+        wrapper(*x)
+    assert "captured in one graph" not in str(told.value)

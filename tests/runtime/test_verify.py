@@ -4,16 +4,15 @@ import io
 import json
 from dataclasses import replace
 
+import commands
 import pytest
 import torch
-from click.testing import CliRunner
 from rich.console import Console
 from small_models import SmallCNN
 from step_lists import free_profile, recompute, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite import cli
 from monetlite.operators import registry, resolve
 from monetlite.profiling.meters import meter_for
 from monetlite.profiling.optimizers import with_optimizer
@@ -361,7 +360,7 @@ def test_long_lists_are_cut_with_a_count_at_80_columns(measured):
 
 
 def run(*arguments):
-    return CliRunner().invoke(cli.main, ["verify", *map(str, arguments)])
+    return commands.run("verify", *arguments)
 
 
 def test_the_command_needs_no_model_where_the_file_names_it(tmp_path):

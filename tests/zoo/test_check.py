@@ -4,13 +4,12 @@ import json
 import re
 from dataclasses import replace
 
+import commands
 import pytest
-from click.testing import CliRunner
 
 import monetlite
 import monetlite.api
 from monetlite.choices import Choices
-from monetlite.cli import main
 from monetlite.layouts import solve_layouts
 from monetlite.source import ModelSource
 from monetlite.zoo import Checker, Shelf, file_name
@@ -105,7 +104,7 @@ def test_channels_last_is_compared_with_the_model_as_it_is(checker, tmp_path):
 
 
 def run(*args):
-    return CliRunner().invoke(main, ["zoo", *map(str, args)])
+    return commands.run("zoo", *args)
 
 
 class TestCommands:
@@ -160,7 +159,7 @@ class TestCommands:
 
     def test_rescale(self, folder, sound, tmp_path):
         output, file = tmp_path / "half.yaml", folder / file_name(sound)
-        result = CliRunner().invoke(main, ["rescale", str(file), "--batch", "16", "--output", str(output)])
+        result = commands.run("rescale", str(file), "--batch", "16", "--output", str(output))
         assert result.exit_code == 0, result.output
         assert max(map(len, result.output.splitlines()[:3])) <= 80
         half = monetlite.load_schedule(output)
@@ -168,7 +167,7 @@ class TestCommands:
         assert half.peak_bytes < sound.peak_bytes
         assert {**half.choices.before} == {**sound.choices.before}
         assert run("check", output).exit_code == 0, "its figures are those of the new sizes"
-        elsewhere = CliRunner().invoke(main, ["rescale", str(file), "--device", "t4", "--json"])
+        elsewhere = commands.run("rescale", str(file), "--device", "t4", "--json")
         facts = json.loads(elsewhere.output)
         assert facts["to"]["device"] == "t4"
         assert facts["to"]["latency_ms"] > facts["from"]["latency_ms"]

@@ -7,12 +7,11 @@ import pickletools
 import random
 import sys
 
+import commands
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from monet_files import FORWARD, monet_classes, solution
 
-from monetlite.cli import main
 from monetlite.errors import ScheduleFileError
 from monetlite.zoo.monet import read_monet
 
@@ -139,16 +138,16 @@ def test_damage_makes_errors_of_ours(classes, tmp_path):
 def test_side_by_side(classes, tmp_path):
     (tmp_path / "monet.pkl").write_bytes(solution(classes))
     arguments = ["zoo", "import", str(tmp_path / "monet.pkl")]
-    shown = CliRunner().invoke(main, [*arguments, "--with", "zoo:p100/resnet50@6GB"])
+    shown = commands.run(*arguments, "--with", "zoo:p100/resnet50@6GB")
     assert shown.exit_code == 0, shown.output
     assert "961 ms" in shown.output
     assert "resnet50" in shown.output
     assert "batch_norm" in shown.output
     assert max(map(len, shown.output.splitlines())) <= 80
-    facts = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).output)
+    facts = json.loads(commands.run(*arguments, "--json").output)
     assert facts["monet"]["stored"] == [0, 4]
     assert facts["monet"]["latency_ms"] == pytest.approx(961.05)
-    failed = CliRunner().invoke(main, ["zoo", "import", str(tmp_path / "missing.pkl")])
+    failed = commands.run("zoo", "import", str(tmp_path / "missing.pkl"))
     assert failed.exit_code == 4
 
 
