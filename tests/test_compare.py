@@ -27,7 +27,7 @@ from monetlite.models import build_model
 from monetlite.reporting.comparison import comparison_markdown, print_comparison
 from monetlite.reporting.plots.comparison import save_comparison
 from monetlite.schedule import plain_steps, simulate
-from monetlite.units import format_ms
+from monetlite.units import format_bytes, format_ms
 
 MODEL = """
 import torch
@@ -288,7 +288,7 @@ def test_beside_inductor_schedules_run_compiled_too(monkeypatch):
     asked = []
 
     def wrap(model, schedule, *, compile=False):
-        asked.append((schedule.budget_bytes, compile))
+        asked.append((schedule, compile))
         if compile and refusing:
             raise ModelError("Inductor can't compile this")
         return monetlite.MONeTWrapper(model, schedule)
@@ -303,12 +303,18 @@ def test_beside_inductor_schedules_run_compiled_too(monkeypatch):
         asked.clear()
         comparison = monetlite.compare(model, inputs, ["95%"], peers=("inductor",), time_limit=0.5, repeats=1)
         (theirs,) = of(comparison, Peer.INDUCTOR)
-        assert [budget_bytes for budget_bytes, compile in asked if compile] == [theirs.peak_bytes]
+        assert [schedule.budget_bytes for schedule, compile in asked if compile] == 2 * [theirs.peak_bytes]
+        mixed, plain = ({*schedule.choices.implementations.values()} for schedule, compile in asked if compile)
+        assert mixed - {"default"}
+        assert plain <= {"default"}
         runs = [*of(comparison, Peer.MONETLITE), *comparison.tried]
-        (compiled_,) = (item for item in runs if item.setting.endswith(", compiled"))
-        assert compiled_.asked_bytes == theirs.peak_bytes or refusing
-        assert ("can't compile this" in compiled_.failure) is refusing
-        assert (compiled_ in comparison.tried) is refusing
+        settings = {item.setting: item for item in runs if item.setting.endswith(", compiled")}
+        budget = f"budget {format_bytes(theirs.peak_bytes)}"
+        assert set(settings) == {f"{budget}, compiled", f"{budget}, default implementations, compiled"}
+        for item in settings.values():
+            assert item.asked_bytes == theirs.peak_bytes or refusing
+            assert ("can't compile this" in item.failure) is refusing
+            assert (item in comparison.tried) is refusing
 
 
 def test_where_plain_training_does_not_fit_the_rest_is_still_measured(monkeypatch, tmp_path):

@@ -1,6 +1,6 @@
 """One model, one machine, one run: plain training, what people use beside monetlite, and monetlite."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -199,13 +199,12 @@ class _Contest:
         Where Inductor takes part, schedules within its peaks run compiled by it, too.
         """
         peaks = {item.run.peak_bytes or 0 for item in self.entrants if item.run.peer is not Peer.PLAIN}
-        fused = {item.run.peak_bytes or 0 for item in self.entrants if item.run.peer is Peer.INDUCTOR}
+        fused = sorted({item.run.peak_bytes or 0 for item in self.entrants if item.run.peer is Peer.INDUCTOR})
         found: list[tuple[int, Schedule]] = []
         added: list[Entrant | Run] = []
         refused: list[Run] = []
         for budget_bytes in sorted({*self.budgets_bytes, *peaks}):
             if found and found[-1][0] >= NEAR * budget_bytes:
-                self._add_compiled(found[-1][1], budget_bytes, added, fused)
                 continue
             starts = [schedule for _, schedule in found[-2:]]
             try:
@@ -217,25 +216,38 @@ class _Contest:
             added.append(item)
             if schedule is not None:
                 found.append((budget_bytes, schedule))
-                self._add_compiled(schedule, budget_bytes, added, fused)
+        for budget_bytes in fused:
+            starts = [schedule for within, schedule in found if within <= budget_bytes]
+            added += self._compiled(budget_bytes, starts)
         self.add(*reversed(added), *refused[-1:])
 
-    def _add_compiled(
-        self, schedule: Schedule, budget_bytes: int, added: list[Entrant | Run], wanted: set[int]
-    ) -> None:
-        """Measure a schedule compiled by Inductor, if it is one of those to be; a refusal is set aside."""
-        if budget_bytes not in wanted:
-            return
-        contender = scheduled(Peer.MONETLITE, schedule, budget_bytes, compiled=True)
-        self.say(f"measuring {TITLES[Peer.MONETLITE]}: {contender.setting}")
-        item = self.bench.enter(contender)
-        if isinstance(item, Entrant):
-            added.append(item)
-        else:
-            self.tried.append(item)
+    def _compiled(self, budget_bytes: int, starts: Sequence[Schedule]) -> Iterator[Entrant]:
+        """Schedules within a budget, compiled by Inductor: of all implementations, and of those that it fuses best.
+
+        A refusal is set aside.
+        """
+        for with_defaults in (False, True):
+            solve = self.planner.checkmate if with_defaults else partial(self.planner.monetlite, starts=starts)
+            try:
+                item, _ = self._scheduled(
+                    Peer.MONETLITE, budget_bytes, solve, compiled=True, with_defaults=with_defaults
+                )
+            except Unsupported as error:
+                setting = budget_setting(budget_bytes, compiled=True, with_defaults=with_defaults)
+                item = Run(peer=Peer.MONETLITE, setting=setting, asked_bytes=budget_bytes, failure=reason(error))
+            if isinstance(item, Entrant):
+                yield item
+            else:
+                self.tried.append(item)
 
     def _scheduled(
-        self, peer: Peer, budget_bytes: int, solve: Callable[[int], Schedule]
+        self,
+        peer: Peer,
+        budget_bytes: int,
+        solve: Callable[[int], Schedule],
+        *,
+        compiled: bool = False,
+        with_defaults: bool = False,
     ) -> tuple[Entrant | Run, Schedule | None]:
         """Solve within a budget and measure; again for less, where the measured peak is more than the budget.
 
@@ -250,9 +262,10 @@ class _Contest:
             except Unsupported:
                 raise
             except Exception as error:
-                setting = budget_setting(budget_bytes)
+                setting = budget_setting(budget_bytes, compiled=compiled, with_defaults=with_defaults)
                 return Run(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=reason(error)), None
-            item = self.bench.enter(scheduled(peer, schedule, budget_bytes))
+            contender = scheduled(peer, schedule, budget_bytes, compiled=compiled, with_defaults=with_defaults)
+            item = self.bench.enter(contender)
             if isinstance(item, Run):
                 return item, None
             excess_bytes = (item.run.peak_bytes or 0) - budget_bytes

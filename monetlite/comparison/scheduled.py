@@ -94,21 +94,26 @@ class Planner:
             raise _nothing_fits(error.reached_bytes) from error
 
 
-def scheduled(peer: Peer, schedule: Schedule, asked_bytes: int, *, compiled: bool = False) -> Contender:
+def scheduled(
+    peer: Peer, schedule: Schedule, asked_bytes: int, *, compiled: bool = False, with_defaults: bool = False
+) -> Contender:
     """A model that trains by a schedule, for a budget that the schedule's own may be a little below.
 
-    `compiled`: by Inductor, which rounds as Inductor does.
+    `compiled`: by Inductor, which rounds as Inductor does; `with_defaults`: the schedule has only default
+    implementations, which is said in the setting.
     """
 
     def prepare(model: nn.Module) -> nn.Module:
         return MONeTWrapper(model, schedule, compile=compiled)
 
-    setting = f"{budget_setting(asked_bytes)}{', compiled' if compiled else ''}"
+    setting = budget_setting(asked_bytes, compiled=compiled, with_defaults=with_defaults)
     return Contender(peer=peer, setting=setting, prepare=prepare, asked_bytes=asked_bytes)
 
 
-def budget_setting(budget_bytes: int) -> str:
-    return f"budget {format_bytes(budget_bytes)}"
+def budget_setting(budget_bytes: int, *, compiled: bool = False, with_defaults: bool = False) -> str:
+    """What a table calls a schedule for a budget."""
+    words = [f"budget {format_bytes(budget_bytes)}"]
+    return ", ".join([*words, *["default implementations"] * with_defaults, *["compiled"] * compiled])
 
 
 @contextlib.contextmanager
