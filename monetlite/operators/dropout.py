@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from monetlite.captured.calls import spec_of
 from monetlite.graph import Call, Implementation, TensorRef
 from monetlite.operators.kernel import Kernel, is_dense, same_layout
-from monetlite.operators.packing import in_order, over_in_order, pack, packed_bytes, unpacked, workspace_bytes
+from monetlite.operators.packing import (
+    in_order,
+    out_of_order,
+    over_in_order,
+    pack,
+    packed_bytes,
+    unpacked,
+    workspace_bytes,
+)
 from monetlite.operators.random import REPLAY
 from monetlite.operators.registry import (
     PREFIX,
@@ -189,7 +197,7 @@ def dropout_in_order(
     source: torch.Tensor, strides: list[int], probability: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout with the numbers that are drawn for a tensor with these strides."""
-    return dropout(in_order(source, strides).as_strided(source.shape, strides), probability)
+    return dropout(out_of_order(in_order(source, strides), source.shape, strides), probability)
 
 
 @function("dropout_mask", workspace_bytes=workspace_bytes)

@@ -93,7 +93,19 @@ def in_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """
     if not _is_laid_out(tensor, strides):
         tensor = tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.permute(_outermost_first(tensor.shape, strides)).view(-1)
+
+
+def out_of_order(flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """A view of what `in_order` returns, as the tensor of this shape and these strides that it was."""
+    order = _outermost_first(shape, strides)
+    places = [order.index(dimension) for dimension in range(len(shape))]
+    return flat.view([shape[dimension] for dimension in order]).permute(places)
+
+
+def _outermost_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The dimensions of a dense storage from the outermost to the innermost, after those of one element."""
+    return sorted(range(len(shape)), key=lambda dimension: (shape[dimension] != 1, -strides[dimension]))
 
 
 def over_in_order(
@@ -103,7 +115,7 @@ def over_in_order(
     flat = in_order(tensor, strides)
     write(flat)
     if not _is_laid_out(tensor, strides):
-        tensor.copy_(flat.as_strided(tensor.shape, strides))
+        tensor.copy_(out_of_order(flat, tensor.shape, strides))
     return tensor
 
 

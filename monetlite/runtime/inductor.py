@@ -26,19 +26,27 @@ NEXT_TO_NOTHING = 2**16
 
 
 def as_inductor_fuses(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The same steps, by default implementations wherever those read and write the same values.
+    """The same steps, each by the first implementation that reads and writes the same values, over none of them.
 
-    What the others are for, results in place or workspace in parts, Inductor decides by itself inside a program;
-    and default ones are those that it can fuse. A default one may read more, where that is next to nothing.
+    What others are for, results in place or workspace in parts, Inductor decides by itself inside a program; and
+    default ones are those that it can fuse. One may read more, where that is next to nothing.
     """
 
-    def default(index: int, choice: int) -> int:
-        first, chosen = (graph.operators[index].implementations[number] for number in (0, choice))
-        more_bytes = sum(graph.values[value].size_bytes for value in {*first.reads} - {*chosen.reads})
-        same = {*first.reads} >= {*chosen.reads} and first.writes == chosen.writes and more_bytes <= NEXT_TO_NOTHING
-        return 0 if same else choice
+    def plainer(index: int, choice: int) -> int:
+        implementations = graph.operators[index].implementations
+        chosen = implementations[choice]
+        for number, item in enumerate(implementations):
+            more = {*item.reads} - {*chosen.reads}
+            if (
+                {*item.reads} >= {*chosen.reads}
+                and item.writes == chosen.writes
+                and not item.overwrites
+                and sum(graph.values[value].size_bytes for value in more) <= NEXT_TO_NOTHING
+            ):
+                return number
+        return choice
 
-    return tuple((index, default(index, choice)) for index, choice in steps)
+    return tuple((index, plainer(index, choice)) for index, choice in steps)
 
 
 def inductor(program: fx.GraphModule) -> Boxed:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from monetlite.operators import packing
-from monetlite.operators.packing import in_order, over_in_order, pack, packed_bytes, unpacked
+from monetlite.operators.packing import in_order, out_of_order, over_in_order, pack, packed_bytes, unpacked
 
 
 @drawn(max_examples=60)
@@ -59,6 +59,29 @@ def test_elements_in_the_order_of_a_storage_that_they_are_not_in(order):
     expected.as_strided((60,), (1,))[7:30].neg_()
     assert over_in_order(tensor, wanted.stride(), negate_some) is tensor
     assert torch.equal(tensor, expected)
+
+
+@drawn(max_examples=60)
+@given(
+    st.lists(st.integers(1, 4), max_size=5).flatmap(
+        lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
+    )
+)
+def test_a_dense_storage_is_seen_in_its_order_and_back(drawn_layout):
+    shape, order = drawn_layout
+    storage = torch.arange(float(torch.Size(shape).numel()))
+    tensor = storage.view([shape[i] for i in order]).permute(_inverse(order))
+    strides = tensor.stride()
+    flat = in_order(tensor, strides)
+    assert torch.equal(flat, storage)
+    assert flat.data_ptr() == storage.data_ptr()
+    back = out_of_order(flat, shape, strides)
+    assert torch.equal(back, tensor)
+    assert back.data_ptr() == storage.data_ptr()
+    expected = -tensor
+    # What compiles these views has to tell that a write through them is a write to the tensor.
+    negated = torch.func.functionalize(lambda one: over_in_order(one.clone(), strides, torch.Tensor.neg_))(tensor)
+    assert torch.equal(negated, expected)
 
 
 def _inverse(order):

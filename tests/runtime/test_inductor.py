@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from small_models import assert_same, step, tiny_transformer, twin
-from step_lists import free_profile, recompute, recompute_everything, recompute_with_any_reads, schedule_of
+from step_lists import (
+    free_profile,
+    recompute,
+    recompute_everything,
+    recompute_with_any_reads,
+    schedule_of,
+    with_random_implementations,
+)
 from torch import nn
 
 import monetlite
@@ -50,6 +57,19 @@ def test_a_transformer():
         compile=True,
     )
     assert_same(step(wrapper, inputs), step(model, inputs), within=1e-3)
+
+
+@THOROUGH
+@pytest.mark.parametrize("seed", range(3))
+def test_a_transformer_by_any_implementations(seed):
+    model, inputs = tiny_transformer("gpt2")
+    model.train()
+    graph = monetlite.trace(model, inputs).restricted(lambda item: item.guard is None)
+    rng = random.Random(seed)
+    steps = with_random_implementations(graph, recompute_with_any_reads(graph, rng, 0.5), rng)
+    assert sum(bool(choice) for _, choice in steps) > 10
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps), compile=True)
+    assert_same(step(wrapper, inputs), step(model, inputs), within=CLOSE)
 
 
 def test_masks_are_drawn_again_as_they_were_drawn():
