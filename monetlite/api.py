@@ -274,17 +274,19 @@ def optimize(
     """
     from monetlite.layouts import layouts_to_try, solve_layouts
     from monetlite.tracing import trace
+    from monetlite.tracing.build import on_its_gpu
 
     runs_on = None if runs_here else device
-    profiles = [
-        price(
-            trace(model, example_inputs, device=runs_on, layout=chosen),
-            device,
-            optimizer=optimizer,
-            accumulate=accumulate,
-        )
-        for chosen in layouts_to_try(layout, tolerance)
-    ]
+    with on_its_gpu(model, example_inputs):
+        profiles = [
+            price(
+                trace(model, example_inputs, device=runs_on, layout=chosen),
+                device,
+                optimizer=optimizer,
+                accumulate=accumulate,
+            )
+            for chosen in layouts_to_try(layout, tolerance)
+        ]
     return solve_layouts(
         profiles,
         budget,

@@ -9,14 +9,16 @@ pyyaml alone, and a checkout of this repository; the last begins no other model 
 
 The report goes to docs/benchmarks/gpu_NAME_DATE.json and .md. It holds every schedule to its budget (allocated and
 reserved memory), to its prediction (peak within 2%, step time within 5%) and to plain training's gradients, and
-measures it beside plain PyTorch, torch.utils.checkpoint and torch.compile's activation memory budget, in turn. What
-there was no time for is listed. Without a GPU, `--device cpu --small` tries all of it.
+measures it beside plain PyTorch, torch.utils.checkpoint and torch.compile's activation memory budget, in turn.
+Schedules are solved for 2% less than each budget, and torch's allocator runs with expandable segments. What there
+was no time for is listed. Without a GPU, `--device cpu --small` tries all of it.
 """
 
 import argparse
 import datetime
 import gc
 import json
+import os
 import re
 import sys
 import time
@@ -24,7 +26,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+# Blocks of memory are then as large as what is in them, and little lies between them (docs/choosing-a-budget.md).
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+import torch  # which reads that when it is imported
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -39,8 +45,8 @@ from monetlite.comparison.data import TITLES, Peer, Run  # noqa: E402
 from monetlite.comparison.environment import environment  # noqa: E402
 from monetlite.comparison.scheduled import scheduled  # noqa: E402
 from monetlite.runtime.trainee import default_loss  # noqa: E402
-from monetlite.schedule import Schedule  # noqa: E402
-from monetlite.units import format_bytes  # noqa: E402
+from monetlite.schedule import Schedule, plain_steps, simulate  # noqa: E402
+from monetlite.units import format_bytes, parse_budget  # noqa: E402
 
 PEAK_WITHIN, LATENCY_WITHIN = 0.02, 0.05
 """How far measured figures may be from predicted ones, of those."""
@@ -48,6 +54,10 @@ SECONDS = 430.0
 """After which no other model is begun."""
 SHARE = 0.5
 """The budget of torch.compile that is measured: each takes a compilation of its own."""
+COMPILE_SECONDS = 90.0
+"""What that may take: with less left, it is left out."""
+MARGIN = 0.02
+"""Of a budget, what a schedule leaves to what the allocator reserves beyond it, and to the prediction's error."""
 
 
 def built(name: str, device: str, small: bool) -> Built:
@@ -87,10 +97,11 @@ def solve(args: argparse.Namespace) -> int:
         found: list[Schedule] = []
         # From the smallest on: each begins from what was found for less.
         for budget in reversed(SMALL if args.small else SUBJECTS[name].budgets):
+            plain = simulate(profiles[0], plain_steps(profiles[0].graph))
             try:
                 schedule = solve_layouts(
                     profiles[:1] if args.tolerance < 1e-5 else profiles,
-                    budget,
+                    int(parse_budget(budget, plain.peak_bytes) * (1 - args.margin)),
                     tolerance=args.tolerance,
                     time_limit=args.time_limit,
                     starts=found,
@@ -145,7 +156,7 @@ def measured(
     contenders = [Contender(peer=Peer.PLAIN, setting="", prepare=lambda copied: copied)]
     of_schedule: dict[str, tuple[str, Schedule]] = {}
     for budget, schedule in schedules:
-        contender = scheduled(Peer.MONETLITE, schedule, schedule.budget_bytes)
+        contender = scheduled(Peer.MONETLITE, schedule, parse_budget(budget, schedule.plain_peak_bytes))
         of_schedule[contender.setting] = (budget, schedule)
         contenders.append(contender)
     contenders += checkpointing.every_block(bench.task)
@@ -153,7 +164,8 @@ def measured(
         contenders += compiled.inductor(bench.task, shares=(SHARE,))
     entered: list[Entrant | Run] = []
     for contender in contenders:
-        if entered and time.monotonic() > until:
+        longest = COMPILE_SECONDS if contender.peer is Peer.INDUCTOR else 0.0
+        if entered and time.monotonic() + longest > until:
             entered.append(Run(peer=contender.peer, setting=contender.setting, failure="no time left"))
         else:
             entered.append(bench.enter(contender))
@@ -189,9 +201,11 @@ def row(run: Run, plain_ms: float, promised: tuple[str, Schedule] | None) -> dic
     if promised is None:
         return found
     budget, schedule = promised
+    budget_bytes = parse_budget(budget, schedule.plain_peak_bytes)
     found |= {
         "budget": budget,
-        "budget_bytes": schedule.budget_bytes,
+        "budget_bytes": budget_bytes,
+        "solved_for_bytes": schedule.budget_bytes,
         "predicted_peak_bytes": schedule.peak_bytes,
         "predicted_ms": schedule.latency_ms,
         "predicted_overhead": schedule.overhead,
@@ -205,9 +219,9 @@ def row(run: Run, plain_ms: float, promised: tuple[str, Schedule] | None) -> dic
 
     check("runs, and trains as plain PyTorch does", float(bool(run.failure or run.faults)), 0.0)
     if not run.failure:
-        check("peak within the budget, bytes", run.peak_bytes, schedule.budget_bytes)
+        check("peak within the budget, bytes", run.peak_bytes, budget_bytes)
         if run.reserved_bytes is not None:
-            check("reserved within the budget, bytes", run.reserved_bytes, schedule.budget_bytes)
+            check("reserved within the budget, bytes", run.reserved_bytes, budget_bytes)
         check("predicted peak off by", abs((run.peak_bytes or 0) / schedule.peak_bytes - 1), PEAK_WITHIN)
         check("predicted step time off by", abs(run.step_ms / schedule.latency_ms - 1), LATENCY_WITHIN)
     return found
@@ -304,6 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
             one.add_argument("--output", type=Path, required=True, help="a folder for schedules")
             one.add_argument("--time-limit", type=float, default=60.0, help="seconds for each budget")
             one.add_argument("--tolerance", type=float, default=0.0)
+            one.add_argument("--margin", type=float, default=MARGIN, help="share of each budget to leave")
         else:
             one.add_argument("schedules", type=Path)
             one.add_argument("--output", type=Path, help="without an ending; by default in docs/benchmarks")

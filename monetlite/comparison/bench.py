@@ -53,7 +53,10 @@ class Bench:
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         self._trainee = Trainee(moved, args, kwargs, objective, device, autocast=autocast)
         self._seed = seed
-        self._sixteen_bits = bool(autocast) or any(item.element_size() < 4 for item in moved.parameters())
+        self._coarse = bool(autocast) or any(item.element_size() < 4 for item in moved.parameters())
+        if device == "cuda":
+            backends: Any = torch.backends
+            self._coarse |= "tf32" in (backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision)
         self._examiner: Examiner | None = None
         self.device, self.autocast = device, autocast
         self.task = Task(model=moved, args=self._trainee.args, kwargs=self._trainee.kwargs)
@@ -76,7 +79,7 @@ class Bench:
                 # Programs are made in the first step, and libraries choose their kernels.
                 trainee.step()
                 if contender.peer is Peer.PLAIN:
-                    self._examiner = Examiner(trainee, self._seed, sixteen_bits=self._sixteen_bits)
+                    self._examiner = Examiner(trainee, self._seed, coarse=self._coarse)
                 if self._examiner is not None:
                     difference, faults = self._examiner.examine(trainee)
                     run = replace(run, gradient_difference=difference, faults=faults)

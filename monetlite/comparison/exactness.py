@@ -10,9 +10,9 @@ from torch import nn
 from monetlite.runtime.comparing import differences, negligible
 from monetlite.runtime.trainee import Trainee, changed_weights, off_by
 
-ROUNDING, ROUNDING_IN_16_BITS = 1e-3, 5e-2
-"""Relative differences that other kernels and other orders of sums may always make."""
-NUDGE, NUDGE_IN_16_BITS = 1e-6, 1e-2
+ROUNDING, COARSE_ROUNDING = 1e-3, 5e-2
+"""Relative differences that other kernels and other orders of sums may always make; in 16 bits, or TF32."""
+NUDGE, COARSE_NUDGE = 1e-6, 1e-2
 """How far off, relatively, weights may be to tell what rounding amounts to in this model."""
 SLACK = 10
 """How many times further than with such weights gradients may be."""
@@ -51,11 +51,11 @@ def _largest_difference(expected: dict[str, torch.Tensor], found: dict[str, torc
 class Examiner:
     """Compares contenders' steps with plain training's, from one seed and the same buffers."""
 
-    def __init__(self, plain: Trainee, seed: int, *, sixteen_bits: bool) -> None:
+    def __init__(self, plain: Trainee, seed: int, *, coarse: bool) -> None:
         self._seed = seed
         self._plain = plain
-        self._rounding = ROUNDING_IN_16_BITS if sixteen_bits else ROUNDING
-        self._nudge = NUDGE_IN_16_BITS if sixteen_bits else NUDGE
+        self._rounding = COARSE_ROUNDING if coarse else ROUNDING
+        self._nudge = COARSE_NUDGE if coarse else NUDGE
         self._pristine = {name: buffer.clone() for name, buffer in plain.model.named_buffers()}
         self._expected = outcome(plain, seed)
         self._twice = outcome(plain, seed).buffers

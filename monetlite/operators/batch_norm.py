@@ -76,7 +76,7 @@ def batch_norm_by_cudnn_again(
 
     Returns (the result, the batch's mean, 1/σ, the reserved space).
     """
-    mean = weight.new_zeros(source.shape[1], dtype=torch.float32)
+    mean = weight.new_zeros(source.shape[1], dtype=torch.promote_types(weight.dtype, torch.float32))
     made: tuple[torch.Tensor, ...] = torch.ops.aten._batch_norm_with_update.default(
         source, weight, bias, mean, torch.ones_like(mean), momentum, eps
     )

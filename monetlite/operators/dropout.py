@@ -183,6 +183,11 @@ def backward_from_state(kernel: Kernel) -> Iterator[Implementation]:
     assert isinstance(source, TensorRef)
     if not _draws(probability, rest[0] if rest else True):
         return
+    assert isinstance(probability, float)
+    # CUDA's dropout rounds 1 − p before it divides, as plain training's on a CPU, and its gradient does not.
+    dtype = getattr(torch, gradient.spec.dtype)
+    if device == "cuda" and _scale(dtype, probability) != _native_scale(dtype, probability):
+        return
     if gradient.spec.dtype in _ROUNDED_ONCE and same_layout(source.spec, gradient.spec):
         yield kernel.implement(
             "from_state",

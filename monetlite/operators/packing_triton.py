@@ -9,6 +9,8 @@ without a GPU.
 """
 
 import os
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,9 +26,32 @@ _BYTES = 512
 
 
 def usable(tensor: torch.Tensor) -> bool:
-    """Whether the kernels can run on a tensor: bounds are float32, so float64 is left to torch."""
+    """Whether the kernels can run on a tensor: one with memory, on a device that they are compiled for here.
+
+    Bounds are float32, so float64 is left to torch.
+    """
     on_device = tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return triton is not None and on_device and tensor.dtype is not torch.float64
+    traced = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
+    if triton is None or not on_device or traced or tensor.dtype is torch.float64:
+        return False
+    return works(tensor.device)
+
+
+@cache
+def works(device: torch.device) -> bool:
+    """Whether a kernel can be compiled and run on a device, which takes a C compiler; a warning where it can't."""
+    try:
+        packed = torch.empty(1, dtype=torch.uint8, device=device)
+        pack_true(torch.ones(8, dtype=torch.bool, device=device), packed)
+        return packed.item() == 0xFF
+    except Exception as error:  # whatever compilers, linkers and drivers raise
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        warnings.warn(
+            f"Triton can't make a kernel for {device} here ({reason}); masks are packed by torch's operators, "
+            "which take longer",
+            stacklevel=2,
+        )
+        return False
 
 
 def pack_outside(flat: torch.Tensor, packed: torch.Tensor, low: float, high: float) -> None:

@@ -8,6 +8,9 @@ from monetlite.captured.calls import decode_argument
 from monetlite.graph import Call, TensorRef
 from monetlite.operators.registry import find_function
 
+NOTES_ON_CPU = "aten._scaled_dot_product_efficient_attention_backward."
+"""Reads the generator's seed and offset on the host, where its forward pass leaves them (fake ones: on the GPU)."""
+
 
 def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of a call on a device: random numbers, and indices that are in range.
@@ -16,6 +19,7 @@ def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
     """
     bound = index_bound(call)
     mixed = has_wide_statistics(call)
+    notes_on_cpu = call.target.startswith(NOTES_ON_CPU)
     storages: dict[tuple[int | None, str], torch.Tensor] = {}
     extent: dict[tuple[int | None, str], int] = {}
     for ref in call.tensors():
@@ -25,7 +29,8 @@ def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
         dtype = torch.float32 if mixed and len(ref.spec.shape) == 1 else getattr(torch, ref.spec.dtype)
         key = _key(ref)
         if key not in storages or storages[key].dtype != dtype:
-            storages[key] = _contents(extent[key], dtype, device, bound)
+            on_cpu = notes_on_cpu and ref.spec.dtype == "int64" and not ref.spec.shape
+            storages[key] = _contents(extent[key], dtype, "cpu" if on_cpu else device, bound)
         return torch.as_strided(storages[key], ref.spec.shape, ref.spec.stride)
 
     return (
@@ -58,7 +63,9 @@ def index_bound(call: Call) -> int:
         height, width = tensors[1].shape[-2:]
         return height * width if isinstance(height, int) and isinstance(width, int) else 1
     if call.target.startswith("aten.nll_loss"):
-        return max(shape.shape[-1] for shape in tensors if len(shape.shape) > 1)
+        # Scores are (batch, classes, ...), or (classes,); gradients, targets and weights have fewer dimensions.
+        scores = max((spec.shape for spec in tensors), key=len)
+        return scores[1] if len(scores) > 1 else max(spec.shape[0] for spec in tensors if spec.shape)
     return 1
 
 

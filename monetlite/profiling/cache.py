@@ -12,7 +12,7 @@ from monetlite.costs import Cost
 from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
 
-VERSION = 3
+VERSION = 4
 _log = logging.getLogger(__name__)
 
 

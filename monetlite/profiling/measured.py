@@ -202,7 +202,8 @@ def _measure(candidate: _Candidate, meter: Meter) -> Cost:
 def _callable(call: Call, device: str) -> Iterator[tuple[Callable[[], object], torch.Tensor | None]]:
     """A call with arguments, and the first of those that is a tensor."""
     function = resolve(call.target)
-    with torch.no_grad(), torch.random.fork_rng(enabled=device == "cpu"):
+    devices = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
         args, kwargs = make_arguments(call, device)
         yield (
             lambda: function(*args, **kwargs),

@@ -29,15 +29,20 @@ _NO_MEMORY = (
 """How torch's CPU allocator, the C++ library, cuBLAS and cuDNN say so, none of which has an exception for it."""
 
 
-def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
-    """The most that allocated memory grows, while a function runs, over what it was before, in bytes."""
+def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu", *, counted: str = "allocated") -> int:
+    """The most that allocated memory grows, while a function runs, over what it was before, in bytes.
+
+    On CUDA `counted` may be `"requested"`: what was asked for, where a block of the caching allocator, which
+    `"allocated"` counts whole, may be up to a megabyte larger.
+    """
     if device == "cuda":
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
+        before: int = torch.cuda.memory_stats()[f"{counted}_bytes.all.current"]
         function()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        most: int = torch.cuda.memory_stats()[f"{counted}_bytes.all.peak"]
+        return most - before
     return max(running_totals(function), default=0)
 
 

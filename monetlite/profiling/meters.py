@@ -26,7 +26,11 @@ ENOUGH_SECONDS = 0.15
 FEW_FAULTS = 64
 """A run on the CPU with more page faults than this took memory from the system, which a step does once."""
 MOST_CACHE_BYTES = 2**26
-"""Caches are taken to be no larger than this when they are emptied."""
+"""Caches of a CPU are taken to be no larger than this when they are emptied; a GPU's to be this if it won't say."""
+CYCLES_A_SECOND = 2e9
+"""Of a GPU, at most about this."""
+FEWEST_SECONDS_AHEAD = 2e-4
+"""How far ahead of a GPU the host is, at least, when a call is timed."""
 
 UNNOTICED_BYTES = 4 * 2**20
 """How far the high-water mark may exceed the allocation events before it is believed instead: page and
@@ -118,14 +122,25 @@ class CudaMeter:
             raise DeviceError(
                 "device 'cuda': this machine has no GPU that torch can use; name a device to estimate"
             )
+        cache = getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0) or MOST_CACHE_BYTES
+        self._other = torch.empty(2 * cache, dtype=torch.uint8, device="cuda")
 
     def latency_ms(self, run: Callable[[], Any], recent: torch.Tensor | None = None) -> float:
         for _ in range(3):
             run()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        # In a step the host is ahead of the GPU. Here the GPU is held up until the host has queued the call.
+        cycles = int(CYCLES_A_SECOND * max(FEWEST_SECONDS_AHEAD, 2 * (time.perf_counter() - began)))
         times: list[float] = []
         began = time.perf_counter()
         while len(times) < FEWEST_RUNS or (time.perf_counter() - began < ENOUGH_SECONDS and len(times) < MOST_RUNS):
+            self._other.zero_()
+            if recent is not None and recent.numel():
+                recent.sum()
             start, end = _event(), _event()
+            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
             start.record()
             run()
             end.record()
@@ -134,7 +149,7 @@ class CudaMeter:
         return statistics.median(times)
 
     def growth_bytes(self, run: Callable[[], Any]) -> int:
-        return peak_growth_bytes(run, "cuda")
+        return peak_growth_bytes(run, "cuda", counted="requested")
 
     def kept_bytes(self, runs: Sequence[Callable[[], Any]]) -> int:
         if not runs:

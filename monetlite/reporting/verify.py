@@ -31,6 +31,7 @@ def report_facts(report: Report) -> dict[str, Any]:
         "exact": report.exact,
         "largest_difference": report.largest_difference,
         "allowed_difference": report.allowed_difference,
+        "unrepeated": report.unrepeated,
         "random_state": report.random_state,
         "budget_bytes": report.budget_bytes,
         "peak_bytes": report.peak_bytes,
@@ -96,6 +97,8 @@ def print_report(console: Console, report: Report, most_operators: int) -> None:
         table.add_row("  differs", f"{escape(name)}: {difference:.1e}")
     if (more := len(report.differences) - MOST_DIFFERENCES) > 0:
         table.add_row("", f"and {more} more")
+    if report.unrepeated > 0:
+        table.add_row("plain, twice", f"within {report.unrepeated:.1e}: its own kernels add up in no fixed order")
     table.add_row("random state", "as plain training leaves it" if report.random_state else "DIFFERS")
     if report.operators is not None:
         table.add_row("operators", _operators_in_words(report.operators))

@@ -9,6 +9,9 @@ MISSING = float("inf")
 
 REORDERED_SUMS = 1e-6
 """Largest relative difference of a gradient that capturing a model, which orders some sums anew, can make."""
+SLACK = 10
+"""How many times further a schedule may be than plain training with weights that are off by its tolerance, or than
+plain training is from itself."""
 NEGLIGIBLE = 1e-3
 """Gradients this small beside the model's largest are compared on that scale where sums are reordered: those that
 cancel to nothing (of a weight in front of a normalisation) are rounding errors in plain training too."""
@@ -50,4 +53,4 @@ def negligible(tensors: Iterable[torch.Tensor], tolerance: float) -> float:
     return NEGLIGIBLE * max((item.double().abs().max().item() for item in tensors if item.numel()), default=0.0)
 
 
-__all__ = ["MISSING", "REORDERED_SUMS", "difference", "differences", "negligible"]
+__all__ = ["MISSING", "REORDERED_SUMS", "SLACK", "difference", "differences", "negligible"]

@@ -13,7 +13,7 @@ program and returns the gradients that part makes. After each, autograd does wha
 that is ready: hooks, accumulation, reduction.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 from monetlite.runtime.parts import Run, results_by_part, split
-from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed
+from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
 
 _RUN = "_monetlite_run"
 """Attribute of a gradient that stands for a real one: the `Run` that makes that."""
@@ -55,17 +55,17 @@ def delivering_backend(lower: Partition, compiler: Compiler = boxed) -> Backend:
     return backend
 
 
-def deferred(program: fx.GraphModule, compiler: Compiler = boxed) -> Boxed:
+def deferred(
+    program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int] = (), *, compiler: Compiler = boxed
+) -> Boxed:
     """A backward program that returns stand-ins for its results, to be run part by part."""
     if len(results_by_part(program)) < 2:
-        return compiler(program)
-    parts = split(program, compiler)
+        return compiler(program, inputs, internal)
+    parts = split(program, inputs, compiler)
     names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
-    (output,) = program.graph.find_nodes(op="output")
-    flat: Any = output.args[0]
     specs = [
         (tuple(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else None
-        for value in (item.meta["val"] if isinstance(item, fx.Node) else None for item in flat)
+        for value in (None if item is None else item.meta["val"] for item in flat_outputs(program))
     ]
 
     def call(arguments: list[Any]) -> list[torch.Tensor | None]:

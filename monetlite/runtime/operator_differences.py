@@ -7,7 +7,7 @@ it comes about from plain training's operands, and *propagated* otherwise.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -124,6 +124,7 @@ class ScheduledStep:
         self._plain, self._tolerance = plain.tensors, tolerance
         self._least = negligible(gradients, tolerance)
         self._gradients: set[str] = set()
+        self._notes: set[str] = set()
         self._graph: OperatorGraph
         self._run_again: set[int] = set()
         self._first: dict[str, torch.Tensor] = {}
@@ -143,6 +144,13 @@ class ScheduledStep:
             for name, value in zip(filter(None, default.call.outputs), default.writes, strict=True)
             if traced.graph.values[value].kind is ValueKind.PARAM_GRAD
         }
+        self._notes = {
+            name
+            for default in defaults
+            if default.call is not None
+            for name, value in zip(filter(None, default.call.outputs), default.writes, strict=True)
+            if traced.graph.values[value].note
+        }
         self._run_again = {index for index, count in Counter(index for index, _ in steps).items() if count > 1}
 
     def receive(self, node: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +169,11 @@ class ScheduledStep:
     def _run_and_compare(self, node: fx.Node, run: Callable[[], Any], values: Mapping[fx.Node, Any]) -> Any:
         device = self._graph.device
         state = rng_state(device)
-        same_operands = all(_difference(self._operand(item), values[item]) == 0 for item in node.all_input_nodes)
+        same_operands = all(
+            _difference(self._operand(item), values[item]) == 0
+            for item in node.all_input_nodes
+            if item.meta[CAPTURED] not in self._notes
+        )
         result = run()
         results = dict(_results(node, result))
         if not results:
@@ -180,9 +192,13 @@ class ScheduledStep:
             if name not in self._plain:
                 # Plain training has no need of it: a packed mask, images in another layout.
                 self._plain[name] = _copied(alone()[name])
+        # What a kernel notes for its own gradient may be memory that it left as it found it.
+        results = {name: tensor for name, tensor in results.items() if name not in self._notes}
+        if not results:
+            return result
         difference = introduced = self._from_plain(results)
         if difference > 0 and not same_operands:
-            introduced = self._from_plain(alone())
+            introduced = self._from_plain({name: alone()[name] for name in results})
         self._note(node.meta[RUN], results, difference, introduced)
         return result
 
@@ -265,7 +281,13 @@ class _Watched(MONeTWrapper):
         return partial(_watched, watcher=self._watcher)
 
 
-def _watched(program: fx.GraphModule, watcher: PlainStep | ScheduledStep) -> Boxed:
+def _watched(
+    program: fx.GraphModule,
+    _inputs: Sequence[Any],
+    _internal: Collection[int],
+    *,
+    watcher: PlainStep | ScheduledStep,
+) -> Boxed:
     """A program that is run node by node under somebody's eyes."""
 
     def call(arguments: list[Any]) -> Any:

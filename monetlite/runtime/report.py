@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from monetlite.runtime.comparing import REORDERED_SUMS
+from monetlite.runtime.comparing import REORDERED_SUMS, SLACK
 from monetlite.runtime.operator_differences import OperatorComparison, OperatorDifference
 from monetlite.units import format_bytes, format_ms
 
@@ -55,9 +55,11 @@ class Report:
         kind, device: where those predictions come from (`measured` on, or `estimated` for, a device).
         same_shapes: whether the inputs are those the schedule was solved for.
         incomparable: why the predictions are not of this step here; empty where they are.
-        allowed_difference: what the largest difference may be: rounding; or, for a schedule with a tolerance,
-            `SLACK` times what plain training's gradients move by when every weight is off by that much, up to
-            `MOST_ALLOWED`.
+        unrepeated: how far the loss and gradients of two plain steps from one seed are apart, where some kernel
+            adds up in no fixed order, as on CUDA; 0 where none does.
+        allowed_difference: what the largest difference may be: rounding; `SLACK` times `unrepeated` where that is
+            more; or, for a schedule with a tolerance, `SLACK` times what plain training's gradients move by when
+            every weight is off by that much, up to `MOST_ALLOWED`.
         operators: what the comparison operator by operator found; None where there was none.
         limits: what is judged.
     """
@@ -81,6 +83,7 @@ class Report:
     reserved_bytes: int | None = None
     plain_reserved_bytes: int | None = None
     incomparable: tuple[str, ...] = ()
+    unrepeated: float = 0.0
     allowed_difference: float = REORDERED_SUMS
     operators: OperatorComparison | None = None
     limits: Limits = field(default_factory=Limits)
@@ -177,7 +180,8 @@ class Report:
         return ""
 
     def _of_operators(self) -> list[Reason]:
-        broken = [item for item in self.operators.introducing if item.broken] if self.operators else []
+        introducing = self.operators.introducing if self.operators else ()
+        broken = [item for item in introducing if item.broken and item.introduced > SLACK * self.unrepeated]
         if not broken:
             return []
         more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""

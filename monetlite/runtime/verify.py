@@ -14,7 +14,7 @@ from torch import nn
 from monetlite.errors import DeviceError
 from monetlite.profiling.devices import find_device
 from monetlite.profiling.meters import meter_for
-from monetlite.runtime.comparing import REORDERED_SUMS, difference, differences, negligible
+from monetlite.runtime.comparing import REORDERED_SUMS, SLACK, difference, differences, negligible
 from monetlite.runtime.operator_differences import OperatorComparison, PlainStep, ScheduledStep
 from monetlite.runtime.report import Limits, Report
 from monetlite.runtime.trainee import Snapshot, Trainee, changed_weights, default_loss, off_by, step_times_ms
@@ -22,8 +22,6 @@ from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.schedule import Schedule
 from monetlite.tracing.build import Inputs, split_inputs
 
-SLACK = 10
-"""How many times further than plain training with weights that are off by its tolerance a schedule may be."""
 MOST_ALLOWED = 0.5
 """What no tolerance reaches: a gradient that is zero everywhere is off by 1."""
 
@@ -75,9 +73,10 @@ def verify(
     )
     plain, scheduled = trainee(copy.deepcopy(model)), trainee(MONeTWrapper(copy.deepcopy(model), schedule))
     expected, found = plain.snapshot(seed), scheduled.snapshot(seed)
+    unrepeated = _unrepeated(expected, trainee(copy.deepcopy(model)).snapshot(seed))
     allowed = limits.difference
     if allowed is None:
-        allowed = REORDERED_SUMS
+        allowed = max(REORDERED_SUMS, SLACK * unrepeated)
         if schedule.tolerance > 0:
             moved = _sensitivity(plain, expected, schedule.tolerance, seed)
             allowed = min(max(allowed, SLACK * moved), MOST_ALLOWED)
@@ -101,6 +100,7 @@ def verify(
         device=_priced_on(schedule),
         same_shapes=shapes == [spec.shape for spec in schedule.inputs.values()],
         incomparable=_incomparable(schedule, shapes, device),
+        unrepeated=unrepeated,
         allowed_difference=allowed,
         limits=limits,
     )
@@ -161,6 +161,12 @@ def _incomparable(schedule: Schedule, shapes: list[tuple[int, ...]], device: str
     if shapes != solved:
         found.append(f"for inputs of {', '.join('×'.join(map(str, shape)) for shape in solved)}")
     return tuple(found)
+
+
+def _unrepeated(first: Snapshot, second: Snapshot) -> float:
+    """How far the gradients of two plain steps are apart, where kernels add up in no fixed order."""
+    apart = differences(first.gradients, second.gradients, negligible(first.gradients.values(), 1.0))
+    return max(difference(first.loss, second.loss), *apart.values(), 0.0)
 
 
 def _sensitivity(plain: Trainee, expected: Snapshot, tolerance: float, seed: int) -> float:

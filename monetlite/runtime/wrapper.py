@@ -22,7 +22,7 @@ from monetlite.runtime.inputs import Schedules, layout_of
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.outputs import guard_outputs
 from monetlite.schedule import Schedule, Step, plain_steps, simulate
-from monetlite.tracing.build import Arguments, Traced, autocast_dtype, build_graph, device_of
+from monetlite.tracing.build import Arguments, Traced, autocast_dtype, build_graph, device_of, on_its_gpu
 from monetlite.tracing.capture import (
     Compiler,
     Joint,
@@ -144,12 +144,13 @@ class MONeTWrapper(nn.Module):
                 "a scheduled training step can't be transformed by torch.func (grad, vmap, jacrev, ...): its "
                 "backward pass is a program of its own. Transform the model itself: wrapper.model"
             )
-        try:
-            output = self._train(args, kwargs)
-        except GuardFailed as failed:
-            # Nothing of the step has run; what the weights rule out is left out from here on.
-            self._avoid(failed.operators)
-            output = self._train(args, kwargs)
+        with on_its_gpu(model, (args, kwargs)):
+            try:
+                output = self._train(args, kwargs)
+            except GuardFailed as failed:
+                # Nothing of the step has run; what the weights rule out is left out from here on.
+                self._avoid(failed.operators)
+                output = self._train(args, kwargs)
         return guard_outputs(output) if has_loss(output) else output
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

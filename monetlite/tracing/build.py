@@ -7,9 +7,11 @@ time, which are optional forward operators. Between forward and backward stands 
 the model, which reads the outputs and writes their gradients.
 """
 
-from collections.abc import Iterable
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -219,7 +221,21 @@ def _shape_depends_on_data(node: fx.Node) -> bool:
 
 def device_of(model: nn.Module, inputs: object, meta_device: str = "cpu") -> str:
     """The type of the device that a step runs on: that of its inputs, or of the parameters."""
-    for tensor in (*pytree.tree_leaves(inputs), *model.parameters()):
-        if isinstance(tensor, torch.Tensor):
-            return meta_device if tensor.is_meta else tensor.device.type
+    for tensor in _tensors(model, inputs):
+        return meta_device if tensor.is_meta else tensor.device.type
     return meta_device
+
+
+def on_its_gpu(model: nn.Module, inputs: object) -> contextlib.AbstractContextManager[Any]:
+    """Make the GPU that a step runs on torch's current one, whose generator and statistics are looked at."""
+    for tensor in _tensors(model, inputs):
+        if tensor.is_cuda:
+            return torch.cuda.device(tensor.device)
+        break
+    return contextlib.nullcontext()
+
+
+def _tensors(model: nn.Module, inputs: object) -> Iterator[torch.Tensor]:
+    """Those of the inputs, then those of the model."""
+    leaves = (item for item in pytree.tree_leaves(inputs) if isinstance(item, torch.Tensor))
+    return itertools.chain(leaves, model.parameters())

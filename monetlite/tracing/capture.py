@@ -13,9 +13,9 @@ import logging
 import re
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -46,7 +46,24 @@ Partition = Callable[[Joint], tuple[fx.GraphModule, fx.GraphModule]]
 """From a joint graph to a forward and a backward program."""
 Boxed = Callable[[list[Any]], Any]
 """A program as a function of one list, which it empties."""
-Compiler = Callable[[fx.GraphModule], Boxed]
+
+
+class Compiler(Protocol):
+    """Makes what runs of a program."""
+
+    def __call__(self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int], /) -> Boxed:
+        """A program as a function.
+
+        Args:
+            program: its placeholders say in `meta["val"]` what was captured.
+            inputs: fake tensors in the layouts that the program will be called with. Those of `internal` results
+                of other programs may have other strides than captured.
+            internal: positions of results that only other programs read, whose layout is the compiler's affair. A
+                function that chooses it says so in an attribute `output_strides`: for each result its strides, or
+                None for those that were captured.
+        """
+
+
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 """What `torch.compile` takes: from a graph and example inputs to a function."""
 
@@ -103,15 +120,22 @@ def compile_step(step: Callable[..., Any], backend: Backend) -> Callable[..., An
 def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) -> Backend:
     """A backend for `torch.compile` with a partition of our own: two programs, each run as its compiler says."""
 
+    results = 0
+
     def partition_fn(
         joint: fx.GraphModule, _inputs: object, *, num_fwd_outputs: int, **_: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        nonlocal results
+        results = num_fwd_outputs
         return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs))
 
+    def forward_compiler(program: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        return forward(program, inputs, range(results, len(flat_outputs(program))))
+
     compiled: Backend = aot_autograd(
-        fw_compiler=lambda program, _inputs: forward(program),
-        bw_compiler=lambda program, _inputs: backward(program),
-        inference_compiler=lambda program, _inputs: forward(program),
+        fw_compiler=forward_compiler,
+        bw_compiler=lambda program, inputs: backward(program, inputs, ()),
+        inference_compiler=lambda program, inputs: forward(program, inputs, ()),
         partition_fn=partition_fn,
     )
 
@@ -123,7 +147,13 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
     return backend
 
 
-def boxed(program: fx.GraphModule) -> Boxed:
+def flat_outputs(program: fx.GraphModule) -> list[fx.Node | None]:
+    """A program's results, None for those that are not computed."""
+    results: Any = program.graph.output_node().args[0]
+    return [item if isinstance(item, fx.Node) else None for item in results]
+
+
+def boxed(program: fx.GraphModule, _inputs: Sequence[Any] = (), _internal: Collection[int] = ()) -> Boxed:
     """A graph module as a function of one list, which it empties: arguments die at their last use.
 
     Without this, what calls the program keeps every argument alive until it returns.

@@ -3,12 +3,17 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
+import torch
+
+from monetlite.operators import packing, packing_triton
 
 PROGRAM = """
 import math
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from monetlite.operators import packing, packing_triton
 
 SPECIAL = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 3e38, math.inf, -math.inf, math.nan, 6.0, -1.0, 1.0])
@@ -50,6 +55,10 @@ assert torch.equal(
     packing.pack(strided, (30, 6, 1), packing.Outside(0.0)),
     without_triton(lambda: packing.pack(strided, (30, 6, 1), packing.Outside(0.0))),
 )
+seen = []
+make_fx(lambda tensor: seen.append(packing_triton.usable(tensor)) or tensor + 1)(torch.randn(8))
+torch.func.functionalize(lambda tensor: seen.append(packing_triton.usable(tensor)) or tensor + 1)(torch.randn(8))
+assert seen == [False, False], "a kernel can't be traced"
 print("same bits", cases)
 """
 
@@ -64,3 +73,25 @@ def test_the_same_bits_as_torchs_operators():
         check=False,
     )
     assert run.stdout == "same bits 132\n", run.stderr[-3000:]
+
+
+def test_without_a_compiler_torchs_operators_pack_and_that_is_said_once(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("Failed to find C compiler\nMore of it")
+
+    monkeypatch.setattr(packing_triton, "_launch", fail)
+    monkeypatch.setattr(packing_triton, "triton", object())
+    monkeypatch.setattr(packing_triton, "_pack_true", object(), raising=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    packing_triton.works.cache_clear()
+    try:
+        x = torch.tensor([1.0, -1.0, 0.0, 2.0, -3.0, 4.0, 5.0, -6.0, 7.0])
+        with pytest.warns(UserWarning, match=r"\(Failed to find C compiler\); masks are packed"):
+            packed = packing.pack(x, (1,), packing.Outside(0.0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not packing_triton.usable(x)
+    finally:
+        packing_triton.works.cache_clear()
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert torch.equal(packed, packing.pack(x, (1,), packing.Outside(0.0)))

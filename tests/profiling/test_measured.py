@@ -300,6 +300,77 @@ def test_arguments_have_their_layouts_and_share_storages():
     assert keywords["mask"].dtype is torch.bool
 
 
+def test_a_seed_that_is_read_on_the_host_is_there():
+    """Memory-efficient attention reads the generator's seed and offset by pointers of the CPU's."""
+
+    def ref(node, shape, dtype="float32"):
+        return TensorRef(node=node, value=None, spec=TensorSpec(shape=shape, stride=(1,) * len(shape), dtype=dtype))
+
+    operands = (
+        ref("q", (8,)),
+        ref("seed", (), "int64"),
+        ref("offset", (), "int64"),
+        ref("cu_seqlens", (2,), "int64"),
+    )
+    places = {}
+    for target in ("efficient", "flash"):
+        name = f"aten._scaled_dot_product_{target}_attention_backward.default"
+        args, _ = make_arguments(Call(target=name, args=operands, kwargs=(), outputs=("out",)), "meta")
+        places[target] = [item.device.type for item in args]
+    assert places == {"efficient": ["meta", "cpu", "cpu", "meta"], "flash": ["meta"] * 4}
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 5, 3, 64)], ids=["one", "batch", "images"])
+def test_labels_are_classes_whatever_else_is_larger(shape):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, scores, labels):
+            return nn.functional.cross_entropy(scores * self.scale, labels)
+
+    labels = torch.randint(0, 5, (*shape[:1], *shape[2:]) if len(shape) > 1 else ())
+    graph = monetlite.trace(Net(), (torch.randn(shape), labels))
+    assert any("nll_loss" in operator.family for operator in graph.operators)
+    for operator in graph.operators:
+        for item in operator.implementations:
+            if item.call is not None and "nll_loss" in item.call.target:
+                args, _ = make_arguments(item.call, "cpu")
+                drawn = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dtype is torch.int64]
+                assert all(arg.max() < 5 for arg in drawn)
+    assert monetlite.profile(graph, "cpu").kind == "measured"
+
+
+def test_a_gpu_is_timed_with_cold_operands_and_the_host_ahead(monkeypatch):
+    """The GPU is held up until the call is queued behind the first event, so its launch is not in the figure."""
+    meter, did = object.__new__(meters.CudaMeter), []
+
+    class Event:
+        def record(self):
+            did.append("event")
+
+        def synchronize(self):
+            did.append("wait")
+
+        def elapsed_time(self, _):
+            return 2.0
+
+    class Scratch:
+        def zero_(self):
+            did.append("flush")
+
+    meter._other = Scratch()
+    monkeypatch.setattr(meters, "_event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append("hold") if cycles >= 100_000 else None)
+    assert meter.latency_ms(lambda: did.append("call")) == 2.0
+    assert did[:4] == ["call"] * 4
+    turns = [did[at : at + 6] for at in range(4, len(did), 6)]
+    assert len(turns) >= meters.FEWEST_RUNS
+    assert all(turn == ["flush", "hold", "event", "call", "event", "wait"] for turn in turns)
+
+
 def test_indices_are_in_range():
     class Net(nn.Module):
         def __init__(self):

@@ -16,11 +16,13 @@ from step_lists import (
     with_random_implementations,
 )
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import monetlite
 from monetlite.errors import ModelError, TraceError
-from monetlite.runtime.inductor import as_inductor_fuses
+from monetlite.runtime.inductor import _as_captured, as_inductor_fuses, inductor
 from monetlite.schedule import plain_steps
+from monetlite.tracing.capture import flat_outputs
 
 CLOSE = 1e-4
 THOROUGH = pytest.mark.skipif("MONETLITE_THOROUGH" not in os.environ, reason="Inductor takes long")
@@ -168,8 +170,53 @@ def test_implementations_in_place_are_those_of_plain_training():
         torch.testing.assert_close(found.buffers[name], buffer, rtol=1e-6, atol=1e-7)
 
 
+def test_images_stay_in_the_layout_that_inductor_computes_them_in(monkeypatch):
+    """Around convolutions on a CPU that is channels-last, which the backward programs are compiled for."""
+    chosen = []
+
+    def watched(program, inputs, internal):
+        run = inductor(program, inputs, internal)
+        captured = [None if item is None else item.meta["val"].stride() for item in flat_outputs(program)]
+        differ = {at for at, found in enumerate(run.output_strides) if found not in (None, captured[at])}
+        assert differ <= set(internal), "what others than our programs read is as captured"
+        chosen.extend(differ)
+        return run
+
+    monkeypatch.setattr("monetlite.runtime.inductor.inductor", watched)
+    convolutions = [nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()] * 2
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), *convolutions, nn.Flatten(), nn.Linear(8 * 64, 4))
+    x = (torch.randn(2, 3, 14, 14),)
+    graph = monetlite.trace(model, x)
+    rng = random.Random(3)
+    graph = graph.available("cpu").restricted(lambda item: item.guard is None)
+    steps = recompute_with_any_reads(graph, rng, 0.4)
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps), compile=True)
+    found, expected = step(wrapper, x), step(model, x)
+    assert chosen
+    assert_same(replace(found, buffers={}), replace(expected, buffers={}), within=1e-4)
+
+
+def test_storage_is_seen_in_the_layout_that_was_captured():
+    """`as_strided` of what another program left in other strides is of a copy in those that it was traced with."""
+
+    def last_row(x):
+        return torch.as_strided(x, (4,), (1,), 8) * 2
+
+    captured = torch.arange(12.0).view(3, 4)
+    other = captured.t().contiguous().t()
+    assert other.stride() != captured.stride()
+    program = make_fx(last_row)(captured)
+    assert not torch.equal(program(other), program(captured))
+    _as_captured(program, [captured], [other])
+    assert torch.equal(program(other), captured[2] * 2)
+    plain = make_fx(lambda x: x * 2)(captured)
+    before = len(plain.graph.nodes)
+    _as_captured(plain, [captured], [other])
+    assert len(plain.graph.nodes) == before
+
+
 def test_what_fails_inside_of_a_compiler_is_told(monkeypatch):
-    def broken(program):
+    def broken(program, inputs, internal):
         raise RuntimeError("Expected 4-dimensional input.\nMore of it")
 
     monkeypatch.setattr("monetlite.runtime.inductor.inductor", broken)
