@@ -21,7 +21,7 @@ from monetlite.runtime.delivery import delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.schedule import Schedule
 from monetlite.tracing.build import autocast_dtype, build_graph, device_of
-from monetlite.tracing.capture import Joint, logging_methods
+from monetlite.tracing.capture import Joint, log_settings_quietly, logging_methods
 from monetlite.tracing.fused import kernels_kept_whole
 
 
@@ -50,6 +50,7 @@ class Options:
 
 # Messages in a model's code (transformers warns of much) would take its graph apart; TorchDynamo leaves loggers out
 # and has warnings come afterwards where it is told to, which it has to be before it begins.
+log_settings_quietly()
 torch._dynamo.config.ignore_logging_functions |= logging_methods()
 torch._dynamo.config.reorderable_logging_functions |= {print, warnings.warn}
 

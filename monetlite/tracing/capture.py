@@ -229,6 +229,7 @@ def capture_settings() -> Iterator[None]:
     Log messages are skipped, prints and warnings come afterwards, and kernels are not taken apart.
     """
     config = torch._dynamo.config
+    log_settings_quietly()
     with (
         kernels_kept_whole(),
         config.patch(
@@ -236,6 +237,8 @@ def capture_settings() -> Iterator[None]:
             reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
             recompile_limit=MOST_LAYOUTS,
             optimize_ddp=False,  # which would cut the graph at DistributedDataParallel's buckets
+            # With it, torch 2.11 does not notice that a parameter's requires_grad has changed.
+            skip_tensor_guards_with_matching_dict_tags=False,
         ),
     ):
         yield
@@ -245,6 +248,16 @@ def logging_methods() -> set[Callable[..., Any]]:
     """Methods of loggers, which a capture leaves out."""
     names = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
     return {method for name in names if callable(method := getattr(logging.Logger, name, None))}
+
+
+def log_settings_quietly() -> None:
+    """Keep torch 2.11 from printing a traceback at every capture: its own log can't sort a set of methods."""
+    utils: Any = torch._dynamo.utils
+    try:
+        with torch._dynamo.config.patch(ignore_logging_functions=logging_methods()):
+            utils._get_dynamo_config_for_logging()
+    except TypeError:
+        utils._get_dynamo_config_for_logging = lambda: None
 
 
 def explain(error: Exception) -> TraceError:
