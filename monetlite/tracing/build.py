@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from monetlite.captured import storages
 from monetlite.captured.calls import spec_of
-from monetlite.errors import TraceError
+from monetlite.errors import DeviceError, TraceError
 from monetlite.graph import (
     AS_TRACED,
     CHANNELS_LAST,
@@ -75,6 +75,11 @@ def trace(
     if not model.training:
         raise TraceError("the model is in evaluation mode; call model.train() before tracing a training step")
     here = device_of(model, (args, kwargs), meta_device)
+    if here == "cuda" and not torch.cuda.is_available():
+        # torch ends the process where it looks for a GPU that isn't there.
+        raise DeviceError(
+            "a step on 'cuda' is traced on a machine that has a GPU; here, trace for one by name: device='rtx-4090'"
+        )
     capability = capability_of(device) if here == "cpu" else None
     joint = capture(model, args, kwargs, meta_device=meta_device, capability=capability)
     autocast = autocast_dtype(here)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import monetlite
-from monetlite.errors import TraceError
+from monetlite.errors import DeviceError, TraceError
 from monetlite.graph import Phase, TensorRef, ValueKind
 from monetlite.models import build_model
 
@@ -398,3 +398,11 @@ def test_gradients_of_in_place_modules_are_called_after_them():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU6(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True))
     names = {operator.name for operator in monetlite.trace(model, torch.randn(2, 3, 8, 8)).operators}
     assert {"1.backward", "3.backward"} <= names
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_torch_looks_for_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with pytest.raises(DeviceError, match="device='rtx-4090'"):
+        monetlite.trace(model, x, meta_device="cuda")
