@@ -3,18 +3,22 @@
 from dataclasses import replace
 
 from monetlite.costs import Profile
-from monetlite.graph import OPTIMIZER_STEP, ValueKind
+from monetlite.graph import DELIVERY, OPTIMIZER_STEP, ValueKind
 
 
 def with_accumulation(profile: Profile) -> Profile:
     """Count gradients that are in memory when the step begins, to which the step's own are added.
 
-    A step's own gradient is then there only from when it is computed until it is handed over to autograd.
+    A step's own gradient is then there only from when it is computed until it is handed over to autograd, which
+    adds it up without a copy.
     """
     graph = profile.graph
     gradients = {index for index, value in enumerate(graph.values) if value.kind is ValueKind.PARAM_GRAD}
+    copies = {value for operator in graph.operators if operator.family == DELIVERY for value in operator.writes}
     values = tuple(
-        replace(value, kind=ValueKind.GRADIENT) if index in gradients else value
+        replace(value, kind=ValueKind.GRADIENT, size_bytes=0 if index in copies else value.size_bytes)
+        if index in gradients
+        else value
         for index, value in enumerate(graph.values)
     )
     operators = tuple(

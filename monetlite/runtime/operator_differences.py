@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.captured import storages
-from monetlite.graph import AS_TRACED, OperatorGraph, Phase, ValueKind
+from monetlite.graph import AS_TRACED, DELIVERY, OperatorGraph, Phase
 from monetlite.operators.random import drawing_from, rng_state
 from monetlite.runtime.comparing import difference, negligible
 from monetlite.runtime.lowering import CAPTURED, RUN, OperatorRun
@@ -136,21 +136,21 @@ class ScheduledStep:
 
     def begin(self, traced: Traced, steps: Sequence[Step]) -> None:
         self._graph = traced.graph
-        defaults = [operator.implementations[0] for operator in traced.graph.operators]
-        self._gradients = {
-            name
-            for default in defaults
-            if default.call is not None
-            for name, value in zip(filter(None, default.call.outputs), default.writes, strict=True)
-            if traced.graph.values[value].kind is ValueKind.PARAM_GRAD
+        graph = traced.graph
+        delivered = {
+            value
+            for operator in graph.operators
+            if operator.family == DELIVERY
+            for value in operator.implementations[0].reads
         }
-        self._notes = {
-            name
-            for default in defaults
-            if default.call is not None
-            for name, value in zip(filter(None, default.call.outputs), default.writes, strict=True)
-            if traced.graph.values[value].note
+        written = {
+            name: value
+            for operator in graph.operators
+            if (call := operator.implementations[0].call) is not None and call.outputs
+            for name, value in zip(filter(None, call.outputs), operator.writes, strict=True)
         }
+        self._gradients = {name for name, value in written.items() if value in delivered}
+        self._notes = {name for name, value in written.items() if graph.values[value].note}
         self._run_again = {index for index, count in Counter(index for index, _ in steps).items() if count > 1}
 
     def receive(self, node: fx.Node, tensor: torch.Tensor) -> torch.Tensor:

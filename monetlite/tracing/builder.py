@@ -32,6 +32,7 @@ from monetlite.operators.registry import (
     name_of,
     target_of,
 )
+from monetlite.tracing.gradients import copied_for
 from monetlite.tracing.names import Namer
 
 LOSS = "monetlite.loss"
@@ -62,6 +63,8 @@ class GraphBuilder:
     _final: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     """For each backward kernel, the gradients that can be handed over after it."""
     _waiting: list[fx.Node] = field(default_factory=list)
+    _given: list[fx.Node] = field(default_factory=list)
+    """Gradients that no backward kernel makes, such as one of an output, and that autograd copies."""
 
     def __post_init__(self) -> None:
         flat = self.reach.output
@@ -75,6 +78,16 @@ class GraphBuilder:
             if node is not None:
                 self.gradient_of.setdefault(node, []).append(primal)
         self.gradients = set(map(storages.base, self.gradient_of))
+        self.copied = {
+            node: copied_for(node, primals, self.reach.backward) for node, primals in self.gradient_of.items()
+        }
+        """For each gradient, the inputs for which autograd copies it."""
+        self.kept = {
+            storages.base(node)
+            for node, primals in self.gradient_of.items()
+            if len(self.copied[node]) < len(primals)
+        }
+        """The storages of gradients that autograd keeps as they are."""
         self.gradient_bytes = sum(map(storages.storage_bytes, self.gradients))
 
     def add(self, node: fx.Node, phase: Phase, optional: bool = False) -> None:
@@ -256,21 +269,23 @@ class GraphBuilder:
             made = storages.base(node)
             kernel = made.args[0] if storages.is_item(made) else made
             assert isinstance(kernel, fx.Node)
-            if kernel in position:
+            if kernel not in position:
+                self._given += [node] if self.copied[node] else []
+            else:
                 at = max(position[kernel], *(last_read.get(primal, 0) for primal in primals))
                 self._final.setdefault(backward[at], []).append(node)
 
     def add_delivery(self, node: fx.Node | None) -> None:
         """Hand over the gradients that are final after a kernel, once they are a share of all; at last, any."""
-        if node is not None:
-            self._waiting += self._final.get(node, [])
+        self._waiting += self._given if node is None else self._final.get(node, [])
         values = {self.index_of[storages.base(gradient)] for gradient in self._waiting}
         waiting_bytes = sum(self.values[value].size_bytes for value in values)
         least = 0 if node is None else max(LEAST_DELIVERY, self.gradient_bytes // DELIVERIES)
         if not values or waiting_bytes < least:
             return
         call = Call(target=name_of(deliver), args=encode_arguments(self._waiting, self.value_of), outputs=())
-        implementation = Implementation(name="default", reads=tuple(sorted(values)), writes=(), call=call)
+        copies = tuple(self._copy(gradient, of) for gradient in self._waiting for of in self.copied[gradient])
+        implementation = Implementation(name="default", reads=tuple(sorted(values)), writes=copies, call=call)
         self._waiting = []
         self.operators.append(
             Operator(
@@ -281,6 +296,15 @@ class GraphBuilder:
                 rerunnable=False,
             )
         )
+
+    def _copy(self, gradient: fx.Node, primal: fx.Node) -> int:
+        """Add the copy of a gradient that autograd makes for an input when it is handed over."""
+        name = self.namer.reserve(f"{self.values[self.index_of[storages.base(gradient)]].name}.copy")
+        tensor = primal.meta["val"]
+        size, shape = tensor.numel() * tensor.element_size(), tuple(tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.values.append(Value(name=name, kind=ValueKind.PARAM_GRAD, size_bytes=size, shape=shape, dtype=dtype))
+        return len(self.values) - 1
 
     def value_of(self, node: fx.Node) -> int | None:
         """The value that a tensor of the graph is (a view of); None where it is resident."""
@@ -300,7 +324,7 @@ class GraphBuilder:
     def _new_value(self, node: fx.Node, name: str, phase: Phase, optional: bool, note: bool = False) -> int:
         if node in self.outputs or (node in self.gradients and phase is Phase.FORWARD):
             kind = ValueKind.OUTPUT
-        elif node in self.gradients:
+        elif node in self.kept:
             kind = ValueKind.PARAM_GRAD
         elif phase is Phase.BACKWARD:
             kind = ValueKind.GRADIENT

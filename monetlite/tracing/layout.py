@@ -5,16 +5,18 @@ copied there and back around each one, which costs time and a workspace as large
 they enter, images stay channels-last, because kernels give their results the layout of their operands. Where
 something needs another layout (a `view` that flattens an image, the gradient of a pooled vector), a conversion
 is inserted, which is an operator like any other and is priced and scheduled with the rest. Results leave in the
-layouts that they had, and random numbers are drawn for the layouts that they were drawn for.
+layouts that they had, and whatever goes by the order of elements in memory sees the order that there was: random
+numbers are drawn in it, `as_strided` and operators of other libraries (`torch.library`) may read it.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from monetlite.captured import storages
 from monetlite.captured.calls import fake_mode
+from monetlite.errors import TraceError
 from monetlite.operators.random import is_random
 from monetlite.tracing.capture import Joint
 
@@ -35,6 +37,24 @@ _GRADIENT_OF = {
     "aten.max_pool2d_with_indices_backward.default": (0, 1),
 }
 """Gradients (first) that are converted where what they meet (second) is channels-last."""
+
+_BY_STORAGE = frozenset(
+    {
+        "aten.as_strided.default",
+        "aten.as_strided_copy.default",
+        "aten.as_strided_scatter.default",
+        "aten._reshape_alias.default",
+        "aten.resize.default",
+    }
+)
+"""Operators that find elements of their first operand by position in its storage."""
+
+_ANY_LAYOUT = frozenset({"aten", "prims"})
+"""Libraries whose operators take operands in any layout; others may rely on those that a person tried."""
+
+_Order: TypeAlias = torch.memory_format | tuple[int, ...]
+"""How the elements of a tensor lie in memory, without gaps: a format of torch's, or dimensions, the outermost
+first."""
 
 
 def channels_last(joint: Joint) -> Joint:
@@ -57,19 +77,22 @@ class _Converter:
     def __init__(self, source: fx.Graph) -> None:
         self.graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
-        self._converted: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
+        self._converted: dict[tuple[fx.Node, _Order], fx.Node] = {}
+        self._restored: dict[fx.Node, fx.Node] = {}
+        """Views as they were, of what they were of."""
         self._mode = fake_mode(next(node for node in source.nodes if str(node.target) in _LIKE))
 
     def convert(self, node: fx.Node) -> None:
         """Append what a node becomes."""
         if node.op == "output":
-            results = [self._as_before(item) if isinstance(item, fx.Node) else item for item in node.args[0]]  # type: ignore[union-attr]  # an output has a flat list
+            results = [self._in_storage(item) if isinstance(item, fx.Node) else item for item in node.args[0]]  # type: ignore[union-attr]  # an output has a flat list
             self.graph.output(tuple(results)).meta.update(node.meta)
             return
         if node.op != "call_function":
             self._new[node] = self.graph.node_copy(node, self._new.__getitem__)
             return
         args: list[Any] = [fx.map_arg(item, self._new.__getitem__) for item in node.args]
+        kwargs = fx.map_arg(dict(node.kwargs), self._new.__getitem__)
         for position in _LIKE.get(str(node.target), ()):
             if _is_image(node.args[position]):
                 args[position] = self._laid_out(args[position], torch.channels_last, node)
@@ -77,39 +100,89 @@ class _Converter:
             gradient, other = _GRADIENT_OF[str(node.target)]
             if _is_image(node.args[gradient]) and _is_channels_last(args[other]):
                 args[gradient] = self._laid_out(args[gradient], torch.channels_last, node)
-        if is_random(node):
+        if str(node.target) in _BY_STORAGE:
+            args[0] = self._by_storage(node)
+        elif not _takes_any_layout(node):
+            args, kwargs = fx.map_arg((list(node.args), dict(node.kwargs)), self._in_storage)
+        elif is_random(node):
             # Numbers are drawn in the order of the storage: another layout would drop other elements.
-            args = [self._as_before(item) if isinstance(item, fx.Node) else item for item in node.args]
-        kwargs = fx.map_arg(dict(node.kwargs), self._new.__getitem__)
-        try:
-            value = self._run(node.target, args, kwargs)
-        except (RuntimeError, ValueError):
-            if not storages.is_view(node):
-                raise
-            # A view that joins dimensions which are apart in this layout: it was of a contiguous tensor.
-            args[0] = self._laid_out(args[0], torch.contiguous_format, node)
-            value = self._run(node.target, args, kwargs)
-        self._new[node] = self._append(node, node.target, tuple(args), kwargs, value, node.name)
+            args, kwargs = fx.map_arg((list(node.args), dict(node.kwargs)), self._in_order)
+        append = self._view if storages.is_view(node) else self._call
+        self._new[node] = append(node, args, kwargs)
 
-    def _as_before(self, node: fx.Node) -> fx.Node:
-        """What a tensor has become, in the layout that it had."""
+    def _call(self, node: fx.Node, args: list[Any], kwargs: Any) -> fx.Node:
+        value = self._run(node.target, args, kwargs)
+        return self._append(node, node.target, tuple(args), kwargs, value, node.name)
+
+    def _view(self, node: fx.Node, args: list[Any], kwargs: Any) -> fx.Node:
+        """A view; of a copy, where it joins dimensions that are apart in this layout."""
+        for restored in (self._in_order, self._in_storage):
+            try:
+                return self._call(node, args, kwargs)
+            except (RuntimeError, ValueError):
+                args = [restored(node.all_input_nodes[0], node), *args[1:]]
+        return self._call(node, args, kwargs)
+
+    def _in_order(self, node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
+        """What a tensor has become, its elements in memory in the order in which they were.
+
+        Where they had gaps between them, or were repeated, they lie as in `torch.empty_like` of it, which is how
+        operators lay out masks and results.
+        """
         new, before = self._new[node], node.meta.get("val")
         if not isinstance(before, torch.Tensor) or new.meta["val"].stride() == before.stride():
             return new
-        layout = torch.contiguous_format if before.is_contiguous() else torch.channels_last
-        return self._laid_out(new, layout, node)
+        with self._mode:
+            dense = torch.empty_like(before)
+        return self._laid_out(new, _order_of(dense), reader or node)
 
-    def _laid_out(self, node: fx.Node, layout: torch.memory_format, reader: fx.Node) -> fx.Node:
+    def _in_storage(self, node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
+        """What a tensor has become, in a storage like the one that it had: a view is a view of what it was of."""
+        if storages.base(node) is node:
+            return self._in_order(node, reader)
+        if node not in self._restored:
+            new, source = self._new[node], self._in_storage(node.all_input_nodes[0], reader)
+            others = fx.map_arg(node.args[1:], self._new.__getitem__)
+            kwargs = fx.map_arg(dict(node.kwargs), self._new.__getitem__)
+            same = new.args[0] is source
+            self._restored[node] = new if same else self._call(node, [source, *others], kwargs)
+        return self._restored[node]
+
+    def _by_storage(self, node: fx.Node) -> fx.Node:
+        """The first operand of an operator that finds elements by their position in its storage.
+
+        Raises:
+            TraceError: the storage has gaps, whose contents would not be the same.
+        """
+        viewed = node.all_input_nodes[0]
+        base = storages.base(viewed)
+        before, new = base.meta["val"], self._new[base].meta["val"]
+        if new.stride() != before.stride() and storages.storage_bytes(base) != before.nbytes:
+            raise TraceError(
+                f"{node.target} reads a tensor with gaps in memory (strides {tuple(before.stride())}, shape "
+                f"{tuple(before.shape)}), which layout 'channels_last' would not keep; use layout='as_traced'"
+            )
+        return self._in_storage(viewed)
+
+    def _laid_out(self, node: fx.Node, order: _Order, reader: fx.Node) -> fx.Node:
         """A tensor in a layout: itself, or a copy that is made once for all its readers."""
-        if node.meta["val"].is_contiguous(memory_format=layout):
+        if _lies_in(node.meta["val"], order):
             return node
-        key = (node, layout)
+        key = (node, order)
         if key not in self._converted:
-            kwargs = {"memory_format": layout}
-            clone = torch.ops.aten.clone.default
-            value = self._run(clone, (node,), kwargs)
-            self._converted[key] = self._append(reader, clone, (node,), kwargs, value, "layout")
+            self._converted[key] = self._copied(node, order, reader)
         return self._converted[key]
+
+    def _copied(self, node: fx.Node, order: _Order, reader: fx.Node) -> fx.Node:
+        def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            return self._append(reader, target, args, kwargs, self._run(target, args, kwargs), "layout")
+
+        clone, permute = torch.ops.aten.clone.default, torch.ops.aten.permute.default
+        if isinstance(order, torch.memory_format):
+            return call(clone, node, memory_format=order)
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        outermost_first = call(permute, node, list(order))
+        return call(permute, call(clone, outermost_first, memory_format=torch.contiguous_format), inverse)
 
     def _append(
         self, origin: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any, value: Any, name: str
@@ -140,6 +213,27 @@ def _is_channels_last(argument: Any) -> bool:
         and tensor.is_contiguous(memory_format=torch.channels_last)
         and not tensor.is_contiguous()
     )
+
+
+def _takes_any_layout(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return target.namespace in _ANY_LAYOUT or torch.Tag.flexible_layout in target.tags
+
+
+def _order_of(dense: torch.Tensor) -> _Order:
+    for layout in (torch.contiguous_format, torch.channels_last):
+        if _lies_in(dense, layout):
+            return layout
+    steps = dense.stride()
+    return tuple(sorted(range(dense.dim()), key=lambda dimension: -steps[dimension]))
+
+
+def _lies_in(tensor: torch.Tensor, order: _Order) -> bool:
+    if isinstance(order, torch.memory_format):
+        return tensor.is_contiguous(memory_format=order)
+    return tensor.permute(order).is_contiguous()
 
 
 __all__ = ["channels_last"]

@@ -1,12 +1,20 @@
 """A step traced in channels-last is the same step in another layout."""
 
+import itertools
 import random
 
 import pytest
 import torch
-from small_models import SmallCNN, step, twin
-from step_lists import free_profile, recompute_at_random, schedule_of, with_random_implementations
+from small_models import SmallCNN, assert_same, call, step, twin
+from step_lists import (
+    free_profile,
+    recompute_at_random,
+    recompute_everything,
+    schedule_of,
+    with_random_implementations,
+)
 from torch import nn
+from torch.nn import functional as F
 
 import monetlite
 from monetlite.errors import ModelError, TraceError
@@ -56,8 +64,8 @@ def test_the_same_step_in_another_layout(kind):
     model, inputs = MODELS[kind]()
     graph = monetlite.trace(model, inputs, layout="channels_last")
     assert graph.layout == "channels_last"
-    for operator, call in convolutions(graph):
-        image = next(ref for ref in call.tensors())
+    for operator, kernel in convolutions(graph):
+        image = next(ref for ref in kernel.tensors())
         if is_image(image.spec):
             assert image.spec.stride[1] == 1, operator.name
     expected = step(twin(model), inputs)
@@ -126,3 +134,123 @@ def test_the_person_chooses_how_exact_it_has_to_be():
     assert asked.plain_peak_bytes == exact.plain_peak_bytes, "what plain training takes, in its own layout"
     with pytest.raises(ModelError, match="allow 1e-05 or more"):
         monetlite.optimize(model, x, "90%", time_limit=2, layout="channels_last")
+
+
+class Seen(nn.Module):
+    """Tensors that see an image in different ways."""
+
+    def __init__(self, *ways):
+        super().__init__()
+        self.conv, self.ways = nn.Conv2d(3, 8, 3), ways
+
+    def forward(self, x):
+        image = self.conv(x)
+        return [way(image) for way in self.ways]
+
+
+def both(*ways):
+    """What is seen, and what dropout makes of it."""
+    return [*ways, *((lambda image, way=way: F.dropout(way(image), 0.4)) for way in ways)]
+
+
+def permuted_and_cut(order, seed):
+    rng = random.Random(seed)
+    cuts = tuple(rng.choice([slice(None), slice(1, None), slice(None, -1), slice(None, None, 2)]) for _ in order)
+    return lambda image: image.permute(order)[cuts]
+
+
+ORDERS = list(itertools.permutations(range(4)))
+WAYS = {
+    "permuted": both(*(lambda image, order=order: image.permute(order) for order in ORDERS)),
+    "sliced": both(*(permuted_and_cut(order, seed) for seed, order in enumerate(ORDERS[::2]))),
+    "of other ranks": both(
+        lambda image: image.flatten(2).transpose(1, 2),
+        lambda image: image.flatten(2),
+        lambda image: image.permute(2, 0, 3, 1).flatten(2),
+        lambda image: image[1],
+        lambda image: image[:, 2:4].permute(1, 3, 0, 2)[1],
+        lambda image: image.view(2, 2, 4, 6, 6).transpose(1, 2),
+        lambda image: image.view(2, 2, 4, 2, 3, 6).permute(5, 0, 3, 1, 2, 4),
+        lambda image: image.view(2, 2, 4, 2, 3, 6).permute(5, 0, 3, 1, 2, 4)[1:, :, :, :, ::2],
+        lambda image: image.mean(1),
+        lambda image: image.sum(2, keepdim=True),
+    ),
+    "in parts": both(
+        lambda image: image.chunk(2, 1)[0],
+        lambda image: image.chunk(2, 1)[1],
+        lambda image: image.permute(0, 2, 3, 1).split(3, dim=2)[0],
+        lambda image: image.unbind(1)[3],
+        lambda image: image.chunk(2, 1)[1].view(2, 4, 36),
+        lambda image: image[:, 1:5].view(2, 2, 2, 36),
+    ),
+    "repeated": both(
+        lambda image: image.mean(1, keepdim=True).expand(2, 4, 6, 6),
+        lambda image: image[:, :, :, :1].expand(2, 8, 6, 5).transpose(1, 3),
+        lambda image: image[1].expand(3, 8, 6, 6),
+        lambda image: image.mean(1).unsqueeze(3).expand(2, 6, 6, 3),
+        lambda image: image.unfold(2, 3, 2),
+    ),
+    "by strides": both(
+        lambda image: image.as_strided((2, 8, 36), (288, 36, 1)),
+        lambda image: image.as_strided((2, 8, 4, 3), (288, 36, 10, 2)),
+        lambda image: image[:, 2:4].as_strided((3, 5), (40, 2)),
+        lambda image: image[:1, 2:3, :1, :1].as_strided((3, 5), (40, 2), 7),
+        lambda image: image.chunk(2, 1)[1].transpose(1, 2).as_strided((2, 30), (300, 2)),
+        lambda image: torch.as_strided_scatter(image, image[0, 0, :3] * 2, (3, 6), (50, 3), 11),
+        lambda image: image.relu().as_strided((4, 36), (36, 1)),
+    ),
+    "random numbers like it": [
+        lambda image: image * torch.rand_like(image),
+        lambda image: image.transpose(2, 3) * torch.rand_like(image.transpose(2, 3)),
+        lambda image: image[:, 1:3] * torch.randn_like(image[:, 1:3]),
+        lambda image: image * torch.bernoulli(torch.sigmoid(image.permute(0, 2, 3, 1))).permute(0, 3, 1, 2),
+    ],
+}
+
+
+def strides(tensor):
+    """Of the dimensions that have any."""
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_elements_are_in_the_order_that_they_were_in_wherever_that_matters(kind):
+    """The same elements are dropped, the same are found by strides, and outputs have the strides that they had."""
+    torch.manual_seed(0)
+    model, inputs = Seen(*WAYS[kind]), (torch.randn(2, 3, 8, 8),)
+    graph = (
+        monetlite.trace(model, inputs, layout="channels_last")
+        .available("cpu")
+        .restricted(lambda item: item.tolerance == 0.0)
+    )
+    images = list(convolutions(graph))
+    assert images
+    wrapped = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), recompute_everything(graph)))
+    assert_same(step(wrapped, inputs), step(twin(model), inputs), within=1e-5)
+    for ours, theirs in zip(call(wrapped, inputs), call(model, inputs), strict=True):
+        assert strides(ours) == strides(theirs)
+
+
+@torch.library.custom_op("monetlite_tests::in_memory", mutates_args=())
+def in_memory(image: torch.Tensor) -> torch.Tensor:
+    """Its elements in the order in which they lie in memory, as a kernel finds them that takes a pointer."""
+    return image.detach().as_strided((image.numel(),), (1,)).clone()
+
+
+@in_memory.register_fake
+def _(image):
+    return image.new_empty(image.numel())
+
+
+in_memory.register_autograd(
+    lambda ctx, gradient: gradient.view(ctx.shape),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
+)
+
+
+def test_an_operator_of_another_library_gets_the_layout_that_it_is_used_to():
+    torch.manual_seed(0)
+    model, inputs = Seen(lambda image: in_memory(image.relu()), torch.sin), (torch.randn(2, 3, 8, 8),)
+    graph = monetlite.trace(model, inputs, layout="channels_last")
+    wrapped = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), plain_steps(graph)))
+    assert_same(step(wrapped, inputs), step(twin(model), inputs), within=1e-5)
