@@ -8,6 +8,7 @@ is inserted, which is an operator like any other and is priced and scheduled wit
 layouts that they had, and random numbers are drawn for the layouts that they were drawn for.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def channels_last(joint: Joint) -> Joint:
     converter = _Converter(source)
     for node in source.nodes:
         converter.convert(node)
-    return Joint(graph=fx.GraphModule(joint.graph, converter.graph), forward_outputs=joint.forward_outputs)
+    return replace(joint, graph=fx.GraphModule(joint.graph, converter.graph))
 
 
 class _Converter:
