@@ -11,7 +11,12 @@ from functools import cached_property
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+)
 
 _UNANNOTATED_VIEWS = frozenset({"aten._unsafe_view.default"})
 """Operators whose result shares its input's storage though their schema does not say so."""
@@ -91,6 +96,30 @@ class Reachability:
         changed = [item.mutated_input for item in output.meta["desc"] if isinstance(item, InputMutationAOTOutput)]
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
         return {node for node in inputs if node.meta["desc"] in changed}
+
+    @cached_property
+    def shared(self) -> set[fx.Node]:
+        """Inputs that have a gradient and that the step changes in place or returns a view of.
+
+        What is done with such a tensor or view after the step goes into the gradient too. AOTAutograd sees to
+        that, with the very tensors that it is called with.
+        """
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+        gradients = zip(inputs, self.output[self.forward_outputs :], strict=True)
+        seen = {base(node) for node in self.output[: self.forward_outputs] if node is not None}
+        return {node for node, gradient in gradients if gradient is not None} & (self.mutated | seen)
+
+    @property
+    def takes_arguments(self) -> bool:
+        """Whether the inputs are what the step is called with, one by one.
+
+        They are not where an argument that is changed shares its storage with another, or is made of several
+        tensors.
+        """
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+        given = [node.meta["desc"] for node in inputs]
+        plain = all(isinstance(item, (BufferAOTInput, ParamAOTInput, PlainAOTInput)) for item in given)
+        return plain and all(getattr(item, "idx", at) == at for at, item in enumerate(given))
 
     @cached_property
     def needed(self) -> set[fx.Node]:

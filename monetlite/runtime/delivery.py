@@ -11,17 +11,21 @@ Going backward, autograd first reaches the program's node, which runs nothing ye
 memory that stand for the real ones; then the nodes of the chain in order, each of which runs one part of the
 program and returns the gradients that part makes. After each, autograd does what it always does with a gradient
 that is ready: hooks, accumulation, reduction.
+
+Where a tensor that has a gradient is changed by the program or seen by one of its outputs, more is added to that
+gradient outside of the chain. Then (`Joint.at_once`) there is no chain, and the program's node runs it whole.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
+from monetlite.errors import ModelError
 from monetlite.runtime.parts import Run, results_by_part, split
+from monetlite.runtime.unused import Unused
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
 
 _RUN = "_monetlite_run"
@@ -36,31 +40,39 @@ def delivering_backend(lower: Partition, compiler: Compiler = boxed) -> Backend:
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         deliveries: list[list[int]] = []
+        unused: Unused | None = None
 
         def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+            nonlocal unused
+            unused = Unused(joint)
             forward, backward = lower(joint)
-            deliveries[:] = results_by_part(backward)
+            deliveries[:] = [] if joint.at_once else results_by_part(backward)
             return forward, backward
 
-        run = aot_backend(partition, forward=compiler, backward=partial(deferred, compiler=compiler))(graph, inputs)
-        if len(deliveries) < 2:
+        def compile_backward(program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int]) -> Boxed:
+            assert unused is not None
+            if len(deliveries) < 2:
+                return unused.without(compiler(program, inputs, internal))
+            return _deferred(program, inputs, compiler, unused)
+
+        run = aot_backend(partition, forward=compiler, backward=compile_backward)(graph, inputs)
+        if unused is None:
             return run
-        order = list(reversed(list(enumerate(deliveries))))
+        order = list(reversed(list(enumerate(deliveries)))) if len(deliveries) > 1 else []
+        watched = unused
 
         def call(*arguments: Any) -> Any:
-            return run(*_through_chain(list(arguments), order))
+            outputs = run(*_through_chain(list(arguments), order))
+            watched.watch(outputs)
+            return outputs
 
         return call
 
     return backend
 
 
-def deferred(
-    program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int] = (), *, compiler: Compiler = boxed
-) -> Boxed:
+def _deferred(program: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, unused: Unused) -> Boxed:
     """A backward program that returns stand-ins for its results, to be run part by part."""
-    if len(results_by_part(program)) < 2:
-        return compiler(program, inputs, internal)
     parts = split(program, inputs, compiler)
     names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
     specs = [
@@ -69,7 +81,7 @@ def deferred(
     ]
 
     def call(arguments: list[Any]) -> list[torch.Tensor | None]:
-        run = Run(parts, dict(zip(names, arguments, strict=True)))
+        run = Run(parts, dict(zip(names, arguments, strict=True)), unused.left_out())
         arguments.clear()
         scalars: dict[tuple[Any, Any], torch.Tensor] = {}
         results: list[torch.Tensor | None] = []
@@ -115,8 +127,15 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        run: Run = next(getattr(gradient, _RUN) for gradient in gradients if gradient is not None)
+        runs = {id(run): run for item in gradients if item is not None if (run := getattr(item, _RUN, None))}
+        if len(runs) != 1 or not all(hasattr(item, _RUN) for item in gradients if item is not None):
+            raise ModelError(
+                f"delivery {ctx.number} of the backward pass got a gradient that is not the compiled step's, so "
+                "gradients would be lost. Please report this with the model; until then pass the model copies of "
+                "the tensors that it changes or returns, or return copies of them (.clone())"
+            )
+        (run,) = runs.values()
         return None, None, *run.part(ctx.number)
 
 
-__all__ = ["deferred", "delivering_backend"]
+__all__ = ["delivering_backend"]

@@ -128,11 +128,12 @@ def laid_out(run: Boxed, captured: Sequence[Any]) -> list[Any]:
 
 
 class Run:
-    """A program that is run part by part."""
+    """A program that is run part by part, without the results (by position) that are `left_out`."""
 
-    def __init__(self, parts: Sequence[Part], tensors: dict[str, Any]) -> None:
+    def __init__(self, parts: Sequence[Part], tensors: dict[str, Any], left_out: Collection[int] = ()) -> None:
         self._parts = parts
         self._tensors = tensors
+        self._left_out = left_out
 
     def part(self, number: int) -> list[Any]:
         """Run a part, after those before it; returns its results."""
@@ -141,4 +142,5 @@ class Run:
         arguments = [tensors.pop(name) if name in part.lets_go else tensors[name] for name in part.takes]
         made = list(part.run(arguments))
         tensors.update(zip(part.gives, made, strict=False))
-        return made[len(part.gives) :]
+        results = zip(part.results, made[len(part.gives) :], strict=True)
+        return [None if at in self._left_out else result for at, result in results]

@@ -172,7 +172,7 @@ def build_graph(
     for node in backward:
         builder.add_intermediates(node)
     builder.add_loss()
-    builder.plan_deliveries(backward)
+    builder.plan_deliveries(backward, at_once=joint.at_once)
     for node in backward:
         builder.add(node, Phase.BACKWARD)
         builder.add_delivery(node)

@@ -254,10 +254,11 @@ class GraphBuilder:
             )
         )
 
-    def plan_deliveries(self, backward: Sequence[fx.Node]) -> None:
+    def plan_deliveries(self, backward: Sequence[fx.Node], *, at_once: bool = False) -> None:
         """Note after which backward kernel each gradient is final, and nothing reads what it is the gradient of.
 
-        An optimizer that steps as soon as it has a gradient may then change the parameter.
+        An optimizer that steps as soon as it has a gradient may then change the parameter. With `at_once` all are
+        handed over after the last kernel.
         """
         position = {node: at for at, node in enumerate(backward)}
         last_read: dict[fx.Node, int] = {}
@@ -273,7 +274,7 @@ class GraphBuilder:
                 self._given += [node] if self.copied[node] else []
             else:
                 at = max(position[kernel], *(last_read.get(primal, 0) for primal in primals))
-                self._final.setdefault(backward[at], []).append(node)
+                self._final.setdefault(backward[-1 if at_once else at], []).append(node)
 
     def add_delivery(self, node: fx.Node | None) -> None:
         """Hand over the gradients that are final after a kernel, once they are a share of all; at last, any."""

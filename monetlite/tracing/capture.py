@@ -23,6 +23,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from monetlite.captured.storages import Reachability
 from monetlite.errors import TraceError
 from monetlite.tracing.attention import Capability, as_on_gpu
 from monetlite.tracing.fused import kernels_kept_whole
@@ -30,10 +31,15 @@ from monetlite.tracing.fused import kernels_kept_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Joint:
-    """The joint graph: its flat outputs are `forward_outputs` results and then a gradient for each input."""
+    """The joint graph: its flat outputs are `forward_outputs` results and then a gradient for each input.
+
+    `at_once`: whether every gradient has to be handed over at the end, because of what the caller may do with a
+    tensor that the step changes or returns a view of (`Reachability.shared`).
+    """
 
     graph: fx.GraphModule
     forward_outputs: int
+    at_once: bool
 
 
 _EAGER_FAILURE = re.compile(r"got \w+Error\((['\"])(.*?)\1\)")
@@ -127,7 +133,9 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         nonlocal results
         results = num_fwd_outputs
-        return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs))
+        reach = Reachability(joint.graph, num_fwd_outputs)
+        at_once = bool(reach.shared) or not reach.takes_arguments
+        return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs, at_once=at_once))
 
     def forward_compiler(program: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         return forward(program, inputs, range(results, len(flat_outputs(program))))

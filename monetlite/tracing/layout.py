@@ -9,6 +9,7 @@ layouts that they had, and whatever goes by the order of elements in memory sees
 numbers are drawn in it, `as_strided` and operators of other libraries (`torch.library`) may read it.
 """
 
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -68,7 +69,7 @@ def channels_last(joint: Joint) -> Joint:
     converter = _Converter(source)
     for node in source.nodes:
         converter.convert(node)
-    return Joint(graph=fx.GraphModule(joint.graph, converter.graph), forward_outputs=joint.forward_outputs)
+    return replace(joint, graph=fx.GraphModule(joint.graph, converter.graph))
 
 
 class _Converter:

@@ -7,9 +7,12 @@ from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
+from monetlite.errors import ModelError
 from monetlite.graph import DELIVERY
 from monetlite.profiling.memory import peak_growth_bytes
+from monetlite.runtime import delivery
 from monetlite.schedule import plain_steps, simulate
+from monetlite.tracing import builder
 
 WIDTH, LAYERS = 512, 6
 
@@ -105,6 +108,141 @@ def test_outputs_of_which_one_is_not_used():
     model, inputs = TwoInputsTwoOutputs(), (torch.randint(0, 11, (3, 6)), torch.randn(3, 8, requires_grad=True))
     expected = step(twin(model), inputs)
     assert_same(step(wrapped(twin(model), inputs, recompute_everything), inputs), expected)
+
+
+class Shares(nn.Module):
+    """Changes a tensor that has a gradient, or returns a view of one beside its result."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.positions = nn.Parameter(torch.randn(1, 20, 8))
+        self.how = how
+
+    def forward(self, x):
+        return self.how(self, x)
+
+    def body(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x + self.positions[0, : len(x)]
+
+
+def clamped(model, x):
+    with torch.no_grad():
+        model.layers[0].weight.clamp_(-0.1, 0.1)
+    return model.body(x)
+
+
+def changed_after_use(model, x):
+    y = model.body(x * 2)
+    x.mul_(y)
+    return y
+
+
+SHARING = {
+    "input changed": lambda model, x: model.body(torch.relu_(x)),
+    "input changed after its use": changed_after_use,
+    "input changed outside of autograd": lambda model, x: (x.detach().mul_(2), model.body(x))[1],
+    "weight changed": clamped,
+    "view of the input": lambda model, x: (model.body(x), x.flatten()),
+    "part of the input": lambda model, x: (model.body(x), x[1:], x[:2].t()),
+    "part of a weight": lambda model, x: (model.body(x), model.layers[0].weight[:5]),
+    "weight transposed": lambda model, x: (model.body(x), model.layers[2].weight.t()),
+    "positions": lambda model, x: (model.body(x), model.positions[:, : len(x)]),
+    "the input and a weight": lambda model, x: (x, model.body(x), model.layers[1].weight),
+    "input changed and returned": lambda model, x: (model.body(x.mul_(2)), x.view(-1)),
+}
+
+
+def two_steps(model, x):
+    """What two steps leave behind: outputs, gradients, and what hooks saw."""
+    seen = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: seen.append((name, gradient.clone())))
+        parameter.register_post_accumulate_grad_hook(lambda item, name=name: seen.append((name, item.grad.clone())))
+    kept = []
+    for used in (False, True):
+        leaf = x.clone().requires_grad_()
+        given = leaf * 1.5
+        given.register_hook(lambda gradient: seen.append(("given", gradient.clone())))
+        outputs = model(given)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        weighed = sum((number + 1) * output.square().mean() for number, output in enumerate(outputs))
+        (weighed + given.sin().sum() if used else weighed).backward()
+        kept += [*outputs, given, leaf.grad]
+    kept += [parameter.grad for parameter in model.parameters()]
+    return kept, dict(seen), len(seen)
+
+
+@pytest.fixture
+def every_gradient_delivered(monkeypatch):
+    monkeypatch.setattr(builder, "LEAST_DELIVERY", 0)
+
+
+@pytest.mark.usefixtures("every_gradient_delivered")
+@pytest.mark.parametrize("how", SHARING)
+def test_tensors_that_the_step_changes_or_returns_views_of(how):
+    model, x = Shares(SHARING[how]), torch.randn(4, 8)
+    found = two_steps(wrapped(twin(model), x.clone().requires_grad_() * 1.0, recompute_everything), x)
+    expected = two_steps(twin(model), x)
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert torch.equal(mine, theirs)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert torch.equal(found[1][name], gradient), name
+    assert found[2] == expected[2]
+
+
+@pytest.mark.usefixtures("every_gradient_delivered")
+def test_an_argument_that_is_changed_and_shares_its_storage_with_another():
+    """AOTAutograd then calls the program with other tensors than the step is called with."""
+
+    class Shifted(Shares):
+        def forward(self, x, whole, part):
+            y = self.body(x)
+            whole.add_(1)
+            return y * part.sum()
+
+    model, x = Shifted(None), torch.randn(4, 8, requires_grad=True)
+    gradients = []
+    for owner in (model, twin(model)):
+        whole = torch.zeros(6)
+        inputs = (x, whole, whole[:3])
+        trained = owner if owner is model else wrapped(owner, inputs)
+        trained(*inputs).square().sum().backward()
+        gradients.append([x.grad, whole, *(parameter.grad for parameter in owner.parameters())])
+        x.grad = None
+    for mine, theirs in zip(*gradients, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.usefixtures("every_gradient_delivered")
+def test_one_delivery_where_a_view_of_a_weight_is_returned():
+    def deliveries(how):
+        graph = monetlite.trace(Shares(how), torch.randn(4, 8))
+        return sum(operator.family == DELIVERY for operator in graph.operators)
+
+    assert deliveries(SHARING["part of a weight"]) == 1
+    assert deliveries(lambda model, x: (model.body(x), x.flatten())) > 1, "the input has no gradient"
+
+
+@pytest.mark.usefixtures("every_gradient_delivered")
+def test_a_gradient_that_is_not_the_programs_is_an_error(monkeypatch):
+    """Should torch ever send one through the chain."""
+    through = delivery._through_chain
+
+    def add_outside(arguments, order):
+        passed = through(arguments, order)
+        outside.append(sum(item.sum() for item in passed if item.requires_grad))
+        return passed
+
+    outside = []
+    monkeypatch.setattr(delivery, "_through_chain", add_outside)
+    model, x = deep(), torch.randn(4, WIDTH)
+    loss = losses(wrapped(model, x), x) + outside[0]
+    with pytest.raises(ModelError, match="a gradient that is not the compiled step's"):
+        loss.backward()
 
 
 def test_double_backward_is_refused():
