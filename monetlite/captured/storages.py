@@ -81,6 +81,10 @@ class Reachability:
 
     graph: fx.Graph
     forward_outputs: int
+    draws: frozenset[fx.Node] = frozenset()
+    """Kernels that run even where nobody reads what they make: they move the random number generator on."""
+    drawn_backward: frozenset[fx.Node] = frozenset()
+    """Those of them that autograd runs in the backward pass, whatever they read."""
 
     @cached_property
     def output(self) -> list[fx.Node | None]:
@@ -123,18 +127,19 @@ class Reachability:
 
     @cached_property
     def needed(self) -> set[fx.Node]:
-        """Nodes that some output depends on."""
-        return _ancestors(node for node in self.output if node is not None)
+        """Nodes that some output depends on, or the generator's state."""
+        return _ancestors(iter([*(node for node in self.output if node is not None), *self.draws]))
 
     @cached_property
     def forward(self) -> set[fx.Node]:
-        """Nodes that a result of the forward pass depends on."""
-        return _ancestors(node for node in self.output[: self.forward_outputs] if node is not None)
+        """Nodes that a result of the forward pass depends on, or the state that it leaves the generator in."""
+        results = [node for node in self.output[: self.forward_outputs] if node is not None]
+        return _ancestors(iter([*results, *(self.draws - self.backward)]))
 
     @cached_property
     def backward(self) -> set[fx.Node]:
-        """Nodes that depend on the gradient of an output."""
-        found: set[fx.Node] = set()
+        """Nodes that depend on the gradient of an output, or on what is drawn only then."""
+        found: set[fx.Node] = set(self.drawn_backward)
         for node in self.graph.nodes:
             if is_tangent(node) or any(argument in found for argument in node.all_input_nodes):
                 found.add(node)

@@ -77,8 +77,11 @@ def rng_state(device: str) -> torch.Tensor:
 
 
 @function("replay", like=_drawn_call, measured_like=True)
-def replay(state: torch.Tensor, device: str, target: str, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator with a device's default generator in an earlier state, and put the present one back."""
+def replay(state: torch.Tensor, device: str, target: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator with a device's default generator in an earlier state, and put the present one back.
+
+    The keywords are the operator's, which may be called as the parameters here are: `torch.rand` takes a `device`.
+    """
     from monetlite.operators import resolve
 
     with drawing_from(state, device):

@@ -86,7 +86,8 @@ def _operators(target: Any) -> tuple[Any, Any]:
     """(draw, draw again) for a function that draws random numbers: torch's operator, or one of ours.
 
     `draw(after, device, …)` returns the state that it begins from and then the function's results; `after` is a
-    state that was noted earlier, or None. `draw again(state, device, …)` returns the function's results.
+    state that was noted earlier, or None. `draw again(state, device, …)` returns the function's results. Their
+    schemas have other names for these, as the function may have a `device` of its own.
     """
     if isinstance(target, torch._ops.OpOverload):
         schema = target._schema
@@ -101,26 +102,26 @@ def _operators(target: Any) -> tuple[Any, Any]:
     results = returns.removeprefix("(").removesuffix(")")
     several = _returns_several(target)
 
-    def draw(_: torch.Tensor | None, device: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    def draw(_: torch.Tensor | None, device: str, /, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         state = rng_state(device)
         made = target(*args, **kwargs)
         return (state, *made) if several else (state, made)
 
-    def fake_draw(_: torch.Tensor | None, device: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    def fake_draw(_: torch.Tensor | None, device: str, /, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         state = torch.empty(state_bytes(device), dtype=torch.uint8, device="cpu")
         made = target(*args, **kwargs)
         return (state, *made) if several else (state, made)
 
-    def redraw(state: torch.Tensor, device: str, *args: Any, **kwargs: Any) -> Any:
+    def redraw(state: torch.Tensor, device: str, /, *args: Any, **kwargs: Any) -> Any:
         return replay(state, device, target_name, *args, **kwargs)
 
-    def fake_redraw(_: torch.Tensor, __: str, *args: Any, **kwargs: Any) -> Any:
+    def fake_redraw(_: torch.Tensor, __: str, /, *args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
     made = []
     for schema_text, run, fake in (
-        (f"draw_{name}(Tensor? after, str device, {arguments}) -> (Tensor, {results})", draw, fake_draw),
-        (f"redraw_{name}(Tensor state, str device, {arguments}) -> {returns}", redraw, fake_redraw),
+        (f"draw_{name}(Tensor? noted_before, str drawn_on, {arguments}) -> (Tensor, {results})", draw, fake_draw),
+        (f"redraw_{name}(Tensor noted, str drawn_on, {arguments}) -> {returns}", redraw, fake_redraw),
     ):
         full_name = f"monetlite::{schema_text.split('(')[0]}"
         _LIBRARY.define(schema_text, tags=(torch.Tag.nondeterministic_seeded,))

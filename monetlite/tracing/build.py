@@ -1,7 +1,8 @@
 """From a joint graph to an `OperatorGraph`: one operator per kernel, one value per storage.
 
 Three kinds of operators come out of the joint graph (`Reachability` tells them apart): those that a result
-of the forward pass needs, which are mandatory forward operators; those that depend on the gradient of an
+of the forward pass needs, or the random number generator's state after it, which are mandatory forward
+operators; those that depend on the gradient of an
 output, which are backward operators; and those that only the backward pass needs but that could run at any
 time, which are optional forward operators. Between forward and backward stands the operator `loss`, outside
 the model, which reads the outputs and writes their gradients.
@@ -9,6 +10,7 @@ the model, which reads the outputs and writes their gradients.
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -37,7 +39,7 @@ from monetlite.tracing.attention import Capability
 from monetlite.tracing.builder import GraphBuilder
 from monetlite.tracing.capture import Joint, capture
 from monetlite.tracing.layout import channels_last
-from monetlite.tracing.names import Namer
+from monetlite.tracing.names import Namer, is_forward
 
 
 def trace(
@@ -143,7 +145,9 @@ def build_graph(
         joint = channels_last(joint)
     graph = joint.graph.graph
     merge(graph)
-    reach = storages.Reachability(graph, joint.forward_outputs)
+    draws = _draws(graph)
+    late = frozenset(itertools.filterfalse(is_forward, draws))
+    reach = storages.Reachability(graph, joint.forward_outputs, draws=draws, drawn_backward=late)
     namer = Namer(model)
     flat_inputs = pytree.tree_leaves(inputs)
     builder = GraphBuilder(reach=reach, namer=namer, device=device_of(model, inputs, meta_device))
@@ -158,9 +162,7 @@ def build_graph(
                 f"{namer.source(node) or 'the model'}: {node.target} makes a tensor whose shape depends on the "
                 "data, so its memory can't be planned; keep shapes fixed (a mask in place of a selection)"
             )
-    mandatory = [
-        node for node in kernels if node in reach.forward or (is_random(node) and node not in reach.backward)
-    ]
+    mandatory = [node for node in kernels if node in reach.forward]
     backward = [node for node in kernels if node in reach.backward]
     others = set(mandatory) | set(backward)
     namer.assign(kernels)
@@ -215,6 +217,18 @@ def autocast_dtype(device: str) -> str:
     """What `torch.autocast` converts operands on a device to at present; empty where it is off."""
     on = torch.is_autocast_enabled(device)
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else ""
+
+
+def _draws(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The random kernels of a captured graph; of one whose results nobody reads, the first of them."""
+    draws = {node for node in graph.nodes if storages.is_kernel(node) and is_random(node)}
+    for node in list(draws):
+        if not isinstance(node.meta["val"], torch.Tensor) and not any(storages.results(node)):
+            with graph.inserting_after(node):
+                first = graph.call_function(operator.getitem, (node, 0))
+            first.meta = {**node.meta, "val": node.meta["val"][0]}
+            draws.add(first)
+    return frozenset(draws)
 
 
 def _shape_depends_on_data(node: fx.Node) -> bool:

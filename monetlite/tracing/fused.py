@@ -7,6 +7,9 @@ graphs must run what plain training runs, so these decompositions are put aside 
 Batch norm on CUDA is another such case: a plain step runs cuDNN's, and a capture would have torch's own kernel in
 its place, which rounds otherwise (pytorch/pytorch#187444). There is an operator that can be captured and that runs
 cuDNN's where a plain step would, `_batch_norm_with_update`; a capture takes that one.
+
+And dropout of everything: a plain step multiplies by zero, where a capture would draw a mask first, and so leave
+the random number generator in another state.
 """
 
 import contextlib
@@ -45,7 +48,11 @@ def kernels_kept_whole() -> Iterator[None]:
                 if kernel is not None:
                     put_aside.append((operator, key, kernel))
             operator._dispatch_cache.clear()
-        with _batch_norm_by_cudnn(torch.ops.aten.cudnn_batch_norm.default, DispatchKey.Autograd):
+        with (
+            _batch_norm_by_cudnn(torch.ops.aten.cudnn_batch_norm.default, DispatchKey.Autograd),
+            _dropout_of_everything(DispatchKey.Autograd),
+            _dropout_of_everything(DispatchKey.CompositeImplicitAutograd),
+        ):
             yield
     finally:
         for operator, key, kernel in put_aside:
@@ -77,7 +84,29 @@ def _batch_norm_by_cudnn(operator: OpOverload, key: DispatchKey) -> Iterator[Non
             made = decomposed(*arguments, training, momentum, eps)
         return made
 
-    operator.py_kernels[key] = normalize
+    with _traced_by(operator, key, normalize):
+        yield
+
+
+@contextlib.contextmanager
+def _dropout_of_everything(key: DispatchKey) -> Iterator[None]:
+    """Have what is dropped whole be multiplied by zero, as a plain step does, without drawing numbers."""
+    operator = torch.ops.aten.dropout.default
+    decomposed = operator.py_kernels[key]
+
+    def dropout(source: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        made: torch.Tensor = source * source.new_zeros(()) if train and p == 1 else decomposed(source, p, train)
+        return made
+
+    with _traced_by(operator, key, dropout):
+        yield
+
+
+@contextlib.contextmanager
+def _traced_by(operator: OpOverload, key: DispatchKey, kernel: Callable[..., Any]) -> Iterator[None]:
+    """Trace an operator as what a function of ours does."""
+    decomposed = operator.py_kernels.get(key)
+    operator.py_kernels[key] = kernel
     operator._dispatch_cache.clear()
     try:
         yield

@@ -90,6 +90,11 @@ class Namer:
         return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 
+def is_forward(node: fx.Node) -> bool:
+    """Whether AOTAutograd recorded a node while it traced the forward pass: what is neither, it recorded later."""
+    return bool(node.meta.get("partitioner_tag") == "is_forward")
+
+
 def is_backward(node: fx.Node) -> bool:
     """Whether AOTAutograd recorded a node while it traced the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
