@@ -1,5 +1,6 @@
 """Outputs of a model that returns a loss: a gradient that reaches any other of them is refused, never lost."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,27 +9,33 @@ from torch.utils import _pytree as pytree
 from monetlite.errors import ModelError
 
 
-def guard_outputs(output: Any) -> Any:
-    """Make every output beside the loss refuse a gradient, rather than lose it in silence."""
+def guard_outputs(output: Any, detached: Mapping[Any, Sequence[bool]]) -> Any:
+    """Make what was detached beside the loss refuse a gradient, rather than lose it in silence.
+
+    Args:
+        output: a mapping made by `detach_all_but_loss`; its items are replaced.
+        detached: for what stands beside the loss, by name, which of its tensors were detached.
+    """
     anchor = torch.empty(0, requires_grad=True)
 
     def guard(path: tuple[Any, ...], item: Any) -> Any:
-        if isinstance(item, torch.Tensor) and item.is_floating_point() and path[0] != pytree.MappingKey("loss"):
+        if isinstance(item, torch.Tensor) and next(was_detached):
             return _Refuse.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]  # torch has no types for it
         return item
 
-    guarded = {
-        name: item if name == "loss" else pytree.tree_map_with_path(guard, {name: item})[name]
-        for name, item in output.items()
-    }
-    return type(output)(**guarded)
+    for name, flags in detached.items():
+        was_detached = iter(flags)
+        output[name] = pytree.tree_map_with_path(guard, {name: output[name]})[name]
+    return output
 
 
 class _Refuse(torch.autograd.Function):
+    """The same tensor to every reader: not a view to autograd, which would refuse changes in place."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
         ctx.name = name
-        return tensor.view_as(tensor)
+        return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

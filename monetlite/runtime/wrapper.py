@@ -30,7 +30,6 @@ from monetlite.tracing.capture import (
     capture_settings,
     compile_step,
     explain,
-    has_loss,
     training_step,
 )
 from monetlite.units import format_bytes
@@ -146,12 +145,12 @@ class MONeTWrapper(nn.Module):
             )
         with on_its_gpu(model, (args, kwargs)):
             try:
-                output = self._train(args, kwargs)
+                output, detached = self._train(args, kwargs)
             except GuardFailed as failed:
                 # Nothing of the step has run; what the weights rule out is left out from here on.
                 self._avoid(failed.operators)
-                output = self._train(args, kwargs)
-        return guard_outputs(output) if has_loss(output) else output
+                output, detached = self._train(args, kwargs)
+        return output if detached is None else guard_outputs(output, detached)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout = layout_of(args, kwargs)

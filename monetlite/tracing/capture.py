@@ -14,7 +14,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +79,8 @@ def training_step(model: nn.Module) -> Callable[..., Any]:
 
     A model that returns a mapping with a scalar `loss` (as transformers' models do) is trained through that
     loss: its other outputs come back detached. Otherwise every floating-point output can carry a gradient.
+    The function returns the output and what was detached of it, as `detach_all_but_loss` does.
+
     A transformers model is asked not to return its key-value cache, which training does not use and which
     would keep every layer's keys and values in memory until the step ends (as gradient checkpointing does).
     """
@@ -98,15 +100,43 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(model.forward).parameters
 
 
-def detach_all_but_loss(output: Any) -> Any:
-    """Detach what stands beside a scalar `loss` in a mapping; anything else is returned as it is."""
+def detach_all_but_loss(output: Any) -> tuple[Any, dict[Any, list[bool]] | None]:
+    """Detach what stands beside a scalar `loss` in a mapping; anything else is returned as it is.
+
+    Returns:
+        The output, and for what stands beside the loss, by name, which of its tensors had to be detached; None
+        where there is no loss.
+    """
     if not has_loss(output):
-        return output
+        return output, None
+    detached = {
+        name: [leaf.requires_grad for leaf in pytree.tree_leaves(item) if isinstance(leaf, torch.Tensor)]
+        for name, item in output.items()
+        if name != "loss"
+    }
     items = {
-        name: item if name == "loss" else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, item)
+        name: item if name == "loss" else pytree.tree_map_only(torch.Tensor, _detached, item)
         for name, item in output.items()
     }
-    return type(output)(**items)
+    return _like(output, items), detached
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _like(output: Any, items: dict[Any, Any]) -> Any:
+    """A mapping of the same type with these items, whatever that type's constructor takes."""
+    if type(output) is dict:
+        return items
+    if is_dataclass(output):
+        return type(output)(**items)  # type: ignore[misc]  # not a class, as far as is_dataclass says
+    made = dict.__new__(type(output))
+    for name, item in items.items():
+        dict.__setitem__(made, name, item)
+    if hasattr(output, "__dict__"):
+        made.__dict__.update(output.__dict__)
+    return made
 
 
 def has_loss(output: Any) -> bool:
