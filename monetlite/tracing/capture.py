@@ -140,8 +140,8 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
     )
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # `loss.backward()` is called outside of `with torch.autocast(...)`, so nothing is cast there. And what draws
-        # random numbers that nobody reads is kept, for which AOTAutograd asks this setting of Inductor's.
+        # `loss.backward()` is called outside of `with torch.autocast(...)`, so nothing is cast there. And what
+        # draws random numbers that nobody reads is kept, for which AOTAutograd asks this setting of Inductor's.
         with (
             torch._functorch.config.patch(backward_pass_autocast="off"),
             torch._inductor.config.patch(fallback_random=True),
