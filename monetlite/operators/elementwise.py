@@ -61,16 +61,23 @@ def remove_copies(graph: fx.Graph) -> None:
     """Read the original wherever a captured graph has a copy of the same layout.
 
     Autograd copies what an in-place operator is about to overwrite and its gradient needs (the input of an
-    in-place ReLU6). In a captured graph nothing is overwritten. What is returned stays a copy.
+    in-place ReLU6). In a captured graph nothing is overwritten. What is returned, or a view of it, stays a copy,
+    as its reader may overwrite it; and a copy of a conjugate is the conjugate itself, which is only marked before.
     """
     (output,) = graph.find_nodes(op="output")
+    returned = {base(node) for node in output.all_input_nodes}
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         source = node.args[0]
-        if output in node.users or base(source).op != "call_function":
+        if node in returned or base(source).op != "call_function" or _is_marked(source.meta["val"]):
             continue
         if same_layout(spec_of(node.meta["val"]), spec_of(source.meta["val"])):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is another one's conjugate or negative, of which only a bit says so."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 @alternatives_for(*_IN_PLACE, *(set(_COMMUTATIVE) - set(_IN_PLACE)), *_GRADIENTS)
