@@ -18,6 +18,7 @@ from monetlite.graph import OperatorGraph
 from monetlite.operators.guards import GuardFailed
 from monetlite.runtime.binding import avoiding, bind, on_this_device
 from monetlite.runtime.delivery import delivering_backend
+from monetlite.runtime.fitting import Fitting, TooLarge
 from monetlite.runtime.inputs import Schedules, layout_of
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.outputs import guard_outputs
@@ -33,6 +34,7 @@ from monetlite.tracing.capture import (
     has_loss,
     training_step,
 )
+from monetlite.tracing.signature import tensors_in_order
 from monetlite.units import format_bytes
 
 PLAIN_SHARE = 0.8
@@ -126,7 +128,8 @@ class MONeTWrapper(nn.Module):
         self.__dict__["model"] = model
         self.__dict__["schedule"] = given[0] if given else None
         self.__dict__["_solving"] = None if budget is None else {"budget": budget, **options}
-        self.__dict__["_schedules"] = Schedules(given, None if budget is None else self._solve)
+        self.__dict__["_schedules"] = Schedules(model, given, None if budget is None else self._solve)
+        self.__dict__["_fitting"] = Fitting()
         self.__dict__["training"] = model.training
         self.__dict__["_compile"] = compile
         self.__dict__["_step"] = None
@@ -198,8 +201,9 @@ class MONeTWrapper(nn.Module):
         self.__dict__["schedule"] = self._schedules.find(args, kwargs, autocast)
         try:
             output = self._capture(args, kwargs)
-        except ScheduleMismatch:
-            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode.
+        except (ScheduleMismatch, TooLarge):
+            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
+            # something other than an input's shape is larger than any schedule was solved for.
             if self._solving is None:
                 raise
             self.__dict__["schedule"] = self._schedules.solve(args, kwargs)
@@ -242,20 +246,40 @@ class MONeTWrapper(nn.Module):
             raise _NotAsked
         example, layout = self.__dict__["_example"], self.schedule.layout
         traced = build_graph(joint, self.model, example, layout=layout, autocast=self.schedule.autocast)
-        schedule = self._schedule_for(traced.graph)
-        if schedule.structure == traced.graph.structure:
-            traced, schedule = on_this_device(traced, schedule)
-        elif plain := self._plain_if_smaller(traced.graph):
-            return traced, plain
-        steps = bind(schedule, traced.graph)
+        found = self._fitting_schedule(traced)
+        if found is None:
+            if plain := self._plain_if_smaller(traced.graph):
+                return traced, plain
+            return traced, bind(self.schedule, traced.graph)
+        traced, steps = found
         return traced, avoiding(traced.graph, steps, self._avoided) if self._avoided else steps
 
-    def _schedule_for(self, graph: OperatorGraph) -> Schedule:
-        """Of the schedules that serve the step's inputs, one for this graph, if there is any."""
-        serving = self._schedules.serving(*self.__dict__["_example"], graph.autocast)
-        found: Schedule = next((item for item in serving if item.structure == graph.structure), self.schedule)
-        self.__dict__["schedule"] = found
-        return found
+    def _fitting_schedule(self, traced: Traced) -> tuple[Traced, tuple[Step, ...]] | None:
+        """The steps of the first schedule for this graph that keep to its budget; None where there is none for it.
+
+        Raises:
+            TooLarge: all that are for this graph would exceed their budgets.
+        """
+        args, kwargs = self.__dict__["_example"]
+        resident = [*self.model.parameters(), *self.model.buffers(), *tensors_in_order(self.model, args, kwargs)]
+        refusal: TooLarge | None = None
+        for schedule in self._schedules.serving(args, kwargs, traced.graph.autocast):
+            if schedule.structure != traced.graph.structure:
+                continue
+            here, ported = on_this_device(traced, schedule)
+            steps = bind(ported, here.graph)
+            try:
+                problem = self._fitting.problem(ported, here.graph, steps, resident)
+            except TooLarge as error:
+                refusal = refusal or error
+                continue
+            if problem:
+                warnings.warn(problem, stacklevel=2)
+            self.__dict__["schedule"] = schedule
+            return here, steps
+        if refusal is not None:
+            raise refusal
+        return None
 
     def _plain_if_smaller(self, graph: OperatorGraph) -> tuple[Step, ...] | None:
         """What plain training runs, where inputs are so small that torch runs other operators on them.
@@ -307,12 +331,13 @@ class MONeTWrapper(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_step"], state["_ready"], state["_avoided"] = None, set(), set()
-        state["_schedules"] = self._schedules.all
+        state["_schedules"], state["_fitting"] = self._schedules.all, Fitting()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         solve = None if state["_solving"] is None else self._solve
-        super().__setstate__({**state, "_schedules": Schedules(state["_schedules"], solve)})  # type: ignore[no-untyped-call]  # torch has no types for it
+        schedules = Schedules(state["model"], state["_schedules"], solve)
+        super().__setstate__({**state, "_schedules": schedules})  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MONeTWrapper":
         return MONeTWrapper(

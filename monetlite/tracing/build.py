@@ -38,6 +38,7 @@ from monetlite.tracing.builder import GraphBuilder
 from monetlite.tracing.capture import Joint, capture
 from monetlite.tracing.layout import channels_last
 from monetlite.tracing.names import Namer
+from monetlite.tracing.signature import leaves_in_order
 
 
 def trace(
@@ -140,7 +141,7 @@ def build_graph(
     merge(graph)
     reach = storages.Reachability(graph, joint.forward_outputs)
     namer = Namer(model)
-    flat_inputs = pytree.tree_leaves(inputs)
+    flat_inputs = leaves_in_order(model, *inputs)
     builder = GraphBuilder(reach=reach, namer=namer, device=device_of(model, inputs, meta_device))
     kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
     for node in kernels:
