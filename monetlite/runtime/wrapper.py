@@ -32,6 +32,8 @@ from monetlite.tracing.capture import (
     compile_step,
     explain,
     has_loss,
+    program_limit,
+    too_many_programs,
     training_step,
 )
 from monetlite.tracing.signature import tensors_in_order
@@ -149,11 +151,14 @@ class MONeTWrapper(nn.Module):
             )
         with on_its_gpu(model, (args, kwargs)):
             try:
-                output = self._train(args, kwargs)
-            except GuardFailed as failed:
-                # Nothing of the step has run; what the weights rule out is left out from here on.
-                self._avoid(failed.operators)
-                output = self._train(args, kwargs)
+                try:
+                    output = self._train(args, kwargs)
+                except GuardFailed as failed:
+                    # Nothing of the step has run; what the weights rule out is left out from here on.
+                    self._avoid(failed.operators)
+                    output = self._train(args, kwargs)
+            except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+                raise too_many_programs() from error
         return guard_outputs(output) if has_loss(output) else output
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,7 +166,7 @@ class MONeTWrapper(nn.Module):
         if layout in self._ready:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
-            with contextlib.suppress(torch._dynamo.exc.TorchDynamoException):
+            with contextlib.suppress(torch._dynamo.exc.TorchDynamoException), program_limit():
                 return self._compiled()(*args, **kwargs)
         return self._first(layout, args, kwargs)
 
