@@ -18,6 +18,7 @@ from monetlite.errors import ModelError, ScheduleMismatch
 from monetlite.graph import AS_TRACED, OperatorGraph
 from monetlite.runtime.binding import bind, on_this_device
 from monetlite.runtime.delivery import delivering_backend
+from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.lowering import lower
 from monetlite.schedule import Schedule
 from monetlite.tracing.build import autocast_dtype, build_graph, device_of
@@ -80,7 +81,11 @@ def monetlite(
         schedule = _schedule(replace(traced.graph, name="compiled"), chosen)
         if schedule.structure == traced.graph.structure:
             traced, schedule = on_this_device(traced, schedule)
-        return lower(traced, bind(schedule, traced.graph))
+        steps = bind(schedule, traced.graph)
+        tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
+        if problem := Fitting().problem(schedule, traced.graph, steps, tensors):
+            warnings.warn(problem, stacklevel=2)
+        return lower(traced, steps)
 
     with kernels_kept_whole():
         return delivering_backend(partition)(graph, inputs)

@@ -5,10 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from monetlite.errors import ModelError
 from monetlite.schedule import Schedule
+from monetlite.tracing.signature import tensors_in_order
+
+CONSTANTS = (bool, int, float, complex, str, bytes)
+"""Types of arguments whose values a program is compiled for. Of others, Dynamo's guards tell what has changed."""
 
 MOST_SOLVED = 8
 """How many schedules one wrapper solves by itself, before it asks for inputs that vary less."""
@@ -19,12 +24,12 @@ Solve: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], Sequence[Schedule]
 
 
 def layout_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
-    """What a program is compiled for: the shapes, strides, dtypes and devices of tensors, and everything else."""
+    """What a program is compiled for: the shapes, strides, dtypes and devices of tensors, numbers and strings."""
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     described = (
         (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
         if isinstance(leaf, torch.Tensor)
-        else (type(leaf), repr(leaf))
+        else (type(leaf), repr(leaf) if isinstance(leaf, CONSTANTS) else "")
         for leaf in leaves
     )
     return (*described, str(structure))
@@ -37,15 +42,21 @@ class Schedules:
     serve a call, the one for the smallest inputs is taken. Where none does, `solve` makes one, if given.
     """
 
-    def __init__(self, given: Sequence[Schedule], solve: Solve | None = None) -> None:
-        self.all = sorted(given, key=_elements)
+    def __init__(self, model: nn.Module, given: Sequence[Schedule], solve: Solve | None = None) -> None:
+        self.all = sorted(given, key=_size)
+        self._model = model
         self._solve = solve
         self._solved = 0
 
     def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: str) -> list[Schedule]:
         """The schedules that can serve a call's inputs under an autocast, those for the smallest inputs first."""
-        tensors = _tensors(args, kwargs)
-        return [schedule for schedule in self.all if _problem(schedule, tensors, autocast) is None]
+        # Files written before inputs were put into the signature's order have them as they were passed.
+        orders = [tensors_in_order(self._model, args, kwargs), _as_passed(args, kwargs)]
+        return [
+            schedule
+            for schedule in self.all
+            if any(_problem(schedule, tensors, autocast) is None for tensors in orders)
+        ]
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: str) -> Schedule:
         """The schedule for a call's inputs, and for what `torch.autocast` converts to around it.
@@ -58,7 +69,8 @@ class Schedules:
         if serving:
             return serving[0]
         if self._solve is None:
-            raise ModelError(_problem(self.all[-1], _tensors(args, kwargs), autocast) or "")
+            tensors = tensors_in_order(self._model, args, kwargs)
+            raise ModelError(_problem(self.all[-1], tensors, autocast) or "")
         return self.solve(args, kwargs)
 
     def solve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
@@ -72,16 +84,16 @@ class Schedules:
         if self._solved >= MOST_SOLVED:
             raise ModelError(
                 f"{MOST_SOLVED} schedules have been solved and none serves inputs of shapes "
-                f"{', '.join(str(tuple(tensor.shape)) for tensor in _tensors(args, kwargs))}; pad inputs to a few "
-                "sizes (for sequences: pad_to_multiple_of in the collator), or begin with the largest"
+                f"{', '.join(str(tuple(tensor.shape)) for tensor in _as_passed(args, kwargs))}; pad inputs to "
+                "a few sizes (for sequences: pad_to_multiple_of in the collator), or begin with the largest"
             )
         solved = self._solve(args, kwargs, self.all)
         self._solved += 1
-        self.all = sorted([solved, *self.all], key=_elements)
+        self.all = sorted([solved, *self.all], key=_size)
         return solved
 
 
-def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def _as_passed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
 
 
@@ -94,8 +106,9 @@ def autocast_problem(solved: str, found: str) -> str:
     )
 
 
-def _elements(schedule: Schedule) -> int:
-    return sum(math.prod(spec.shape) for spec in schedule.inputs.values())
+def _size(schedule: Schedule) -> tuple[int, int]:
+    """How large the inputs are; where they don't show it (tensors inside of objects), the step."""
+    return sum(math.prod(spec.shape) for spec in schedule.inputs.values()), schedule.plain_peak_bytes
 
 
 def _problem(schedule: Schedule, tensors: Sequence[torch.Tensor], autocast: str) -> str | None:

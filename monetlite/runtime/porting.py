@@ -25,11 +25,11 @@ def ported_steps(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
     steps = choices.steps(graph)
     if not missing:
         return steps
-    lacking = {operator for operator, _ in missing}
+    without = {operator for operator, _ in missing}
     steps = keeping_for(
         graph,
         steps,
-        {at for at, (index, choice) in enumerate(steps) if not choice and graph.operators[index].name in lacking},
+        {at for at, (index, choice) in enumerate(steps) if not choice and graph.operators[index].name in without},
     )
     peak_bytes = simulate(without_costs(graph), steps).peak_bytes
     runs = list(dict.fromkeys(missing))
@@ -44,6 +44,11 @@ def ported_steps(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
         stacklevel=3,
     )
     return steps
+
+
+def lacking(schedule: Schedule, graph: OperatorGraph) -> bool:
+    """Whether a graph lacks implementations that a schedule names."""
+    return bool(_offered(schedule.choices, graph)[1])
 
 
 def keeping_for(graph: OperatorGraph, steps: Sequence[Step], positions: Collection[int]) -> tuple[Step, ...]:
@@ -105,4 +110,4 @@ def _offered(choices: Choices, graph: OperatorGraph) -> tuple[Choices, list[Run]
     return replace(choices, implementations=implementations, before=before), missing
 
 
-__all__ = ["keeping_for", "ported_steps"]
+__all__ = ["keeping_for", "lacking", "ported_steps"]

@@ -21,6 +21,7 @@ from monetlite.runtime.trainee import Snapshot, Trainee, changed_weights, defaul
 from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.schedule import Schedule
 from monetlite.tracing.build import Inputs, split_inputs
+from monetlite.tracing.signature import tensors_in_order
 
 MOST_ALLOWED = 0.5
 """What no tolerance reaches: a gradient that is zero everywhere is off by 1."""
@@ -81,7 +82,7 @@ def verify(
             moved = _sensitivity(plain, expected, schedule.tolerance, seed)
             allowed = min(max(allowed, SLACK * moved), MOST_ALLOWED)
     plain_ms, scheduled_ms = map(statistics.median, step_times_ms((plain, scheduled), repeats))
-    shapes = [tuple(item.shape) for item in plain.inputs]
+    shapes = [tuple(item.shape) for item in tensors_in_order(model, args, kwargs)]
     peak, plain_peak = scheduled.peak(), plain.peak()
     report = Report(
         **compare(expected, found, schedule.tolerance),

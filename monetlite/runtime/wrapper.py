@@ -5,7 +5,7 @@ import copy
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from monetlite.graph import OperatorGraph
 from monetlite.operators.guards import GuardFailed
 from monetlite.runtime.binding import avoiding, bind, on_this_device
 from monetlite.runtime.delivery import delivering_backend
+from monetlite.runtime.fitting import Fitting, TooLarge
 from monetlite.runtime.inputs import Schedules, layout_of
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.outputs import guard_outputs
@@ -30,8 +31,11 @@ from monetlite.tracing.capture import (
     capture_settings,
     compile_step,
     explain,
+    program_limit,
+    too_many_programs,
     training_step,
 )
+from monetlite.tracing.signature import tensors_in_order
 from monetlite.units import format_bytes
 
 PLAIN_SHARE = 0.8
@@ -125,7 +129,8 @@ class MONeTWrapper(nn.Module):
         self.__dict__["model"] = model
         self.__dict__["schedule"] = given[0] if given else None
         self.__dict__["_solving"] = None if budget is None else {"budget": budget, **options}
-        self.__dict__["_schedules"] = Schedules(given, None if budget is None else self._solve)
+        self.__dict__["_schedules"] = Schedules(model, given, None if budget is None else self._solve)
+        self.__dict__["_fitting"] = Fitting()
         self.__dict__["training"] = model.training
         self.__dict__["_compile"] = compile
         self.__dict__["_step"] = None
@@ -145,11 +150,14 @@ class MONeTWrapper(nn.Module):
             )
         with on_its_gpu(model, (args, kwargs)):
             try:
-                output, detached = self._train(args, kwargs)
-            except GuardFailed as failed:
-                # Nothing of the step has run; what the weights rule out is left out from here on.
-                self._avoid(failed.operators)
-                output, detached = self._train(args, kwargs)
+                try:
+                    output, detached = self._train(args, kwargs)
+                except GuardFailed as failed:
+                    # Nothing of the step has run; what the weights rule out is left out from here on.
+                    self._avoid(failed.operators)
+                    output, detached = self._train(args, kwargs)
+            except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+                raise too_many_programs() from error
         return output if detached is None else guard_outputs(output, detached)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,7 +165,7 @@ class MONeTWrapper(nn.Module):
         if layout in self._ready:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
-            with contextlib.suppress(torch._dynamo.exc.TorchDynamoException):
+            with contextlib.suppress(torch._dynamo.exc.TorchDynamoException), program_limit():
                 return self._compiled()(*args, **kwargs)
         return self._first(layout, args, kwargs)
 
@@ -197,8 +205,9 @@ class MONeTWrapper(nn.Module):
         self.__dict__["schedule"] = self._schedules.find(args, kwargs, autocast)
         try:
             output = self._capture(args, kwargs)
-        except ScheduleMismatch:
-            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode.
+        except (ScheduleMismatch, TooLarge):
+            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
+            # something other than an input's shape is larger than any schedule was solved for.
             if self._solving is None:
                 raise
             self.__dict__["schedule"] = self._schedules.solve(args, kwargs)
@@ -241,20 +250,40 @@ class MONeTWrapper(nn.Module):
             raise _NotAsked
         example, layout = self.__dict__["_example"], self.schedule.layout
         traced = build_graph(joint, self.model, example, layout=layout, autocast=self.schedule.autocast)
-        schedule = self._schedule_for(traced.graph)
-        if schedule.structure == traced.graph.structure:
-            traced, schedule = on_this_device(traced, schedule)
-        elif plain := self._plain_if_smaller(traced.graph):
-            return traced, plain
-        steps = bind(schedule, traced.graph)
+        found = self._fitting_schedule(traced)
+        if found is None:
+            if plain := self._plain_if_smaller(traced.graph):
+                return traced, plain
+            return traced, bind(self.schedule, traced.graph)
+        traced, steps = found
         return traced, avoiding(traced.graph, steps, self._avoided) if self._avoided else steps
 
-    def _schedule_for(self, graph: OperatorGraph) -> Schedule:
-        """Of the schedules that serve the step's inputs, one for this graph, if there is any."""
-        serving = self._schedules.serving(*self.__dict__["_example"], graph.autocast)
-        found: Schedule = next((item for item in serving if item.structure == graph.structure), self.schedule)
-        self.__dict__["schedule"] = found
-        return found
+    def _fitting_schedule(self, traced: Traced) -> tuple[Traced, tuple[Step, ...]] | None:
+        """The steps of the first schedule for this graph that keep to its budget; None where there is none for it.
+
+        Raises:
+            TooLarge: all that are for this graph would exceed their budgets.
+        """
+        args, kwargs = self.__dict__["_example"]
+        resident = [*self.model.parameters(), *self.model.buffers(), *tensors_in_order(self.model, args, kwargs)]
+        refusal: TooLarge | None = None
+        for schedule in self._schedules.serving(args, kwargs, traced.graph.autocast):
+            if schedule.structure != traced.graph.structure:
+                continue
+            here, ported = on_this_device(traced, schedule)
+            steps = bind(ported, here.graph)
+            try:
+                problem = self._fitting.problem(ported, here.graph, steps, resident)
+            except TooLarge as error:
+                refusal = refusal or error
+                continue
+            if problem:
+                warnings.warn(problem, stacklevel=2)
+            self.__dict__["schedule"] = schedule
+            return here, steps
+        if refusal is not None:
+            raise refusal
+        return None
 
     def _plain_if_smaller(self, graph: OperatorGraph) -> tuple[Step, ...] | None:
         """What plain training runs, where inputs are so small that torch runs other operators on them.
@@ -291,6 +320,39 @@ class MONeTWrapper(nn.Module):
         self.model._apply(fn, recurse)
         return self
 
+    def _keeps(self, name: str) -> bool:
+        """Whether an attribute of that name is the wrapper's own, and not the model's.
+
+        Its own are what every module has, and what a library notes, under a private name that the model doesn't
+        have, about the module it was given.
+        """
+        model = self.__dict__.get("model")
+        if model is None or name in OWN or hasattr(type(self), name):
+            return True
+        return name.startswith("_") and not _defines(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training":
+            self.__dict__[name] = value
+            if "model" in self.__dict__:
+                self.model.training = value
+        elif name in ("model", "schedule") and "model" in self.__dict__:
+            raise ModelError(
+                f"wrapper.{name} can't be replaced: what is compiled depends on it. Wrap again, "
+                "MONeTWrapper(model, schedule); an attribute of that name of the model itself is set by "
+                f"wrapper.model.{name} = ..."
+            )
+        elif self._keeps(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._keeps(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.model, name)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -303,15 +365,39 @@ class MONeTWrapper(nn.Module):
         container: Any = self.model
         return container[index]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        container: Any = self.model
+        container[index] = value
+
+    def __delitem__(self, index: Any) -> None:
+        container: Any = self.model
+        del container[index]
+
+    def __len__(self) -> int:
+        container: Any = self.model
+        return len(container)
+
+    def __iter__(self) -> Iterator[Any]:
+        container: Any = self.model
+        return iter(container)
+
+    def __contains__(self, item: object) -> bool:
+        container: Any = self.model
+        return item in container
+
+    def __bool__(self) -> bool:
+        return True  # whatever its length, and for models that have none
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_step"], state["_ready"], state["_avoided"] = None, set(), set()
-        state["_schedules"] = self._schedules.all
+        state["_schedules"], state["_fitting"] = self._schedules.all, Fitting()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         solve = None if state["_solving"] is None else self._solve
-        super().__setstate__({**state, "_schedules": Schedules(state["_schedules"], solve)})  # type: ignore[no-untyped-call]  # torch has no types for it
+        schedules = Schedules(state["model"], state["_schedules"], solve)
+        super().__setstate__({**state, "_schedules": schedules})  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MONeTWrapper":
         return MONeTWrapper(
@@ -322,6 +408,16 @@ class MONeTWrapper(nn.Module):
         if self.schedule is None:
             return f"budget={self._solving['budget']}"
         return f"schedule={self.schedule.name}, budget_bytes={self.schedule.budget_bytes}"
+
+
+OWN = frozenset(vars(nn.Module()))
+"""Instance attributes that every module has."""
+
+
+def _defines(model: nn.Module, name: str) -> bool:
+    """Whether a module has an attribute, without evaluating it."""
+    registered = (model._parameters, model._buffers, model._modules)
+    return name in vars(model) or hasattr(type(model), name) or any(name in items for items in registered)
 
 
 def _loaded(schedule: OneSchedule) -> Schedule:

@@ -40,6 +40,7 @@ from monetlite.tracing.builder import GraphBuilder
 from monetlite.tracing.capture import Joint, capture
 from monetlite.tracing.layout import channels_last
 from monetlite.tracing.names import Namer, is_forward
+from monetlite.tracing.signature import leaves_in_order
 
 
 def trace(
@@ -149,7 +150,7 @@ def build_graph(
     late = frozenset(itertools.filterfalse(is_forward, draws))
     reach = storages.Reachability(graph, joint.forward_outputs, draws=draws, drawn_backward=late)
     namer = Namer(model)
-    flat_inputs = pytree.tree_leaves(inputs)
+    flat_inputs = leaves_in_order(model, *inputs)
     builder = GraphBuilder(reach=reach, namer=namer, device=device_of(model, inputs, meta_device))
     kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
     for node in kernels:

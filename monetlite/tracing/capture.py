@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from monetlite.captured.storages import Reachability
-from monetlite.errors import TraceError
+from monetlite.errors import ModelError, TraceError
 from monetlite.tracing.attention import Capability, as_on_gpu
 from monetlite.tracing.fused import kernels_kept_whole
 
@@ -284,6 +284,33 @@ def capture_settings() -> Iterator[None]:
         ),
     ):
         yield
+
+
+@contextlib.contextmanager
+def program_limit() -> Iterator[None]:
+    """Allow as many programs as captures do, around steps that are expected to need none: takes microseconds."""
+    config = torch._dynamo.config
+    before = config.recompile_limit
+    config.recompile_limit = MOST_LAYOUTS
+    try:
+        yield
+    finally:
+        config.recompile_limit = before
+
+
+def too_many_programs() -> ModelError:
+    """What to say when Dynamo has just refused to compile one more program for a model."""
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    reason = (metrics[-1].recompile_reason if metrics else None) or ""
+    # A guard that did not hold: `1/14: model.n == 7    # s.n += 1  # model.py:7 in forward (HINT: ...)`.
+    guard = re.sub(r"^\d+/\d+: ", "", reason.partition("\n")[0].partition("  #")[0]).strip()
+    fixed = f" (the last one is for {guard})" if guard else ""
+    return ModelError(
+        f"programs have been compiled for {MOST_LAYOUTS} different steps of this model, which is the most, and "
+        f"none is for this one{fixed}. A number, flag or attribute that the forward pass reads, and the shapes of "
+        "inputs, are fixed in a program. Make a value that changes from step to step a tensor (register_buffer, or "
+        "a tensor argument), keep counters out of the forward pass, and pad inputs to a few sizes"
+    )
 
 
 def logging_methods() -> set[Callable[..., Any]]:

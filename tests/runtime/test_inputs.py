@@ -1,6 +1,7 @@
 """Inputs of several sizes: schedules for each, one for all that are smaller, or solved when they come."""
 
 import copy
+import functools
 import pickle
 from dataclasses import replace
 
@@ -102,6 +103,70 @@ def test_keyword_arguments_that_are_not_tensors():
         found = wrapper(x, scale=scale)
         torch.manual_seed(3)
         assert torch.equal(found, model(x, scale=scale))
+
+
+class Named(nn.Module):
+    """Inputs of several dtypes and sizes that can be passed in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, a, b, *, c=None, **rest):
+        y = torch.tanh(self.layer(a)) * b.float()
+        y = y if c is None else y + self.other(c).mean(0)
+        for name in sorted(rest):
+            y = y * rest[name]
+        return y
+
+
+A, B, C = torch.randn(4, 6), torch.randint(0, 2, (4, 6)), torch.randn(9, 6)
+
+
+@pytest.mark.parametrize("solved", [(A, B), {"a": A, "b": B}, {"b": B, "a": A}], ids=["args", "kwargs", "crossed"])
+@pytest.mark.parametrize("as_before", [False, True])
+def test_arguments_are_told_by_their_names(solved, as_before):
+    model = Named()
+    schedule = schedule_for(model, solved)
+    if as_before and isinstance(solved, dict):  # as files had them: as they were passed
+        inputs = monetlite.trace(model, (solved["a"], solved["b"])).inputs
+        names = dict(zip("ab", inputs.values(), strict=True))
+        schedule = replace(schedule, inputs={f"input{i}": names[name] for i, name in enumerate(solved)})
+        calls = [lambda net: net(**solved)]
+    else:
+        calls = [
+            lambda net: net(A, B),
+            lambda net: net(b=B, a=A),
+            lambda net: net(A, b=B),
+            lambda net: net(a=A, b=B),
+        ]
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule)
+    for call in calls:
+        assert torch.equal(call(wrapper), model(A, B))
+
+
+def test_sizes_are_those_of_the_names():
+    model = Named()
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, {"c": C, "b": B, "a": A}))
+    wrapper(A[:3], c=C[:8], b=B[:3]).sum().backward()
+    with pytest.raises(ModelError, match=r"input 2 has shape \(10, 6\), the schedule was solved for \(9, 6\)"):
+        wrapper(c=torch.randn(10, 6), a=A, b=B)
+
+
+def test_what_a_forward_pass_collects_is_told_by_its_names():
+    model = Named()
+    rest = {"z": torch.randn(6), "y": torch.randn(4, 6, dtype=torch.float64)}
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, {"a": A, "b": B, **rest}))
+    for names in ("zy", "yz"):
+        wrapper(b=B, **{name: rest[name] for name in names}, a=A)
+
+
+def test_names_of_a_forward_pass_that_is_not_the_classes_own():
+    partial = Named()
+    partial.forward = functools.partial(partial.forward, c=C)
+    for model in (partial, torch.compile(Named(), backend="eager")):
+        wrapper = monetlite.MONeTWrapper(model, schedule_for(model, {"a": A, "b": B}))
+        wrapper(b=B, a=A).sum().backward()
 
 
 def test_how_many_are_solved_is_bounded(monkeypatch):

@@ -6,6 +6,8 @@ from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
+from monetlite.errors import ModelError
+from monetlite.tracing import capture
 
 
 def model():
@@ -82,3 +84,50 @@ def test_function_transforms_are_refused(transform):
     wrapped = wrap(network, x)
     with pytest.raises(monetlite.MonetliteError, match=r"torch\.func"):
         transform(lambda item: wrapped(item).sum())(x)
+
+
+class Annealed(nn.Module):
+    """Numbers that change from step to step: a counter, an attribute, an argument."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.layer, self.dropout, self.counts, self.steps = nn.Linear(6, 6), nn.Dropout(0.1), counts, 0
+
+    def forward(self, x, scale=1.0):
+        if self.counts:
+            self.steps += 1
+        return self.dropout(self.layer(x)).tanh() * scale
+
+
+def test_numbers_may_change_more_often_than_torchs_own_limit_of_recompilations():
+    """Also where inputs are of a layout seen before, and Dynamo finds the change by itself."""
+    network, x = Annealed(counts=True), torch.randn(3, 6)
+    wrapper = wrap(network, x)
+    for number in range(torch._dynamo.config.recompile_limit + 2):
+        torch.manual_seed(1)
+        found = wrapper(x)
+        torch.manual_seed(1)
+        assert torch.equal(found, network.dropout(network.layer(x)).tanh())
+        assert network.steps == number + 1
+    assert torch._dynamo.config.recompile_limit == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda network, number: (), r"model\.steps"),
+        (lambda network, number: setattr(network.dropout, "p", 0.1 + number / 10), r"\bp\b"),
+        (lambda network, number: (0.5 + number,), r"args\[1\]"),
+    ],
+    ids=["counter", "attribute", "argument"],
+)
+def test_numbers_that_change_at_every_step(monkeypatch, change, named):
+    monkeypatch.setattr(capture, "MOST_LAYOUTS", 2)
+    network, x = Annealed(counts="steps" in named), torch.randn(3, 6)
+    wrapper = wrap(network, (x, 1.0))
+    for number in range(2):
+        wrapper(x, *(change(network, number) or ())).sum().backward()
+    with pytest.raises(
+        ModelError, match=rf"for 2 different steps .*the last one is for .*{named}.*register_buffer"
+    ):
+        wrapper(x, *(change(network, 2) or ()))

@@ -386,3 +386,112 @@ def test_autocast_turned_on_later_needs_another_schedule():
     step(wrapper, inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ModelError, match=r"without torch\.autocast"):
         wrapper(*inputs)
+
+
+class Scaled(nn.Module):
+    """What a forward pass reads: a number, one behind a property, and one that is not always there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.alpha, self._beta = nn.Linear(6, 6), 1.0, 1.0
+
+    @property
+    def beta(self):
+        return self._beta
+
+    @beta.setter
+    def beta(self, value):
+        self._beta = value + 1
+
+    def forward(self, x):
+        return self.layer(x).tanh() * self.alpha * self._beta * getattr(self, "gamma", 1.0)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta", "_beta", "gamma"])
+def test_an_attribute_that_is_set_reaches_the_model(name):
+    model, inputs = Scaled(), (torch.randn(4, 6),)
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, inputs))
+    step(wrapper, inputs)
+    setattr(wrapper, name, 0.5)
+    setattr(model, name, 0.5)
+    assert getattr(wrapper, name) == getattr(wrapper.model, name) == getattr(model, name)
+    assert_same(step(wrapper, inputs), step(model, inputs))
+
+
+def test_an_attribute_that_is_deleted_is_the_models():
+    model = Scaled()
+    wrapper = monetlite.MONeTWrapper(model, budget="90%")
+    wrapper.gamma, wrapper.extra = 2.0, nn.Parameter(torch.zeros(2))
+    del wrapper.gamma, wrapper.extra
+    assert not hasattr(model, "gamma")
+    assert "extra" not in dict(model.named_parameters())
+    with pytest.raises(AttributeError):
+        del wrapper.gamma
+
+
+def test_parameters_buffers_and_modules_that_are_set_are_registered_in_the_model():
+    model, inputs = Scaled(), (torch.randn(4, 6),)
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    wrapper.layer = nn.Linear(6, 6)
+    wrapper.weight = nn.Parameter(torch.ones(3))
+    wrapper.kept = nn.Buffer(torch.ones(2))
+    assert model.layer is wrapper.layer
+    assert (
+        list(model.state_dict()) == list(wrapper.state_dict()) == ["weight", "kept", "layer.weight", "layer.bias"]
+    )
+    assert not {"layer", "weight", "kept"} & (vars(wrapper).keys() | vars(model).keys())
+    assert_same(step(wrapper, inputs), step(twin(model), inputs))
+
+
+def test_what_libraries_set_on_the_module_they_are_given_stays_there():
+    model, inputs = Scaled(), (torch.randn(4, 6),)
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    wrapper._original_forward = wrapper.forward
+    wrapper.forward = lambda x: wrapper._original_forward(x) * 2
+    assert torch.equal(wrapper(*inputs), model(*inputs) * 2)
+    assert not {"forward", "_original_forward"} & vars(model).keys()
+    wrapper.forward = vars(wrapper).pop("_original_forward")
+    assert torch.equal(wrapper(*inputs), model(*inputs))
+    del wrapper.forward
+    assert_same(step(copy.deepcopy(wrapper), inputs), step(twin(model), inputs))
+
+
+def test_the_training_flag_reaches_the_model():
+    model = Scaled()
+    wrapper = monetlite.MONeTWrapper(model, budget="90%")
+    wrapper.training = False
+    assert not model.training
+    assert model.layer.training, "as for any module, the flag alone is not its submodules'"
+
+
+@pytest.mark.parametrize("name", ["model", "schedule"])
+def test_what_was_compiled_for_is_not_replaced(cnn, name):
+    model, _, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(model, schedule)
+    with pytest.raises(ModelError, match=f"wrapper.{name} can't be replaced"):
+        setattr(wrapper, name, SmallCNN())
+    assert wrapper.model is model
+
+
+def test_a_wrapped_container_is_one():
+    model = mlp()
+    wrapper = monetlite.MONeTWrapper(model, budget="90%")
+    assert len(wrapper) == 4
+    assert list(wrapper) == list(model)
+    assert model[1] in wrapper
+    wrapper[1] = nn.Tanh()
+    assert isinstance(model[1], nn.Tanh)
+    del wrapper[3]
+    assert len(model) == 3
+    names = monetlite.MONeTWrapper(nn.ModuleDict({"a": nn.Linear(2, 2)}), budget="90%")
+    assert "a" in names
+    assert "b" not in names
+
+
+def test_a_wrapped_module_that_is_no_container():
+    wrapper = monetlite.MONeTWrapper(Scaled(), budget="90%")
+    assert wrapper
+    assert monetlite.MONeTWrapper(nn.Sequential(), budget="90%"), "truth is not length"
+    for function in (len, iter, lambda model: 1 in model):
+        with pytest.raises(TypeError):
+            function(wrapper)
