@@ -17,9 +17,12 @@ from torch._functorch._aot_autograd.descriptors import (
     ParamAOTInput,
     PlainAOTInput,
 )
+from torch.utils import _pytree as pytree
 
-_UNANNOTATED_VIEWS = frozenset({"aten._unsafe_view.default"})
-"""Operators whose result shares its input's storage though their schema does not say so."""
+_UNANNOTATED_VIEWS = frozenset(
+    {"aten._unsafe_view.default", "aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes.default"}
+)
+"""Operators whose results share their input's storage though their schema does not say so."""
 
 
 def is_view(node: fx.Node) -> bool:
@@ -68,6 +71,18 @@ def results(kernel: fx.Node) -> tuple[fx.Node | None, ...]:
     items = {user.args[1]: user for user in kernel.users if is_item(user)}
     count = len(kernel.meta["val"])
     return tuple(items.get(index) for index in range(count))
+
+
+def shares_storage(kernel: fx.Node) -> bool:
+    """Whether a result of a kernel was captured in the storage of an operand, or in that of another result."""
+    operands = {storage for node in kernel.all_input_nodes for storage in _captured_in(node)}
+    made = _captured_in(kernel)
+    return not operands.isdisjoint(made) or len(set(made)) < len(made)
+
+
+def _captured_in(node: fx.Node) -> list[int]:
+    tensors = pytree.tree_leaves(node.meta.get("val"))
+    return [item.untyped_storage()._cdata for item in tensors if isinstance(item, torch.Tensor)]
 
 
 def storage_bytes(node: fx.Node) -> int:

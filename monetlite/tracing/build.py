@@ -151,18 +151,10 @@ def build_graph(
     reach = storages.Reachability(graph, joint.forward_outputs, draws=draws, drawn_backward=late)
     namer = Namer(model)
     flat_inputs = leaves_in_order(model, *inputs)
-    builder = GraphBuilder(reach=reach, namer=namer, device=device_of(model, inputs, meta_device))
     kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
     for node in kernels:
-        if not isinstance(node.target, torch._ops.OpOverload) and find_function(target_of(node)) is None:
-            raise TraceError(
-                f"{namer.source(node) or 'the model'}: {node.target} can't be scheduled (not an operator)"
-            )
-        if _shape_depends_on_data(node):
-            raise TraceError(
-                f"{namer.source(node) or 'the model'}: {node.target} makes a tensor whose shape depends on the "
-                "data, so its memory can't be planned; keep shapes fixed (a mask in place of a selection)"
-            )
+        _refuse_what_cannot_be_planned(node, namer)
+    builder = GraphBuilder(reach=reach, namer=namer, device=device_of(model, inputs, meta_device))
     mandatory = [node for node in kernels if node in reach.forward]
     backward = [node for node in kernels if node in reach.backward]
     others = set(mandatory) | set(backward)
@@ -232,11 +224,29 @@ def _draws(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(draws)
 
 
-def _shape_depends_on_data(node: fx.Node) -> bool:
-    tensors = pytree.tree_leaves(node.meta.get("val"))
-    return any(
-        not isinstance(size, int) for item in tensors if isinstance(item, torch.Tensor) for size in item.shape
-    )
+def _refuse_what_cannot_be_planned(node: fx.Node, namer: Namer) -> None:
+    """Refuse a kernel that is not an operator, or whose results' storages or their sizes are not known."""
+    where = namer.source(node) or "the model"
+    if not isinstance(node.target, torch._ops.OpOverload) and find_function(target_of(node)) is None:
+        raise TraceError(f"{where}: {node.target} can't be scheduled (not an operator)")
+    results = [item for item in pytree.tree_leaves(node.meta["val"]) if isinstance(item, torch.Tensor)]
+    for item in results:
+        if item.layout != torch.strided:
+            layout = str(item.layout).removeprefix("torch.")
+            raise TraceError(
+                f"{where}: {node.target} makes a sparse tensor ({layout}), whose size depends on the data, so its "
+                "memory can't be planned; make it dense (nn.Embedding and nn.EmbeddingBag with sparse=False)"
+            )
+    if storages.shares_storage(node):
+        raise TraceError(
+            f"{where}: {node.target} returns memory that it was given, or the same twice, and its schema doesn't "
+            "say so; have it return a copy (.clone())"
+        )
+    if any(not isinstance(size, int) for item in results for size in item.shape):
+        raise TraceError(
+            f"{where}: {node.target} makes a tensor whose shape depends on the data, so its memory can't be "
+            "planned; keep shapes fixed (a mask in place of a selection)"
+        )
 
 
 def device_of(model: nn.Module, inputs: object, meta_device: str = "cpu") -> str:
