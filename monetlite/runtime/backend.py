@@ -24,6 +24,8 @@ from monetlite.schedule import Schedule
 from monetlite.tracing.build import autocast_dtype, build_graph, device_of
 from monetlite.tracing.capture import Joint, log_settings_quietly, logging_methods
 from monetlite.tracing.fused import kernels_kept_whole
+from monetlite.tracing.names import Namer
+from monetlite.tracing.reasons import DRAW_OTHERWISE, NUMPY_DRAWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ def monetlite(
     """
     chosen = _options(options, others)
     _refuse_breaks(graph)
+    _refuse_numpy_draws(graph)
     if any(isinstance(item, torch.SymInt) for item in inputs):
         raise ModelError(
             "torch.compile has made sizes symbolic because inputs of another shape came; memory can be planned for "
@@ -118,6 +121,14 @@ def _refuse_breaks(graph: fx.GraphModule) -> None:
         "(fullgraph=True shows each), or wrap only the submodule that doesn't need it: "
         "MONeTWrapper(model.backbone, ...)"
     )
+
+
+def _refuse_numpy_draws(graph: fx.GraphModule) -> None:
+    """Refuse random numbers from numpy, in whose place TorchDynamo, if it is not told otherwise, draws torch's."""
+    for node in graph.graph.nodes:
+        if getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random":
+            where = Namer(graph).source(node) or "the model"
+            raise ModelError(f"{where} can't be captured: {NUMPY_DRAWS}. {DRAW_OTHERWISE}")
 
 
 def _schedule(graph: OperatorGraph, options: Options) -> Schedule:

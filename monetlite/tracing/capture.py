@@ -27,6 +27,7 @@ from monetlite.captured.storages import Reachability
 from monetlite.errors import ModelError, TraceError
 from monetlite.tracing.attention import Capability, as_on_gpu
 from monetlite.tracing.fused import kernels_kept_whole
+from monetlite.tracing.reasons import raised, reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +279,7 @@ def capture_settings() -> Iterator[None]:
             ignore_logging_functions=config.ignore_logging_functions | logging_methods(),
             reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
             recompile_limit=MOST_LAYOUTS,
+            use_numpy_random_stream=True,  # and not torch's generator in its place
             optimize_ddp=False,  # which would cut the graph at DistributedDataParallel's buckets
             # With it, torch 2.11 does not notice that a parameter's requires_grad has changed.
             skip_tensor_guards_with_matching_dict_tags=False,
@@ -347,12 +349,12 @@ def explain(error: Exception) -> TraceError:
             f"{where} was captured, but PyTorch or monetlite failed to compile it: {_first_line(inner)}. "
             "Try another schedule, or run without compile=True, if it is set; and please report this with the model"
         )
-    reason = _first_line(error)
-    return TraceError(
-        f"{where} can't be captured in one graph: {reason}. "
-        "Move what depends on the data (an if on a tensor's value, .item(), .numpy()) out of the forward pass, "
-        "or wrap only the submodule that doesn't need it: MONeTWrapper(model.backbone, ...)."
-    )
+    if exception := raised(str(error)):
+        return TraceError(
+            f"{where} raises {exception} on these inputs; check that the model runs on them as it is. If it does, "
+            "TorchDynamo misreads that line: wrap only submodules without it, MONeTWrapper(model.backbone, ...)"
+        )
+    return TraceError(f"{where} can't be captured in one graph: {reason(str(error), _first_line(error))}")
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,144 @@
+"""What can't be captured is refused with the reason, the line and what to do."""
+
+import importlib.util
+import inspect
+import re
+
+import numpy as np
+import pytest
+import torch
+from step_lists import free_profile, schedule_of
+from torch import nn
+
+import monetlite
+from monetlite.errors import TraceError
+from monetlite.schedule import plain_steps
+
+
+class Net(nn.Module):
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function, self.layer = function, nn.Linear(6, 6)
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x):
+        return self.function(self, self.layer(x)).tanh()
+
+
+def raises(_, x):
+    raise ValueError(f"a batch of {x.shape[0]} (it's odd)")  # here
+
+
+def reads_what_is_missing(model, x):
+    return model.missing(x)  # here
+
+
+def calls_with_too_much(model, x):
+    return model.layer(x, bogus=1)  # here
+
+
+def draws_from_numpy(_, x):
+    return x * torch.from_numpy(np.random.rand(6)).float()  # here
+
+
+def draws_otherwise_from_numpy(_, x):
+    return x * np.random.beta(1.0, 1.0)  # here
+
+
+GENERATOR = torch.Generator()
+
+
+def draws_from_a_generator(_, x):
+    return x * torch.rand(6, generator=GENERATOR)  # here
+
+
+def recurs(model, x):
+    return model.recurrent(x)[0]  # here
+
+
+REFUSED = {
+    raises: r"raises ValueError.*a batch of 4 \(it's odd\).*on these inputs; check",
+    reads_what_is_missing: r"raises AttributeError.*'missing'.* on these inputs; check",
+    calls_with_too_much: r"other arguments than it takes\. Check",
+    draws_from_numpy: r"random numbers from numpy.*Draw them with torch",
+    draws_otherwise_from_numpy: r"random numbers from numpy.*Draw them with torch",
+    draws_from_a_generator: r"torch\.Generator of its own\. Leave out generator=",
+    recurs: r"other kernels.*Loop over nn\.RNNCell",
+}
+
+
+def place(function):
+    """The file and line of a function that are marked, as errors name them."""
+    lines, start = inspect.getsourcelines(function)
+    line = start + next(number for number, text in enumerate(lines) if "# here" in text)
+    return rf"test_reasons\.py:{line}\b"
+
+
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_reasons_are_the_models_own(function):
+    model = Net(function, recurrent=nn.GRU(6, 5))
+    with pytest.raises(TraceError, match=f"{place(function)}.*{REFUSED[function]}") as refused:
+        monetlite.trace(model, torch.randn(4, 6))
+    assert "depends on the data" not in str(refused.value)
+
+
+ASSERTING = """
+def silent(_, x):
+    assert x.shape[0] == 3
+    return x
+def telling(_, x):
+    assert x.shape[0] == 3, f"3, not {x.shape[0]}"
+    return x
+"""
+
+
+@pytest.fixture(scope="module")
+def asserting(tmp_path_factory):
+    """Functions with assertions, from a file: pytest rewrites those that stand here."""
+    file = tmp_path_factory.mktemp("code") / "asserting.py"
+    file.write_text(ASSERTING)
+    spec = importlib.util.spec_from_file_location("asserting", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_failed_assertions_are_told(asserting):
+    told = {
+        asserting.silent: r"py:3 .* raises AssertionError",
+        asserting.telling: r"py:6 .*AssertionError\('3, not 4'\)",
+    }
+    for function, exception in told.items():
+        with pytest.raises(TraceError, match=rf"asserting\.{exception} on these inputs; check"):
+            monetlite.trace(Net(function), torch.randn(4, 6))
+
+
+def test_an_assertion_that_fails_later_is_told(asserting):
+    """On a batch that the wrapper is given after it was solved for another."""
+    model = Net(asserting.telling)
+    graph = monetlite.trace(model, torch.randn(3, 6))
+    wrapper = monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), plain_steps(graph)))
+    wrapper(torch.randn(3, 6)).sum().backward()
+    with pytest.raises(TraceError, match=r"asserting\.py:6 .*AssertionError\('3, not 2'\)"):
+        wrapper(torch.randn(2, 6))
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_modules_are_refused_and_others_named(register):
+    model = Net(lambda _, x: x)
+    getattr(model.layer, register)(lambda *_: None)
+    with pytest.raises(TraceError, match=r"backward hooks.*hooks of parameters"):
+        monetlite.trace(model, torch.randn(4, 6))
+
+
+def test_torch_compile_refuses_numpys_numbers_too():
+    options = {"budget": "100%", "device": "rtx-4090"}
+    compiled = torch.compile(Net(draws_from_numpy), backend="monetlite", options=options)
+    with pytest.raises(Exception, match=rf"{place(draws_from_numpy)}.*random numbers from numpy"):
+        compiled(torch.randn(4, 6))
+
+
+def test_numpy_that_draws_nothing_is_captured():
+    graph = monetlite.trace(Net(lambda _, x: x * torch.from_numpy(np.linspace(0, 1, 6)).float()), torch.randn(4, 6))
+    assert not re.search("rng_state", str([operator.name for operator in graph.operators]))
