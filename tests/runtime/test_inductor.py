@@ -170,6 +170,7 @@ def test_implementations_in_place_are_those_of_plain_training():
         torch.testing.assert_close(found.buffers[name], buffer, rtol=1e-6, atol=1e-7)
 
 
+@THOROUGH
 def test_images_stay_in_the_layout_that_inductor_computes_them_in(monkeypatch):
     """Around convolutions on a CPU that is channels-last, which the backward programs are compiled for."""
     chosen = []
