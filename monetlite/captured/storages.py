@@ -66,11 +66,13 @@ def kernel_of(node: fx.Node) -> fx.Node | None:
 
 def results(kernel: fx.Node) -> tuple[fx.Node | None, ...]:
     """A kernel's results by position: itself, or the items taken of it (None where nobody takes one)."""
-    if isinstance(kernel.meta.get("val"), torch.Tensor):
+    made = kernel.meta.get("val")
+    if made is None:
+        return ()
+    if isinstance(made, torch.Tensor):
         return (kernel,)
     items = {user.args[1]: user for user in kernel.users if is_item(user)}
-    count = len(kernel.meta["val"])
-    return tuple(items.get(index) for index in range(count))
+    return tuple(items.get(index) for index in range(len(made)))
 
 
 def shares_storage(kernel: fx.Node) -> bool:
@@ -96,9 +98,10 @@ class Reachability:
 
     graph: fx.Graph
     forward_outputs: int
-    draws: frozenset[fx.Node] = frozenset()
-    """Kernels that run even where nobody reads what they make: they move the random number generator on."""
-    drawn_backward: frozenset[fx.Node] = frozenset()
+    effects: frozenset[fx.Node] = frozenset()
+    """Kernels that run even where nobody reads what they make: they move the random number generator on, or check
+    what the model asserts."""
+    late_effects: frozenset[fx.Node] = frozenset()
     """Those of them that autograd runs in the backward pass, whatever they read."""
 
     @cached_property
@@ -143,18 +146,18 @@ class Reachability:
     @cached_property
     def needed(self) -> set[fx.Node]:
         """Nodes that some output depends on, or the generator's state."""
-        return _ancestors(iter([*(node for node in self.output if node is not None), *self.draws]))
+        return _ancestors(iter([*(node for node in self.output if node is not None), *self.effects]))
 
     @cached_property
     def forward(self) -> set[fx.Node]:
         """Nodes that a result of the forward pass depends on, or the state that it leaves the generator in."""
         results = [node for node in self.output[: self.forward_outputs] if node is not None]
-        return _ancestors(iter([*results, *(self.draws - self.backward)]))
+        return _ancestors(iter([*results, *(self.effects - self.backward)]))
 
     @cached_property
     def backward(self) -> set[fx.Node]:
         """Nodes that depend on the gradient of an output, or on what is drawn only then."""
-        found: set[fx.Node] = set(self.drawn_backward)
+        found: set[fx.Node] = set(self.late_effects)
         for node in self.graph.nodes:
             if is_tangent(node) or any(argument in found for argument in node.all_input_nodes):
                 found.add(node)

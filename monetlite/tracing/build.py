@@ -42,6 +42,9 @@ from monetlite.tracing.layout import channels_last
 from monetlite.tracing.names import Namer, is_forward
 from monetlite.tracing.signature import leaves_in_order
 
+_CHECKS = frozenset({torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg})
+"""What an `assert` on a tensor's value becomes."""
+
 
 def trace(
     model: nn.Module,
@@ -146,9 +149,9 @@ def build_graph(
         joint = channels_last(joint)
     graph = joint.graph.graph
     merge(graph)
-    draws = _draws(graph)
-    late = frozenset(itertools.filterfalse(is_forward, draws))
-    reach = storages.Reachability(graph, joint.forward_outputs, draws=draws, drawn_backward=late)
+    effects = _draws(graph) | {node for node in graph.nodes if node.target in _CHECKS}
+    late = frozenset(itertools.filterfalse(is_forward, effects))
+    reach = storages.Reachability(graph, joint.forward_outputs, effects=effects, late_effects=late)
     namer = Namer(model)
     flat_inputs = leaves_in_order(model, *inputs)
     kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
@@ -229,7 +232,7 @@ def _refuse_what_cannot_be_planned(node: fx.Node, namer: Namer) -> None:
     where = namer.source(node) or "the model"
     if not isinstance(node.target, torch._ops.OpOverload) and find_function(target_of(node)) is None:
         raise TraceError(f"{where}: {node.target} can't be scheduled (not an operator)")
-    results = [item for item in pytree.tree_leaves(node.meta["val"]) if isinstance(item, torch.Tensor)]
+    results = [item for item in pytree.tree_leaves(node.meta.get("val")) if isinstance(item, torch.Tensor)]
     for item in results:
         if item.layout != torch.strided:
             layout = str(item.layout).removeprefix("torch.")

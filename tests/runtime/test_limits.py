@@ -35,6 +35,29 @@ def test_forward_hooks_see_what_plain_training_has():
         assert torch.equal(one, other)
 
 
+def test_what_a_model_asserts_of_its_tensors_is_checked():
+    class Checked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).tanh()
+                # What `assert` becomes in a capture; pytest rewrites those of its own modules.
+                torch._assert_async(torch.isfinite(x).all(), "not finite")
+            return x
+
+    network, x = Checked(), torch.randn(3, 6)
+    wrapper = wrap(network, x)
+    wrapper(x).sum().backward()
+    with pytest.raises(RuntimeError, match="not finite"):
+        wrapper(x * torch.nan)
+    schedule = monetlite.optimize(network, x, budget="100%", device="rtx-4090", time_limit=1)
+    with pytest.raises(RuntimeError, match="not finite"):
+        monetlite.MONeTWrapper(network, schedule)(x * torch.nan)
+
+
 def test_a_forward_hook_that_changes_the_output():
     x = torch.randn(3, 6)
     gradients = []
