@@ -145,6 +145,8 @@ class _Contest:
     say: Callable[[str], None]
     shown: list[Entrant | Run] = field(default_factory=list)
     tried: list[Run] = field(default_factory=list)
+    restricted: list[Schedule] = field(default_factory=list)
+    """Checkmate's and Gist's schedules, which monetlite may choose, too: its search begins from those that fit."""
 
     @property
     def entrants(self) -> list[Entrant]:
@@ -164,7 +166,10 @@ class _Contest:
             solve = self.planner.checkmate if peer is Peer.CHECKMATE else self.planner.gist
             for budget_bytes in reversed(self.budgets_bytes):
                 try:
-                    self.add(self._scheduled(peer, budget_bytes, solve)[0])
+                    item, schedule = self._scheduled(peer, budget_bytes, solve)
+                    self.add(item)
+                    if schedule is not None:
+                        self.restricted.append(schedule)
                 except Unsupported as error:
                     self.add(_refused(peer, budget_bytes, error, less=budget_bytes > self.budgets_bytes[0]))
                     break
@@ -207,6 +212,7 @@ class _Contest:
             if found and found[-1][0] >= NEAR * budget_bytes:
                 continue
             starts = [schedule for _, schedule in found[-2:]]
+            starts += [schedule for schedule in self.restricted if schedule.peak_bytes <= budget_bytes]
             try:
                 solve = partial(self.planner.monetlite, starts=starts)
                 item, schedule = self._scheduled(Peer.MONETLITE, budget_bytes, solve)
@@ -271,7 +277,8 @@ class _Contest:
             excess_bytes = (item.run.peak_bytes or 0) - budget_bytes
             if excess_bytes <= 0 or attempt == RETRIES:
                 break
-            within_bytes = schedule.peak_bytes - excess_bytes
+            # What a compiler plans does not fall by as much as the schedule does.
+            within_bytes = schedule.peak_bytes - (attempt + 1) * excess_bytes
         return item, schedule
 
 
