@@ -13,6 +13,7 @@ import logging
 import re
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Protocol
@@ -130,6 +131,8 @@ def _like(output: Any, items: dict[Any, Any]) -> Any:
     """A mapping of the same type with these items, whatever that type's constructor takes."""
     if type(output) is dict:
         return items
+    if type(output) is OrderedDict:  # of which torch 2.11 can't trace the question below
+        return OrderedDict(items)
     if is_dataclass(output):
         return type(output)(**items)  # type: ignore[misc]  # not a class, as far as is_dataclass says
     made = dict.__new__(type(output))
