@@ -275,7 +275,8 @@ class BesideLoss(nn.Module):
         return self.made({"parts": others.pop("parts"), "loss": loss, **others})
 
 
-@pytest.mark.parametrize("made", [dict, OrderedDict, OwnMapping])
+# torch 2.11 can't trace how a mapping with a constructor of its own is made again; it is refused there.
+@pytest.mark.parametrize("made", [dict, OrderedDict, *([OwnMapping] if torch.__version__ >= "2.12" else [])])
 def test_what_stands_beside_a_loss_is_as_the_model_returns_it(made):
     model, x = BesideLoss(made), torch.randn(4, 6)
     expected, found = model(x), monetlite.MONeTWrapper(twin(model), schedule_for(model, (x,)))(x)
