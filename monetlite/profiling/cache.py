@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from monetlite.costs import Cost
@@ -38,6 +38,11 @@ class CostCache:
     def put(self, signature: str, cost: Cost) -> None:
         self._costs[signature] = (cost.latency_ms, cost.workspace_bytes)
         self._changed = True
+
+    def forget(self, signatures: Iterable[str]) -> None:
+        for signature in signatures:
+            self._costs.pop(signature, None)
+            self._changed = True
 
     def save(self) -> None:
         """Write the cache; a folder that can't be written costs the next run its time, and nothing else."""

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from monetlite.profiling.heap import steady_heap
 from monetlite.profiling.memory import is_out_of_memory
 from monetlite.profiling.meters import Meter, meter_for
 from monetlite.profiling.plans import is_plan, on_front
+from monetlite.profiling.recheck import DISTURBED, measured_while_disturbed
 
 Progress = Callable[[int, int], None]
 """Told (calls measured, calls in all)."""
@@ -41,6 +43,8 @@ def measure_profile(graph: OperatorGraph, device: str, *, progress: Progress | N
     those that beat the others in latency or workspace. What cuBLAS keeps between calls counts as resident there.
 
     An implementation that runs out of memory, and that the operator can do without, is left out, with a warning.
+    Costs that the cache has are measured again if the slowest of them now take much less: with a warning, as other
+    programs had the machine then.
 
     Args:
         graph: traced with inputs on that device.
@@ -59,6 +63,7 @@ def measure_profile(graph: OperatorGraph, device: str, *, progress: Progress | N
     too_large: list[str] = []
     try:
         with steady_heap() if device == "cpu" else contextlib.nullcontext():
+            _recheck(candidates, cache, meter)
             for done, (signature, candidate) in enumerate(candidates.items(), start=1):
                 cost = cache.get(signature)
                 try:
@@ -162,6 +167,26 @@ def _runs(graph: OperatorGraph, item: Implementation) -> Iterator[_Run]:
             assert call is not None
             written = sum(size.get(position, 0) for position, name in enumerate(call.outputs) if name is not None)
             yield _Run(call=_measured(call), result_bytes=written - overwritten)
+
+
+def _recheck(candidates: dict[str, _Candidate], cache: CostCache, meter: Meter) -> None:
+    """Forget the costs of these calls that the cache has, if they were measured while other work ran."""
+    known = {signature: cost for signature in candidates if (cost := cache.get(signature)) is not None}
+
+    def latency_ms(signature: str) -> float:
+        try:
+            with _callable(candidates[signature].run.call, meter.device) as (call, recent):
+                return meter.latency_ms(call, recent)
+        except (RuntimeError, MemoryError):  # out of memory beside what is there now: the known cost stays
+            return math.inf
+
+    if measured_while_disturbed(known, latency_ms):
+        warnings.warn(
+            f"{len(known)} costs that were measured earlier are measured again: their slowest calls now take less "
+            f"than {DISTURBED:.0%} of the time. Other programs may have used the machine then; let none run now",
+            stacklevel=4,
+        )
+        cache.forget(known)
 
 
 def _measured(call: Call) -> Call:
