@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from monetlite.costs import Profile
 from monetlite.errors import IllegalSchedule
@@ -30,11 +30,12 @@ CHECK_EVERYTHING = 3000
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Legal steps within the budget, as `simulate` sees them."""
+    """Legal steps within the budget, as `simulate` sees them; with the genome of `steps`, where that is known."""
 
     steps: tuple[Step, ...]
     latency_ms: float
     peak_bytes: int
+    genome: Integers | None = field(default=None, compare=False)
 
 
 class _Incumbent:
@@ -71,6 +72,7 @@ def search(
     seed: int = 0,
     starts: Sequence[tuple[Step, ...]] = (),
     guides: Sequence[tuple[Step, ...]] = (),
+    tight: Integers | None = None,
     neighbour_busy: Callable[[], bool] | None = None,
     on_improvement: Callable[[Found], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -85,6 +87,8 @@ def search(
         starts: schedules to begin from, legal ones within the budget or not.
         guides: steps to refine, with implementations or an order that may be illegal; more may be appended
             while the search runs.
+        tight: a genome that `minimise_peak` found for a budget within which hardly anything fits: the search
+            then pays more for every byte too much, and begins from it.
         neighbour_busy: whether another thread is computing; on two cores the search then takes one.
         on_improvement: called from this thread with each better schedule.
         should_stop: asked several times a second.
@@ -100,7 +104,8 @@ def search(
             incumbent.offer(steps)
         return incumbent.found
     state.neighbour_busy = neighbour_busy
-    _seed(state, incumbent, starts)
+    state.tight = tight is not None
+    _seed(state, incumbent, starts, () if tight is None else (tight,))
     if incumbent.found is not None and incumbent.found.latency_ms <= problem.least_latency_ms * (1 + 1e-12):
         return incumbent.found
     workers = min(THREADS, os.cpu_count() or 1)
@@ -137,12 +142,17 @@ def known_schedules(profile: Profile, starts: Sequence[tuple[Step, ...]]) -> Ite
     yield baselines.sqrt_checkpointing(profile)
 
 
-def _seed(state: SharedState, incumbent: _Incumbent, starts: Sequence[tuple[Step, ...]]) -> None:
+def _seed(
+    state: SharedState,
+    incumbent: _Incumbent,
+    starts: Sequence[tuple[Step, ...]],
+    start_genomes: Sequence[Integers],
+) -> None:
     """Offer what is known already, with the implementations that suit the budget, and begin from the best."""
     problem = state.problem
     workspace = Workspace(problem, state.moves, 0)
     known = list(known_schedules(problem.profile, starts))
-    genomes = [encode(problem, steps) for steps in known]
+    genomes = [*start_genomes, *(encode(problem, steps) for steps in known)]
     for base in (keep_everything(problem), read_least(problem)):
         genomes += [base, *Greedy(problem, state.budget_bytes, base=base).genomes()]
     fitting: list[tuple[float, tuple[Step, ...], Integers]] = []

@@ -16,6 +16,7 @@ from monetlite.solving.exhaustive import exhaustive
 from monetlite.solving.genomes import keep_everything, read_least
 from monetlite.solving.greedy import Greedy
 from monetlite.solving.guide import guided_steps
+from monetlite.solving.layout import Integers
 from monetlite.solving.options import Outline
 from monetlite.solving.problem import build_problem
 from monetlite.solving.program import check_solver, solve_program
@@ -111,6 +112,8 @@ class _Race:
         self.leanest_bytes: int | None = None
         self.methods: list[str] = []
         self.guides: list[tuple[Step, ...]] = []
+        self.tight: Integers | None = None
+        """Of the first schedule, where it took aiming at memory alone to find one."""
         self.bounding = False
         self.failure: BaseException | None = None
         self.phase = "start"
@@ -278,7 +281,7 @@ def _improve(race: _Race, *, seed: int, solver: str) -> None:
         _search(race, seed, share=_PROBE_SHARE)
     if race.steps is None and not race.should_stop():
         # Nothing fits so far: aim at memory alone, then go on from what that finds.
-        _find_smallest(race, seed, seconds=0.5 * race.left)
+        _find_anything(race, seed, seconds=0.5 * race.left)
     if not race.should_stop():
         _search(race, seed, share=0.5 if with_program else max(0.0, 1 - spared / max(race.left, 1e-9)))
     if with_program and race.left > 2 and not race.should_stop():
@@ -310,6 +313,7 @@ def _search(race: _Race, seed: int, *, share: float) -> None:
         seed=seed,
         starts=() if race.steps is None else (race.steps,),
         guides=race.guides,
+        tight=race.tight,
         neighbour_busy=lambda: race.bounding,
         on_improvement=lambda better: race.offer(better.steps, "search"),
         should_stop=race.should_stop,
@@ -350,6 +354,27 @@ def _raise_bound(race: _Race) -> None:
         should_stop=race.should_stop,
     )
     race.raise_bound(bound_ms, "HiGHS")
+
+
+def _find_anything(race: _Race, seed: int, seconds: float) -> None:
+    """Look for anything within the budget, whatever its latency."""
+    if len(race.profile.graph.operators) <= SMALL_OPERATORS:
+        _find_smallest(race, seed, seconds)
+        return
+    from monetlite.solving.leanest import minimise_peak
+
+    race.phase = "smallest budget"
+    found = minimise_peak(
+        race.profile,
+        seconds=seconds,
+        seed=seed,
+        starts=() if race.leanest is None else (race.leanest,),
+        should_stop=race.stopped.is_set,
+        enough_bytes=race.budget_bytes,
+    )
+    race.offer(found.steps, "smallest")
+    if found.peak_bytes <= race.budget_bytes:
+        race.tight = found.genome
 
 
 def _find_smallest(race: _Race, seed: int, seconds: float = 5.0) -> None:

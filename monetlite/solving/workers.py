@@ -26,6 +26,9 @@ THREADS = 2
 EXPLORING_SHARE = 0.7
 """Part of the time that goes to runs from the start; the rest goes to refining the best schedules."""
 
+TIGHT_EXPLORING_SHARE = 0.3
+"""The same where hardly anything fits."""
+
 BRACKET = 8
 HALVING = ((0.2, 3), (0.4, 1))
 """How many runs explore side by side; after which part of them how many go on, those with the least cost.
@@ -63,6 +66,9 @@ REFINING = tuple(_Plan(temperature=temperature, penalty=1.0) for temperature in 
 
 FOLLOWING = tuple(_Plan(temperature=temperature, penalty=1.0) for temperature in (0.05, 0.1, 0.2))
 """Runs from a guide."""
+
+TIGHT_PENALTY = 10.0
+"""What penalties are multiplied by within a tight budget: with less, runs leave what fits and don't come back."""
 
 LAST_PENALTY = 3.0
 COOLING = 30.0
@@ -102,6 +108,8 @@ class SharedState:
         self.genomes = [self.best_genome]
         """Where runs begin, in turn."""
         self.guides: list[Integers] = []
+        self.tight = False
+        """Whether hardly anything fits the budget."""
         self.neighbour_busy: Callable[[], bool] | None = None
 
     def finished(self) -> bool:
@@ -123,6 +131,7 @@ class SharedState:
 
     def _anneal_repeatedly(self, number: int) -> None:
         worker = Worker(self, number)
+        exploring = TIGHT_EXPLORING_SHARE if self.tight else EXPLORING_SHARE
         while not self.finished():
             if worker.idle >= IDLE_RUNS and self.problem.droppable.size <= SMALL_PROBLEM:
                 return
@@ -130,7 +139,7 @@ class SharedState:
                 time.sleep(CHUNK_SECONDS)
             elif worker.guided < len(self.guides) and worker.turn > 0:
                 worker.follow()
-            elif worker.turn == 0 or worker.best_ms == math.inf or worker.spent < EXPLORING_SHARE:
+            elif worker.turn == 0 or worker.best_ms == math.inf or worker.spent < exploring:
                 worker.explore()
             else:
                 worker.refine()
@@ -153,6 +162,8 @@ class Worker:
         self.guided = 0
         """How many guides it has followed."""
         self.penalty_scale = (search.problem.least_latency_ms or 1.0) / max(1, search.problem.plain_peak_bytes)
+        if search.tight:
+            self.penalty_scale *= TIGHT_PENALTY
 
     @property
     def spent(self) -> float:
