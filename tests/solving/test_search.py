@@ -85,6 +85,24 @@ def test_smallest_peak_against_brute_force() -> None:
     assert worse <= 0.15 * compared
 
 
+def test_a_peak_that_is_small_enough_is_not_lowered_further() -> None:
+    profile = chain(50)
+    smallest = minimise_peak(profile, seconds=0.6)
+    plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
+    assert smallest.peak_bytes < plain_bytes // 2
+    enough_bytes = (smallest.peak_bytes + plain_bytes) // 2
+    found = minimise_peak(profile, seconds=20, enough_bytes=enough_bytes)
+    assert simulate(profile, found.steps).peak_bytes == found.peak_bytes <= enough_bytes
+
+
+def test_a_search_within_a_tight_budget_begins_from_what_fits() -> None:
+    profile = chain(50)
+    lean = minimise_peak(profile, seconds=0.6)
+    found = search(profile, lean.peak_bytes, seconds=0.6, tight=lean.genome)
+    assert found is not None
+    assert simulate(profile, found.steps, lean.peak_bytes).latency_ms <= lean.latency_ms
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6), largest=st.sampled_from([1, 40, 10**12]), share=st.floats(0.3, 1.2))
 def test_whatever_is_found_is_legal_and_fits(seed: int, largest: int, share: float) -> None:
