@@ -20,12 +20,14 @@ from monetlite.comparison import PEERS, Peer, Run, compiled, runner
 from monetlite.comparison.bench import Bench
 from monetlite.comparison.blocks import wrap_blocks
 from monetlite.comparison.contenders import Contender
+from monetlite.comparison.data import Comparison
+from monetlite.comparison.environment import environment
 from monetlite.comparison.segments import counts, cut
 from monetlite.comparison.verdict import standings
 from monetlite.errors import ModelError
 from monetlite.models import build_model
 from monetlite.reporting.comparison import comparison_markdown, print_comparison
-from monetlite.reporting.plots.comparison import save_comparison
+from monetlite.reporting.plots.comparison import draw_comparison, save_comparison
 from monetlite.schedule import plain_steps, simulate
 from monetlite.units import format_bytes, format_ms
 
@@ -339,6 +341,33 @@ def test_where_plain_training_does_not_fit_the_rest_is_still_measured(monkeypatc
     assert format_ms(standing.ours.step_ms) in text
     save_comparison(comparison, tmp_path / "p.svg")
     assert "step time (ms)" in (tmp_path / "p.svg").read_text()
+
+
+def test_schedules_that_are_compiled_have_a_line_and_a_label_of_their_own():
+    eager = [Run(peer=Peer.MONETLITE, peak_bytes=10**6 * at, times_ms=(1000.0 / at,)) for at in (9, 5)]
+    compiled = [replace(run, label="monetlite, compiled", times_ms=(40.0,)) for run in eager]
+    runs = (Run(peer=Peer.PLAIN, peak_bytes=10**7, times_ms=(100.0,)), eager[0], *compiled, eager[1])
+    figure = draw_comparison(
+        Comparison(
+            model="a model",
+            inputs="2×3 float32",
+            device="cpu",
+            environment=environment("cpu"),
+            repeats=1,
+            time_limit=1.0,
+            tolerance=0.0,
+            autocast="",
+            runs=runs,
+            tried=(),
+            duels=(),
+            standings=(),
+        )
+    )
+    (axes,) = (axes for axes in figure.axes if axes.lines)
+    joined = {tuple(line.get_ydata()) for line in axes.lines if len(set(line.get_xdata())) == 2}
+    assert {(2.0, 1000 / 9 / 100), (0.4, 0.4)} <= joined
+    assert not any(2.0 in line and 0.4 in line for line in joined)
+    assert {"monetlite", "monetlite, compiled"} <= {text.get_text() for text in axes.texts}
 
 
 def test_a_verdict_says_no_where_another_is_faster():

@@ -11,7 +11,7 @@ from torch import nn
 
 from monetlite import api, layouts
 from monetlite.comparison.contenders import Contender, Unsupported
-from monetlite.comparison.data import Peer
+from monetlite.comparison.data import TITLES, Peer
 from monetlite.costs import Profile
 from monetlite.errors import InfeasibleBudget
 from monetlite.runtime import MONeTWrapper
@@ -107,7 +107,8 @@ def scheduled(
         return MONeTWrapper(model, schedule, compile=compiled)
 
     setting = budget_setting(asked_bytes, compiled=compiled, with_defaults=with_defaults)
-    return Contender(peer=peer, setting=setting, prepare=prepare, asked_bytes=asked_bytes)
+    label = f"{TITLES[peer]}, compiled" if compiled else ""
+    return Contender(peer=peer, setting=setting, label=label, prepare=prepare, asked_bytes=asked_bytes)
 
 
 def budget_setting(budget_bytes: int, *, compiled: bool = False, with_defaults: bool = False) -> str:

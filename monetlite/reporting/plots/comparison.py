@@ -52,6 +52,8 @@ _LOOKS = {
     Peer.MONETLITE: _Look("#0b5394", "o", "-"),
 }
 """Colours that colour-blind people tell apart, and a marker each for everybody else."""
+_COMPILED = _Look("#4a90d9", "v", ":")
+"""Schedules that Inductor compiles: a line of their own, since they run at another speed."""
 
 
 def save_comparison(comparison: Comparison, path: str | Path) -> None:
@@ -79,8 +81,8 @@ def draw_comparison(comparison: Comparison) -> Figure:
     _limit(axes, shown, unit_ms, relative=bool(comparison.plain.times_ms))
     _mark_budgets(axes, comparison)
     drawn = _mark_plain(axes, comparison.plain, unit_ms)
-    for peer in Peer:
-        drawn += _draw(axes, [run for run in shown if run.peer is peer], unit_ms)
+    for of in _series(shown):
+        drawn += _draw(axes, of, unit_ms)
     place_labels(figure, axes, _labels(shown, unit_ms), drawn)
     largest = axes.get_xlim()[1]
     bytes_axis(axes.xaxis, largest, "measured peak of the whole step")
@@ -90,6 +92,18 @@ def draw_comparison(comparison: Comparison) -> Figure:
         note += " Hollow: the step is not plain training's (other statistics, masks or gradients; see the table)."
     figure.text(_LEFT / WIDTH, 0.15 / HEIGHT, note, color="#444444", size=8)
     return figure
+
+
+def _series(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that look alike, by their peaks: a peer's, and of schedules those that are compiled apart."""
+    found: dict[tuple[Peer, str], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (list(Peer).index(run.peer), run.label, run.peak_bytes or 0)):
+        found.setdefault((run.peer, run.label if run.peer in BY_MONETLITE else ""), []).append(run)
+    return list(found.values())
+
+
+def _look(run: Run) -> _Look:
+    return _COMPILED if run.peer in BY_MONETLITE and run.label else _LOOKS[run.peer]
 
 
 def _limit(axes: Axes, runs: Sequence[Run], unit_ms: float, *, relative: bool) -> None:
@@ -141,10 +155,10 @@ def _mark_plain(axes: Axes, plain: Run, unit_ms: float) -> list[_Line]:
 
 
 def _draw(axes: Axes, runs: Sequence[Run], unit_ms: float) -> list[_Line]:
-    """One peer's runs; returns the lines that are drawn."""
+    """One series of runs, at least one; returns the lines that are drawn."""
     drawn: list[_Line] = []
     for run in runs:
-        look = _LOOKS[run.peer]
+        look = _look(run)
         low, high = (edge / unit_ms for edge in run.middle_half_ms)
         x, y = float(run.peak_bytes or 0), run.step_ms / unit_ms
         axes.plot([x, x], [low, high], color=look.colour, linewidth=0.8, alpha=0.6, zorder=3)
@@ -159,8 +173,8 @@ def _draw(axes: Axes, runs: Sequence[Run], unit_ms: float) -> list[_Line]:
             markeredgewidth=1.3,
             zorder=5 if run.peer is Peer.MONETLITE else 4,
         )
-    if runs and (look := _LOOKS[runs[0].peer]).line:
-        drawn.append(sorted((float(run.peak_bytes or 0), run.step_ms / unit_ms) for run in runs))
+    if (look := _look(runs[0])).line:
+        drawn.append([(float(run.peak_bytes or 0), run.step_ms / unit_ms) for run in runs])
         axes.plot(
             *zip(*drawn[-1]), look.line, color=look.colour, linewidth=2 if look.line == "-" else 1.2, zorder=2
         )
@@ -170,9 +184,8 @@ def _draw(axes: Axes, runs: Sequence[Run], unit_ms: float) -> list[_Line]:
 def _labels(runs: Sequence[Run], unit_ms: float) -> list[Label]:
     """One for each point; one for all that a line joins, at its smallest peak."""
     found = []
-    for peer in Peer:
-        of = sorted((run for run in runs if run.peer is peer), key=lambda run: run.peak_bytes or 0)
-        for run in of[:1] if peer in BY_MONETLITE else of:
+    for of in _series(runs):
+        for run in of[:1] if _look(of[0]).line else of:
             text = run.label or TITLES[run.peer]
             found.append(Label(text=text, x=float(run.peak_bytes or 0), y=run.step_ms / unit_ms))
     return found
