@@ -15,7 +15,7 @@ ROUNDING, COARSE_ROUNDING = 1e-3, 5e-2
 NUDGE, COARSE_NUDGE = 1e-6, 1e-2
 """How far off, relatively, weights may be to tell what rounding amounts to in this model."""
 SLACK = 10
-"""How many times further than with such weights gradients may be."""
+"""How many times further than with such weights gradients and buffers may be."""
 OWN_GRADIENT = 0.02
 """How far, relatively, a loss may change from what its gradient says, beyond what plain training's does."""
 STEP = 0.01
@@ -88,20 +88,17 @@ class Examiner:
         return max(differences(expected, found.gradients, least).values(), default=0.0)
 
     def _wrong_buffers(self, found: Outcome) -> str:
-        wrong = [
-            name
-            for name, difference in differences(self._expected.buffers, found.buffers).items()
-            if difference > self._rounding
-        ]
+        unequal = self._beyond_rounding(differences(self._expected.buffers, found.buffers))
+        moved = differences(self._expected.buffers, self._nudged.buffers) if unequal else {}
+        wrong = {name for name, difference in unequal.items() if difference > SLACK * moved.get(name, 0.0)}
         if not wrong:
             return ""
-        from_twice = differences(self._twice, found.buffers)
+        from_twice = self._beyond_rounding(differences(self._twice, found.buffers))
         what = "statistics" if self._normalised.issuperset(wrong) else "buffers"
-        return (
-            f"{what} updated twice"
-            if all(from_twice[name] <= self._rounding for name in wrong)
-            else f"other {what}"
-        )
+        return f"other {what}" if wrong & from_twice.keys() else f"{what} updated twice"
+
+    def _beyond_rounding(self, of: dict[str, float]) -> dict[str, float]:
+        return {name: difference for name, difference in of.items() if difference > self._rounding}
 
     def _wrong_gradients(self, trainee: Trainee, found: Outcome, largest: float) -> str:
         """Other random numbers than plain training's are one thing; a gradient that isn't the loss's is another."""
@@ -117,9 +114,14 @@ class Examiner:
         return self._change_of_loss(self._plain, self._expected)
 
     @functools.cached_property
+    def _nudged(self) -> Outcome:
+        """Plain training's step when every weight is off by rounding, up or down."""
+        return self._after(self._plain, off_by(self._nudge, self._seed))
+
+    @functools.cached_property
     def _sensitivity(self) -> float:
-        """How far plain training's gradients move when every weight is off by rounding, up or down."""
-        return self._farthest_gradient(self._after(self._plain, off_by(self._nudge, self._seed)))
+        """How far its gradients move then."""
+        return self._farthest_gradient(self._nudged)
 
     def _change_of_loss(self, trainee: Trainee, found: Outcome) -> float:
         """How much the loss changes along its gradient, over what the gradient says: 1 if that is right."""
