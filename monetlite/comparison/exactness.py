@@ -58,8 +58,8 @@ class Examiner:
         self._nudge = COARSE_NUDGE if coarse else NUDGE
         self._pristine = {name: buffer.clone() for name, buffer in plain.model.named_buffers()}
         self._expected = outcome(plain, seed)
-        self._twice = outcome(plain, seed).buffers
-        """Buffers after a second forward pass over the same batch."""
+        self._twice = outcome(plain, seed)
+        """With buffers after a second forward pass over the same batch."""
         self._restore(plain.model)
         self._normalised = {
             f"{name}.{buffer}" if name else buffer
@@ -88,14 +88,19 @@ class Examiner:
         return max(differences(expected, found.gradients, least).values(), default=0.0)
 
     def _wrong_buffers(self, found: Outcome) -> str:
-        unequal = self._beyond_rounding(differences(self._expected.buffers, found.buffers))
-        moved = differences(self._expected.buffers, self._nudged.buffers) if unequal else {}
+        unequal = self._beyond_rounding(self._moved(self._expected, found))
+        moved = self._moved(self._expected, self._nudged) if unequal else {}
         wrong = {name for name, difference in unequal.items() if difference > SLACK * moved.get(name, 0.0)}
         if not wrong:
             return ""
-        from_twice = self._beyond_rounding(differences(self._twice, found.buffers))
+        from_twice = self._beyond_rounding(self._moved(self._twice, found))
         what = "statistics" if self._normalised.issuperset(wrong) else "buffers"
         return f"other {what}" if wrong & from_twice.keys() else f"{what} updated twice"
+
+    def _moved(self, expected: Outcome, found: Outcome) -> dict[str, float]:
+        """How far each buffer is; those that are next to nothing beside the largest, on the scale of that."""
+        floating = (buffer for buffer in self._expected.buffers.values() if buffer.is_floating_point())
+        return differences(expected.buffers, found.buffers, negligible(floating, self._rounding))
 
     def _beyond_rounding(self, of: dict[str, float]) -> dict[str, float]:
         return {name: difference for name, difference in of.items() if difference > self._rounding}
