@@ -72,31 +72,26 @@ def delivering_backend(lower: Partition, compiler: Compiler = boxed) -> Backend:
 
 
 def _deferred(program: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, unused: Unused) -> Boxed:
-    """A backward program that returns stand-ins for its results, to be run part by part."""
+    """A backward program that returns a stand-in for one result of each part, to be run part by part."""
     parts = split(program, inputs, compiler)
     names = [node.name for node in program.graph.nodes if node.op == "placeholder"]
-    specs = [
-        (tuple(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else None
-        for value in (None if item is None else item.meta["val"] for item in flat_outputs(program))
-    ]
+    results = flat_outputs(program)
+    specs: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
+    for part in parts:
+        for at in part.results[:1]:
+            node = results[at]
+            assert node is not None
+            specs[at] = node.meta["val"].shape, node.meta["val"].dtype, node.meta["val"].device
 
     def call(arguments: list[Any]) -> list[torch.Tensor | None]:
         run = Run(parts, dict(zip(names, arguments, strict=True)), unused.left_out())
         arguments.clear()
-        scalars: dict[tuple[Any, Any], torch.Tensor] = {}
-        results: list[torch.Tensor | None] = []
-        for spec in specs:
-            if spec is None:
-                results.append(None)
-                continue
-            shape, dtype, device = spec
-            scalar = scalars.get((dtype, device))
-            if scalar is None:
-                scalar = scalars[dtype, device] = torch.empty((), dtype=dtype, device=device)
-            result = scalar.expand(shape)
-            setattr(result, _RUN, run)
-            results.append(result)
-        return results
+        made: list[torch.Tensor | None] = [None] * len(results)
+        for at, (shape, dtype, device) in specs.items():
+            stand_in = torch.empty((), dtype=dtype, device=device).expand(shape)
+            setattr(stand_in, _RUN, run)
+            made[at] = stand_in
+        return made
 
     call.__dict__["_boxed_call"] = True
     return call

@@ -24,6 +24,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from monetlite.captured.launching import as_function
 from monetlite.captured.storages import Reachability
 from monetlite.errors import ModelError, TraceError
 from monetlite.tracing.attention import Capability, as_on_gpu
@@ -204,9 +205,7 @@ def boxed(program: fx.GraphModule, _inputs: Sequence[Any] = (), _internal: Colle
 
     Without this, what calls the program keeps every argument alive until it returns.
     """
-    program.graph.set_codegen(fx.graph._BoxedCodeGen())
-    program.recompile()
-    forward = program.forward
+    forward = as_function(program)
 
     def call(arguments: list[Any]) -> Any:
         return forward(arguments)
