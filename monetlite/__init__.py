@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from monetlite.comparison import compare
     from monetlite.files import load_schedule
     from monetlite.files.profiles import load_profile
+    from monetlite.runtime.limit import limit_reserved
     from monetlite.runtime.verify import verify
     from monetlite.runtime.wrapper import MONeTWrapper
     from monetlite.schedule import Schedule, simulate
@@ -27,6 +28,7 @@ _HOME = {
     "MONeTWrapper": "monetlite.runtime",
     "Schedule": "monetlite.schedule",
     "compare": "monetlite.comparison",
+    "limit_reserved": "monetlite.runtime",
     "load_profile": "monetlite.files.profiles",
     "load_schedule": "monetlite.files",
     "optimize": "monetlite.api",
@@ -43,6 +45,7 @@ __all__ = [
     "MonetliteError",
     "Schedule",
     "compare",
+    "limit_reserved",
     "load_profile",
     "load_schedule",
     "optimize",

@@ -90,6 +90,7 @@ def solve(
     *,
     tolerance: float = 0.0,
     implementations: str = ALL,
+    reserved: bool = False,
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
@@ -109,6 +110,8 @@ def solve(
             also activations kept as bfloat16 for their gradient.
         implementations: `"all"`, or `"default"` to store and recompute only, every operator running as it was
             traced (what Checkmate does, Jain et al., MLSys 2020).
+        reserved: the budget is of what torch's CUDA allocator reserves, which `nvidia-smi` shows, in a script that
+            calls `monetlite.limit_reserved`; computed from the schedule's requests.
         time_limit: seconds until the best schedule found is returned, with a bound on how much better any
             schedule could be.
         solver: for the exact program: `"SCIP"`, `"HIGHS"`, or `"GUROBI"` where it is installed.
@@ -122,6 +125,7 @@ def solve(
         ScheduleMismatch: a start is for another graph.
         InfeasibleBudget: nothing fits, or nothing was found; says the smallest budget that is known to do.
         SolverError: the solver is not installed.
+        DeviceError: `reserved`, and costs that are not a GPU's.
     """
     from monetlite.solving.solve import solve_profile
 
@@ -131,19 +135,32 @@ def solve(
     if implementations == DEFAULT_ONLY:
         profile = profile.restricted(lambda _: False)
     plain = simulate(profile, plain_steps(profile.graph))
+    known = list(starts)
+
+    def solve_once(budget_bytes: int, seconds: float, found: Iterable[Schedule]) -> Schedule:
+        solution = solve_profile(
+            profile,
+            budget_bytes,
+            time_limit=seconds,
+            seed=seed,
+            solver=solver,
+            starts=[_steps_of(profile.graph, start) for start in (*known, *found)],
+            progress=progress,
+        )
+        if solution.steps is None:
+            raise _nothing_fits(profile, budget_bytes, solution.status, solution.smallest_proven_bytes, solution)
+        return as_schedule(profile, plain, budget_bytes, solution, solution.steps, tolerance)
+
     budget_bytes = parse_budget(budget, plain.peak_bytes)
-    solution = solve_profile(
-        profile,
-        budget_bytes,
-        time_limit=time_limit,
-        seed=seed,
-        solver=solver,
-        starts=[_steps_of(profile.graph, start) for start in starts],
-        progress=progress,
-    )
-    if solution.steps is None:
-        raise _nothing_fits(profile, budget_bytes, solution.status, solution.smallest_proven_bytes, solution)
-    return as_schedule(profile, plain, budget_bytes, solution, solution.steps, tolerance)
+    if not reserved:
+        return solve_once(budget_bytes, time_limit, ())
+    if profile.device == "cpu":
+        raise DeviceError(
+            "memory is reserved on GPUs; these costs are a CPU's: leave out reserved=True (--reserved)"
+        )
+    from monetlite.allocation.solving import solve_reserved
+
+    return solve_reserved(profile, budget_bytes, time_limit, solve_once)
 
 
 def sweep(
@@ -260,6 +277,7 @@ def optimize(
     tolerance: float = 0.0,
     layout: str | None = None,
     implementations: str = ALL,
+    reserved: bool = False,
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
@@ -293,6 +311,7 @@ def optimize(
         tolerance=tolerance,
         layout=layout,
         implementations=implementations,
+        reserved=reserved,
         time_limit=time_limit,
         solver=solver,
         seed=seed,

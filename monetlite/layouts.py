@@ -43,6 +43,7 @@ def solve_layouts(
     tolerance: float = 0.0,
     layout: str | None = None,
     implementations: str = api.ALL,
+    reserved: bool = False,
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
@@ -58,7 +59,7 @@ def solve_layouts(
             relative to that one.
         layout: the only one to solve for, if given.
         starts: schedules to begin from; those for another graph are left aside.
-        budget, tolerance, implementations, time_limit, solver, seed, progress: as in `solve`.
+        budget, tolerance, implementations, reserved, time_limit, solver, seed, progress: as in `solve`.
 
     Raises:
         Those of `solve`.
@@ -75,6 +76,7 @@ def solve_layouts(
             budget_bytes,
             tolerance=tolerance,
             implementations=implementations,
+            reserved=reserved,
             time_limit=seconds,
             solver=solver,
             seed=seed,

@@ -58,6 +58,8 @@ class Schedule:
             in the graph it was solved for (see `trace`); autocast: the dtype of `torch.autocast` around it, if on.
         smallest_proven_bytes: nothing fits below this; smallest_reached_bytes: the smallest peak for which a
             schedule is known.
+        reserved_bytes: if it was solved for a budget of reserved memory, the least that torch's CUDA allocator can
+            be limited to for it, as predicted.
         source: what the model can be built from again, if it has a name that means the same everywhere.
         operator_digests: of each operator, to say which one differs where the structure does.
     """
@@ -87,6 +89,7 @@ class Schedule:
     autocast: str = ""
     smallest_proven_bytes: int = 0
     smallest_reached_bytes: int | None = None
+    reserved_bytes: int | None = None
     source: ModelSource | None = None
     operator_digests: tuple[str, ...] = ()
 

@@ -43,6 +43,12 @@ from monetlite.cli.running import Solving, check_folder, guard, open_console
     show_default=True,
     help="default: store and recompute only, every operator running as it was traced.",
 )
+@click.option(
+    "--reserved",
+    is_flag=True,
+    help="The budget is of what torch's CUDA allocator reserves, as nvidia-smi shows, in a training script that "
+    "calls monetlite.limit_reserved(BUDGET).",
+)
 @click.option("--solver", type=click.Choice(["SCIP", "HIGHS", "GUROBI"]), default="SCIP", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
 @click.option(
@@ -63,6 +69,7 @@ def solve_command(
     tolerance: float,
     layout: str | None,
     implementations: str,
+    reserved: bool,
     solver: str,
     seed: int,
     output: str | None,
@@ -102,6 +109,7 @@ def solve_command(
                 tolerance=tolerance,
                 layout=layout,
                 implementations=implementations,
+                reserved=reserved,
                 time_limit=time_limit,
                 solver=solver,
                 seed=seed,
@@ -109,11 +117,13 @@ def solve_command(
             )
         schedule.save(target)
         profile = next(item for item in costs if item.graph.layout == schedule.layout)
+        timeline = simulate(profile, schedule)
         if as_json:
-            click.echo(json.dumps(reporting.schedule_facts(schedule, str(target))))
+            facts = reporting.schedule_facts(schedule, str(target))
+            click.echo(json.dumps(facts | {"reserved": reporting.reserved_facts(profile, timeline)}))
         else:
             click.echo(description)
-            reporting.print_schedule(console, profile, schedule, simulate(profile, schedule), str(target))
+            reporting.print_schedule(console, profile, schedule, timeline, str(target))
 
     if not profiles and spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")

@@ -76,6 +76,7 @@ class Bench:
             with _prepared():
                 trainee = copy.copy(self._trainee)
                 trainee.model = contender.prepare(copy_of(self.task.model))
+                trainee.limit_bytes = contender.limit_bytes
                 # Programs are made in the first step, and libraries choose their kernels.
                 trainee.step()
                 if contender.peer is Peer.PLAIN:
@@ -132,7 +133,7 @@ class _Timed(Trainee):
         return torch.zeros(())
 
     def time_ms(self) -> float:
-        if self.device == "cuda":
+        if self.device == "cuda" and self.limit_bytes is None:
             # What the one before left in the allocator's cache doesn't fit this one: a step, to fill it anew.
             torch.cuda.empty_cache()
             self.step()

@@ -28,6 +28,7 @@ class Contender:
         prepare: makes what is trained of a copy of the model, which it may change, but for its parameters: those
             are every contender's. Parameters and buffers keep their names.
         asked_bytes: the budget, where it takes one.
+        limit_bytes: what torch's CUDA allocator may reserve for the step, where that is limited.
     """
 
     peer: Peer
@@ -35,6 +36,7 @@ class Contender:
     prepare: Callable[[nn.Module], nn.Module]
     label: str = ""
     asked_bytes: int | None = None
+    limit_bytes: int | None = None
 
 
 def copy_of(model: nn.Module) -> nn.Module:

@@ -108,7 +108,14 @@ def scheduled(
 
     setting = budget_setting(asked_bytes, compiled=compiled, with_defaults=with_defaults)
     label = f"{TITLES[peer]}, compiled" if compiled else ""
-    return Contender(peer=peer, setting=setting, label=label, prepare=prepare, asked_bytes=asked_bytes)
+    return Contender(
+        peer=peer,
+        setting=setting,
+        label=label,
+        prepare=prepare,
+        asked_bytes=asked_bytes,
+        limit_bytes=None if schedule.reserved_bytes is None else max(asked_bytes, schedule.reserved_bytes),
+    )
 
 
 def budget_setting(budget_bytes: int, *, compiled: bool = False, with_defaults: bool = False) -> str:

@@ -70,6 +70,7 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         ),
         budget_bytes=record.integer("budget_bytes", least=1),
         peak_bytes=predicted.integer("peak_bytes"),
+        reserved_bytes=predicted.integer("reserved_bytes") if predicted.optional("reserved_bytes") else None,
         latency_ms=predicted.number("latency_ms"),
         lower_bound_ms=solve.number("lower_bound_ms"),
         status=status,
@@ -116,7 +117,11 @@ def schedule_text(schedule: Schedule) -> str:
             "environment": {name: str(value) for name, value in schedule.environment.items()},
         },
         "budget_bytes": schedule.budget_bytes,
-        "predicted": {"peak_bytes": schedule.peak_bytes, "latency_ms": float(schedule.latency_ms)},
+        "predicted": {
+            "peak_bytes": schedule.peak_bytes,
+            "latency_ms": float(schedule.latency_ms),
+            **({} if schedule.reserved_bytes is None else {"reserved_bytes": schedule.reserved_bytes}),
+        },
         "plain": {"peak_bytes": schedule.plain_peak_bytes, "latency_ms": float(schedule.plain_latency_ms)},
         "solve": {
             "status": str(schedule.status),

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from monetlite.allocation import least_limit, reserve
 from monetlite.choices import DEFAULT
 from monetlite.costs import Profile
 from monetlite.graph import CHANNELS_LAST
@@ -35,6 +36,7 @@ def schedule_facts(schedule: Schedule, output: str | None = None) -> dict[str, A
         "autocast": schedule.autocast,
         "budget_bytes": schedule.budget_bytes,
         "peak_bytes": schedule.peak_bytes,
+        "reserved_bytes": schedule.reserved_bytes,
         "latency_ms": schedule.latency_ms,
         "plain_peak_bytes": schedule.plain_peak_bytes,
         "plain_latency_ms": schedule.plain_latency_ms,
@@ -94,6 +96,8 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
         f"peak {format_bytes(schedule.peak_bytes)} of {format_bytes(schedule.budget_bytes)} (at {peak_operator}), "
         f"step {format_ms(schedule.latency_ms)}",
     )
+    if found := reserved_facts(profile, timeline):
+        table.add_row("on the GPU", _reserved(schedule, found))
     table.add_row(
         "overhead",
         f"{schedule.overhead:+.1%} step time; {len(schedule.choices.stored)} values stored, "
@@ -111,6 +115,30 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
     table.add_row("solved", f"in {schedule.seconds:.1f} s by {schedule.solver}")
     table.add_row("written", output)
     console.print(table)
+
+
+def reserved_facts(profile: Profile, timeline: Timeline) -> dict[str, int] | None:
+    """What torch's CUDA allocator takes from the GPU for a schedule, predicted, in bytes; None for costs of a CPU.
+
+    By its default settings, with expandable segments, and the least that it can be limited to.
+    """
+    if profile.device == "cpu":
+        return None
+    return {
+        "default_bytes": reserve(profile, timeline, expandable=False).peak_bytes,
+        "expandable_bytes": reserve(profile, timeline, expandable=True).peak_bytes,
+        "least_limit_bytes": least_limit(profile, timeline),
+    }
+
+
+def _reserved(schedule: Schedule, found: Mapping[str, int]) -> str:
+    default, least = (format_bytes(found[name]) for name in ("default_bytes", "least_limit_bytes"))
+    if schedule.reserved_bytes is None:
+        return (
+            f"{default} reserved by torch's default settings, {least} at least; --reserved keeps it in the budget"
+        )
+    budget = f"monetlite.limit_reserved({schedule.budget_bytes})"
+    return f"{least} reserved is enough, in a script that calls {budget}; {default} otherwise"
 
 
 def _other_ways(schedule: Schedule) -> int:

@@ -213,8 +213,8 @@ class Report:
                     check="reserved",
                     message=f"for a peak of {format_bytes(self.peak_bytes)} torch's allocator reserved "
                     f"{format_bytes(self.reserved_bytes)}, over the budget of {format_bytes(self.budget_bytes)} by "
-                    f"{format_bytes(self.reserved_bytes - self.budget_bytes)}. It leaves less between blocks with "
-                    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                    f"{format_bytes(self.reserved_bytes - self.budget_bytes)}. Solve with reserved=True "
+                    "(--reserved), and call monetlite.limit_reserved before training",
                     measured=self.reserved_bytes,
                     allowed=self.budget_bytes,
                 )

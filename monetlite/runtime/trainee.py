@@ -14,6 +14,7 @@ from monetlite.profiling.heap import steady_heap
 from monetlite.profiling.memory import peak_growth_bytes, release_workspaces
 from monetlite.profiling.meters import FEW_FAULTS, page_faults
 from monetlite.profiling.optimizers import make_optimizer
+from monetlite.runtime.limit import reserved_within
 from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.tracing.build import resident_bytes
 
@@ -43,7 +44,8 @@ class Peak:
 class Trainee:
     """A model that takes training steps, always from no gradients, or to `accumulate` from gradients of zero.
 
-    An optimizer's step is part of the peak, as in a prediction, and of nothing else; it changes no weight.
+    An optimizer's step is part of the peak, as in a prediction, and of nothing else; it changes no weight. With
+    `limit_bytes`, what torch's CUDA allocator reserves for the step is kept within that, while it is measured.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Trainee:
         accumulate: bool = False,
         autocast: str = "",
         optimizer: str | None = None,
+        limit_bytes: int | None = None,
     ) -> None:
         self.accumulate = accumulate
+        self.limit_bytes = limit_bytes
         self.autocast = getattr(torch, autocast) if autocast else None
         self.model, self.objective, self.device = model, objective, device
         copies: dict[int, torch.Tensor] = {}
@@ -100,11 +104,24 @@ class Trainee:
         )
 
     def time_ms(self) -> float:
-        self._synchronize()
-        start = time.perf_counter()
-        self.step()
-        self._synchronize()
-        return (time.perf_counter() - start) * 1000
+        with self._limited():
+            self._synchronize()
+            start = time.perf_counter()
+            self.step()
+            self._synchronize()
+            return (time.perf_counter() - start) * 1000
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Keep a step within the limit, if there is one, in an allocator that such a step has left behind."""
+        if self.limit_bytes is None or self.device != "cuda":
+            yield
+            return
+        self._clear()
+        torch.cuda.empty_cache()
+        with reserved_within(self.limit_bytes, self._own_bytes()):
+            self.step()
+            yield
 
     def peak(self) -> Peak:
         """Resident memory of the step, and the most it takes beyond that.
@@ -114,21 +131,26 @@ class Trainee:
         if self.optimizer is not None and not self.optimizer.state:
             self._whole_step()  # which makes the optimizer's state
         self._clear()
-        model = self.model.model if isinstance(self.model, MONeTWrapper) else self.model
-        own_bytes = resident_bytes(model, self.inputs).total
-        own_bytes += sum(tensor.grad.nbytes for tensor in self._leaves() if tensor.grad is not None)
-        states = self.optimizer.state.values() if self.optimizer is not None else ()
-        own_bytes += sum(
-            item.nbytes for state in states for item in state.values() if isinstance(item, torch.Tensor)
-        )
+        own_bytes = self._own_bytes()
         if self.device != "cuda":
             return Peak(allocated_bytes=own_bytes + peak_growth_bytes(self._whole_step, self.device))
         release_workspaces(self.device)
         torch.cuda.empty_cache()
         reserved_bytes = torch.cuda.memory_reserved()
-        allocated_bytes = own_bytes + peak_growth_bytes(self._whole_step, self.device)
+        with reserved_within(self.limit_bytes, own_bytes):
+            allocated_bytes = own_bytes + peak_growth_bytes(self._whole_step, self.device)
         grown_bytes = torch.cuda.max_memory_reserved() - reserved_bytes
         return Peak(allocated_bytes=allocated_bytes, reserved_bytes=own_bytes + grown_bytes)
+
+    def _own_bytes(self) -> int:
+        """What of the step is in memory before it begins."""
+        model = self.model.model if isinstance(self.model, MONeTWrapper) else self.model
+        own_bytes: int = resident_bytes(model, self.inputs).total
+        own_bytes += sum(tensor.grad.nbytes for tensor in self._leaves() if tensor.grad is not None)
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        return own_bytes + sum(
+            item.nbytes for state in states for item in state.values() if isinstance(item, torch.Tensor)
+        )
 
     def _whole_step(self) -> None:
         self.step()

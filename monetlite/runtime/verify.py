@@ -72,7 +72,11 @@ def verify(
         autocast=schedule.autocast,
         optimizer=schedule.optimizer,
     )
-    plain, scheduled = trainee(copy.deepcopy(model)), trainee(MONeTWrapper(copy.deepcopy(model), schedule))
+    plain = trainee(copy.deepcopy(model))
+    scheduled = trainee(
+        MONeTWrapper(copy.deepcopy(model), schedule),
+        limit_bytes=schedule.budget_bytes if schedule.reserved_bytes is not None else None,
+    )
     expected, found = plain.snapshot(seed), scheduled.snapshot(seed)
     unrepeated = _unrepeated(expected, trainee(copy.deepcopy(model)).snapshot(seed))
     allowed = limits.difference

@@ -43,7 +43,18 @@ PLAIN_SHARE = 0.8
 """Of the budget: what plain training may store for inputs that a schedule can't be applied to. The rest is for
 workspace."""
 OPTIONS = frozenset(
-    {"device", "optimizer", "accumulate", "tolerance", "layout", "implementations", "time_limit", "solver", "seed"}
+    {
+        "device",
+        "optimizer",
+        "accumulate",
+        "tolerance",
+        "layout",
+        "implementations",
+        "reserved",
+        "time_limit",
+        "solver",
+        "seed",
+    }
 )
 """Arguments of `monetlite.optimize` that a wrapper with a budget passes on."""
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
@@ -75,7 +86,7 @@ class MONeTWrapper(Delegating):
             inputs that it has, and again whenever inputs are larger than any before or the model has changed
             (`MOST_SOLVED` times).
         options: with a budget, further arguments of `monetlite.optimize`: device, optimizer, accumulate,
-            tolerance, layout, implementations, time_limit, solver, seed.
+            tolerance, layout, implementations, reserved, time_limit, solver, seed.
         compile: have Inductor compile what runs. The peak is then an estimate, and results differ in their last
             bits.
 

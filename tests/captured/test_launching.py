@@ -84,7 +84,7 @@ def test_operators_are_called_as_plain_training_calls_them() -> None:
         (aten.threshold_backward.default, (X, 0)),  # which has no function in Python
         (aten.scalar_tensor.default, ()),
     ],
-    ids=str,
+    ids=["mul", "linear", "threshold_backward", "scalar_tensor"],
 )
 def test_what_would_reach_another_operator_is_not_called(target: Any, arguments: tuple[Any, ...]) -> None:
     def trace(graph: fx.Graph, inputs: list[fx.Node]) -> Any:
@@ -150,7 +150,7 @@ def test_views_left_out_change_nothing(chain: list[Any], transposed: bool, retur
                 continue
             node = graph.call_function(target, (node, *arguments))
             made.append(node)
-        if changed and value.is_floating_point() and value.numel() == 24:
+        if changed and value.is_floating_point() and 0 not in value.stride():
             graph.call_function(aten.mul_.Tensor, (node, 3.0))
         return [graph.call_function(aten.mul.Tensor, (node, 2)), *(made if returned else [])]
 

@@ -271,7 +271,7 @@ def test_what_the_allocator_reserves_is_held_to_the_budget_too(measured):
         assert [reason.check for reason in judged.reasons] == failing
         for reason in judged.reasons:
             assert (reason.measured, reason.allowed) == (reserved_bytes, budget_bytes)
-            assert "expandable_segments" in reason.message
+            assert "limit_reserved" in reason.message
     facts = report_facts(judged)
     assert (facts["reserved_bytes"], facts["plain_reserved_bytes"]) == (budget_bytes + 1, 2 * (budget_bytes + 1))
     console = Console(file=io.StringIO(), width=80)

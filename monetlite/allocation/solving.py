@@ -1,0 +1,81 @@
+"""Schedules for a budget of reserved memory: what `nvidia-smi` shows, in place of what is allocated.
+
+How much more than its peak a schedule reserves is known once there is a schedule. So one is found for the budget,
+and others for what is left of the budget when that much is taken away.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from monetlite.allocation.reserved import least_limit, reserve
+from monetlite.costs import Profile
+from monetlite.errors import InfeasibleBudget
+from monetlite.schedule import Schedule, Status, simulate
+from monetlite.units import format_bytes
+
+ROUNDS = (0.25, 0.35, 0.4)
+"""Shares of the time."""
+MOST_ROUNDS = 8
+"""With those that follow, each as long as the last, while nothing fits."""
+_STEP = 0.004
+"""Of the budget: by how much more than the last schedule was over it, it is lowered from round to round."""
+
+SolveOnce: TypeAlias = Callable[[int, float, Sequence[Schedule]], Schedule]
+"""Solves for a peak in bytes, in so many seconds, from schedules to begin with."""
+
+
+def solve_reserved(profile: Profile, budget_bytes: int, time_limit: float, solve: SolveOnce) -> Schedule:
+    """The fastest schedule found that runs within a budget of reserved memory.
+
+    Its bound is that of all schedules whose peak is within the budget, which are more.
+
+    Raises:
+        InfeasibleBudget: nothing fits, or nothing was found.
+    """
+    target_bytes = budget_bytes
+    bound_ms = seconds = 0.0
+    best: Schedule | None = None
+    least_bytes: int | None = None
+    for number in range(MOST_ROUNDS):
+        share = ROUNDS[min(number, len(ROUNDS) - 1)]
+        try:
+            found = solve(target_bytes, time_limit * share, [] if best is None else [best])
+        except InfeasibleBudget as error:
+            if best is not None or number == 0:
+                if best is None:
+                    raise
+                break
+            raise _no_room(budget_bytes, least_bytes, error) from error
+        seconds += found.seconds
+        if number == 0:
+            bound_ms = found.lower_bound_ms
+        timeline = simulate(profile, found)
+        limit_bytes = least_limit(profile, timeline)
+        least_bytes = limit_bytes if least_bytes is None else min(least_bytes, limit_bytes)
+        if not reserve(profile, timeline, expandable=True, limit_bytes=budget_bytes).fits:
+            over_bytes = max(0, limit_bytes - budget_bytes) + int(budget_bytes * _STEP)
+            target_bytes = min(found.peak_bytes, target_bytes) - over_bytes
+        elif best is None or found.latency_ms < best.latency_ms:
+            best = replace(found, reserved_bytes=min(limit_bytes, budget_bytes))
+        if best is not None and (number + 1 >= len(ROUNDS) or best.latency_ms <= bound_ms):
+            break
+    if best is None:
+        raise _no_room(budget_bytes, least_bytes, None)
+    status = Status.OPTIMAL if best.latency_ms <= bound_ms else Status.FEASIBLE
+    return replace(best, budget_bytes=budget_bytes, lower_bound_ms=bound_ms, status=status, seconds=seconds)
+
+
+def _no_room(budget_bytes: int, least_bytes: int | None, error: InfeasibleBudget | None) -> InfeasibleBudget:
+    asked = f"a budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) of reserved memory"
+    least = f"; the least that a schedule was found for is {format_bytes(least_bytes)}" if least_bytes else ""
+    return InfeasibleBudget(
+        f"no schedule was found for {asked}, though peaks are within it{least}. Raise the budget, or lower the "
+        "batch or the input size",
+        budget_bytes=budget_bytes,
+        proven_bytes=error.proven_bytes if error is not None else 0,
+        reached_bytes=least_bytes,
+    )
+
+
+__all__ = ["SolveOnce", "solve_reserved"]
