@@ -134,6 +134,7 @@ def test_snippets(page, folder, monkeypatch):
     quick = functools.partial(api.optimize, device="rtx-4090", time_limit=1)
     for module in (api, monetlite):
         monkeypatch.setattr(module, "optimize", quick)
+    monkeypatch.setattr(monetlite, "limit_reserved", lambda budget: None)  # there is no GPU
     model = Small()
     names = {"torch": torch, "monetlite": monetlite, "model": model, "example_inputs": torch.randn(4, 8)}
     for text in blocks(page, "python"):

@@ -5,6 +5,7 @@ and a schedule that recomputes leaves more of them than plain training does. Wha
 because a schedule makes the same requests in the same order every step.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,13 +24,15 @@ class Reserved:
     """What the allocator does with a schedule, step after step.
 
     Attributes:
-        peak_bytes: the most that it has reserved, what is always in memory included.
+        peak_bytes: the most that it has reserved, what is always in memory included; allocated_bytes: the most that
+            was in use of it, which is the schedule's peak with requests rounded up to blocks.
         releases: how often in a step it gives memory back to the GPU to stay within the limit, and waits for the
             GPU to do so.
         fits: whether every request is met within the limit; else there is an out-of-memory error on a GPU.
     """
 
     peak_bytes: int
+    allocated_bytes: int
     releases: int
     fits: bool
 
@@ -53,13 +56,14 @@ def reserve(profile: Profile, timeline: Timeline, *, expandable: bool, limit_byt
     for _ in range(_STEPS):
         before = allocator.releases
         blocks: dict[int, tuple[int, int]] = {}
-        for value, size in requests:
+        for number, size in requests:
             if size:
-                blocks[value] = allocator.allocate(size)
+                blocks[number] = allocator.allocate(size)
             else:
-                allocator.free(blocks.pop(value))
+                allocator.free(blocks.pop(number))
     return Reserved(
         peak_bytes=timeline.resident_bytes + allocator.peak_reserved_bytes,
+        allocated_bytes=timeline.resident_bytes + allocator.peak_allocated_bytes,
         releases=allocator.releases - before,
         fits=not allocator.failures,
     )
@@ -88,33 +92,33 @@ def least_limit(profile: Profile, timeline: Timeline) -> int:
 
 
 def _requests(profile: Profile, timeline: Timeline) -> Iterator[tuple[int, int]]:
-    """(what, bytes asked for) of a step in order; 0 bytes where it is freed. Workspaces are below zero.
+    """(number of a request, bytes asked for) of a step in order; 0 bytes where what was asked for is freed.
 
-    A result in the memory of an operand that dies is that operand's block from there on.
+    A result in the memory of an operand that dies has that operand's block from there on.
     """
+    numbers = itertools.count()
     graph = profile.graph
     size = [value.size_bytes for value in graph.values]
     block_of: dict[int, int] = {}
     ran: set[int] = set()
-    for at, ((index, choice), writes, frees) in enumerate(
-        zip(timeline.steps, timeline.writes, timeline.frees, strict=True)
-    ):
+    for (index, choice), writes, frees in zip(timeline.steps, timeline.writes, timeline.frees, strict=True):
         overwritten = list(graph.operators[index].implementations[choice].overwrites)
         for value in writes:
             if value in block_of or not size[value]:
                 continue
             taken = next((item for item in overwritten if size[item] == size[value] and item in block_of), None)
             if taken is None:
-                block_of[value] = value
-                yield value, size[value]
+                block_of[value] = next(numbers)
+                yield block_of[value], size[value]
             else:
                 overwritten.remove(taken)
                 block_of[value] = block_of.pop(taken)
         _, workspace_bytes = profile.costs[index][choice].of_run(again=index in ran)
         ran.add(index)
-        if workspace_bytes:
-            yield -1 - at, workspace_bytes
-            yield -1 - at, 0
+        if workspace_bytes > 0:
+            workspace = next(numbers)
+            yield workspace, workspace_bytes
+            yield workspace, 0
         for value in sorted(frees):
             if value in block_of:
                 yield block_of.pop(value), 0

@@ -18,8 +18,8 @@ _EXPANDABLE = "expandable_segments"
 def limit_reserved(budget: str | int | float, device: int | torch.device | str | None = None) -> None:
     """Limit what this process takes from a GPU for tensors and workspaces; call it before anything is on the GPU.
 
-    With its default settings, PyTorch's allocator takes much more from the GPU than a schedule's peak: 1.5 to 2
-    times as much at a third of plain training's memory, on paper (`monetlite.allocation`). This has it use
+    With its default settings, PyTorch's allocator takes much more from the GPU than a schedule's peak: 1.6 to 2.2
+    times as much for convolutional networks within 6 GB, on paper (`monetlite.allocation`). This has it use
     *expandable segments*, which can grow and give back single pages, and has it give back what is free before it
     takes more than the budget. What does not fit then raises `torch.OutOfMemoryError`: use a schedule that was
     solved with `reserved=True` for this budget. The CUDA context, some hundred megabytes, is not in it.

@@ -60,6 +60,7 @@ def rescale(schedule: Schedule, profile: "Profile", plain: "Profile") -> Schedul
         seconds=0.0,
         smallest_proven_bytes=smallest_budget_bound(profile),
         smallest_reached_bytes=timeline.peak_bytes,
+        reserved_bytes=None,
     )
 
 
