@@ -17,7 +17,7 @@ ALL, DEFAULT_ONLY = "all", "default"
 if TYPE_CHECKING:
     from torch import nn
 
-    from monetlite.solving.solve import Progress, Solution
+    from monetlite.solving.race import Progress, Solution
     from monetlite.tracing import Inputs
 
 

@@ -209,8 +209,8 @@ class _Prober:
         from monetlite.api import as_schedule
         from monetlite.schedule import Status
         from monetlite.solving.bounds import smallest_budget_bound
+        from monetlite.solving.race import Solution
         from monetlite.solving.smallest import smallest_budget
-        from monetlite.solving.solve import Solution
 
         profile = self.profile(batch).within(self._tolerance)
         bound_bytes = smallest_budget_bound(profile)

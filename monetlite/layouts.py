@@ -12,7 +12,7 @@ from monetlite.schedule import Schedule, plain_steps, simulate
 from monetlite.units import parse_budget
 
 if TYPE_CHECKING:
-    from monetlite.solving.solve import Progress
+    from monetlite.solving.race import Progress
 
 REORDERED = 1e-5
 """The tolerance from which sums may be in another order."""

@@ -9,9 +9,9 @@ from monetlite.costs import Profile
 from monetlite.schedule import Status, Step, plain_steps, simulate
 from monetlite.solving import baselines
 from monetlite.solving.compiling import ensure_compiled, is_cached
+from monetlite.solving.race import Progress
 from monetlite.solving.search import search
 from monetlite.solving.smallest import smallest_budget
-from monetlite.solving.solve import Progress
 from monetlite.solving.sweep import sweep_profile
 
 BASELINE_SHARE = 0.25

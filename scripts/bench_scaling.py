@@ -24,7 +24,8 @@ from synthetic_steps import chain_step, transformer_step
 from monetlite.errors import IllegalSchedule
 from monetlite.schedule import plain_steps, simulate
 from monetlite.solving import baselines
-from monetlite.solving.solve import Progress, solve_profile
+from monetlite.solving.race import Progress
+from monetlite.solving.solve import solve_profile
 
 
 def point(kind: str, size: int, share: float, time_limit: float, seed: int) -> dict[str, Any]:

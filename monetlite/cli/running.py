@@ -13,7 +13,7 @@ from monetlite.units import format_bytes, format_ms
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from monetlite.solving.solve import Progress
+    from monetlite.solving.race import Progress
 
 EXIT_USAGE, EXIT_INFEASIBLE, EXIT_FAILED = 2, 3, 4
 

@@ -13,7 +13,7 @@ from monetlite.reporting.memory import break_down
 from monetlite.schedule import Status, Step, simulate
 
 if TYPE_CHECKING:
-    from monetlite.solving.solve import Progress
+    from monetlite.solving.race import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 
 import torch
 
 from monetlite.allocation.allocator import PAGE_BYTES
 from monetlite.errors import BudgetError, DeviceError
+from monetlite.schedule import Schedule
 from monetlite.units import format_bytes, parse_budget
 
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -75,6 +77,18 @@ def reserved_within(budget_bytes: int | None, own_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(before)
 
 
+def warn_if_unlimited(schedule: Schedule, device: str) -> None:
+    """Warn that a schedule for a budget of reserved memory is about to run where nothing limits that."""
+    if schedule.reserved_bytes is None or device != "cuda" or torch.cuda.get_per_process_memory_fraction() < 1.0:
+        return
+    warnings.warn(
+        f"this schedule was solved for {format_bytes(schedule.budget_bytes)} of reserved memory, which nothing limits "
+        "here, so PyTorch's allocator will take more: call "
+        f"monetlite.limit_reserved({schedule.budget_bytes}) before anything is on the GPU",
+        stacklevel=2,
+    )
+
+
 def _limit(budget_bytes: int, device: int | torch.device | str | None) -> None:
     limit_bytes = max(0, budget_bytes - PAGE_BYTES)  # beyond which the allocator goes by less than a page
     total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -88,4 +102,4 @@ def _expand_segments() -> None:
     torch.cuda.memory._set_allocator_settings(",".join([*kept, f"{_EXPANDABLE}:True"]))
 
 
-__all__ = ["limit_reserved", "reserved_within"]
+__all__ = ["limit_reserved", "reserved_within", "warn_if_unlimited"]

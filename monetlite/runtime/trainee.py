@@ -88,7 +88,7 @@ class Trainee:
 
     def snapshot(self, seed: int) -> Snapshot:
         """What one step leaves behind, from a seed."""
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), reserved_within(self._limit_bytes, self._own_bytes()):
             torch.manual_seed(seed)
             loss = self.step()
             random_state = torch.cuda.get_rng_state() if self.device == "cuda" else torch.get_rng_state()
@@ -114,14 +114,18 @@ class Trainee:
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
         """Keep a step within the limit, if there is one, in an allocator that such a step has left behind."""
-        if self.limit_bytes is None or self.device != "cuda":
+        if self._limit_bytes is None:
             yield
             return
         self._clear()
         torch.cuda.empty_cache()
-        with reserved_within(self.limit_bytes, self._own_bytes()):
+        with reserved_within(self._limit_bytes, self._own_bytes()):
             self.step()
             yield
+
+    @property
+    def _limit_bytes(self) -> int | None:
+        return self.limit_bytes if self.device == "cuda" else None
 
     def peak(self) -> Peak:
         """Resident memory of the step, and the most it takes beyond that.
@@ -137,7 +141,7 @@ class Trainee:
         release_workspaces(self.device)
         torch.cuda.empty_cache()
         reserved_bytes = torch.cuda.memory_reserved()
-        with reserved_within(self.limit_bytes, own_bytes):
+        with reserved_within(self._limit_bytes, own_bytes):
             allocated_bytes = own_bytes + peak_growth_bytes(self._whole_step, self.device)
         grown_bytes = torch.cuda.max_memory_reserved() - reserved_bytes
         return Peak(allocated_bytes=allocated_bytes, reserved_bytes=own_bytes + grown_bytes)

@@ -21,6 +21,7 @@ from monetlite.runtime.delegation import Delegating
 from monetlite.runtime.delivery import delivering_backend
 from monetlite.runtime.fitting import Fitting, TooLarge
 from monetlite.runtime.inputs import Schedules, layout_of
+from monetlite.runtime.limit import warn_if_unlimited
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.outputs import guard_outputs
 from monetlite.schedule import Schedule, Step, plain_steps, simulate
@@ -250,6 +251,7 @@ class MONeTWrapper(Delegating):
 
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         traced, steps = self._plan(joint)
+        warn_if_unlimited(self.schedule, traced.graph.device)
         if self._compile:
             from monetlite.runtime.inductor import as_inductor_fuses
 

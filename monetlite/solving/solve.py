@@ -5,25 +5,21 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from monetlite.costs import Profile
-from monetlite.errors import IllegalSchedule, SolverError
-from monetlite.schedule import Status, Step, plain_steps, simulate
+from monetlite.errors import SolverError
+from monetlite.schedule import Status, Step, plain_steps
 from monetlite.solving import baselines
-from monetlite.solving.bounds import integer_bound, latency_bound, smallest_budget_bound, trivial_bound_ms
+from monetlite.solving.bounds import integer_bound, latency_bound, trivial_bound_ms
 from monetlite.solving.exhaustive import exhaustive
 from monetlite.solving.genomes import keep_everything, read_least
 from monetlite.solving.greedy import Greedy
-from monetlite.solving.guide import guided_steps
-from monetlite.solving.layout import Integers
 from monetlite.solving.options import Outline
 from monetlite.solving.problem import build_problem
 from monetlite.solving.program import check_solver, solve_program
-from monetlite.solving.relaxation import Meaning
+from monetlite.solving.race import Progress, Race, Solution
 from monetlite.solving.smallest import SMALL_OPERATORS, smallest_budget
 from monetlite.solving.templates import full_template
-from monetlite.solving.zero_one import Floats
 
 _LOG = logging.getLogger(__name__)
 _PROBE_SHARE = 0.1
@@ -43,144 +39,6 @@ _PROGRAM_SLOTS = 1200
 _PROGRAM_OPERATORS = 100
 _PASSES = 2
 """How often each stage of the program offers its candidates; two leave out next to nothing."""
-PROVEN_GAP = 4e-6
-"""A bound closer than this, relatively, proves an optimum: branch and bound gives up 2e-6 for tolerances."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How a solve stands: latencies in ms (infinite while nothing is found), bytes, and seconds."""
-
-    latency_ms: float
-    lower_bound_ms: float
-    peak_bytes: int | None
-    seconds: float
-    phase: str
-
-    @property
-    def gap(self) -> float:
-        """(latency − bound) / latency; 1 while nothing is found."""
-        if not math.isfinite(self.latency_ms):
-            return 1.0
-        return max(0.0, 1 - self.lower_bound_ms / self.latency_ms) if self.latency_ms > 0 else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Solution:
-    """What a solve found and what it proved.
-
-    Attributes:
-        status: optimal, feasible, infeasible (proven) or timeout (nothing found, nothing proven).
-        steps, latency_ms, peak_bytes: the best schedule within the budget; None if there is none.
-        lower_bound_ms: no schedule within the budget is faster.
-        smallest_proven_bytes: no budget below it is feasible.
-        smallest_reached_bytes, smallest_reached_steps: the smallest peak of any schedule that was seen.
-        solver: the methods that contributed. seconds: how long it took.
-    """
-
-    status: Status
-    steps: tuple[Step, ...] | None
-    latency_ms: float | None
-    peak_bytes: int | None
-    lower_bound_ms: float
-    smallest_proven_bytes: int
-    smallest_reached_bytes: int | None
-    smallest_reached_steps: tuple[Step, ...] | None
-    solver: str
-    seconds: float
-
-
-class _Race:
-    """The best steps and the best bound so far, from whichever method and thread."""
-
-    def __init__(
-        self, profile: Profile, budget_bytes: int, deadline: float, report: Callable[[Progress], None] | None
-    ) -> None:
-        self.profile = profile
-        self.budget_bytes = budget_bytes
-        self.began = time.monotonic()
-        self.deadline = deadline
-        self.report = report
-        self.lock = threading.Lock()
-        self.stopped = threading.Event()
-        self.steps: tuple[Step, ...] | None = None
-        self.latency_ms = math.inf
-        self.peak_bytes: int | None = None
-        self.bound_ms = trivial_bound_ms(profile)
-        self.proven_bytes = smallest_budget_bound(profile)
-        self.leanest: tuple[Step, ...] | None = None
-        self.leanest_bytes: int | None = None
-        self.methods: list[str] = []
-        self.guides: list[tuple[Step, ...]] = []
-        self.tight: Integers | None = None
-        """Of the first schedule, where it took aiming at memory alone to find one."""
-        self.bounding = False
-        self.failure: BaseException | None = None
-        self.phase = "start"
-
-    @property
-    def left(self) -> float:
-        return self.deadline - time.monotonic()
-
-    @property
-    def proven(self) -> bool:
-        """Whether the best steps are known to be optimal."""
-        return self.steps is not None and self.latency_ms <= self.bound_ms * (1 + PROVEN_GAP)
-
-    def should_stop(self) -> bool:
-        return self.stopped.is_set() or self.left <= 0 or self.proven
-
-    def offer(self, steps: Iterable[Step], method: str) -> None:
-        """Take steps that a method proposes, if they are legal and better."""
-        steps = tuple(steps)
-        try:
-            timeline = simulate(self.profile, steps)
-        except IllegalSchedule:
-            return
-        with self.lock:
-            if self.leanest_bytes is None or timeline.peak_bytes < self.leanest_bytes:
-                self.leanest, self.leanest_bytes = steps, timeline.peak_bytes
-            if timeline.peak_bytes > self.budget_bytes:
-                return
-            # Ties are broken by what was found, never by who came first.
-            known = (self.latency_ms, self.peak_bytes or 0, self.steps or ())
-            if (timeline.latency_ms, timeline.peak_bytes, steps) >= known:
-                return
-            self.steps, self.latency_ms, self.peak_bytes = steps, timeline.latency_ms, timeline.peak_bytes
-            if method not in self.methods:
-                self.methods.append(method)
-        self.tell()
-
-    def raise_bound(self, bound_ms: float, method: str) -> None:
-        """Take a bound that is valid for every schedule."""
-        with self.lock:
-            if not bound_ms > self.bound_ms:
-                return
-            if math.isinf(bound_ms):
-                # Only a solver that met a cutoff, or found no schedule within its tolerances, says so.
-                return
-            self.bound_ms = bound_ms
-            if method not in self.methods:
-                self.methods.append(method)
-        self.tell()
-
-    def guide(self, outline: Outline, meaning: Meaning, solution: Floats) -> None:
-        """Let the search begin from what a solution of the relaxation amounts to."""
-        steps = guided_steps(outline, meaning, solution)
-        if steps is not None:
-            self.guides.append(steps)
-
-    def tell(self) -> None:
-        if self.report is not None:
-            self.report(
-                Progress(
-                    latency_ms=self.latency_ms,
-                    lower_bound_ms=min(self.bound_ms, self.latency_ms),
-                    peak_bytes=self.peak_bytes,
-                    seconds=time.monotonic() - self.began,
-                    phase=self.phase,
-                )
-            )
 
 
 def solve_profile(
@@ -209,7 +67,7 @@ def solve_profile(
     """
     solver = check_solver(solver)
     closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * time_limit)
-    race = _Race(profile, budget_bytes, time.monotonic() + time_limit - closing, progress)
+    race = Race(profile, budget_bytes, time.monotonic() + time_limit - closing, progress)
     infeasible = False
     try:
         infeasible = _run(race, seed=seed, solver=solver, starts=tuple(starts))
@@ -220,7 +78,7 @@ def solve_profile(
     return _solution(race, infeasible)
 
 
-def _run(race: _Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...], ...]) -> bool:
+def _run(race: Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...], ...]) -> bool:
     """Try the methods in turn, cheapest first; returns whether infeasibility was proven."""
     profile, budget_bytes = race.profile, race.budget_bytes
     if not Outline.of(profile).runnable:
@@ -270,7 +128,7 @@ def _run(race: _Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...],
     return False
 
 
-def _improve(race: _Race, *, seed: int, solver: str) -> None:
+def _improve(race: Race, *, seed: int, solver: str) -> None:
     """Search for better schedules, then let the boolean program improve on what was found."""
     small = len(race.profile.graph.operators) <= _PROGRAM_OPERATORS
     slots = _PASSES * len(full_template(Outline.of(race.profile))) if small else math.inf
@@ -301,7 +159,7 @@ def _improve(race: _Race, *, seed: int, solver: str) -> None:
         _find_smallest(race, seed, seconds=spared)
 
 
-def _search(race: _Race, seed: int, *, share: float) -> None:
+def _search(race: Race, seed: int, *, share: float) -> None:
     """Search for a share of the time left, from the best steps known."""
     from monetlite.solving.search import search
 
@@ -322,7 +180,7 @@ def _search(race: _Race, seed: int, *, share: float) -> None:
         race.offer(found.steps, "search")
 
 
-def _bound(race: _Race) -> None:
+def _bound(race: Race) -> None:
     """Raise the bound beside the search: by the linear relaxation, then by branch and bound on it."""
     try:
         _raise_bound(race)
@@ -336,7 +194,7 @@ def _bound(race: _Race) -> None:
         race.bounding = False
 
 
-def _raise_bound(race: _Race) -> None:
+def _raise_bound(race: Race) -> None:
     outline = Outline.of(race.profile)
     linear = latency_bound(race.profile, race.budget_bytes, seconds=0.6 * race.left)
     race.raise_bound(linear.lower_bound_ms, "HiGHS")
@@ -356,7 +214,7 @@ def _raise_bound(race: _Race) -> None:
     race.raise_bound(bound_ms, "HiGHS")
 
 
-def _find_anything(race: _Race, seed: int, seconds: float) -> None:
+def _find_anything(race: Race, seed: int, seconds: float) -> None:
     """Look for anything within the budget, whatever its latency."""
     if len(race.profile.graph.operators) <= SMALL_OPERATORS:
         _find_smallest(race, seed, seconds)
@@ -377,7 +235,7 @@ def _find_anything(race: _Race, seed: int, seconds: float) -> None:
         race.tight = found.genome
 
 
-def _find_smallest(race: _Race, seed: int, seconds: float = 5.0) -> None:
+def _find_smallest(race: Race, seed: int, seconds: float = 5.0) -> None:
     """Bracket the smallest feasible budget, in so many seconds, or what is left."""
     race.phase = "smallest budget"
     starts = () if race.leanest is None else (race.leanest,)
@@ -393,7 +251,7 @@ def _find_smallest(race: _Race, seed: int, seconds: float = 5.0) -> None:
         race.offer(smallest.steps, "smallest")
 
 
-def _solution(race: _Race, infeasible: bool) -> Solution:
+def _solution(race: Race, infeasible: bool) -> Solution:
     bound_ms = race.bound_ms
     if race.steps is not None:
         # Sums in another order differ in their last bits; more than that is a wrong bound, and proves nothing.

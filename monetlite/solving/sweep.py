@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from monetlite.costs import Profile
 from monetlite.schedule import Status, Step
-from monetlite.solving.solve import PROVEN_GAP, Progress, Solution, solve_profile
+from monetlite.solving.race import PROVEN_GAP, Progress, Solution
+from monetlite.solving.solve import solve_profile
 
 
 def sweep_profile(

@@ -1,5 +1,7 @@
 """Limiting what torch's CUDA allocator takes, with torch's functions for it stood in for: there is no GPU."""
 
+import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ from torch import nn
 
 import monetlite
 from monetlite.errors import BudgetError, DeviceError
-from monetlite.runtime.limit import reserved_within
+from monetlite.runtime.limit import reserved_within, warn_if_unlimited
 from monetlite.runtime.trainee import Trainee, default_loss
 
 GIB, PAGE = 2**30, 20 * 2**20
@@ -106,3 +108,21 @@ def test_a_limited_step_is_timed_in_the_memory_that_such_a_step_leaves(monkeypat
     trainee.limit_bytes = None
     trainee.time_ms()
     assert gpu.calls[3:] == [f"step within {16 * GIB}"]
+
+
+def test_a_schedule_for_reserved_memory_warns_where_nothing_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    x = torch.randn(4096, 64)
+    schedule = monetlite.optimize(model, x, "60MB", device="rtx-4090", reserved=True, time_limit=1)
+    assert schedule.reserved_bytes is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monetlite.MONeTWrapper(model, schedule)(x).sum().backward()  # on the CPU nothing is reserved
+    gpu = Gpu(monkeypatch)
+    with pytest.warns(UserWarning, match=r"limit_reserved\(60000000\)"):
+        warn_if_unlimited(schedule, "cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_unlimited(replace(schedule, reserved_bytes=None), "cuda")
+        gpu.fraction = 0.5
+        warn_if_unlimited(schedule, "cuda")

@@ -13,7 +13,8 @@ from monetlite.costs import Cost, Profile
 from monetlite.graph import Implementation, Operator, Phase, Resident, Value, ValueKind
 from monetlite.schedule import Status, plain_steps, simulate
 from monetlite.solving.exhaustive import exhaustive_smallest_peak
-from monetlite.solving.solve import Solution, solve_profile
+from monetlite.solving.race import Solution
+from monetlite.solving.solve import solve_profile
 
 
 def checked(profile: Profile, budget_bytes: int, solution: Solution) -> None:

@@ -10,7 +10,8 @@ from monetlite.costs import Profile
 from monetlite.graph import Resident
 from monetlite.schedule import Status, plain_steps, simulate
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
-from monetlite.solving.solve import Progress, solve_profile
+from monetlite.solving.race import Progress
+from monetlite.solving.solve import solve_profile
 
 
 def scaled(profile: Profile, factor: int) -> Profile:
