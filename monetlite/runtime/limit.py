@@ -82,8 +82,8 @@ def warn_if_unlimited(schedule: Schedule, device: str) -> None:
     if schedule.reserved_bytes is None or device != "cuda" or torch.cuda.get_per_process_memory_fraction() < 1.0:
         return
     warnings.warn(
-        f"this schedule was solved for {format_bytes(schedule.budget_bytes)} of reserved memory, which nothing limits "
-        "here, so PyTorch's allocator will take more: call "
+        f"this schedule was solved for {format_bytes(schedule.budget_bytes)} of reserved memory, and nothing "
+        "limits that here, so PyTorch's allocator will take more: call "
         f"monetlite.limit_reserved({schedule.budget_bytes}) before anything is on the GPU",
         stacklevel=2,
     )
