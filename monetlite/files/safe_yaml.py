@@ -22,6 +22,21 @@ END = "..."
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+class _Loader(_LOADER):  # type: ignore[misc]  # the base is C's where there is one
+    """Reads plain data, without whole numbers that no file has: the largest can't even be written."""
+
+
+def _whole_number(loader: Any, node: yaml.ScalarNode) -> int:
+    number: int = loader.construct_yaml_int(node)
+    if abs(number) > LARGEST_INTEGER:
+        line = node.start_mark.line + 1
+        raise ValueError(f"line {line} has a whole number of {number.bit_length()} bits")
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -63,13 +78,13 @@ def load_yaml(path: str | PathLike[str]) -> Any:
 
     Raises:
         ScheduleFileError: the file can't be read, is too large or too deeply nested, is not YAML, or uses
-            tags, anchors, aliases or merge keys, which our files never do.
+            tags, anchors, aliases or merge keys, or whole numbers beyond 2⁶², which our files never do.
     """
     raw = read_bounded(path, LARGEST_FILE_BYTES)
     try:
         text = raw.decode("utf-8")
         _check_events(text, path)
-        return yaml.load(text, Loader=_LOADER)
+        return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError, OverflowError) as error:
         first = " ".join(str(error).split())[:200]
         raise ScheduleFileError(f"{path} is not a complete YAML file: {first}") from error

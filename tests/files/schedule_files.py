@@ -43,6 +43,7 @@ def full_schedule(**changes) -> Schedule:
         "accumulate": True,
         "smallest_proven_bytes": 10**9,
         "smallest_reached_bytes": 2 * 10**9,
+        "reserved_bytes": 3 * 10**9,
         "source": ModelSource(model="hf:vit", batch=4, input_size=(224, 160), sequence_length=9, dtype="bfloat16"),
         "operator_digests": ("0123", "dead", "beef"),
     }

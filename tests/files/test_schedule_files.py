@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -34,7 +35,10 @@ def text():
 
 
 def test_a_saved_schedule_is_read_back_equal(tmp_path):
-    for schedule in (full_schedule(), full_schedule(optimizer=None, smallest_reached_bytes=None, inputs={})):
+    for schedule in (
+        full_schedule(),
+        full_schedule(optimizer=None, smallest_reached_bytes=None, reserved_bytes=None, inputs={}),
+    ):
         schedule.save(tmp_path / "s.yaml")
         loaded = monetlite.load_schedule(tmp_path / "s.yaml")
         assert loaded == schedule
@@ -308,6 +312,14 @@ class TestSchema:
                     allowed += 1
                     load_text(yaml.safe_dump(mutated, sort_keys=False, explicit_end=True), tmp_path)
         assert allowed > 10
+
+
+@pytest.mark.parametrize("number", ["0x" + "f" * 5000, "-0x" + "f" * 5000, str(2**62 + 1), "1" + ":59" * 40])
+def test_whole_numbers_that_no_file_has_are_refused_wherever_they_stand(text, tmp_path, number):
+    """Also where nothing reads them: `solve.gap` follows from other fields."""
+    damaged = re.sub(r"gap: .*", f"gap: {number}", text)
+    with pytest.raises(ScheduleFileError, match=r"line \d+ has a whole number of \d+ bits"):
+        load_text(damaged, tmp_path)
 
 
 def test_a_larger_file_than_any_schedule_is_not_read(tmp_path, monkeypatch, text):
