@@ -111,7 +111,8 @@ def solve(
         implementations: `"all"`, or `"default"` to store and recompute only, every operator running as it was
             traced (what Checkmate does, Jain et al., MLSys 2020).
         reserved: the budget is of what torch's CUDA allocator reserves, which `nvidia-smi` shows, in a script that
-            calls `monetlite.limit_reserved`; computed from the schedule's requests.
+            calls `monetlite.limit_reserved`; computed from the schedule's requests. Where memory is hard to fill
+            without gaps, solving takes up to three times the time limit.
         time_limit: seconds until the best schedule found is returned, with a bound on how much better any
             schedule could be.
         solver: for the exact program: `"SCIP"`, `"HIGHS"`, or `"GUROBI"` where it is installed.

@@ -28,7 +28,8 @@ SolveOnce: TypeAlias = Callable[[int, float, Sequence[Schedule]], Schedule]
 def solve_reserved(profile: Profile, budget_bytes: int, time_limit: float, solve: SolveOnce) -> Schedule:
     """The fastest schedule found that runs within a budget of reserved memory.
 
-    Its bound is that of all schedules whose peak is within the budget, which are more.
+    Its bound is that of all schedules whose peak is within the budget, which are more. Where three rounds find
+    none, up to five more take twice the time limit again.
 
     Raises:
         InfeasibleBudget: nothing fits, or nothing was found.
@@ -42,14 +43,14 @@ def solve_reserved(profile: Profile, budget_bytes: int, time_limit: float, solve
         try:
             found = solve(target_bytes, time_limit * share, [] if best is None else [best])
         except InfeasibleBudget as error:
-            if best is not None or number == 0:
-                if best is None:
-                    raise
-                break
-            raise _no_room(budget_bytes, least_bytes, error) from error
+            if number == 0:
+                raise
+            if best is None:
+                raise _no_room(budget_bytes, least_bytes, error) from error
+            break
         seconds += found.seconds
-        if number == 0:
-            bound_ms = found.lower_bound_ms
+        if target_bytes == budget_bytes:
+            bound_ms = max(bound_ms, found.lower_bound_ms)
         timeline = simulate(profile, found)
         limit_bytes = least_limit(profile, timeline)
         least_bytes = limit_bytes if least_bytes is None else min(least_bytes, limit_bytes)
