@@ -11,7 +11,8 @@ The report goes to docs/benchmarks/gpu_NAME_DATE.json and .md. It holds every sc
 reserved memory), to its prediction (peak within 2%, step time within 5%) and to plain training's gradients, and
 measures it beside plain PyTorch, torch.utils.checkpoint and torch.compile's activation memory budget, in turn.
 Schedules are solved for budgets of reserved memory, 1% less than each, and run with the allocator limited to it, as
-with `monetlite.limit_reserved`; plain PyTorch and its peers aren't. What there was no time for is listed. Without a GPU, `--device cpu --small` tries all of it.
+with `monetlite.limit_reserved`; plain PyTorch and its peers aren't. What there was no time for is listed. Without a
+GPU, `--device cpu --small` tries all of it.
 """
 
 import argparse

@@ -13,11 +13,29 @@ from pathlib import Path
 
 from monetlite.allocation import least_limit, reserve
 from monetlite.comparison.environment import environment
-from monetlite.schedule import Timeline, plain_steps, simulate
-from monetlite.zoo import shipped
+from monetlite.costs import Profile
+from monetlite.schedule import Schedule, Step, plain_steps, simulate
+from monetlite.zoo import Entry, shipped
 from monetlite.zoo.check import Checker
 
 MODELS = ("resnet50", "googlenet", "mobilenet_v2", "unet", "vgg16", "hf:gpt2", "hf:bert", "hf:vit")
+
+
+def row(entry: Entry, what: str, profile: Profile, schedule: Schedule | tuple[Step, ...]) -> str:
+    """A line of the table, printed as well."""
+    peak = simulate(profile, schedule).peak_bytes
+    least = least_limit(profile, schedule)
+    default, expandable = (reserve(profile, schedule, expandable=how).peak_bytes / peak for how in (False, True))
+    releases = [
+        reserve(profile, schedule, expandable=True, limit_bytes=limit).releases
+        for limit in (least, int(1.05 * least))
+    ]
+    line = (
+        f"| {entry.model} | {entry.device} | {what} | {peak / 1e9:.2f} | {default:.2f} | {expandable:.2f} | "
+        f"{least / peak:.3f} | {releases[0]} | {releases[1]} |"
+    )
+    print(line, flush=True)
+    return line
 
 
 def main() -> None:
@@ -33,30 +51,16 @@ def main() -> None:
         if entry.model not in (args.model or MODELS):
             continue
         schedule = shelf.load(entry)
-        profile = checker.profile(schedule)
-
-        def row(what: str, timeline: Timeline, profile=profile, entry=entry) -> str:
-            peak = timeline.peak_bytes
-            least = least_limit(profile, timeline)
-            shares = [reserve(profile, timeline, expandable=how).peak_bytes / peak for how in (False, True)]
-            releases = [
-                reserve(profile, timeline, expandable=True, limit_bytes=limit).releases
-                for limit in (least, int(1.05 * least))
-            ]
-            return (
-                f"| {entry.model} | {entry.device} | {what} | {peak / 1e9:.2f} | {shares[0]:.2f} | {shares[1]:.2f} | "
-                f"{least / peak:.3f} | {releases[0]} | {releases[1]} |"
-            )
+        profile = checker.profile(schedule).within(schedule.tolerance)
 
         if entry.model not in seen:
             seen.add(entry.model)
             plain = checker.profile(schedule, plain=True)
-            rows.append(row("plain training", simulate(plain, plain_steps(plain.graph)), plain))
-            print(rows[-1], flush=True)
-        rows.append(
-            row(f"{entry.budget_bytes / 1e9:.3g} GB", simulate(profile.within(schedule.tolerance), schedule))
+            rows.append(row(entry, "plain training", plain, plain_steps(plain.graph)))
+        budget = f"{entry.budget_bytes / 1e9:.3g} GB" + (
+            f", tolerance {entry.tolerance:g}" if entry.tolerance else ""
         )
-        print(rows[-1], flush=True)
+        rows.append(row(entry, budget, profile, schedule))
     where = environment("cpu")
     text = "\n".join(
         [

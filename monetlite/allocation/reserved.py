@@ -6,12 +6,12 @@ because a schedule makes the same requests in the same order every step.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from monetlite.allocation.allocator import PAGE_BYTES, Allocator
 from monetlite.costs import Profile
-from monetlite.schedule import Timeline
+from monetlite.schedule import Schedule, Step, Timeline, simulate
 
 _STEPS = 3
 """Training steps that are run: what the first has reserved, the second finds, and reserves more."""
@@ -37,20 +37,58 @@ class Reserved:
     fits: bool
 
 
-def reserve(profile: Profile, timeline: Timeline, *, expandable: bool, limit_bytes: int | None = None) -> Reserved:
+def reserve(
+    profile: Profile,
+    schedule: Schedule | Iterable[Step],
+    *,
+    expandable: bool,
+    limit_bytes: int | None = None,
+) -> Reserved:
     """Run a schedule's requests through the allocator, for some training steps.
 
     Args:
-        profile: for the workspaces.
-        timeline: of the schedule, from `simulate`.
+        profile, schedule: as `simulate` takes them.
         expandable: with `expandable_segments:True`.
         limit_bytes: the most that may be reserved, what is always in memory included, as `limit_reserved` sets it.
 
     What is always in memory is taken to lie without gaps in segments of its own, and each operator to ask for its
     results first and then for all of its workspace at once.
+
+    Raises:
+        IllegalSchedule: as `simulate`.
     """
+    timeline = simulate(profile, schedule)
+    return _run(list(_requests(profile, timeline)), timeline.resident_bytes, expandable, limit_bytes)
+
+
+def least_limit(profile: Profile, schedule: Schedule | Iterable[Step]) -> int:
+    """The smallest limit on reserved memory within which a schedule runs with expandable segments, in bytes.
+
+    To within 0.2% of the peak, from above. What runs within a limit runs within most larger ones, not by a law.
+    """
+    timeline = simulate(profile, schedule)
     requests = list(_requests(profile, timeline))
-    left_bytes = None if limit_bytes is None else limit_bytes - PAGE_BYTES - timeline.resident_bytes
+
+    def fits(limit_bytes: int) -> bool:
+        return _run(requests, timeline.resident_bytes, True, limit_bytes).fits
+
+    step = max(1, int(timeline.peak_bytes * _PRECISION))
+    least, most = timeline.peak_bytes, _run(requests, timeline.resident_bytes, True, None).peak_bytes
+    while not fits(most):
+        least, most = most, most + max(step, PAGE_BYTES)
+    while least < most:
+        middle = least + (most - least) // (2 * step) * step
+        if fits(middle):
+            most = middle
+        else:
+            least = middle + step
+    return most
+
+
+def _run(
+    requests: Sequence[tuple[int, int]], resident_bytes: int, expandable: bool, limit_bytes: int | None
+) -> Reserved:
+    left_bytes = None if limit_bytes is None else limit_bytes - PAGE_BYTES - resident_bytes
     allocator = Allocator(expandable=expandable, limit_bytes=left_bytes)
     before = 0
     for _ in range(_STEPS):
@@ -62,33 +100,11 @@ def reserve(profile: Profile, timeline: Timeline, *, expandable: bool, limit_byt
             else:
                 allocator.free(blocks.pop(number))
     return Reserved(
-        peak_bytes=timeline.resident_bytes + allocator.peak_reserved_bytes,
-        allocated_bytes=timeline.resident_bytes + allocator.peak_allocated_bytes,
+        peak_bytes=resident_bytes + allocator.peak_reserved_bytes,
+        allocated_bytes=resident_bytes + allocator.peak_allocated_bytes,
         releases=allocator.releases - before,
         fits=not allocator.failures,
     )
-
-
-def least_limit(profile: Profile, timeline: Timeline) -> int:
-    """The smallest limit on reserved memory within which a schedule runs with expandable segments, in bytes.
-
-    To within 0.2% of the peak, from above. What runs within a limit runs within most larger ones, not by a law.
-    """
-
-    def fits(limit_bytes: int) -> bool:
-        return reserve(profile, timeline, expandable=True, limit_bytes=limit_bytes).fits
-
-    step = max(1, int(timeline.peak_bytes * _PRECISION))
-    least, most = timeline.peak_bytes, reserve(profile, timeline, expandable=True).peak_bytes
-    while not fits(most):
-        least, most = most, most + max(step, PAGE_BYTES)
-    while least < most:
-        middle = least + (most - least) // (2 * step) * step
-        if fits(middle):
-            most = middle
-        else:
-            least = middle + step
-    return most
 
 
 def _requests(profile: Profile, timeline: Timeline) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from monetlite.allocation.reserved import least_limit, reserve
 from monetlite.costs import Profile
 from monetlite.errors import InfeasibleBudget
-from monetlite.schedule import Schedule, Status, simulate
+from monetlite.schedule import Schedule, Status
 from monetlite.units import format_bytes
 
 ROUNDS = (0.25, 0.35, 0.4)
@@ -51,10 +51,9 @@ def solve_reserved(profile: Profile, budget_bytes: int, time_limit: float, solve
         seconds += found.seconds
         if target_bytes == budget_bytes:
             bound_ms = max(bound_ms, found.lower_bound_ms)
-        timeline = simulate(profile, found)
-        limit_bytes = least_limit(profile, timeline)
+        limit_bytes = least_limit(profile, found)
         least_bytes = limit_bytes if least_bytes is None else min(least_bytes, limit_bytes)
-        if not reserve(profile, timeline, expandable=True, limit_bytes=budget_bytes).fits:
+        if not reserve(profile, found, expandable=True, limit_bytes=budget_bytes).fits:
             over_bytes = max(0, limit_bytes - budget_bytes) + int(budget_bytes * _STEP)
             target_bytes = min(found.peak_bytes, target_bytes) - over_bytes
         elif best is None or found.latency_ms < best.latency_ms:

@@ -1,10 +1,10 @@
-"""A captured program as a Python function that adds to each operator no more than plain training does.
+"""A captured program as a Python function that adds little to each operator beyond what plain training does.
 
 What a captured program calls, `torch.ops.aten.add.Tensor`, is a Python function that reads its arguments by the
 operator's schema; plain training calls `torch.add` or `tensor.add_`, generated for the operator, in half the time.
 Where such a function calls the same operator with the same arguments, it is called here too. That it does is not
-assumed of a name: each call is made once, stopped at the operator, and what arrived there is compared. And views
-that change nothing are left out.
+assumed of a name: each call is made once, stopped at the operator, and what arrived there is compared. Operators
+that have no such function (gradients, mostly) are called by their schema. Views that change nothing are left out.
 """
 
 import functools

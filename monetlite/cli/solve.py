@@ -117,13 +117,12 @@ def solve_command(
             )
         schedule.save(target)
         profile = next(item for item in costs if item.graph.layout == schedule.layout)
-        timeline = simulate(profile, schedule)
         if as_json:
             facts = reporting.schedule_facts(schedule, str(target))
-            click.echo(json.dumps(facts | {"reserved": reporting.reserved_facts(profile, timeline)}))
+            click.echo(json.dumps(facts | {"reserved": reporting.reserved_facts(profile, schedule)}))
         else:
             click.echo(description)
-            reporting.print_schedule(console, profile, schedule, timeline, str(target))
+            reporting.print_schedule(console, profile, schedule, simulate(profile, schedule), str(target))
 
     if not profiles and spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")

@@ -96,7 +96,7 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
         f"peak {format_bytes(schedule.peak_bytes)} of {format_bytes(schedule.budget_bytes)} (at {peak_operator}), "
         f"step {format_ms(schedule.latency_ms)}",
     )
-    if found := reserved_facts(profile, timeline):
+    if found := reserved_facts(profile, schedule):
         table.add_row("on the GPU", _reserved(schedule, found))
     table.add_row(
         "overhead",
@@ -117,7 +117,7 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
     console.print(table)
 
 
-def reserved_facts(profile: Profile, timeline: Timeline) -> dict[str, int] | None:
+def reserved_facts(profile: Profile, schedule: Schedule) -> dict[str, int] | None:
     """What torch's CUDA allocator takes from the GPU for a schedule, predicted, in bytes; None for costs of a CPU.
 
     By its default settings, with expandable segments, and the least that it can be limited to.
@@ -125,9 +125,9 @@ def reserved_facts(profile: Profile, timeline: Timeline) -> dict[str, int] | Non
     if profile.device == "cpu":
         return None
     return {
-        "default_bytes": reserve(profile, timeline, expandable=False).peak_bytes,
-        "expandable_bytes": reserve(profile, timeline, expandable=True).peak_bytes,
-        "least_limit_bytes": least_limit(profile, timeline),
+        "default_bytes": reserve(profile, schedule, expandable=False).peak_bytes,
+        "expandable_bytes": reserve(profile, schedule, expandable=True).peak_bytes,
+        "least_limit_bytes": least_limit(profile, schedule),
     }
 
 

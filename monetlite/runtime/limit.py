@@ -55,7 +55,7 @@ def limit_reserved(budget: str | int | float, device: int | torch.device | str |
             f"{format_bytes(reserved_bytes)} of the GPU's memory are reserved already, more than "
             f"{format_bytes(limit_bytes)}: call limit_reserved before anything is on the GPU"
         )
-    _expand_segments()
+    _set_expandable(True)
     _limit(limit_bytes, device)
 
 
@@ -63,18 +63,20 @@ def limit_reserved(budget: str | int | float, device: int | torch.device | str |
 def reserved_within(budget_bytes: int | None, own_bytes: int) -> Iterator[None]:
     """Limit a step to a budget, of which a part (`own_bytes`) is on the GPU already; no limit with None.
 
-    What else is on the GPU doesn't count.
+    What else is on the GPU doesn't count. Afterwards the allocator is as it was before.
     """
     if budget_bytes is None:
         yield
         return
     before = torch.cuda.get_per_process_memory_fraction()
-    _expand_segments()
+    _set_expandable(True)
     _limit(torch.cuda.memory_reserved() + budget_bytes - own_bytes, None)
     try:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before)
+        if before >= 1.0:  # else `limit_reserved` has been called
+            _set_expandable(None)
 
 
 def warn_if_unlimited(schedule: Schedule, device: str) -> None:
@@ -95,11 +97,15 @@ def _limit(budget_bytes: int, device: int | torch.device | str | None) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
 
 
-def _expand_segments() -> None:
-    """Have new memory taken in expandable segments, other settings staying as they are."""
+def _set_expandable(expandable: bool | None) -> None:
+    """Have new memory taken in expandable segments or not, or as the environment says; other settings stay."""
     given = next((os.environ[name] for name in _SETTINGS if name in os.environ), "")
-    kept = [item for item in given.split(",") if item.strip() and item.split(":")[0].strip() != _EXPANDABLE]
-    torch.cuda.memory._set_allocator_settings(",".join([*kept, f"{_EXPANDABLE}:True"]))
+    items = [item.strip() for item in given.split(",") if item.strip()]
+    asked = [item for item in items if item.partition(":")[0] == _EXPANDABLE]
+    if expandable is not None or not asked:
+        asked = [f"{_EXPANDABLE}:{bool(expandable)}"]
+    kept = [item for item in items if item.partition(":")[0] != _EXPANDABLE]
+    torch.cuda.memory._set_allocator_settings(",".join([*kept, *asked]))
 
 
 __all__ = ["limit_reserved", "reserved_within", "warn_if_unlimited"]

@@ -93,7 +93,7 @@ class Checker:
             yield from _other("predicted.peak_bytes", schedule.peak_bytes, timeline.peak_bytes)
             yield from _other("predicted.latency_ms", schedule.latency_ms, timeline.latency_ms)
             limit_bytes = schedule.reserved_bytes
-            if limit_bytes and not reserve(profile, timeline, expandable=True, limit_bytes=limit_bytes).fits:
+            if limit_bytes and not reserve(profile, schedule, expandable=True, limit_bytes=limit_bytes).fits:
                 yield f"predicted.reserved_bytes is {limit_bytes}, within which requests find no room"
             yield from _other("plain.peak_bytes", schedule.plain_peak_bytes, plain.peak_bytes)
             yield from _other("plain.latency_ms", schedule.plain_latency_ms, plain.latency_ms)

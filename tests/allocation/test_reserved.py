@@ -42,8 +42,8 @@ def for_reserved(profile: Profile) -> monetlite.Schedule:
 def test_a_peak_is_allocated_and_more_is_reserved(profile: Profile, for_the_peak: monetlite.Schedule) -> None:
     for steps in (plain_steps(profile.graph), for_the_peak.steps(profile.graph)):
         timeline = simulate(profile, steps)
-        by_default = reserve(profile, timeline, expandable=False)
-        expandable = reserve(profile, timeline, expandable=True)
+        by_default = reserve(profile, steps, expandable=False)
+        expandable = reserve(profile, steps, expandable=True)
         assert timeline.peak_bytes < expandable.peak_bytes <= by_default.peak_bytes
         assert by_default.fits
         assert not by_default.releases
@@ -66,7 +66,7 @@ def test_requests_add_up_to_the_timeline(seed: int, expandable: bool) -> None:
         return
     if any(live & set(writes) for live, writes in zip(timeline.live, timeline.writes, strict=True)):
         return  # computed though it is there, which no solver has done
-    found = reserve(profile, timeline, expandable=expandable)
+    found = reserve(profile, steps, expandable=expandable)
     assert found.allocated_bytes == timeline.peak_bytes <= found.peak_bytes
 
 
@@ -114,21 +114,21 @@ def in_blocks(profile: Profile, block_bytes: int) -> Profile:
 
 def test_the_least_limit_is_enough_and_the_peak_is_not(profile: Profile, for_the_peak: monetlite.Schedule) -> None:
     timeline = simulate(profile, for_the_peak)
-    least = least_limit(profile, timeline)
-    within = reserve(profile, timeline, expandable=True, limit_bytes=least)
+    least = least_limit(profile, for_the_peak)
+    within = reserve(profile, for_the_peak, expandable=True, limit_bytes=least)
     assert within.fits
     assert within.peak_bytes <= least
     assert within.releases > 0
-    assert not reserve(profile, timeline, expandable=True, limit_bytes=timeline.peak_bytes).fits
+    assert not reserve(profile, for_the_peak, expandable=True, limit_bytes=timeline.peak_bytes).fits
 
 
 def test_a_budget_of_reserved_memory_is_kept_where_one_of_the_peak_is_not(
     profile: Profile, for_the_peak: monetlite.Schedule, for_reserved: monetlite.Schedule
 ) -> None:
-    assert not reserve(profile, simulate(profile, for_the_peak), expandable=True, limit_bytes=BUDGET).fits
+    assert not reserve(profile, for_the_peak, expandable=True, limit_bytes=BUDGET).fits
     assert for_the_peak.reserved_bytes is None
     timeline = simulate(profile, for_reserved)
-    within = reserve(profile, timeline, expandable=True, limit_bytes=BUDGET)
+    within = reserve(profile, for_reserved, expandable=True, limit_bytes=BUDGET)
     assert within.fits
     assert within.peak_bytes <= BUDGET == for_reserved.budget_bytes
     assert timeline.peak_bytes == for_reserved.peak_bytes < for_reserved.reserved_bytes <= BUDGET

@@ -85,10 +85,20 @@ def test_what_cannot_be_limited_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_limit_on_a_step_leaves_out_what_else_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch)
-    gpu.reserved, gpu.fraction = 3 * GIB, 0.75
+    gpu.reserved = 3 * GIB
+    with reserved_within(2 * GIB, own_bytes=GIB):
+        assert gpu.limit_bytes == 4 * GIB - PAGE
+    assert gpu.fraction == 1.0
+    assert gpu.settings == ["expandable_segments:True", "expandable_segments:False"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with reserved_within(2 * GIB, own_bytes=GIB):
+        pass
+    assert gpu.settings[2:] == ["expandable_segments:True"] * 2
+    gpu.fraction = 0.75  # of limit_reserved, whose segments stay expandable
     with reserved_within(2 * GIB, own_bytes=GIB):
         assert gpu.limit_bytes == 4 * GIB - PAGE
     assert gpu.fraction == 0.75
+    assert gpu.settings[4:] == ["expandable_segments:True"]
     with reserved_within(None, own_bytes=GIB):
         assert gpu.fraction == 0.75
     with pytest.raises(ValueError, match="a step"), reserved_within(2 * GIB, own_bytes=GIB):
