@@ -112,12 +112,20 @@ class Reachability:
         return [item if isinstance(item, fx.Node) else None for item in flat]
 
     @cached_property
-    def mutated(self) -> set[fx.Node]:
-        """Inputs that the step changes in place (running statistics): read again, they have other contents."""
+    def updates(self) -> dict[int, fx.Node]:
+        """Positions of outputs that are new contents of an input (running statistics), with that input."""
         output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
-        changed = [item.mutated_input for item in output.meta["desc"] if isinstance(item, InputMutationAOTOutput)]
-        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        return {node for node in inputs if node.meta["desc"] in changed}
+        inputs = {node.meta["desc"]: node for node in self.graph.nodes if node.op == "placeholder"}
+        return {
+            at: inputs[item.mutated_input]
+            for at, item in enumerate(output.meta["desc"])
+            if isinstance(item, InputMutationAOTOutput) and item.mutated_input in inputs
+        }
+
+    @cached_property
+    def mutated(self) -> set[fx.Node]:
+        """Inputs that the step changes in place: read again, they have other contents."""
+        return set(self.updates.values())
 
     @cached_property
     def shared(self) -> set[fx.Node]:

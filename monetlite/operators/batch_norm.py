@@ -187,27 +187,29 @@ def batch_norm_(
 
     Returns (the result, the batch's mean, 1/σ, the new running mean, the new running variance).
     """
-    if not _in_order(spec_of(source)):
-        made, *rest = torch.ops.aten._native_batch_norm_legit_functional.default(
-            source, weight, bias, running_mean, running_variance, training, momentum, eps
-        )
-        return source.copy_(made), *rest
     running_mean, running_variance = running_mean.clone(), running_variance.clone()
+    made = batch_norm_in_buffers_(source, weight, bias, running_mean, running_variance, training, momentum, eps)
+    return *made, running_mean, running_variance
+
+
+def batch_norm_in_buffers_(
+    source: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_variance: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """The same, over the running mean and variance too. Returns (the result, the batch's mean, 1/σ)."""
+    arguments = (source, weight, bias, running_mean, running_variance, training, momentum, eps)
+    if not _in_order(spec_of(source)):
+        made, mean, deviation = torch.ops.aten._native_batch_norm_legit.default(*arguments)
+        return source.copy_(made), mean, deviation
     mean, deviation = running_mean.new_empty(0), running_mean.new_empty(0)
-    torch.ops.aten._native_batch_norm_legit.out(
-        source,
-        weight,
-        bias,
-        running_mean,
-        running_variance,
-        training,
-        momentum,
-        eps,
-        out=source,
-        save_mean=mean,
-        save_invstd=deviation,
-    )
-    return source, mean, deviation, running_mean, running_variance
+    torch.ops.aten._native_batch_norm_legit.out(*arguments, out=source, save_mean=mean, save_invstd=deviation)
+    return source, mean, deviation
 
 
 @function("batch_norm_no_stats_", limit="normalization", passes=1.5)

@@ -8,6 +8,7 @@ rounding μ does in either way, and by the bias, and nothing is left of x̂ wher
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
@@ -81,6 +82,24 @@ def backward(kernel: Kernel) -> Iterator[Implementation]:
             tolerance=FROM_OUTPUT_TOLERANCE,
             guard=guard,
         )
+
+
+def reading_the_batch(call: Call) -> Call:
+    """A call that reads no running statistics, where the gradient's kernel is handed them and reads the batch's.
+
+    Which kernel runs depends on whether there are any and on their type, so the batch's take their places. A
+    running mean that is kept for the gradient could not be changed by another step in between.
+    """
+    if call.target not in (_BACKWARD, _BACKWARD_BY_CUDNN):
+        return call
+    running, batch, training = call.args[3:5], call.args[5:7], call.args[7]
+    if training is not True or not all(map(_alike, running, batch)):
+        return call
+    return replace(call, args=(*call.args[:3], *batch, *call.args[5:]))
+
+
+def _alike(one: Argument, other: Argument) -> bool:
+    return isinstance(one, TensorRef) and isinstance(other, TensorRef) and one.spec == other.spec
 
 
 def is_resident(argument: Argument) -> TypeGuard[TensorRef]:

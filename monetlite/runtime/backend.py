@@ -20,6 +20,7 @@ from monetlite.runtime.binding import bind, on_this_device
 from monetlite.runtime.delivery import delivering_backend
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.updating import eager
 from monetlite.schedule import Schedule
 from monetlite.tracing.build import autocast_dtype, build_graph, device_of
 from monetlite.tracing.capture import Joint, log_settings_quietly, logging_methods
@@ -91,7 +92,7 @@ def monetlite(
         return lower(traced, steps)
 
     with kernels_kept_whole():
-        return delivering_backend(partition)(graph, inputs)
+        return delivering_backend(partition, eager)(graph, inputs)
 
 
 def _options(options: Mapping[str, Any] | None, others: Mapping[str, Any]) -> Options:

@@ -19,6 +19,7 @@ from monetlite.captured.calls import decode_argument
 from monetlite.choices import first_backward
 from monetlite.graph import Argument, Call, TensorRef
 from monetlite.operators import resolve, returns_tensor
+from monetlite.operators.batch_norm_backward import reading_the_batch
 from monetlite.operators.delivery import deliver
 from monetlite.operators.guards import require
 from monetlite.operators.registry import name_of
@@ -30,6 +31,9 @@ DELIVER = name_of(deliver)
 CAPTURED, RUN = "monetlite_captured", "monetlite_run"
 """What the nodes of a program say in their `meta`: the tensor of the joint graph that a node is, by name; and for a
 node that runs an operator, which run it is (`OperatorRun`)."""
+UPDATES = "monetlite_updates"
+"""What the output of a forward program says in its `meta`: for results that are new contents of an input, by their
+positions, the input's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +53,8 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     AOTAutograd's convention for a partition.
     """
     joint = traced.joint.graph
-    outputs = storages.Reachability(joint.graph, traced.joint.forward_outputs).output
+    reach = storages.Reachability(joint.graph, traced.joint.forward_outputs)
+    outputs = reach.output
     results, gradients = outputs[: traced.joint.forward_outputs], outputs[traced.joint.forward_outputs :]
     inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
     tangents = [node for node in inputs if storages.is_tangent(node)]
@@ -67,7 +72,10 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     forward = _Program(joint, primals)
     forward.require(_guards(traced, steps))
     forward.run(forward_runs)
-    return forward.finish([*results, *saved]), backward.finish(gradients)
+    lowered = forward.finish([*results, *saved]), backward.finish(gradients)
+    if reach.takes_arguments:
+        lowered[0].graph.output_node().meta[UPDATES] = {at: node.name for at, node in reach.updates.items()}
+    return lowered
 
 
 def _runs(traced: Traced, steps: Sequence[Step]) -> tuple[list[OperatorRun], list[OperatorRun]]:
@@ -81,7 +89,8 @@ def _runs(traced: Traced, steps: Sequence[Step]) -> tuple[list[OperatorRun], lis
             implementation = traced_operator.implementations[choice]
             call = implementation.again if index in ran and implementation.again else implementation.call
             assert call is not None, f"{traced_operator.name} can't be executed: it has no call"
-            parts[at >= split].append(OperatorRun(call=call, step=(index, choice), number=ran[index]))
+            run = OperatorRun(call=reading_the_batch(call), step=(index, choice), number=ran[index])
+            parts[at >= split].append(run)
         ran[index] += 1
     return parts
 

@@ -24,12 +24,12 @@ from monetlite.runtime.inputs import Schedules, layout_of
 from monetlite.runtime.limit import warn_if_unlimited
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.outputs import guard_outputs
+from monetlite.runtime.updating import eager
 from monetlite.schedule import Schedule, Step, plain_steps, simulate
 from monetlite.tracing.build import Arguments, Traced, autocast_dtype, build_graph, device_of, on_its_gpu
 from monetlite.tracing.capture import (
     Compiler,
     Joint,
-    boxed,
     capture_settings,
     compile_step,
     explain,
@@ -206,7 +206,7 @@ class MONeTWrapper(Delegating):
 
     def _compiler(self) -> Compiler:
         if not self._compile:
-            return boxed
+            return eager
         from monetlite.runtime.inductor import inductor
 
         return inductor
