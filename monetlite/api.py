@@ -1,12 +1,13 @@
 """The pipeline in four calls: trace, profile, solve, and the three in one."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from monetlite.choices import Choices
 from monetlite.costs import Profile
-from monetlite.errors import DeviceError, InfeasibleBudget, ModelError, ScheduleMismatch
+from monetlite.errors import DeviceError, IllegalSchedule, InfeasibleBudget, ModelError, ScheduleMismatch
 from monetlite.graph import OperatorGraph
 from monetlite.schedule import Schedule, Status, Step, Timeline, plain_steps, simulate
 from monetlite.units import format_bytes, parse_budget
@@ -136,7 +137,7 @@ def solve(
     if implementations == DEFAULT_ONLY:
         profile = profile.restricted(lambda _: False)
     plain = simulate(profile, plain_steps(profile.graph))
-    known = list(starts)
+    known = [_steps_of(profile.graph, start) for start in starts]
 
     def solve_once(budget_bytes: int, seconds: float, found: Iterable[Schedule]) -> Schedule:
         solution = solve_profile(
@@ -145,7 +146,7 @@ def solve(
             time_limit=seconds,
             seed=seed,
             solver=solver,
-            starts=[_steps_of(profile.graph, start) for start in (*known, *found)],
+            starts=[*known, *(_steps_of(profile.graph, start) for start in found)],
             progress=progress,
         )
         if solution.steps is None:
@@ -155,13 +156,18 @@ def solve(
     budget_bytes = parse_budget(budget, plain.peak_bytes)
     if not reserved:
         return solve_once(budget_bytes, time_limit, ())
-    if profile.device == "cpu":
-        raise DeviceError(
-            "memory is reserved on GPUs; these costs are a CPU's: leave out reserved=True (--reserved)"
-        )
-    from monetlite.allocation.solving import solve_reserved
+    from monetlite.allocation.solving import refuse_without_gpu, solve_reserved
+    from monetlite.solving.race import Solution
 
-    return solve_reserved(profile, budget_bytes, time_limit, solve_once)
+    refuse_without_gpu(profile)
+
+    def as_found() -> Iterator[Schedule]:
+        for steps in known:
+            with suppress(IllegalSchedule):  # it is over the budget, or not for these sizes
+                given = Solution.of_steps(profile, steps, solver="start")
+                yield as_schedule(profile, plain, budget_bytes, given, steps, tolerance)
+
+    return solve_reserved(profile, budget_bytes, time_limit, solve_once, as_found())
 
 
 def sweep(

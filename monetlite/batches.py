@@ -5,13 +5,15 @@ smallest feasible peak are computed for it, and a bound proves which batches no 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from monetlite.allocation import least_limit
+from monetlite.allocation.solving import refuse_without_gpu
 from monetlite.costs import Profile
 from monetlite.errors import InfeasibleBudget, ModelError
-from monetlite.schedule import Schedule, plain_steps, simulate
+from monetlite.schedule import Schedule, Step, plain_steps, simulate
 
 _MOST_PROBES = 64
 _LARGEST_BATCH = 2**20
@@ -41,6 +43,7 @@ class Point:
     Attributes:
         batch: samples in a step.
         peak_bytes, latency_ms: predicted for the step.
+        reserved_bytes: on a GPU, if the budget is of that; None if it is of the peak.
         schedule: what reaches them; None for plain training.
         overhead: step time over plain training's at the same batch, less one.
     """
@@ -48,6 +51,7 @@ class Point:
     batch: int
     peak_bytes: int
     latency_ms: float
+    reserved_bytes: int | None
     schedule: Schedule | None
     overhead: float
 
@@ -61,7 +65,7 @@ class Batches:
     """What batches fit a budget.
 
     Attributes:
-        budget_bytes: of the whole step.
+        budget_bytes: of the whole step; of what is reserved for it on a GPU, if `reserved`.
         step: batches are multiples of this.
         plain_largest: the largest that plain training fits; 0 if none. largest: the largest that a schedule fits.
         proven_impossible: no schedule fits this batch; None if that was not proven of any.
@@ -69,6 +73,7 @@ class Batches:
     """
 
     budget_bytes: int
+    reserved: bool
     step: int
     plain_largest: int
     largest: int
@@ -83,6 +88,7 @@ def largest_batch(
     first: int,
     step: int = 1,
     tolerance: float = 0.0,
+    reserved: bool = False,
     time_limit: float = 120.0,
     seed: int = 0,
     progress: Callable[[int, str], None] | None = None,
@@ -94,17 +100,18 @@ def largest_batch(
         budget_bytes: of the whole step.
         first: the batch to begin from.
         step: look at multiples of this only.
-        tolerance, seed: as in `monetlite.solve`.
+        tolerance, reserved, seed: as in `monetlite.solve`.
         time_limit: seconds for searching and solving; tracing comes on top.
         progress: told (batch, what was found of it).
 
     Raises:
         InfeasibleBudget: not even the smallest batch fits.
+        DeviceError: `reserved`, and costs that are not a GPU's.
         ModelError: the budget holds a million samples; something else is the matter.
     """
     from monetlite.api import solve
 
-    prober = _Prober(price, budget_bytes, tolerance, time_limit * _PROBE_SHARE / 10, seed, progress)
+    prober = _Prober(price, budget_bytes, tolerance, reserved, time_limit * _PROBE_SHARE / 10, seed, progress)
     largest = _bisect(max(step, first // step * step), step, prober.fits_somehow, prober.guess)
     if largest == 0:
         needed, proven = prober.needed_bytes[step], prober.fits[step] is Fit.IMPOSSIBLE
@@ -122,25 +129,34 @@ def largest_batch(
     for number, batch in enumerate(wanted):
         profile = prober.profile(batch)
         plain = simulate(profile, plain_steps(profile.graph))
-        if plain.peak_bytes <= budget_bytes:
+        if prober.plain_fits(batch):
             schedule = None
             peak_bytes, latency_ms = plain.peak_bytes, plain.latency_ms
+            reserved_bytes = prober.plain_bytes[batch] if reserved else None
         else:
             seconds = time_limit * (1 - _PROBE_SHARE) / max(1, len(wanted) - (plain_largest > 0))
-            schedule = solve(
-                profile,
-                budget_bytes,
-                tolerance=tolerance,
-                time_limit=seconds,
-                seed=seed,
-                starts=prober.known(batch),
-            )
+            try:
+                schedule = solve(
+                    profile,
+                    budget_bytes,
+                    tolerance=tolerance,
+                    reserved=reserved,
+                    time_limit=seconds,
+                    seed=seed,
+                    starts=prober.known(batch),
+                )
+            except InfeasibleBudget:
+                if batch == largest or not reserved:
+                    raise
+                continue  # the gaps between its requests happen to be larger than at the largest batch
             peak_bytes, latency_ms = schedule.peak_bytes, schedule.latency_ms
+            reserved_bytes = schedule.reserved_bytes
         points.append(
             Point(
                 batch=batch,
                 peak_bytes=peak_bytes,
                 latency_ms=latency_ms,
+                reserved_bytes=reserved_bytes,
                 schedule=schedule,
                 overhead=latency_ms / plain.latency_ms - 1,
             )
@@ -150,6 +166,7 @@ def largest_batch(
     impossible = [batch for batch, fit in prober.fits.items() if fit is Fit.IMPOSSIBLE]
     return Batches(
         budget_bytes=budget_bytes,
+        reserved=reserved,
         step=step,
         plain_largest=plain_largest,
         largest=largest,
@@ -166,12 +183,13 @@ class _Prober:
         price: Callable[[int], Profile],
         budget_bytes: int,
         tolerance: float,
+        reserved: bool,
         seconds: float,
         seed: int,
         progress: Callable[[int, str], None] | None,
     ) -> None:
         self._price, self._budget_bytes, self._tolerance = price, budget_bytes, tolerance
-        self._seconds, self._seed, self._progress = seconds, seed, progress
+        self._reserved, self._seconds, self._seed, self._progress = reserved, seconds, seed, progress
         self._profiles: dict[int, Profile] = {}
         self._leanest: dict[int, Schedule] = {}
         self.fits: dict[int, Fit] = {}
@@ -185,9 +203,15 @@ class _Prober:
             )
         if batch not in self._profiles:
             profile = self._price(batch)
+            if self._reserved:
+                refuse_without_gpu(profile)
             self._profiles[batch] = profile
-            self.plain_bytes[batch] = simulate(profile, plain_steps(profile.graph)).peak_bytes
+            self.plain_bytes[batch] = self._takes(profile, plain_steps(profile.graph))
         return self._profiles[batch]
+
+    def _takes(self, profile: Profile, steps: Sequence[Step]) -> int:
+        """What some steps need of the budget, in bytes."""
+        return least_limit(profile, steps) if self._reserved else simulate(profile, steps).peak_bytes
 
     def fits_somehow(self, batch: int) -> bool:
         if batch not in self.fits:
@@ -207,7 +231,6 @@ class _Prober:
 
     def _fit(self, batch: int) -> Fit:
         from monetlite.api import as_schedule
-        from monetlite.schedule import Status
         from monetlite.solving.bounds import smallest_budget_bound
         from monetlite.solving.race import Solution
         from monetlite.solving.smallest import smallest_budget
@@ -222,26 +245,34 @@ class _Prober:
         found = smallest_budget(profile, seconds=self._seconds, seed=self._seed)
         if found.reached_bytes is None or found.steps is None:
             return Fit.NOT_FOUND
-        self.needed_bytes[batch] = found.reached_bytes
+        self.needed_bytes[batch] = self._takes(profile, found.steps)
         if found.reached_bytes > self._budget_bytes:
             return Fit.IMPOSSIBLE if found.proven_bytes > self._budget_bytes else Fit.NOT_FOUND
-        timeline = simulate(profile, found.steps)
-        solution = Solution(
-            status=Status.FEASIBLE,
-            steps=found.steps,
-            latency_ms=timeline.latency_ms,
-            peak_bytes=timeline.peak_bytes,
-            lower_bound_ms=0.0,
-            smallest_proven_bytes=found.proven_bytes,
-            smallest_reached_bytes=found.reached_bytes,
-            smallest_reached_steps=found.steps,
-            solver="search",
-            seconds=self._seconds,
-        )
+        if self.needed_bytes[batch] > self._budget_bytes:
+            return self._fit_with_gaps(batch)
+        solution = Solution.of_steps(profile, found.steps, solver="search", seconds=self._seconds)
+        solution = replace(solution, smallest_proven_bytes=found.proven_bytes)
         plain = simulate(profile, plain_steps(profile.graph))
         self._leanest[batch] = as_schedule(
             profile, plain, self._budget_bytes, solution, found.steps, self._tolerance
         )
+        return Fit.SCHEDULED
+
+    def _fit_with_gaps(self, batch: int) -> Fit:
+        """Whether some schedule's requests leave small enough gaps, where those of the smallest peak don't."""
+        from monetlite.api import solve
+
+        try:
+            self._leanest[batch] = solve(
+                self.profile(batch),
+                self._budget_bytes,
+                tolerance=self._tolerance,
+                reserved=True,
+                time_limit=self._seconds,
+                seed=self._seed,
+            )
+        except InfeasibleBudget:
+            return Fit.NOT_FOUND
         return Fit.SCHEDULED
 
     def guess(self, low: int, high: int | None) -> int | None:

@@ -6,11 +6,13 @@ import commands
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from step_lists import free_profile
 from torch import nn, randn
 
 import monetlite
+from monetlite.allocation import reserve
 from monetlite.batches import Fit, _bisect, largest_batch
-from monetlite.errors import InfeasibleBudget, ModelError
+from monetlite.errors import DeviceError, InfeasibleBudget, ModelError
 from monetlite.schedule import plain_steps, simulate
 from monetlite.solving.smallest import smallest_budget
 
@@ -123,3 +125,33 @@ class TestCommand:
         facts = json.loads(result.output)
         assert facts["largest"] >= facts["plain_largest"]
         assert all(point["peak_bytes"] <= 600e6 for point in facts["points"])
+
+
+def test_a_budget_of_reserved_memory():
+    """Every batch that is shown runs within it; fewer fit than by peaks."""
+    budget_bytes = 60 * 10**6
+
+    def wide(batch):
+        layers = [module for _ in range(6) for module in (nn.Linear(512, 512), nn.Tanh())]
+        return monetlite.profile(monetlite.trace(nn.Sequential(*layers), randn(batch, 512)), "rtx-3090")
+
+    found = largest_batch(wide, budget_bytes, first=512, step=64, reserved=True, time_limit=8)
+    by_peaks = largest_batch(wide, budget_bytes, first=512, step=64, time_limit=8)
+    assert 0 < found.plain_largest < found.largest < by_peaks.largest
+    for point in found.points:
+        profile = wide(point.batch)
+        steps = plain_steps(profile.graph) if point.schedule is None else point.schedule
+        within = reserve(profile, steps, expandable=True, limit_bytes=budget_bytes)
+        assert within.fits
+        assert point.peak_bytes < point.reserved_bytes <= budget_bytes
+        assert reserve(profile, steps, expandable=True, limit_bytes=point.reserved_bytes).fits
+    more = wide(found.plain_largest + 64)
+    assert not reserve(more, plain_steps(more.graph), expandable=True, limit_bytes=budget_bytes).fits
+
+
+def test_nothing_is_reserved_on_a_cpu():
+    def on_the_cpu(batch):
+        return free_profile(monetlite.trace(network(), randn(batch, 256)))
+
+    with pytest.raises(DeviceError, match="--reserved"):
+        largest_batch(on_the_cpu, 8_000_000, first=8, reserved=True, time_limit=2)

@@ -5,7 +5,14 @@ from typing import Any
 
 import click
 
-from monetlite.cli.options import common_options, cost_options, model_options, time_limit_option, tolerance_option
+from monetlite.cli.options import (
+    common_options,
+    cost_options,
+    model_options,
+    reserved_option,
+    time_limit_option,
+    tolerance_option,
+)
 from monetlite.cli.pricing import price
 from monetlite.cli.running import guard, open_console
 
@@ -15,6 +22,7 @@ from monetlite.cli.running import guard, open_console
 @click.option("--budget", required=True, help="The whole step's peak, as for solve, in bytes: 16GB, 16GiB.")
 @cost_options
 @tolerance_option("As for solve.")
+@reserved_option
 @time_limit_option(120.0, "Seconds for searching and solving; tracing each batch comes on top.")
 @click.option(
     "--multiple-of",
@@ -31,6 +39,7 @@ def max_batch_command(
     accumulate: bool,
     autocast: str | None,
     tolerance: float,
+    reserved: bool,
     time_limit: float,
     multiple_of: int | None,
     seed: int,
@@ -75,6 +84,7 @@ def max_batch_command(
                 first=shape.get("batch") or 32,
                 step=step,
                 tolerance=tolerance,
+                reserved=reserved,
                 time_limit=time_limit,
                 seed=seed,
                 progress=progress,

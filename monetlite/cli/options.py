@@ -85,6 +85,16 @@ def tolerance_option(help: str) -> Callable[[_Function], _Function]:
     )
 
 
+def reserved_option(function: _Function) -> _Function:
+    """Whether a budget is of what a GPU's allocator reserves."""
+    return click.option(
+        "--reserved",
+        is_flag=True,
+        help="The budget is of what torch's CUDA allocator reserves, as nvidia-smi shows, in a training script "
+        "that calls monetlite.limit_reserved(BUDGET).",
+    )(function)
+
+
 def optimizer_option(help: str) -> Callable[[_Function], _Function]:
     """Whose step is part of training."""
     return click.option("--optimizer", type=click.Choice(["sgd", "momentum", "adam", "adamw"]), help=help)

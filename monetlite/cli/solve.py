@@ -10,6 +10,7 @@ from monetlite.cli.options import (
     common_options,
     cost_options,
     model_or_profile_options,
+    reserved_option,
     time_limit_option,
     tolerance_option,
 )
@@ -43,12 +44,7 @@ from monetlite.cli.running import Solving, check_folder, guard, open_console
     show_default=True,
     help="default: store and recompute only, every operator running as it was traced.",
 )
-@click.option(
-    "--reserved",
-    is_flag=True,
-    help="The budget is of what torch's CUDA allocator reserves, as nvidia-smi shows, in a training script that "
-    "calls monetlite.limit_reserved(BUDGET).",
-)
+@reserved_option
 @click.option("--solver", type=click.Choice(["SCIP", "HIGHS", "GUROBI"]), default="SCIP", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
 @click.option(

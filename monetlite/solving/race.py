@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Self
 
 from monetlite.costs import Profile
 from monetlite.errors import IllegalSchedule
@@ -61,6 +62,27 @@ class Solution:
     smallest_reached_steps: tuple[Step, ...] | None
     solver: str
     seconds: float
+
+    @classmethod
+    def of_steps(cls, profile: Profile, steps: tuple[Step, ...], *, solver: str, seconds: float = 0.0) -> Self:
+        """What is known where there is a schedule, and nothing is proven.
+
+        Raises:
+            IllegalSchedule: the steps are not one.
+        """
+        timeline = simulate(profile, steps)
+        return cls(
+            status=Status.FEASIBLE,
+            steps=steps,
+            latency_ms=timeline.latency_ms,
+            peak_bytes=timeline.peak_bytes,
+            lower_bound_ms=0.0,
+            smallest_proven_bytes=0,
+            smallest_reached_bytes=timeline.peak_bytes,
+            smallest_reached_steps=steps,
+            solver=solver,
+            seconds=seconds,
+        )
 
 
 class Race:
