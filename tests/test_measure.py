@@ -12,7 +12,7 @@ from small_models import WithLoss
 from torch import nn
 
 import monetlite
-from monetlite.measuring import Line, Mode, Run, Setting, fit, largest_batch, machine, measure
+from monetlite.measuring import Line, Mode, Run, Setting, fit, largest_batch, machine, measure, probes
 from monetlite.measuring.results import Growth, Loading, Measurements, Memory, Place, tells_enough
 from monetlite.models.built import BuiltModel
 from monetlite.profiling.memory import is_out_of_memory
@@ -219,10 +219,16 @@ def test_a_process_is_kept_within_a_size_by_an_error_and_let_go_again():
         assert torch.zeros(64 * MIB).numel() == 64 * MIB
 
 
-def test_what_says_that_memory_ran_out():
+def test_what_says_that_memory_ran_out(monkeypatch):
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
     assert is_out_of_memory(MemoryError())
+    # None of cuDNN's plans ran, for lack of memory if the allocator has refused some: the loop over them hides it.
+    no_engine = RuntimeError("GET was unable to find an engine to execute this computation")
+    monkeypatch.setattr("monetlite.profiling.memory.refusals", lambda: 0)
+    assert not is_out_of_memory(no_engine)
+    monkeypatch.setattr("monetlite.profiling.memory.refusals", lambda: 2)
+    assert is_out_of_memory(no_engine)
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
     wrapped = monetlite.MonetliteError("failed")
@@ -399,3 +405,28 @@ def test_a_gpu_that_is_not_there(folder, monkeypatch):
     result = run("measure", "--model", "net.py:build", "--device", "cuda")
     assert result.exit_code == 2
     assert "no GPU" in result.stderr
+
+
+def test_the_context_is_what_the_first_tensor_brings(monkeypatch):
+    """Looked for before anything, the meter's own buffer included, is on the GPU."""
+    there = {"context": 0}
+
+    def start(*_, **__):
+        there["context"] = 500 * MIB
+
+    class Meter:
+        def environment(self):
+            start()
+            return {"device": "a GPU"}
+
+    monkeypatch.setattr(probes, "meter_for", lambda _: Meter())
+    monkeypatch.setattr(probes, "_reported_bytes", lambda: 600 * MIB + there["context"])
+    monkeypatch.setattr(probes.torch, "zeros", start)
+    for name, answer in (
+        ("synchronize", None),
+        ("empty_cache", None),
+        ("memory_reserved", 0),
+        ("mem_get_info", (7 * 2**30, 8 * 2**30)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    assert probes.CudaProbe().place.context_bytes == 500 * MIB

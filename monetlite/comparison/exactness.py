@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from monetlite.operators.random import forked_state
 from monetlite.runtime.comparing import differences, negligible
 from monetlite.runtime.trainee import Trainee, changed_weights, off_by
 
@@ -154,7 +155,7 @@ class Examiner:
 
     def _random_state_before(self) -> torch.Tensor:
         """The generator's state where the step begins."""
-        with torch.random.fork_rng():
+        with forked_state(self._plain.device):
             torch.manual_seed(self._seed)
             return torch.cuda.get_rng_state() if self._plain.device == "cuda" else torch.get_rng_state()
 

@@ -20,6 +20,7 @@ from monetlite.comparison.verdict import duels, fastest_within, standings
 from monetlite.costs import Profile
 from monetlite.errors import BudgetError, DeviceError, ModelError
 from monetlite.layouts import layouts_to_try
+from monetlite.operators.random import forked_state
 from monetlite.runtime.trainee import default_loss
 from monetlite.schedule import Schedule, plain_steps, simulate
 from monetlite.tracing import split_inputs, trace
@@ -100,7 +101,7 @@ def compare(
         raise DeviceError(f"device {device!r}: steps are measured on 'cpu' or 'cuda'")
     say = progress or (lambda _: None)
     layouts = layouts_to_try(None, tolerance)
-    with torch.random.fork_rng():
+    with forked_state(device):
         where = environment(device)
         bench = Bench(model, args, kwargs, loss or default_loss, device, autocast=autocast, seed=seed)
         say("tracing the model and measuring its operators")

@@ -86,8 +86,8 @@ class CudaProbe:
     """The caching allocator's statistics, and what the device reports in use."""
 
     def __init__(self) -> None:
-        environment = meter_for("cuda").environment()
         idle_bytes = _reported_bytes()
+        environment = meter_for("cuda").environment()
         torch.zeros(1, device="cuda")  # the context, with its kernels, comes with the first tensor
         torch.cuda.synchronize()
         started_bytes = _reported_bytes()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.captured.calls import spec_of
 from monetlite.graph import Call, Implementation, TensorRef
-from monetlite.operators.kernel import Kernel, is_dense, same_layout
+from monetlite.operators.kernel import Kernel, is_dense, is_whole, same_layout
 from monetlite.operators.packing import (
     in_order,
     out_of_order,
@@ -188,12 +188,15 @@ def backward_from_state(kernel: Kernel) -> Iterator[Implementation]:
     dtype = getattr(torch, gradient.spec.dtype)
     if device == "cuda" and _scale(dtype, probability) != _native_scale(dtype, probability):
         return
+    # And where a tensor begins decides how many numbers a thread of CUDA's draws at a time, and so which it gets.
+    aligned = is_whole(kernel.values, source) and is_whole(kernel.values, gradient)
     if gradient.spec.dtype in _ROUNDED_ONCE and same_layout(source.spec, gradient.spec):
         yield kernel.implement(
             "from_state",
             target=REPLAY,
             args=(state, device, name_of(dropout_in_order), gradient, gradient.spec.stride, probability),
             outputs=(*kernel.call.outputs, None),
+            devices=() if aligned else ("cpu",),
         )
 
 

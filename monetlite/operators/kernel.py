@@ -1,7 +1,10 @@
 """What an operator family sees of a kernel when it offers other ways to run it."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from monetlite.graph import Argument, Call, Implementation, TensorRef, TensorSpec, Value
 
@@ -103,6 +106,17 @@ class Kernel:
             and layout == (spec.shape, spec.stride, spec.dtype)
             and all((other.shape, other.stride, other.dtype) == layout for other in others)
         )
+
+
+def is_whole(values: Sequence[Value], ref: TensorRef) -> bool:
+    """Whether a tensor is all of its storage, and so begins where the allocator put it, which is aligned."""
+    if not is_dense(ref.spec):
+        return False
+    if ref.value is None:
+        # What AOTAutograd calls parameters and inputs; their views have other names.
+        return ref.node.startswith("primals")
+    item_bytes: int = getattr(torch, ref.spec.dtype).itemsize
+    return math.prod(ref.spec.shape) * item_bytes == values[ref.value].size_bytes
 
 
 def is_dense(spec: TensorSpec) -> bool:

@@ -18,8 +18,8 @@ from monetlite.operators.registry import Intermediate, alternatives_for, functio
 
 _TARGET = "aten.max_pool2d_with_indices_backward.default"
 _MOST_OFFSETS = 256
-_CHUNK_ELEMENTS = 2**17
-"""Indices at a time, on a CPU; a GPU does them all at once."""
+_CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**20}
+"""Indices at a time: as many as a CPU's cache holds, or as keep a GPU busy. Each takes some bytes of workspace."""
 
 
 @alternatives_for(_TARGET)
@@ -83,13 +83,20 @@ def _places(call: Call) -> int:
 
 @function("max_pool2d_backward_from_indices", limit="scatter", integers=_plane)
 def max_pool2d_backward_from_indices(gradient: torch.Tensor, input_shape: list[int], *rest: object) -> torch.Tensor:
-    """Gradient of `max_pool2d` with respect to its input, of shape `input_shape`.
+    """Gradient of `max_pool2d` with respect to its input, of shape `input_shape`."""
+    return _backward_into(gradient.new_empty(input_shape), gradient, *rest)
 
-    ATen's kernel takes the input for its shape and layout only, so one element stands for all of it.
+
+def _backward_into(result: torch.Tensor, gradient: torch.Tensor, *rest: object) -> torch.Tensor:
+    """Write the gradient of `max_pool2d` with respect to its input.
+
+    ATen's kernel takes the input for its shape and layout only, but on a GPU copies one that is not contiguous: the
+    result stands for it.
     """
-    stand_in = gradient.new_empty(1).expand(input_shape)
-    result: torch.Tensor = torch.ops.aten.max_pool2d_with_indices_backward.default(gradient, stand_in, *rest)
-    return result
+    made: torch.Tensor = torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
+        gradient, result, *rest, grad_input=result
+    )
+    return made
 
 
 @function("pooling_offsets", integers=_plane)
@@ -133,7 +140,7 @@ def max_pool2d_backward_from_offsets(
     for rows in _chunks(offsets):
         # What is outside of the plane could only come of offsets that were never found; it must not be written.
         indices = steps[offsets[rows].int()].add_(first).clamp_(0, plane - 1)
-        result[rows] = max_pool2d_backward_from_indices(gradient[rows], list(result[rows].shape), *rest, indices)
+        _backward_into(result[rows], gradient[rows], *rest, indices)
     return result
 
 
@@ -189,8 +196,7 @@ def _pair(sizes: Any) -> tuple[int, int]:
 def _chunks(results: torch.Tensor) -> Iterator[slice]:
     """Slices of the first dimension."""
     count = results.shape[0]
-    step = max(1, count)
-    if results.device.type == "cpu" and results.numel():
-        step = max(1, _CHUNK_ELEMENTS * count // results.numel())
+    elements = _CHUNK_ELEMENTS.get(results.device.type, results.numel())
+    step = max(1, elements * count // results.numel()) if results.numel() else max(1, count)
     for start in range(0, count, step):
         yield slice(start, start + step)

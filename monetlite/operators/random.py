@@ -98,3 +98,11 @@ def drawing_from(state: torch.Tensor, device: str) -> Iterator[None]:
         yield
     finally:
         restore(now)
+
+
+def forked_state(device: str) -> contextlib.AbstractContextManager[None]:
+    """Leave the default generators of the CPU, and of the current GPU if that is the device, as they are found."""
+    forked: contextlib.AbstractContextManager[None] = torch.random.fork_rng(
+        [torch.cuda.current_device()] if device == "cuda" else []
+    )
+    return forked

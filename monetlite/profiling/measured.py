@@ -15,7 +15,7 @@ from monetlite.costs import Cost, Profile, ProfileKind
 from monetlite.errors import MonetliteError, ProfileError
 from monetlite.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
-from monetlite.operators.random import REPLAY
+from monetlite.operators.random import REPLAY, forked_state
 from monetlite.operators.registry import find_function
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.cache import CostCache
@@ -227,8 +227,7 @@ def _measure(candidate: _Candidate, meter: Meter) -> Cost:
 def _callable(call: Call, device: str) -> Iterator[tuple[Callable[[], object], torch.Tensor | None]]:
     """A call with arguments, and the first of those that is a tensor."""
     function = resolve(call.target)
-    devices = [torch.cuda.current_device()] if device == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    with torch.no_grad(), forked_state(device):
         args, kwargs = make_arguments(call, device)
         yield (
             lambda: function(*args, **kwargs),

@@ -27,6 +27,8 @@ _NO_MEMORY = (
     "storage size calculation overflowed",
 )
 """How torch's CPU allocator, the C++ library, cuBLAS and cuDNN say so, none of which has an exception for it."""
+_NO_ENGINE = "unable to find an engine to execute"
+"""How torch says that none of cuDNN's plans ran, whether for lack of memory or because there is none at all."""
 
 
 def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu", *, counted: str = "allocated") -> int:
@@ -57,9 +59,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory did not suffice, or was raised because of one that does."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    if isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in _NO_MEMORY):
-        return True
+    if isinstance(error, RuntimeError):
+        text = str(error).lower()
+        if any(phrase in text for phrase in _NO_MEMORY) or (_NO_ENGINE in text and refusals() > 0):
+            return True
     return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+
+
+def refusals() -> int:
+    """How many requests for memory the CUDA allocator has refused in this process, caught by libraries or not."""
+    return int(torch.cuda.memory_stats()["num_ooms"]) if torch.cuda.is_available() else 0
 
 
 def running_totals(function: Callable[[], Any]) -> list[int]:

@@ -5,7 +5,7 @@ on. What one process has solved is kept for as long as it lives; with `schedule`
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.updating import eager
 from monetlite.schedule import Schedule
-from monetlite.tracing.build import autocast_dtype, build_graph, device_of
+from monetlite.tracing.build import autocast_dtype, build_graph, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.capture import Joint, log_settings_quietly, logging_methods
 from monetlite.tracing.fused import kernels_kept_whole
 from monetlite.tracing.names import Namer
@@ -91,8 +91,20 @@ def monetlite(
             warnings.warn(problem, stacklevel=2)
         return lower(traced, steps)
 
-    with kernels_kept_whole():
-        return delivering_backend(partition, eager)(graph, inputs)
+    gpu = gpu_of(graph, inputs)
+    with on_its_gpu(graph, inputs), kernels_kept_whole():
+        compiled = delivering_backend(partition, eager)(graph, inputs)
+    return compiled if gpu is None else on_gpu(compiled, gpu)
+
+
+def on_gpu(step: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
+    """A step that runs with its GPU as torch's current one, whose generator is looked at by what draws again."""
+
+    def run(*arguments: Any) -> Any:
+        with torch.cuda.device(gpu):
+            return step(*arguments)
+
+    return run
 
 
 def _options(options: Mapping[str, Any] | None, others: Mapping[str, Any]) -> Options:

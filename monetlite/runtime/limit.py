@@ -28,10 +28,11 @@ def limit_reserved(budget: str | int | float, device: int | torch.device | str |
 
     Args:
         budget: `"6GB"`, `"6GiB"`, or bytes.
-        device: the GPU; by default the current one.
+        device: the GPU; by default, and for `"cuda"`, the current one.
 
     Raises:
-        DeviceError: there is no GPU, or another allocator than PyTorch's own was asked for in the environment.
+        DeviceError: there is no GPU, `device` is none, or another allocator than PyTorch's own was asked for in the
+            environment.
         BudgetError: the budget can't be read, is in percent, or is less than what is reserved already.
 
     Example:
@@ -49,14 +50,15 @@ def limit_reserved(budget: str | int | float, device: int | torch.device | str |
             f"the {torch.cuda.get_allocator_backend()} allocator was asked for (PYTORCH_ALLOC_CONF), whose memory "
             "can't be limited by monetlite; use PyTorch's own"
         )
-    reserved_bytes = torch.cuda.memory_reserved(device)
+    index = _index(device)
+    reserved_bytes = torch.cuda.memory_reserved(index)
     if reserved_bytes > limit_bytes:
         raise BudgetError(
             f"{format_bytes(reserved_bytes)} of the GPU's memory are reserved already, more than "
             f"{format_bytes(limit_bytes)}: call limit_reserved before anything is on the GPU"
         )
     _set_expandable(True)
-    _limit(limit_bytes, device)
+    _limit(limit_bytes, index)
 
 
 @contextlib.contextmanager
@@ -70,7 +72,7 @@ def reserved_within(budget_bytes: int | None, own_bytes: int) -> Iterator[None]:
         return
     before = torch.cuda.get_per_process_memory_fraction()
     _set_expandable(True)
-    _limit(torch.cuda.memory_reserved() + budget_bytes - own_bytes, None)
+    _limit(torch.cuda.memory_reserved() + budget_bytes - own_bytes, torch.cuda.current_device())
     try:
         yield
     finally:
@@ -91,10 +93,21 @@ def warn_if_unlimited(schedule: Schedule, device: str) -> None:
     )
 
 
-def _limit(budget_bytes: int, device: int | torch.device | str | None) -> None:
+def _index(device: int | torch.device | str | None) -> int:
+    """A GPU's number."""
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(f"device {device!r} is not a GPU's name, such as 'cuda:1'") from error
+    if found.type != "cuda":
+        raise DeviceError(f"device {str(device)!r} is not a CUDA device, whose memory could be limited")
+    return torch.cuda.current_device() if found.index is None else found.index
+
+
+def _limit(budget_bytes: int, index: int) -> None:
     limit_bytes = max(0, budget_bytes - PAGE_BYTES)  # beyond which the allocator goes by less than a page
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+    total_bytes = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), index)
 
 
 def _set_expandable(expandable: bool | None) -> None:
@@ -105,7 +118,7 @@ def _set_expandable(expandable: bool | None) -> None:
     if expandable is not None or not asked:
         asked = [f"{_EXPANDABLE}:{bool(expandable)}"]
     kept = [item for item in items if item.partition(":")[0] != _EXPANDABLE]
-    torch.cuda.memory._set_allocator_settings(",".join([*kept, *asked]))
+    torch._C._accelerator_setAllocatorSettings(",".join([*kept, *asked]))
 
 
 __all__ = ["limit_reserved", "reserved_within", "warn_if_unlimited"]

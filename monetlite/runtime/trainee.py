@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from monetlite.operators.random import forked_state
 from monetlite.profiling.heap import steady_heap
 from monetlite.profiling.memory import peak_growth_bytes, release_workspaces
 from monetlite.profiling.meters import FEW_FAULTS, page_faults
@@ -33,8 +34,9 @@ class Snapshot:
 class Peak:
     """The most memory of a step, resident memory included, in bytes.
 
-    `allocated_bytes`: of tensors and workspaces. `reserved_bytes`: what torch's CUDA allocator took from the GPU to
-    hold them, which is what nvidia-smi shows beside the context; None on a CPU.
+    `allocated_bytes`: of tensors and workspaces, as asked for; a block of the CUDA allocator that holds one may be larger, by
+    up to a megabyte without expandable segments. `reserved_bytes`: what that allocator took from
+    the GPU to hold them, which is what nvidia-smi shows beside the context; None on a CPU.
     """
 
     allocated_bytes: int
@@ -88,7 +90,7 @@ class Trainee:
 
     def snapshot(self, seed: int) -> Snapshot:
         """What one step leaves behind, from a seed."""
-        with torch.random.fork_rng(), reserved_within(self._limit_bytes, self._own_bytes()):
+        with forked_state(self.device), reserved_within(self._limit_bytes, self._own_bytes()):
             torch.manual_seed(seed)
             loss = self.step()
             random_state = torch.cuda.get_rng_state() if self.device == "cuda" else torch.get_rng_state()
@@ -142,7 +144,7 @@ class Trainee:
         torch.cuda.empty_cache()
         reserved_bytes = torch.cuda.memory_reserved()
         with reserved_within(self._limit_bytes, own_bytes):
-            allocated_bytes = own_bytes + peak_growth_bytes(self._whole_step, self.device)
+            allocated_bytes = own_bytes + peak_growth_bytes(self._whole_step, self.device, counted="requested")
         grown_bytes = torch.cuda.max_memory_reserved() - reserved_bytes
         return Peak(allocated_bytes=allocated_bytes, reserved_bytes=own_bytes + grown_bytes)
 

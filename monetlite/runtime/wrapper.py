@@ -16,6 +16,7 @@ from monetlite.costs import without_costs
 from monetlite.errors import ModelError, MonetliteError, ScheduleMismatch
 from monetlite.graph import OperatorGraph
 from monetlite.operators.guards import GuardFailed
+from monetlite.operators.random import forked_state
 from monetlite.runtime.binding import avoiding, bind, on_this_device
 from monetlite.runtime.delegation import Delegating
 from monetlite.runtime.delivery import delivering_backend
@@ -246,7 +247,7 @@ class MONeTWrapper(Delegating):
         from monetlite.api import optimize
 
         # Measuring draws random numbers; the step that waits for it must not notice.
-        with torch.random.fork_rng():
+        with forked_state(device_of(self.model, (args, kwargs))):
             return optimize(self.model, Arguments(args, kwargs), starts=starts, runs_here=True, **self._solving)
 
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:

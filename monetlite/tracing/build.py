@@ -261,11 +261,14 @@ def device_of(model: nn.Module, inputs: object, meta_device: str = "cpu") -> str
 
 def on_its_gpu(model: nn.Module, inputs: object) -> contextlib.AbstractContextManager[Any]:
     """Make the GPU that a step runs on torch's current one, whose generator and statistics are looked at."""
-    for tensor in _tensors(model, inputs):
-        if tensor.is_cuda:
-            return torch.cuda.device(tensor.device)
-        break
-    return contextlib.nullcontext()
+    gpu = gpu_of(model, inputs)
+    return contextlib.nullcontext() if gpu is None else torch.cuda.device(gpu)
+
+
+def gpu_of(model: nn.Module, inputs: object) -> torch.device | None:
+    """The GPU that a step runs on, that of its inputs or of the parameters; None where it runs on none."""
+    first = next(_tensors(model, inputs), None)
+    return first.device if first is not None and first.is_cuda else None
 
 
 def _tensors(model: nn.Module, inputs: object) -> Iterator[torch.Tensor]:

@@ -231,7 +231,7 @@ def running_on(threads: int) -> Iterator[None]:
 def work_in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     """Make loops that go piece by piece go round several times on small tensors."""
     patch.setattr(packing, "_PIECE", {"cpu": 64})
-    patch.setattr(pooling, "_CHUNK_ELEMENTS", 50)
+    patch.setattr(pooling, "_CHUNK_ELEMENTS", {"cpu": 50})
     for module in (batch_norm_backward, layer_norm):
         patch.setattr(module, "_LEAST_BYTES", 100)
         patch.setattr(module, "_MOST_BYTES", 600)

@@ -52,6 +52,28 @@ def test_what_each_gradient_reads():
     }
 
 
+def test_a_gpu_draws_again_only_for_what_begins_where_the_allocator_put_it():
+    """A thread of CUDA's draws one number or several at a time, as the tensor's address allows."""
+
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.first = nn.Linear(7, 7), nn.Parameter(torch.randn(1, 7))
+
+        def forward(self, x):
+            return torch.cat([self.first, nn.functional.dropout(torch.relu(self.layer(x)), 0.5)])
+
+    graph = monetlite.trace(Joined(), torch.randn(4, 7))
+    (devices,) = (
+        {item.name: item.devices for item in operator.implementations}
+        for operator in graph.operators
+        if "native_dropout_backward" in str(operator.implementations[0].call)
+    )
+    assert devices["from_state"] == ("cpu",)
+    whole = plain((4, 7)).capture(nn.Dropout(0.5)).operator("dropout_backward")
+    assert whole.find("from_state").devices == ()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_rounds_twice_is_offered_for_float32_alone(dtype):
     offered = plain((3, 8)).capture(nn.Dropout(0.5)).offered("dropout_backward")

@@ -6,7 +6,9 @@ from contents import cases, drawn, plain
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from monetlite.operators import pooling
 from monetlite.operators.pooling import max_pool2d_backward_from_offsets, pooling_offsets
 
 sides = st.sampled_from([5, 6, 7, 11, 16])
@@ -71,3 +73,36 @@ def test_a_gradient_of_max_pooling_without_the_input_reads_indices_or_offsets_al
 def test_max_pooling_of_another_layout_keeps_its_input(before):
     captured = plain((2, 3, 8, 8), before=before).capture(nn.MaxPool2d(2))
     assert captured.offered("max_pool2d_backward") == []
+
+
+def test_nothing_of_the_size_of_the_input_is_made_but_the_result(monkeypatch):
+    """CUDA's kernel copies an input that is not contiguous, so what stands for it has to be."""
+    x = torch.randn(6, 3, 8, 8)
+    arguments = ([3, 3], [2, 2], [1, 1], [1, 1])
+    result, indices = torch.ops.aten.max_pool2d_with_indices.default(x, *arguments)
+    gradient = torch.randn_like(result)
+    offsets = pooling_offsets(indices, list(x.shape), *arguments)
+    monkeypatch.setitem(pooling._CHUNK_ELEMENTS, "cpu", 2 * result[0].numel())
+    for run, places, calls in (
+        (pooling.max_pool2d_backward_from_indices, indices, 1),
+        (max_pool2d_backward_from_offsets, offsets, 3),
+    ):
+        with Inputs() as seen:
+            made = run(gradient, list(x.shape), *arguments, False, places)
+        assert len(seen.of_pooling) == calls
+        for source in seen.of_pooling:
+            assert source.is_contiguous()
+            assert source.untyped_storage().data_ptr() == made.untyped_storage().data_ptr()
+
+
+class Inputs(TorchDispatchMode):
+    """What pooling's gradient is given for its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_pooling = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.max_pool2d_with_indices_backward.grad_input:
+            self.of_pooling.append(args[1])
+        return func(*args, **(kwargs or {}))

@@ -1,13 +1,18 @@
 """`torch.compile(model, backend="monetlite", options=...)`: plain training, within the budget, by another door."""
 
+import contextlib
+
 import pytest
 import torch
 from small_models import SmallCNN, assert_same, step, twin
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import monetlite
 from monetlite.profiling import meters
 from monetlite.profiling.memory import peak_growth_bytes
+from monetlite.runtime.backend import on_gpu
+from monetlite.tracing.build import gpu_of
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +131,22 @@ class Breaks(nn.Module):
 def test_a_model_that_is_taken_apart_is_refused():
     with pytest.raises(Exception, match=r"takes the model apart at .*test_backend.py:\d+"):
         compiled(Breaks(), budget="1GB", device="rtx-4090")(torch.randn(2, 8))
+
+
+def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
+    """Operators that draw again look at the current GPU's generator."""
+    now = [0]
+
+    @contextlib.contextmanager
+    def current(device):
+        before, now[0] = now[0], device.index
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    with FakeTensorMode():
+        there = torch.empty(2, device="cuda:1")
+    assert gpu_of(nn.Linear(2, 2), (there,)) == torch.device("cuda:1")
+    assert gpu_of(nn.Linear(2, 2), (torch.ones(2),)) is None
+    assert on_gpu(lambda number: (number, now[0]), there.device)(7) == (7, 1)
+    assert now == [0]

@@ -33,14 +33,15 @@ class Gpu:
             ("get_device_properties", lambda _device: SimpleNamespace(total_memory=16 * GIB)),
             ("get_per_process_memory_fraction", lambda _device=None: self.fraction),
             ("set_per_process_memory_fraction", self.limit),
+            ("current_device", lambda: 0),
             ("synchronize", lambda: None),
             ("empty_cache", lambda: self.calls.append("emptied")),
         ):
             monkeypatch.setattr(torch.cuda, name, answer)
-        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", self.settings.append)
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.settings.append)
 
-    def limit(self, fraction: float, _device: Any = None) -> None:
-        self.fraction = fraction
+    def limit(self, fraction: float, device: int | None = None) -> None:
+        self.fraction, self.limited = fraction, device
 
     @property
     def limit_bytes(self) -> int:
@@ -52,6 +53,24 @@ def test_the_allocator_expands_segments_within_the_budget(monkeypatch: pytest.Mo
     monetlite.limit_reserved("6GiB")
     assert gpu.settings == ["expandable_segments:True"]
     assert gpu.limit_bytes == 6 * GIB - PAGE
+
+
+@pytest.mark.parametrize(
+    ("device", "index"),
+    [("cuda", 0), (torch.device("cuda"), 0), ("cuda:1", 1), (torch.device("cuda", 1), 1), (1, 1), (None, 0)],
+)
+def test_a_gpu_is_named_as_torch_names_it(device: Any, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    monetlite.limit_reserved("6GiB", device)
+    assert gpu.limited == index
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu", "cuda:", 1.5])
+def test_what_is_no_gpu_is_refused_and_nothing_is_set(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    with pytest.raises(DeviceError, match="is not a"):
+        monetlite.limit_reserved("6GiB", device)
+    assert not gpu.settings
 
 
 def test_settings_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

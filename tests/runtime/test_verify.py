@@ -341,8 +341,8 @@ class Allocator:
 
     def statistics(self):
         return {
-            "allocated_bytes.all.current": self.allocated + self.workspaces,
-            "allocated_bytes.all.peak": self.most,
+            "requested_bytes.all.current": self.allocated + self.workspaces,
+            "requested_bytes.all.peak": self.most,
         }
 
 

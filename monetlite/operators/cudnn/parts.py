@@ -1,6 +1,5 @@
 """The convolutions of an operator graph as work for cuDNN, and a plan for one as an implementation."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from monetlite.errors import ConvolutionError
 from monetlite.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef, TensorSpec
 from monetlite.operators.cudnn.calls import convolution_backward_unread, cudnn_convolution, described
 from monetlite.operators.cudnn.work import DTYPES, ConvolutionWork, Layout, Role
-from monetlite.operators.kernel import is_dense
+from monetlite.operators.kernel import is_whole
 from monetlite.operators.registry import name_of
 
 PREFIX = "cudnn."
@@ -26,7 +25,6 @@ TF32_TOLERANCE = 2e-3
 """Where TF32 is allowed: either of the default and the plan may round both factors of every product to 10 bits."""
 
 _FORWARD, _BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +86,7 @@ def part_of(graph: OperatorGraph, operator: Operator, layouts: Mapping[str, Tens
     first, second = pairs[role]
     assert first is not None
     assert second is not None
-    if not (_whole(graph, first) and _whole(graph, second)):
+    if not (is_whole(graph.values, first) and is_whole(graph.values, second)):
         return None
     layout = {"image": _layout(image.spec), "weight": _layout(weight.spec)}
     made = _made(graph, default, layout, layouts)
@@ -187,16 +185,6 @@ def _suggests_channels_last(layout: Layout) -> bool:
             return False
         least = stride[dimension] * max(1, shape[dimension])
     return True
-
-
-def _whole(graph: OperatorGraph, ref: TensorRef) -> bool:
-    """Whether a tensor is all of its storage, and so begins where the allocator put it, which is aligned."""
-    if not is_dense(ref.spec):
-        return False
-    if ref.value is None:
-        # What AOTAutograd calls parameters and inputs; their views have other names.
-        return ref.node.startswith("primals")
-    return math.prod(ref.spec.shape) * _ITEM_BYTES[ref.spec.dtype] == graph.values[ref.value].size_bytes
 
 
 def _layout(spec: TensorSpec) -> Layout:
