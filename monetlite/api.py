@@ -28,6 +28,7 @@ def profile(
     *,
     optimizer: str | None = None,
     accumulate: bool = False,
+    tolerance: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """Price every implementation of every operator of a graph.
@@ -39,6 +40,7 @@ def profile(
         optimizer: `"sgd"`, `"momentum"`, `"adam"` or `"adamw"`, to count its state and its step in the peak.
         accumulate: count gradients that are there when the step begins: gradient accumulation, or
             `zero_grad(set_to_none=False)`.
+        tolerance: price only what can be chosen within this tolerance (see `solve`), which is quicker to measure.
         progress: told (calls measured, calls in all) while measuring.
 
     Raises:
@@ -51,7 +53,7 @@ def profile(
 
         if problem := attention_problem(graph, device):
             warnings.warn(problem, stacklevel=2)
-    return price(graph, device, optimizer=optimizer, accumulate=accumulate, progress=progress)
+    return price(graph, device, optimizer=optimizer, accumulate=accumulate, tolerance=tolerance, progress=progress)
 
 
 def price(
@@ -60,12 +62,15 @@ def price(
     *,
     optimizer: str | None = None,
     accumulate: bool = False,
+    tolerance: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """`profile` for whatever graph, though the device may run other operators than it has."""
     from monetlite.profiling.accumulation import with_accumulation
     from monetlite.profiling.optimizers import with_optimizer
 
+    if tolerance is not None:
+        _checked_tolerance(tolerance)
     device = device or graph.device
     if device in ("cpu", "cuda"):
         from monetlite.profiling.measured import measure_profile
@@ -75,11 +80,13 @@ def price(
                 f"the graph was traced on {graph.device}, so its operators can't be measured on {device}; "
                 f"move the model and the inputs there before tracing, or name a device to estimate"
             )
-        made = measure_profile(graph, device, progress=progress)
+        made = measure_profile(graph, device, tolerance=tolerance, progress=progress)
     else:
         from monetlite.profiling.estimate import estimate_profile
 
         made = estimate_profile(graph, device)
+        if tolerance is not None:
+            made = made.within(tolerance)
     if optimizer is not None:
         made = with_optimizer(made, optimizer)
     return with_accumulation(made) if accumulate else made
@@ -309,6 +316,7 @@ def optimize(
                 device,
                 optimizer=optimizer,
                 accumulate=accumulate,
+                tolerance=tolerance,
             )
             for chosen in layouts_to_try(layout, tolerance)
         ]

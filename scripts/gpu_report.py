@@ -1,7 +1,8 @@
 """What monetlite does on one GPU: checks and measurements of seven models, in two files.
 
 Three steps, since solving needs neither the GPU nor its time. The first and the last need torch, numpy, networkx and
-pyyaml alone, and a checkout of this repository; the last begins no other model after 430 seconds.
+pyyaml alone, and a checkout of this repository; neither begins anything else after 430 seconds. The first keeps what
+it has measured beside the profiles, and goes on there when it is run again.
 
     python scripts/gpu_report.py profile --output profiles          # on the GPU: what every operator costs
     python scripts/gpu_report.py solve profiles --output solved     # anywhere: a schedule for each budget
@@ -11,8 +12,9 @@ The report goes to docs/benchmarks/gpu_NAME_DATE.json and .md. It holds every sc
 reserved memory), to its prediction (peak within 2%, step time within 5%) and to plain training's gradients, and
 measures it beside plain PyTorch, torch.utils.checkpoint and torch.compile's activation memory budget, in turn.
 Schedules are solved for budgets of reserved memory, 1% less than each, and run with the allocator limited to it, as
-with `monetlite.limit_reserved`; plain PyTorch and its peers aren't. What there was no time for is listed. Without a
-GPU, `--device cpu --small` tries all of it.
+with `monetlite.limit_reserved`; plain PyTorch and its peers aren't. torch.compile, which takes long, comes in a second
+round, beside plain PyTorch once more. What there was no time for is listed, and the files are written anew after every
+way to train. Without a GPU, `--device cpu --small` tries all of it.
 """
 
 import argparse
@@ -59,6 +61,10 @@ COMPILE_SECONDS = 90.0
 """What that may take: with less left, it is left out."""
 MARGIN = 0.01
 """Of a budget, what a schedule leaves to the prediction's error."""
+SAME_GRADIENTS, REPEATED = 1e-5, 10
+"""How far gradients may be where a schedule makes the same bits: that share, or so many times what two plain steps are
+apart, whose kernels may add up in no fixed order.
+"""
 
 
 def built(name: str, device: str, small: bool) -> Built:
@@ -69,18 +75,28 @@ def built(name: str, device: str, small: bool) -> Built:
 
 
 def profile(args: argparse.Namespace) -> int:
-    """The first step: measure what operators cost."""
+    """The first step: measure what operators cost, for the transformers first, which have fewest kinds."""
+    began = time.monotonic()
     args.output.mkdir(parents=True, exist_ok=True)
-    for name in args.model or SUBJECTS:
-        began = time.monotonic()
-        model, inputs = built(name, args.device, args.small)
+    os.environ.setdefault("MONETLITE_CACHE", str(args.output / "cache"))
+    left_out = []
+    for name in args.model or reversed(SUBJECTS):
         for layout in ("as_traced", "channels_last") if args.channels_last else ("as_traced",):
+            path = args.output / f"{name}.{layout}.json"
+            if path.exists():
+                continue
+            if time.monotonic() - began > args.seconds:
+                left_out.append(f"{name}, {layout}")
+                continue
+            model, inputs = built(name, args.device, args.small)
             graph = monetlite.trace(model, inputs, layout=layout)
-            monetlite.profile(graph, args.device).save(args.output / f"{name}.{layout}.json")
-        print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-        del model, inputs, graph
-        tidy(args.device)
-    return 0
+            monetlite.profile(graph, args.device, tolerance=args.tolerance).save(path)
+            print(f"{name}, {layout}: {time.monotonic() - began:.0f} s since the start", flush=True)
+            del model, inputs, graph
+            tidy(args.device)
+    if left_out:
+        print(f"no time left for {'; '.join(left_out)}: run this again")
+    return 1 if left_out else 0
 
 
 def solve(args: argparse.Namespace) -> int:
@@ -129,18 +145,32 @@ def measure(args: argparse.Namespace) -> int:
         "left_out": [],
     }
     stem = args.output or ROOT / "docs" / "benchmarks" / _stem(report["environment"]["device"])
-    for name in args.model or SUBJECTS:
-        schedules = list(_schedules(args.schedules, name, args.small))
-        if not schedules:
-            report["left_out"].append(f"{name}: no schedule in {args.schedules}")
-        elif time.monotonic() - began > args.seconds:
-            report["left_out"].append(f"{name}: no time left after {args.seconds:.0f} s")
-        else:
-            report["models"][name] = measured(name, schedules, args, began + args.seconds)
-            tidy(args.device)
+
+    def save() -> None:
         Path(f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
         Path(f"{stem}.md").write_text(markdown(report))
-        print(f"{name}: {time.monotonic() - began:.0f} s since the start", flush=True)
+
+    names = list(args.model or SUBJECTS)
+    solved = {name: list(_schedules(args.schedules, name, args.small)) for name in names}
+    report["left_out"] = [f"{name}: no schedule in {args.schedules}" for name in names if not solved[name]]
+    for beside_compiled in (False, True) if args.compiled else (False,):
+        for name in filter(solved.get, names):
+            longest = COMPILE_SECONDS if beside_compiled else 0.0
+            if time.monotonic() - began + longest > args.seconds:
+                what = f"{name}, beside torch.compile" if beside_compiled else name
+                report["left_out"].append(f"{what}: no time left after {args.seconds:.0f} s")
+                continue
+            found = report["models"].setdefault(name, {"rows": []})
+            before = list(found["rows"])
+
+            def show(rows: list[dict[str, Any]], found: dict[str, Any] = found, before: Any = before) -> None:
+                found["rows"] = [*before, *rows]
+                save()
+
+            found |= measured(name, solved[name], args, began + args.seconds, beside_compiled, show)
+            tidy(args.device)
+            print(f"{name}: {time.monotonic() - began:.0f} s since the start", flush=True)
+    save()
     print(f"written to {stem}.json and .md")
     checks = [check for found in report["models"].values() for row in found["rows"] for check in row["checks"]]
     failed = [check for check in checks if not check["passed"]]
@@ -149,50 +179,70 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def measured(
-    name: str, schedules: list[tuple[str, Schedule]], args: argparse.Namespace, until: float
+    name: str,
+    schedules: list[tuple[str, Schedule]],
+    args: argparse.Namespace,
+    until: float,
+    beside_compiled: bool,
+    show: Callable[[list[dict[str, Any]]], None],
 ) -> dict[str, Any]:
-    """One model: plain training, peers and schedules, in turn."""
+    """One model: plain training, schedules and checkpointing, in turn; or torch.compile, and what it is compared with.
+
+    `show` is given the rows so far, whenever there is one more. Returns what there is to say beside them.
+    """
     model, inputs = built(name, args.device, args.small)
     bench = Bench(model, inputs, {}, default_loss, args.device)
     del model
-    contenders = [Contender(peer=Peer.PLAIN, setting="", prepare=lambda copied: copied)]
     of_schedule: dict[str, tuple[str, Schedule]] = {}
+    ours = []
     for budget, schedule in schedules:
         contender = scheduled(Peer.MONETLITE, schedule, parse_budget(budget, schedule.plain_peak_bytes))
         of_schedule[contender.setting] = (budget, schedule)
-        contenders.append(contender)
-    contenders += checkpointing.every_block(bench.task)
-    if args.compiled:
-        contenders += compiled.inductor(bench.task, shares=(SHARE,))
+        ours.append(contender)
+    plain = Contender(peer=Peer.PLAIN, setting="beside torch.compile" * beside_compiled, prepare=lambda it: it)
     entered: list[Entrant | Run] = []
-    for contender in contenders:
-        longest = COMPILE_SECONDS if contender.peer is Peer.INDUCTOR else 0.0
-        if entered and time.monotonic() + longest > until:
+
+    def rows(runs: list[Run]) -> list[dict[str, Any]]:
+        return [
+            row(run, runs[0], of_schedule.get(run.setting) if run.peer is Peer.MONETLITE else None) for run in runs
+        ]
+
+    def enter(contender: Contender) -> Run:
+        if entered and time.monotonic() > until:
             entered.append(Run(peer=contender.peer, setting=contender.setting, failure="no time left"))
         else:
             entered.append(bench.enter(contender))
+        so_far = [item.run if isinstance(item, Entrant) else item for item in entered]
+        show(rows(so_far))
+        return so_far[-1]
+
+    enter(plain)
+    if beside_compiled:
+        peaks = [enter(contender).peak_bytes for contender in compiled.inductor(bench.task, shares=(SHARE,))]
+        at_most = [item for item in ours if (item.asked_bytes or 0) <= max(peak or 0 for peak in peaks)]
+        ours = at_most[:1]  # whose budget is the largest of those
+    for contender in [*ours, *(() if beside_compiled else checkpointing.every_block(bench.task))]:
+        enter(contender)
     times = iter(bench.time([item for item in entered if isinstance(item, Entrant)], args.repeats))
     runs = [next(times) if isinstance(item, Entrant) else item for item in entered]
-    plain_ms = runs[0].step_ms
-    rows = [
-        row(run, plain_ms, of_schedule.get(run.setting) if run.peer is Peer.MONETLITE else None) for run in runs
-    ]
+    show(rows(runs))
     published = dict(zip(SUBJECTS[name].budgets, SUBJECTS[name].published, strict=False))
     return {
         "inputs": ["×".join(map(str, item.shape)) for item in inputs],
-        "rows": rows,
         "published": {} if args.small else published,
     }
 
 
-def row(run: Run, plain_ms: float, promised: tuple[str, Schedule] | None) -> dict[str, Any]:
+def row(run: Run, plain: Run, promised: tuple[str, Schedule] | None) -> dict[str, Any]:
     """One way to train: what was measured, and what is held against it."""
+    plain_ms = plain.step_ms
     found: dict[str, Any] = {
         "way": TITLES[run.peer],
         "setting": run.setting,
         "failure": run.failure,
         "peak_bytes": run.peak_bytes,
         "reserved_bytes": run.reserved_bytes,
+        "releases": run.releases,
         "times_ms": list(run.times_ms),
         "step_ms": run.step_ms if run.times_ms else None,
         "overhead": run.step_ms / plain_ms - 1 if run.times_ms and plain_ms < float("inf") else None,
@@ -211,6 +261,8 @@ def row(run: Run, plain_ms: float, promised: tuple[str, Schedule] | None) -> dic
         "predicted_peak_bytes": schedule.peak_bytes,
         "predicted_ms": schedule.latency_ms,
         "predicted_overhead": schedule.overhead,
+        "predicted_plain_ms": schedule.plain_latency_ms,
+        "predicted_plain_peak_bytes": schedule.plain_peak_bytes,
         "gap": schedule.gap,
         "costs": f"{schedule.kind} on {schedule.environment.get('device', schedule.device)}",
     }
@@ -221,6 +273,9 @@ def row(run: Run, plain_ms: float, promised: tuple[str, Schedule] | None) -> dic
 
     check("runs, and trains as plain PyTorch does", float(bool(run.failure or run.faults)), 0.0)
     if not run.failure:
+        if schedule.tolerance == 0 and plain.gradient_difference is not None:
+            most = max(SAME_GRADIENTS, REPEATED * plain.gradient_difference)
+            check("gradients off by", run.gradient_difference, most)
         check("peak within the budget, bytes", run.peak_bytes, budget_bytes)
         if run.reserved_bytes is not None:
             check("reserved within the budget, bytes", run.reserved_bytes, budget_bytes)
@@ -236,17 +291,19 @@ def markdown(report: dict[str, Any]) -> str:
         f"# On one GPU, {report['date']}",
         "",
         f"{where}. Written by `scripts/gpu_report.py`; steps taken in turn, {report['repeats']} of each, medians.",
-        "Peaks and reserved memory as torch's allocator counts them. *Off* is measured over predicted, less one.",
+        "Peaks and reserved memory as torch's allocator counts them; *releases*: how often in a step it gave memory back "
+        "to the GPU. *Off* is measured over predicted, less one; *gradients*: their largest relative difference from "
+        "plain PyTorch's, whose own row has that of two of its steps.",
     ]
     for name, found in report["models"].items():
         lines += [
             "",
-            f"## {name}, {', '.join(found['inputs'])}",
+            f"## {', '.join([name, *found.get('inputs', [])])}",
             "",
-            "| way | peak | reserved | step, ms | overhead | MONeT's | peak off | time off | gradients |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+            "| way | peak | reserved | releases | step, ms | overhead | MONeT's | peak off | time off | gradients |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
-        lines += [_line(item, found["published"]) for item in found["rows"]]
+        lines += [_line(item, found.get("published", {})) for item in found["rows"]]
         failed = [
             f"- {item['way']} {item['setting']}: {check['what']} {check['value']}, at most {check['most']}"
             for item in found["rows"]
@@ -262,12 +319,13 @@ def markdown(report: dict[str, Any]) -> str:
 def _line(item: dict[str, Any], published: dict[str, float]) -> str:
     way = f"{item['way']}{': ' if item['setting'] else ''}{item['setting']}"
     if item["failure"]:
-        return f"| {way} | {item['failure']} | | | | | | | |"
+        return f"| {way} | {item['failure']} | | | | | | | | |"
     monets = published.get(item.get("budget", ""))
     cells = [
         way,
         format_bytes(item["peak_bytes"]),
         "" if item["reserved_bytes"] is None else format_bytes(item["reserved_bytes"]),
+        "" if item["releases"] is None else f"{item['releases']:.0f}",
         "" if item["step_ms"] is None else f"{item['step_ms']:.1f}",
         "" if item["overhead"] is None else f"{item['overhead']:+.1%}",
         "" if monets is None else f"{monets:+.2f}%",
@@ -314,6 +372,8 @@ def main(arguments: list[str] | None = None) -> int:
             one.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
         if step == "profile":
             one.add_argument("--output", type=Path, required=True, help="a folder for profiles")
+            one.add_argument("--seconds", type=float, default=SECONDS, help="to begin something in")
+            one.add_argument("--tolerance", type=float, default=0.0, help="of implementations to measure")
             one.add_argument("--channels-last", action="store_true", help="images in channels-last as well")
         elif step == "solve":
             one.add_argument("profiles", type=Path)

@@ -68,7 +68,7 @@ def max_batch_command(
             nonlocal name
             if batch not in known:
                 built, known[batch] = price(
-                    spec, device, optimizer, accumulate, autocast, quiet, {**shape, "batch": batch}
+                    spec, device, optimizer, accumulate, autocast, quiet, {**shape, "batch": batch}, tolerance
                 )
                 name = built.name
             return known[batch]

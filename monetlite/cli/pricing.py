@@ -20,9 +20,12 @@ def price(
     autocast: str | None,
     quiet: bool,
     shape: dict[str, Any],
+    tolerance: float | None = None,
 ) -> "tuple[BuiltModel, Profile]":
     """Build, trace and price a model as plain training runs it, without allocating its activations."""
-    built, (profile,) = price_layouts(spec, device, optimizer, accumulate, autocast, quiet, shape, ["as_traced"])
+    built, (profile,) = price_layouts(
+        spec, device, optimizer, accumulate, autocast, quiet, shape, ["as_traced"], tolerance
+    )
     return built, profile
 
 
@@ -35,6 +38,7 @@ def price_layouts(
     quiet: bool,
     shape: dict[str, Any],
     layouts: list[str],
+    tolerance: float | None = None,
 ) -> "tuple[BuiltModel, list[Profile]]":
     """Build a model, and trace and price it in some layouts."""
     import torch
@@ -58,7 +62,9 @@ def price_layouts(
             graph = trace(built.model, built.example_inputs, device=chosen, meta_device=device_type, layout=layout)
         with Measuring(quiet) as progress:
             named = replace(graph, name=built.name)
-            made = api.profile(named, chosen, optimizer=optimizer, accumulate=accumulate, progress=progress)
+            made = api.profile(
+                named, chosen, optimizer=optimizer, accumulate=accumulate, tolerance=tolerance, progress=progress
+            )
         profiles.append(replace(made, source=built.source))
     return built, profiles
 

@@ -92,7 +92,9 @@ def solve_command(
             costs = priced.profiles
         else:
             assert spec is not None
-            built, costs = price_layouts(spec, device, optimizer, accumulate, autocast, quiet, shape, layouts)
+            built, costs = price_layouts(
+                spec, device, optimizer, accumulate, autocast, quiet, shape, layouts, tolerance
+            )
             description, batch = built.description, built.batch
         name = costs[0].graph.name
         target = Path(output or _file_name(name, batch, budget))

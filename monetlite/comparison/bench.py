@@ -22,9 +22,14 @@ from monetlite.comparison.contenders import Contender, Task, Unsupported, copy_o
 from monetlite.comparison.data import Peer, Run
 from monetlite.comparison.exactness import Examiner
 from monetlite.errors import MonetliteError
+from monetlite.profiling.memory import is_out_of_memory, refusals
 from monetlite.runtime.trainee import Trainee, step_times_ms
 
 LONGEST_REASON = 200
+OUT_OF_MEMORY = "out of memory"
+BEYOND_LIMIT = "out of memory within the limit, so measured without it"
+REFUSED = "libraries went without memory that was refused"
+"""In a step that a limit leaves less to than an operator asks for, whose library then runs another algorithm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,24 +80,40 @@ class Bench:
         try:
             with _prepared():
                 trainee = copy.copy(self._trainee)
+                trainee.releases = []
                 trainee.model = contender.prepare(copy_of(self.task.model))
                 trainee.limit_bytes = contender.limit_bytes
                 # Programs are made in the first step, and libraries choose their kernels.
                 trainee.step()
                 if contender.peer is Peer.PLAIN:
                     self._examiner = Examiner(trainee, self._seed, coarse=self._coarse)
-                if self._examiner is not None:
-                    difference, faults = self._examiner.examine(trainee)
-                    run = replace(run, gradient_difference=difference, faults=faults)
-                self._tidy()
-                peak = trainee.peak()
-                run = replace(run, peak_bytes=peak.allocated_bytes, reserved_bytes=peak.reserved_bytes)
+                try:
+                    run = self._measured(trainee, run)
+                except Exception as error:
+                    if trainee.limit_bytes is None or not is_out_of_memory(error):
+                        raise
+                    trainee.limit_bytes = None
+                    self._tidy()
+                    run = self._measured(trainee, run)
+                    run = replace(run, faults=(*run.faults, BEYOND_LIMIT))
         except Exception as error:
             run = replace(run, failure=reason(error))
         if run.failure:
             self._tidy()
             return run
         return Entrant(trainee=trainee, run=run)
+
+    def _measured(self, trainee: Trainee, run: Run) -> Run:
+        """A run with what its step leaves behind, and with its peak."""
+        refused = refusals()
+        if self._examiner is not None:
+            difference, faults = self._examiner.examine(trainee)
+            run = replace(run, gradient_difference=difference, faults=faults)
+        self._tidy()
+        peak = trainee.peak()
+        if refusals() > refused:
+            run = replace(run, faults=(*run.faults, REFUSED))
+        return replace(run, peak_bytes=peak.allocated_bytes, reserved_bytes=peak.reserved_bytes)
 
     def time(self, entrants: Sequence[Entrant], repeats: int) -> list[Run]:
         """The runs with their step times, taken in turn."""
@@ -104,7 +125,12 @@ class Bench:
         return [
             replace(entrant.run, failure=item.failure)
             if item.failure
-            else replace(entrant.run, times_ms=tuple(times_ms))
+            else replace(
+                entrant.run,
+                times_ms=tuple(times_ms),
+                releases=_mean(item.releases),
+                faults=tuple(dict.fromkeys((*entrant.run.faults, *item.faults))),
+            )
             for entrant, item, times_ms in zip(entrants, timed, times, strict=True)
         ]
 
@@ -123,6 +149,7 @@ class _Timed(Trainee):
     def __init__(self, trainee: Trainee) -> None:
         vars(self).update(vars(trainee))
         self.failure = ""
+        self.faults: tuple[str, ...] = ()
 
     def step(self) -> torch.Tensor:
         if not self.failure:
@@ -137,7 +164,11 @@ class _Timed(Trainee):
             # What the one before left in the allocator's cache doesn't fit this one: a step, to fill it anew.
             torch.cuda.empty_cache()
             self.step()
-        return super().time_ms()
+        taken = super().time_ms()
+        if self.failure == OUT_OF_MEMORY and self.limit_bytes is not None:
+            self.failure, self.limit_bytes, self.faults = "", None, (BEYOND_LIMIT,)
+            taken = super().time_ms()
+        return taken
 
 
 @contextlib.contextmanager
@@ -148,10 +179,14 @@ def _prepared() -> Iterator[None]:
         yield
 
 
+def _mean(counts: Sequence[int]) -> float | None:
+    return sum(counts) / len(counts) if counts else None
+
+
 def reason(error: Exception) -> str:
     """Why a contender has no figures, in a line."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
     text = str(error).strip().partition("\n")[0].rstrip(".")
     if not isinstance(error, (MonetliteError, Unsupported)):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__

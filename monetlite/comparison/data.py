@@ -47,6 +47,8 @@ class Run:
         asked_bytes: the budget it was given; None where it takes none.
         peak_bytes: measured peak of the step, resident memory included.
         reserved_bytes: on CUDA, what the caching allocator held at most; None on the CPU.
+        releases: on CUDA, how often in its steps the allocator gave memory back to have what was asked for; None on
+            the CPU.
         times_ms: measured steps, taken in turn with every other way.
         gradient_difference: the largest of any gradient from plain training's; None where that didn't run.
         faults: in words, what the step leaves otherwise than plain training does.
@@ -59,6 +61,7 @@ class Run:
     asked_bytes: int | None = None
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
+    releases: float | None = None
     times_ms: tuple[float, ...] = ()
     gradient_difference: float | None = None
     faults: tuple[str, ...] = ()

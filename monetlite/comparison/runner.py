@@ -105,7 +105,7 @@ def compare(
         where = environment(device)
         bench = Bench(model, args, kwargs, loss or default_loss, device, autocast=autocast, seed=seed)
         say("tracing the model and measuring its operators")
-        profiles = [_price(bench, layout) for layout in layouts]
+        profiles = [_price(bench, layout, tolerance) for layout in layouts]
         say(f"measuring {TITLES[Peer.PLAIN]}")
         plain = bench.enter(Contender(peer=Peer.PLAIN, setting="", prepare=lambda copied: copied))
         plain_bytes = simulate(profiles[0], plain_steps(profiles[0].graph)).peak_bytes
@@ -302,12 +302,12 @@ def _peers(names: Iterable[str]) -> list[Peer]:
     return [peer for peer in PEERS if peer in wanted]
 
 
-def _price(bench: Bench, layout: str) -> Profile:
+def _price(bench: Bench, layout: str, tolerance: float) -> Profile:
     task, autocast = bench.task, bench.autocast
     dtype = getattr(torch, autocast or "bfloat16")
     with torch.autocast(bench.device, dtype, enabled=bool(autocast)):
         graph = trace(task.model, Arguments(task.args, dict(task.kwargs)), layout=layout)
-    return api.profile(graph, bench.device)
+    return api.profile(graph, bench.device, tolerance=tolerance)
 
 
 def _described(args: Sequence[object], kwargs: dict[str, object]) -> str:

@@ -27,8 +27,11 @@ SMALLEST_WEIGHT, LARGEST_WEIGHT = 2.0**-32, 2.0**32
 """What |w| may be for a gradient from the output: w² and 1/w² have to stay well within float32."""
 FROM_OUTPUT_TOLERANCE = 1e-4
 """Twice float32's ε times `LARGEST_RATIO`, as a share of sums in which |x̂| counts as 1 + (|x| + |μ|)/σ."""
-_LEAST_BYTES, _MOST_BYTES, _FEWEST_CHUNKS = 2**16, 2**20, 8
-"""Of the input at a time, in place: an eighth of it, in pieces that are worth a call and stay in a CPU's cache."""
+_LEAST_BYTES, _FEWEST_CHUNKS = 2**16, 8
+_MOST_BYTES = {"cpu": 2**20, "cuda": 2**24}
+"""Of the input at a time, in place: an eighth of it, in pieces that are worth a call: that stay in a CPU's cache,
+or keep a GPU busy.
+"""
 
 
 @alternatives_for(_BACKWARD, _BACKWARD_BY_CUDNN)
@@ -117,17 +120,26 @@ def is_invertible(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tens
     return holds.all()
 
 
-def _chunk_bytes(call: Call) -> int:
+def _samples_bytes(call: Call) -> int:
+    """How much of a float32 input a GPU has at a time, if that is whole samples."""
     source = call.args[1]
     assert isinstance(source, TensorRef)
-    return 3 * _piece_bytes(4 * math.prod(source.spec.shape))
+    whole = 4 * math.prod(source.spec.shape)
+    return max(_piece_bytes(whole, "cuda"), whole // max(1, source.spec.shape[0]))
 
 
-def _piece_bytes(whole: int) -> int:
-    return max(_LEAST_BYTES, min(_MOST_BYTES, whole // _FEWEST_CHUNKS))
+def _samples_launches(call: Call) -> int:
+    source = call.args[1]
+    assert isinstance(source, TensorRef)
+    return 6 + 6 * -(-4 * math.prod(source.spec.shape) // max(1, _samples_bytes(call)))
 
 
-@function("batch_norm_backward_by_channels_", limit="normalization", passes=2.5, workspace_bytes=_chunk_bytes)
+def _piece_bytes(whole: int, device: str) -> int:
+    most = _MOST_BYTES.get(device, _MOST_BYTES["cpu"])
+    return max(_LEAST_BYTES, min(most, whole // _FEWEST_CHUNKS))
+
+
+@function("batch_norm_backward_by_channels_")
 def backward_by_channels_(
     gradient: torch.Tensor,
     source: torch.Tensor,
@@ -142,7 +154,9 @@ def backward_by_channels_(
     Each channel's gradient is of that channel alone, so these are the bits of one call for all of them.
     """
     channels = source.shape[1]
-    step = max(1, min(channels, _piece_bytes(source.nbytes) * channels // max(1, source.nbytes)))
+    step = max(
+        1, min(channels, _piece_bytes(source.nbytes, source.device.type) * channels // max(1, source.nbytes))
+    )
     of_weight, of_bias = [], []
     for start in range(0, channels, step):
         some = slice(start, start + step)
@@ -165,7 +179,13 @@ def backward_by_channels_(
     return gradient, torch.cat(of_weight) if mask[1] else None, torch.cat(of_bias) if mask[2] else None
 
 
-@function("batch_norm_backward_by_samples_", limit="normalization", passes=2.5, workspace_bytes=_chunk_bytes)
+@function(
+    "batch_norm_backward_by_samples_",
+    limit="normalization",
+    passes=2.5,
+    workspace_bytes=_samples_bytes,
+    launches=_samples_launches,
+)
 def backward_by_samples_(
     gradient: torch.Tensor,
     source: torch.Tensor,
@@ -185,7 +205,7 @@ def backward_by_samples_(
     count = source.numel() // max(1, source.shape[1])
     scale = deviation if weight is None else deviation * weight
     slope, offset = deviation * products / count, sums / count
-    step = max(1, _piece_bytes(source.nbytes) * len(source) // max(1, source.nbytes))
+    step = max(1, _piece_bytes(source.nbytes, source.device.type) * len(source) // max(1, source.nbytes))
     for start in range(0, len(source), step):
         part, of_source = gradient[start : start + step], source[start : start + step]
         centered = (of_source - along(mean, source)).mul_(along(slope, source))
@@ -214,7 +234,13 @@ def backward_from_output(
     return made
 
 
-@function("batch_norm_backward_from_output_", limit="normalization", passes=2.5, workspace_bytes=_chunk_bytes)
+@function(
+    "batch_norm_backward_from_output_",
+    limit="normalization",
+    passes=2.5,
+    workspace_bytes=_samples_bytes,
+    launches=_samples_launches,
+)
 def backward_from_output_(
     gradient: torch.Tensor,
     output: torch.Tensor,

@@ -16,8 +16,11 @@ from monetlite.operators.registry import alternatives_for, function, name_of
 
 _FORWARD = "aten.native_layer_norm.default"
 _BACKWARD = "aten.native_layer_norm_backward.default"
-_LEAST_BYTES, _MOST_BYTES, _FEWEST_CHUNKS = 2**16, 2**20, 8
-"""Of the input at a time: an eighth of it, in pieces that are worth a call and stay in a CPU's cache."""
+_LEAST_BYTES, _FEWEST_CHUNKS = 2**16, 8
+_MOST_BYTES = {"cpu": 2**20, "cuda": 2**24}
+"""Of the input at a time: an eighth of it, in pieces that are worth a call: that stay in a CPU's cache, or keep
+a GPU busy.
+"""
 
 
 @alternatives_for(_BACKWARD)
@@ -59,11 +62,26 @@ def backward(kernel: Kernel) -> Iterator[Implementation]:
         )
 
 
-def _chunks_bytes(_: Call) -> int:
-    return 3 * _MOST_BYTES
+def _chunks_bytes(call: Call) -> int:
+    """What a GPU holds of a float32 input: a piece normalised, on the way there, and its gradient."""
+    return 3 * _piece_bytes(_whole_bytes(call), "cuda")
 
 
-@function("layer_norm_backward_", limit="normalization", passes=3.0, workspace_bytes=_chunks_bytes)
+def _launches(call: Call) -> int:
+    return 10 * -(-_whole_bytes(call) // _piece_bytes(_whole_bytes(call), "cuda"))
+
+
+def _whole_bytes(call: Call) -> int:
+    source = call.args[1]
+    assert isinstance(source, TensorRef)
+    return 4 * math.prod(source.spec.shape)
+
+
+def _piece_bytes(whole: int, device: str) -> int:
+    return max(_LEAST_BYTES, min(_MOST_BYTES.get(device, _MOST_BYTES["cpu"]), whole // _FEWEST_CHUNKS))
+
+
+@function("layer_norm_backward_")
 def backward_(
     gradient: torch.Tensor,
     source: torch.Tensor,
@@ -101,7 +119,13 @@ def backward_(
     return gradient, for_weight if mask[1] else None, for_bias if mask[2] else None
 
 
-@function("layer_norm_backward_from_output", limit="normalization", passes=2.0, workspace_bytes=_chunks_bytes)
+@function(
+    "layer_norm_backward_from_output",
+    limit="normalization",
+    passes=2.0,
+    workspace_bytes=_chunks_bytes,
+    launches=_launches,
+)
 def backward_from_output(
     gradient: torch.Tensor,
     output: torch.Tensor,
@@ -115,7 +139,13 @@ def backward_from_output(
     return _from_output(torch.empty_like(gradient), gradient, output, shape, deviation, weight, bias, mask)
 
 
-@function("layer_norm_backward_from_output_", limit="normalization", passes=2.0, workspace_bytes=_chunks_bytes)
+@function(
+    "layer_norm_backward_from_output_",
+    limit="normalization",
+    passes=2.0,
+    workspace_bytes=_chunks_bytes,
+    launches=_launches,
+)
 def backward_from_output_(
     gradient: torch.Tensor,
     output: torch.Tensor,
@@ -168,7 +198,7 @@ class _Rows:
     def __init__(self, like: torch.Tensor, shape: list[int]) -> None:
         self.length = math.prod(shape)
         self.count = like.numel() // max(1, self.length)
-        piece = max(_LEAST_BYTES, min(_MOST_BYTES, like.nbytes // _FEWEST_CHUNKS))
+        piece = _piece_bytes(like.nbytes, like.device.type)
         self.step = max(1, piece // max(1, self.length * like.element_size()))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ ATen keeps each maximum's place as a 64-bit index into the plane. Within its win
 window has at most 256 places, and where it lies follows from the place of the result.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,16 @@ def _places(call: Call) -> int:
     return height * width
 
 
+def _bytes_a_place(each: int) -> Callable[[Call], int]:
+    """What a GPU holds of so many bytes a place of the result, piece by piece."""
+
+    def held(call: Call) -> int:
+        places = [ref.spec.shape for ref in call.tensors() if ref.spec.dtype in ("int64", "uint8")]
+        return each * min(_CHUNK_ELEMENTS["cuda"], max(map(math.prod, places), default=0))
+
+    return held
+
+
 @function("max_pool2d_backward_from_indices", limit="scatter", integers=_plane)
 def max_pool2d_backward_from_indices(gradient: torch.Tensor, input_shape: list[int], *rest: object) -> torch.Tensor:
     """Gradient of `max_pool2d` with respect to its input, of shape `input_shape`."""
@@ -99,7 +110,7 @@ def _backward_into(result: torch.Tensor, gradient: torch.Tensor, *rest: object) 
     return made
 
 
-@function("pooling_offsets", integers=_plane)
+@function("pooling_offsets", integers=_plane, workspace_bytes=_bytes_a_place(9))
 def pooling_offsets(
     indices: torch.Tensor,
     input_shape: list[int],
@@ -121,7 +132,7 @@ def pooling_offsets(
     return offsets
 
 
-@function("max_pool2d_backward_from_offsets", limit="scatter", integers=_places)
+@function("max_pool2d_backward_from_offsets", limit="scatter", integers=_places, workspace_bytes=_bytes_a_place(12))
 def max_pool2d_backward_from_offsets(
     gradient: torch.Tensor,
     input_shape: list[int],

@@ -24,6 +24,10 @@ def _nothing(_: Call) -> int:
     return 0
 
 
+def _once(_: Call) -> int:
+    return 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Function:
     """A function of ours that a call may name, and how much work it is on a device that nobody has measured.
@@ -33,7 +37,8 @@ class Function:
         run: takes and returns tensors.
         limit: what bounds it: a field of `monetlite.profiling.devices.Efficiency`.
         passes: how often it moves its operands and results, as a multiple of reading and writing each once.
-        workspace_bytes: what it holds beyond them.
+        workspace_bytes: what it holds beyond them, on a GPU.
+        launches: how many kernels it launches, on a GPU.
         like: a call that costs as much, where there is one; the attributes above are then ignored.
         measured_like: whether to measure that call instead, for a function that takes what can't be made up.
         integers: integer operands are below this when it is measured.
@@ -47,6 +52,7 @@ class Function:
     limit: str = "elementwise"
     passes: float = 1.0
     workspace_bytes: Callable[[Call], int] = _nothing
+    launches: Callable[[Call], int] = _once
     like: Callable[[Call], Call] | None = None
     measured_like: bool = False
     integers: Callable[[Call], int] | None = None

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
 
 VERSION = 4
+SAVE_SECONDS = 20.0
+"""How much measuring may be lost."""
 _log = logging.getLogger(__name__)
 
 
@@ -30,14 +33,18 @@ class CostCache:
         self._environment = dict(environment)
         self._costs = self._load()
         self._changed = False
+        self._saved = time.monotonic()
 
     def get(self, signature: str) -> Cost | None:
         found = self._costs.get(signature)
         return None if found is None else Cost(latency_ms=found[0], workspace_bytes=int(found[1]))
 
     def put(self, signature: str, cost: Cost) -> None:
+        """Add a cost; what has been added is written now and then, for a run that is killed."""
         self._costs[signature] = (cost.latency_ms, cost.workspace_bytes)
         self._changed = True
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            self.save()
 
     def forget(self, signatures: Iterable[str]) -> None:
         for signature in signatures:
@@ -46,6 +53,7 @@ class CostCache:
 
     def save(self) -> None:
         """Write the cache; a folder that can't be written costs the next run its time, and nothing else."""
+        self._saved = time.monotonic()
         if not self._changed or self.path is None:
             return
         text = json.dumps({"environment": self._environment, "costs": self._costs})

@@ -192,7 +192,7 @@ def estimate_call(
         )
     if registered is not None and registered.like is not None:
         call = registered.like(call)
-    name = packet(call.target)
+    name, launches = packet(call.target), 1
     dtype = _compute_dtype(call)
     if name in ("convolution", "convolution_backward"):
         kernel = _convolutions(call, name, device, dtype, written_bytes, tf32=tf32_convolutions)
@@ -201,13 +201,14 @@ def estimate_call(
     else:
         kernel = _memory_bound(call, name, device, written_bytes)
         if registered is not None and registered.like is None:
+            launches = registered.launches(call)
             moved = registered.passes * (_read_bytes(call, name) + written_bytes)
             kernel = replace(
                 roofline.memory_bound(device, moved, getattr(device.efficiency, registered.limit)),
                 workspace_bytes=registered.workspace_bytes(call),
             )
     return Cost(
-        latency_ms=device.launch_us / 1e3 + kernel.seconds * 1e3,
+        latency_ms=launches * device.launch_us / 1e3 + kernel.seconds * 1e3,
         workspace_bytes=kernel.workspace_bytes,
     )
 

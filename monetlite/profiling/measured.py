@@ -36,7 +36,9 @@ MOST_NAMED = 3
 _log = logging.getLogger(__name__)
 
 
-def measure_profile(graph: OperatorGraph, device: str, *, progress: Progress | None = None) -> Profile:
+def measure_profile(
+    graph: OperatorGraph, device: str, *, tolerance: float | None = None, progress: Progress | None = None
+) -> Profile:
     """Measure every implementation of every operator on this machine.
 
     On CUDA, convolutions also have cuDNN's plans where its frontend is installed: those that run here, and of them
@@ -49,6 +51,7 @@ def measure_profile(graph: OperatorGraph, device: str, *, progress: Progress | N
     Args:
         graph: traced with inputs on that device.
         device: `"cpu"` or `"cuda"`.
+        tolerance: the implementations that promise at least this; all of them without one.
         progress: called after each distinct call.
 
     Raises:
@@ -57,6 +60,8 @@ def measure_profile(graph: OperatorGraph, device: str, *, progress: Progress | N
     """
     meter = meter_for(device)
     graph = cudnn.offer_plans(graph.available(device))
+    if tolerance is not None:
+        graph = graph.restricted(lambda item: item.tolerance <= tolerance)
     cache = CostCache(meter.environment())
     candidates = _candidates(graph)
     costs: dict[str, tuple[float, int]] = {}

@@ -68,7 +68,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def refusals() -> int:
     """How many requests for memory the CUDA allocator has refused in this process, caught by libraries or not."""
-    return int(torch.cuda.memory_stats()["num_ooms"]) if torch.cuda.is_available() else 0
+    return _counted("num_ooms")
+
+
+def releases() -> int:
+    """How often the CUDA allocator has given back what was free in its cache, to have what was asked for."""
+    return _counted("num_alloc_retries")
+
+
+def _counted(name: str) -> int:
+    return int(torch.cuda.memory_stats().get(name, 0)) if torch.cuda.is_available() else 0
 
 
 def running_totals(function: Callable[[], Any]) -> list[int]:

@@ -172,7 +172,13 @@ def _solve(graph: OperatorGraph, options: Options) -> Schedule:
     assert options.budget is not None
     # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones.
     with _disable_current_modes():
-        profile = api.price(graph, options.device, optimizer=options.optimizer, accumulate=options.accumulate)
+        profile = api.price(
+            graph,
+            options.device,
+            optimizer=options.optimizer,
+            accumulate=options.accumulate,
+            tolerance=options.tolerance,
+        )
         return api.solve(
             profile,
             options.budget,

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from monetlite.operators.random import forked_state
 from monetlite.profiling.heap import steady_heap
-from monetlite.profiling.memory import peak_growth_bytes, release_workspaces
+from monetlite.profiling.memory import peak_growth_bytes, release_workspaces, releases
 from monetlite.profiling.meters import FEW_FAULTS, page_faults
 from monetlite.profiling.optimizers import make_optimizer
 from monetlite.runtime.limit import reserved_within
@@ -34,9 +34,9 @@ class Snapshot:
 class Peak:
     """The most memory of a step, resident memory included, in bytes.
 
-    `allocated_bytes`: of tensors and workspaces, as asked for; a block of the CUDA allocator that holds one may be larger, by
-    up to a megabyte without expandable segments. `reserved_bytes`: what that allocator took from
-    the GPU to hold them, which is what nvidia-smi shows beside the context; None on a CPU.
+    `allocated_bytes`: of tensors and workspaces, as asked for; a block of the CUDA allocator that holds one may be
+    larger, by up to a megabyte without expandable segments. `reserved_bytes`: what that allocator took from the GPU
+    to hold them, which is what nvidia-smi shows beside the context; None on a CPU.
     """
 
     allocated_bytes: int
@@ -64,6 +64,8 @@ class Trainee:
         limit_bytes: int | None = None,
     ) -> None:
         self.accumulate = accumulate
+        self.releases: list[int] = []
+        """Of each step that was timed on a GPU: how often its allocator gave memory back."""
         self.limit_bytes = limit_bytes
         self.autocast = getattr(torch, autocast) if autocast else None
         self.model, self.objective, self.device = model, objective, device
@@ -107,11 +109,15 @@ class Trainee:
 
     def time_ms(self) -> float:
         with self._limited():
+            before = releases()
             self._synchronize()
             start = time.perf_counter()
             self.step()
             self._synchronize()
-            return (time.perf_counter() - start) * 1000
+            taken = time.perf_counter() - start
+        if self.device == "cuda":
+            self.releases.append(releases() - before)
+        return taken * 1000
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:

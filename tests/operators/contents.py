@@ -234,7 +234,7 @@ def work_in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pooling, "_CHUNK_ELEMENTS", {"cpu": 50})
     for module in (batch_norm_backward, layer_norm):
         patch.setattr(module, "_LEAST_BYTES", 100)
-        patch.setattr(module, "_MOST_BYTES", 600)
+        patch.setattr(module, "_MOST_BYTES", {"cpu": 600})
     patch.setattr(cross_entropy, "_CHUNK_ELEMENTS", {"cpu": 20})
 
 
