@@ -174,6 +174,7 @@ def backward_by_channels_(
             [True, mask[1], mask[2]],
         )
         part.copy_(made)
+        del made  # before the next one is
         of_weight.append(for_weight)
         of_bias.append(for_bias)
     return gradient, torch.cat(of_weight) if mask[1] else None, torch.cat(of_bias) if mask[2] else None
@@ -210,6 +211,7 @@ def backward_by_samples_(
         part, of_source = gradient[start : start + step], source[start : start + step]
         centered = (of_source - along(mean, source)).mul_(along(slope, source))
         part.sub_(along(offset, source)).sub_(centered).mul_(along(scale, source))
+        del centered  # before the next one is made
     return gradient, products if mask[1] else None, sums if mask[2] else None
 
 

@@ -116,6 +116,7 @@ def backward_(
             [True, False, False],
         )
         into[some].copy_(made)
+        del made  # before the next one is
     return gradient, for_weight if mask[1] else None, for_bias if mask[2] else None
 
 
@@ -183,6 +184,7 @@ def _from_output(
             incoming[some], normalized, [rows.length], zero, one, flat_weight, flat_bias, mask
         )
         torch.mul(made, deviations[some], out=into[some])
+        del normalized, made  # before the next ones are
         sums = [part if total is None else total.add_(part) for total, part in zip(sums, parts, strict=True)]
     of_weight, of_bias = sums
     return (

@@ -72,6 +72,7 @@ def pack(source: torch.Tensor, strides: Sequence[int], predicate: Outside | None
             holds = torch.nn.functional.pad(holds, (0, -holds.numel() % 8))
         words = holds.view(torch.int64).mul(_GATHER_BITS).bitwise_right_shift_(56)
         packed[start // 8 : start // 8 + words.numel()].copy_(words)
+        del holds, words  # before the next ones are made
     return packed
 
 
@@ -82,7 +83,7 @@ def unpacked(packed: torch.Tensor, elements: int) -> Iterator[tuple[slice, torch
     for start in range(0, elements, step):
         count = min(step, elements - start)
         words = packed[start // 8 : start // 8 + packed_bytes(count)]
-        yield slice(start, start + count), table[words.int()].view(torch.bool)[:count]
+        yield slice(start, start + count), table.index_select(0, words.int()).view(torch.bool)[:count]
 
 
 def in_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

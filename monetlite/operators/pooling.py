@@ -132,7 +132,7 @@ def pooling_offsets(
     return offsets
 
 
-@function("max_pool2d_backward_from_offsets", limit="scatter", integers=_places, workspace_bytes=_bytes_a_place(12))
+@function("max_pool2d_backward_from_offsets", limit="scatter", integers=_places, workspace_bytes=_bytes_a_place(20))
 def max_pool2d_backward_from_offsets(
     gradient: torch.Tensor,
     input_shape: list[int],
@@ -152,6 +152,7 @@ def max_pool2d_backward_from_offsets(
         # What is outside of the plane could only come of offsets that were never found; it must not be written.
         indices = steps[offsets[rows].int()].add_(first).clamp_(0, plane - 1)
         _backward_into(result[rows], gradient[rows], *rest, indices)
+        del indices  # before the next ones are made
     return result
 
 

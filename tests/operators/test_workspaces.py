@@ -1,0 +1,121 @@
+"""What functions of ours are said to hold on a GPU, beside what they hold with pieces of the same size on a CPU."""
+
+import pytest
+import torch
+
+from monetlite.graph import Call, TensorRef, TensorSpec
+from monetlite.operators import activations, batch_norm_backward, cross_entropy, layer_norm, packing, pooling, relu
+from monetlite.operators.registry import find_function, name_of
+from monetlite.profiling.memory import peak_growth_bytes
+
+SLACK_BYTES = 40_000
+"""For what is of the size of channels and rows."""
+
+
+def call_of(function, *arguments):
+    """A call, as a graph has it, with these arguments."""
+
+    def encoded(item):
+        if isinstance(item, torch.Tensor):
+            spec = TensorSpec(
+                shape=tuple(item.shape), stride=item.stride(), dtype=str(item.dtype).removeprefix("torch.")
+            )
+            return TensorRef(node="x", value=0, spec=spec)
+        return tuple(item) if isinstance(item, list) else item
+
+    return Call(target=name_of(function), args=tuple(map(encoded, arguments)), kwargs=(), outputs=("y",))
+
+
+def declared_and_held(function, *arguments, result_bytes):
+    held = peak_growth_bytes(lambda: function(*arguments)) - result_bytes
+    return find_function(name_of(function)).workspace_bytes(call_of(function, *arguments)), held
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 30])
+def test_pooling(pieces, monkeypatch):
+    x = torch.randn(30, 4, 64, 64)
+    window = ([3, 3], [2, 2], [1, 1], [1, 1])
+    result, indices = torch.ops.aten.max_pool2d_with_indices.default(x, *window)
+    for name in ("cpu", "cuda"):
+        monkeypatch.setitem(pooling._CHUNK_ELEMENTS, name, result.numel() // pieces)
+    declared, held = declared_and_held(
+        pooling.pooling_offsets, indices, list(x.shape), *window, result_bytes=result.numel()
+    )
+    assert held - SLACK_BYTES <= declared <= 1.1 * held + SLACK_BYTES
+    offsets = pooling.pooling_offsets(indices, list(x.shape), *window)
+    declared, held = declared_and_held(
+        pooling.max_pool2d_backward_from_offsets,
+        *(torch.randn_like(result), list(x.shape), *window, False, offsets),
+        result_bytes=x.nbytes,
+    )
+    assert held - SLACK_BYTES <= declared <= 1.1 * held + SLACK_BYTES
+    _, held = declared_and_held(
+        pooling.max_pool2d_backward_from_indices,
+        *(torch.randn_like(result), list(x.shape), *window, False, indices),
+        result_bytes=x.nbytes,
+    )
+    assert held == 0
+
+
+@pytest.mark.parametrize("piece_bytes", [2**14, 2**20, 2**30])
+@pytest.mark.parametrize("from_output", [False, True])
+def test_batch_norm_by_samples(piece_bytes, from_output, monkeypatch):
+    """At least one sample at a time, however large it is."""
+    for name in ("cpu", "cuda"):
+        monkeypatch.setitem(batch_norm_backward._MOST_BYTES, name, piece_bytes)
+    x, gradient = (torch.randn(16, 8, 64, 64).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    channels = [torch.rand(8) + 0.5 for _ in range(3)]
+    function = (
+        batch_norm_backward.backward_from_output_ if from_output else batch_norm_backward.backward_by_samples_
+    )
+    declared, held = declared_and_held(function, gradient, x, *channels, 1e-5, [True, True, True], result_bytes=0)
+    assert held - SLACK_BYTES <= declared <= 1.1 * held + SLACK_BYTES
+
+
+@pytest.mark.parametrize("piece_bytes", [2**16, 2**18, 2**30])
+def test_layer_norm_from_its_output(piece_bytes, monkeypatch):
+    for name in ("cpu", "cuda"):
+        monkeypatch.setitem(layer_norm._MOST_BYTES, name, piece_bytes)
+    output, gradient = torch.randn(512, 1024), torch.randn(512, 1024)
+    deviation, weight, bias = torch.rand(512, 1) + 0.5, torch.rand(1024) + 0.5, torch.randn(1024)
+    declared, held = declared_and_held(
+        layer_norm.backward_from_output_,
+        *(gradient, output, [1024], deviation, weight, bias, [True, True, True]),
+        result_bytes=0,
+    )
+    assert held - SLACK_BYTES <= declared <= 1.5 * held + SLACK_BYTES
+
+
+@pytest.mark.parametrize("rows_at_a_time", [10, 100, 1000])
+def test_cross_entropy(rows_at_a_time, monkeypatch):
+    for name in ("cpu", "cuda"):
+        monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, name, 200 * rows_at_a_time)
+    logs = torch.randn(1000, 200).log_softmax(1)
+    target, total = torch.randint(0, 200, (1000,)), torch.tensor(1000.0)
+    arguments = (torch.tensor(1.0), logs, target, None, 1, -100, total, 1, torch.float32)
+    declared, held = declared_and_held(cross_entropy.cross_entropy_backward, *arguments, result_bytes=logs.nbytes)
+    assert abs(declared - held) <= SLACK_BYTES
+    for function, result_bytes in (
+        (cross_entropy.cross_entropy_backward_by_rows, logs.nbytes),
+        (cross_entropy.cross_entropy_backward_, 0),
+    ):
+        declared, held = declared_and_held(function, *arguments, result_bytes=result_bytes)
+        assert held - SLACK_BYTES <= declared <= 2 * held + SLACK_BYTES
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_masks_and_bfloat16(pieces, monkeypatch):
+    """Without Triton, which holds nothing."""
+    source, gradient = torch.randn(64, 4096), torch.randn(64, 4096)
+    for name in ("cpu", "cuda"):
+        monkeypatch.setitem(packing._PIECE, name, source.numel() // pieces)
+    strides = [4096, 1]
+    mask = relu.relu_mask(source, strides)
+    kept = activations.to_bfloat16(source, strides)
+    for function, arguments, result_bytes in (
+        (relu.relu_mask, (source, strides), mask.nbytes),
+        (packing.masked_gradient_, (gradient, mask, strides), 0),
+        (activations.backward_from_bfloat16_, (gradient, kept, strides, "gelu_backward", "none"), 0),
+    ):
+        declared, held = declared_and_held(function, *arguments, result_bytes=result_bytes)
+        assert held - SLACK_BYTES <= declared <= 2 * held + SLACK_BYTES, function
