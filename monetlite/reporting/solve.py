@@ -120,11 +120,16 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
 def reserved_facts(profile: Profile, schedule: Schedule) -> dict[str, int] | None:
     """What torch's CUDA allocator takes from the GPU for a schedule, predicted, in bytes; None for costs of a CPU.
 
-    By its default settings, with expandable segments, and the least that it can be limited to.
+    By its default settings, with expandable segments, and the least that it can be limited to. For a schedule that
+    was solved for reserved memory also how often in a step it gives memory back to the GPU, limited to the budget.
     """
     if profile.device == "cpu":
         return None
-    return {
+    limited = {}
+    if schedule.reserved_bytes is not None:
+        within = reserve(profile, schedule, expandable=True, limit_bytes=schedule.budget_bytes)
+        limited = {"releases": within.releases}
+    return limited | {
         "default_bytes": reserve(profile, schedule, expandable=False).peak_bytes,
         "expandable_bytes": reserve(profile, schedule, expandable=True).peak_bytes,
         "least_limit_bytes": least_limit(profile, schedule),
@@ -138,7 +143,8 @@ def _reserved(schedule: Schedule, found: Mapping[str, int]) -> str:
             f"{default} reserved by torch's default settings, {least} at least; --reserved keeps it in the budget"
         )
     budget = f"monetlite.limit_reserved({schedule.budget_bytes})"
-    return f"{least} reserved is enough, in a script that calls {budget}; {default} otherwise"
+    back = f", and gives free pages back {found['releases']}× a step" if found["releases"] else ""
+    return f"{least} reserved is enough, in a script that calls {budget}{back}; {default} otherwise"
 
 
 def _other_ways(schedule: Schedule) -> int:

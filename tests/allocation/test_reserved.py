@@ -18,6 +18,7 @@ from monetlite.costs import Profile
 from monetlite.errors import DeviceError, IllegalSchedule, InfeasibleBudget
 from monetlite.graph import Implementation
 from monetlite.models import build_model
+from monetlite.reporting.solve import _reserved
 from monetlite.schedule import plain_steps, simulate
 
 BUDGET = 480 * 10**6
@@ -155,6 +156,10 @@ def test_the_command_line_says_what_the_gpu_shows(tmp_path: Path) -> None:
     facts = json.loads(run(*wanted, "--reserved", "--json").stdout)
     assert facts["peak_bytes"] < facts["reserved_bytes"] <= 480 * 10**6
     assert facts["reserved"]["default_bytes"] > 480 * 10**6
+    assert facts["reserved"]["releases"] >= 0
     table = " ".join(run(*wanted, columns=80).stdout.split())
     assert "reserved by torch's default settings" in table
     assert "--reserved keeps it in the budget" in table
+    schedule = monetlite.load_schedule(tmp_path / "s.yaml")
+    facts = {"default_bytes": 2 * 10**9, "least_limit_bytes": 470 * 10**6, "releases": 3}
+    assert "gives free pages back 3× a step" in _reserved(replace(schedule, reserved_bytes=1), facts)
