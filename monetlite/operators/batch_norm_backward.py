@@ -15,6 +15,7 @@ import torch
 
 from monetlite.graph import Argument, Call, Implementation, TensorRef
 from monetlite.operators.batch_norm import BY_CUDNN, FUNCTIONAL, NO_STATISTICS, along
+from monetlite.operators.guards import GuardFailed
 from monetlite.operators.kernel import Kernel, is_contiguous
 from monetlite.operators.registry import alternatives_for, function, name_of
 
@@ -108,6 +109,23 @@ def _alike(one: Argument, other: Argument) -> bool:
 def is_resident(argument: Argument) -> TypeGuard[TensorRef]:
     """Whether an argument is a tensor that is there when a step begins, as guards need."""
     return isinstance(argument, TensorRef) and argument.value is None
+
+
+@function("require_invertible")
+def require_invertible(
+    operators: list[str], weights: list[torch.Tensor], biases: list[torch.Tensor | None]
+) -> None:
+    """Raise `GuardFailed` with the operators for whose weight and bias `is_invertible` is false.
+
+    All of them are checked at once, in a few launches and one look at the result.
+    """
+    shifts = [
+        torch.zeros_like(weight) if bias is None else bias for weight, bias in zip(weights, biases, strict=True)
+    ]
+    together = (torch.cat([item.reshape(-1) for item in items]) for items in (weights, shifts))
+    if not is_invertible(*together).item():
+        each = zip(operators, weights, biases, strict=True)
+        raise GuardFailed([name for name, weight, bias in each if not is_invertible(weight, bias).item()])
 
 
 @function("batch_norm_is_invertible")

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from monetlite.captured.calls import fake_mode
 from monetlite.errors import ModelError
 from monetlite.graph import OperatorGraph
+from monetlite.operators.batch_norm_backward import require_invertible
 from monetlite.operators.guards import require
 from monetlite.runtime.drawing import with_draws
 from monetlite.schedule import Step
@@ -72,7 +73,7 @@ def inductor(program: fx.GraphModule, inputs: Sequence[Any], internal: Collectio
     from torch._inductor.decomposition import select_decomp_table
 
     for node in program.graph.nodes:
-        if node.op == "call_function" and node.target is require:
+        if node.op == "call_function" and node.target in (require, require_invertible):
             raise ModelError(
                 "the schedule runs an implementation that checks its weights first, which Inductor can't compile. "
                 "Solve with implementations='default', or run the schedule without compile=True"

@@ -19,7 +19,7 @@ from monetlite.captured.calls import decode_argument
 from monetlite.choices import first_backward
 from monetlite.graph import Argument, Call, TensorRef
 from monetlite.operators import resolve, returns_tensor
-from monetlite.operators.batch_norm_backward import reading_the_batch
+from monetlite.operators.batch_norm_backward import is_invertible, reading_the_batch, require_invertible
 from monetlite.operators.delivery import deliver
 from monetlite.operators.guards import require
 from monetlite.operators.registry import name_of
@@ -172,14 +172,22 @@ class _Program:
             self._bases[node] = _described(self._graph.placeholder(node.name), node)
 
     def require(self, guards: Mapping[str, Call]) -> None:
-        """Append the check that guards hold, each named after its operator, all with one look at the results."""
-        if guards:
-            self._graph.call_function(require, (list(guards), *map(self._call, guards.values())))
+        """Append the check that guards, named after their operators, hold: with one look at those of a kind."""
+        alike = [name for name, guard in guards.items() if guard.target == name_of(is_invertible)]
+        if alike:
+            weights, biases = zip(*(self._arguments(guards[name].args) for name in alike), strict=True)
+            self._graph.call_function(require_invertible, (alike, list(weights), list(biases)))
+        others = [name for name in guards if name not in alike]
+        if others:
+            self._graph.call_function(require, (others, *(self._call(guards[name]) for name in others)))
 
     def _call(self, call: Call) -> fx.Node:
-        arguments = decode_argument(call.args, self._argument)
+        arguments = self._arguments(call.args)
         keywords = {name: decode_argument(value, self._argument) for name, value in call.kwargs}
-        return self._graph.call_function(resolve(call.target), tuple(arguments), keywords)
+        return self._graph.call_function(resolve(call.target), arguments, keywords)
+
+    def _arguments(self, given: tuple[Argument, ...]) -> tuple[Any, ...]:
+        return tuple(decode_argument(given, self._argument))
 
     def run(self, runs: Iterable[OperatorRun]) -> None:
         """Append calls, binding their results."""

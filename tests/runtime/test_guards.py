@@ -7,9 +7,11 @@ import torch
 from small_models import assert_same, step, twin
 from step_lists import free_profile, schedule_of
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import monetlite
-from monetlite.operators.batch_norm_backward import FROM_OUTPUT_TOLERANCE, LARGEST_RATIO
+from monetlite.operators.batch_norm_backward import FROM_OUTPUT_TOLERANCE, LARGEST_RATIO, require_invertible
+from monetlite.operators.guards import GuardFailed, require
 from monetlite.schedule import plain_steps
 
 FROM_OUTPUT = ("from_output_inplace", "from_output")
@@ -134,3 +136,33 @@ def test_what_the_default_needs_is_kept_even_where_it_was_overwritten():
     with pytest.warns(UserWarning, match=r"4\.backward"):
         found = step(wrap(model, graph, tuple(steps)), inputs)
     assert_same(found, step(twin(model), inputs), 10 * FROM_OUTPUT_TOLERANCE)
+
+
+class Launches(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_normalisations_are_looked_at_together():
+    weights = [torch.rand(4, 2) + 0.5 if at % 2 else torch.rand(3) + 0.5 for at in range(40)]
+    biases = [None if at % 3 else torch.randn_like(weight) for at, weight in enumerate(weights)]
+    names = [f"norm{at}" for at in range(40)]
+    with Launches() as seen:
+        require_invertible(names, weights, biases)
+    assert seen.count < 120, "views and zeros, and a few operators"
+    weights[7][1, 1], weights[30][2] = 0.0, float("nan")
+    biases[33][:] = 2 * LARGEST_RATIO * weights[33]
+    with pytest.raises(GuardFailed) as failed:
+        require_invertible(names, weights, biases)
+    assert failed.value.operators == ["norm7", "norm30", "norm33"]
+
+
+def test_guards_of_another_kind_are_named_too():
+    require(["one", "other"], torch.tensor(True), torch.tensor(True))
+    with pytest.raises(GuardFailed, match=r"^other$"):
+        require(["one", "other"], torch.tensor(True), torch.tensor(False))
