@@ -12,13 +12,14 @@ NOTES_ON_CPU = "aten._scaled_dot_product_efficient_attention_backward."
 """Reads the generator's seed and offset on the host, where its forward pass leaves them (fake ones: on the GPU)."""
 
 
-def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
+def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of a call on a device: random numbers, and indices that are in range.
 
-    Tensors that shared a storage in the step share one here.
+    Tensors that shared a storage in the step share one here. With `fractions`, numbers are between 0 and 1 and
+    integers above 0, as operators want probabilities, rates, deviations and pivots.
     """
     bound = index_bound(call)
-    mixed = has_wide_statistics(call)
+    wide = wide_statistics(call)
     notes_on_cpu = call.target.startswith(NOTES_ON_CPU)
     storages: dict[tuple[int | None, str], torch.Tensor] = {}
     extent: dict[tuple[int | None, str], int] = {}
@@ -26,11 +27,11 @@ def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
         extent[_key(ref)] = max(extent.get(_key(ref), 0), _extent(ref))
 
     def make(ref: TensorRef) -> torch.Tensor:
-        dtype = torch.float32 if mixed and len(ref.spec.shape) == 1 else getattr(torch, ref.spec.dtype)
+        dtype = torch.float32 if ref.node in wide else getattr(torch, ref.spec.dtype)
         key = _key(ref)
         if key not in storages or storages[key].dtype != dtype:
             on_cpu = notes_on_cpu and ref.spec.dtype == "int64" and not ref.spec.shape
-            storages[key] = _contents(extent[key], dtype, "cpu" if on_cpu else device, bound)
+            storages[key] = _contents(extent[key], dtype, "cpu" if on_cpu else device, bound, fractions)
         return torch.as_strided(storages[key], ref.spec.shape, ref.spec.stride)
 
     return (
@@ -39,13 +40,21 @@ def make_arguments(call: Call, device: str) -> tuple[list[Any], dict[str, Any]]:
     )
 
 
-def has_wide_statistics(call: Call) -> bool:
-    """Whether a batch norm of half precision keeps float32 statistics, as its kernels do beside float32 weights.
+def wide_statistics(call: Call) -> frozenset[str]:
+    """Names of a normalisation's statistics that are float32, as kernels keep them beside float32 weights.
 
-    Fake tensors have them in half precision.
+    Fake tensors have them in the half precision of the input.
     """
-    vectors = {ref.spec.dtype for ref in call.tensors() if len(ref.spec.shape) == 1}
-    return "batch_norm" in call.target and "float32" in vectors
+    vectors = [ref for ref in call.tensors() if len(ref.spec.shape) == 1]
+    if not any(ref.spec.dtype == "float32" for ref in vectors):
+        return frozenset()
+    if "batch_norm" in call.target:
+        return frozenset(ref.node for ref in vectors)
+    for family, positions in (("layer_norm_backward", (3, 4)), ("group_norm_backward", (2, 3))):
+        if family in call.target:
+            found = [call.args[at] for at in positions if at < len(call.args)]
+            return frozenset(item.node for item in found if isinstance(item, TensorRef))
+    return frozenset()
 
 
 def index_bound(call: Call) -> int:
@@ -69,7 +78,11 @@ def index_bound(call: Call) -> int:
     return 1
 
 
-def _contents(elements: int, dtype: torch.dtype, device: str, bound: int) -> torch.Tensor:
+def _contents(elements: int, dtype: torch.dtype, device: str, bound: int, fractions: bool) -> torch.Tensor:
+    if fractions and dtype.is_floating_point:
+        return torch.rand(elements, dtype=dtype, device=device).mul_(0.9).add_(0.05)
+    if fractions and dtype is not torch.bool and not dtype.is_complex:
+        return torch.randint(1, max(2, bound), (elements,), device=device).to(dtype)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(elements, dtype=dtype, device=device)
     if dtype is torch.bool:

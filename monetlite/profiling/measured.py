@@ -206,11 +206,16 @@ class _OutOfMemory(ProfileError):
 
 
 def _measure(candidate: _Candidate, meter: Meter) -> Cost:
-    run = candidate.run
     try:
-        with _callable(run.call, meter.device) as (call, recent):
-            latency_ms = meter.latency_ms(call, recent)
-            workspace_bytes = max(0, meter.growth_bytes(call) - run.result_bytes)
+        try:
+            return _cost(candidate.run, meter)
+        except (RuntimeError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
+            try:
+                return _cost(candidate.run, meter, fractions=True)
+            except RuntimeError:
+                raise error from None
     except (RuntimeError, MemoryError, IndexError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if is_out_of_memory(error):
@@ -225,15 +230,22 @@ def _measure(candidate: _Candidate, meter: Meter) -> Cost:
         ) from error
     finally:
         gc.collect(0)
-    return Cost(latency_ms=latency_ms, workspace_bytes=workspace_bytes)
+
+
+def _cost(run: _Run, meter: Meter, *, fractions: bool = False) -> Cost:
+    with _callable(run.call, meter.device, fractions=fractions) as (call, recent):
+        latency_ms = meter.latency_ms(call, recent)
+        return Cost(latency_ms=latency_ms, workspace_bytes=max(0, meter.growth_bytes(call) - run.result_bytes))
 
 
 @contextlib.contextmanager
-def _callable(call: Call, device: str) -> Iterator[tuple[Callable[[], object], torch.Tensor | None]]:
-    """A call with arguments, and the first of those that is a tensor."""
+def _callable(
+    call: Call, device: str, *, fractions: bool = False
+) -> Iterator[tuple[Callable[[], object], torch.Tensor | None]]:
+    """A call with arguments (see `make_arguments`), and the first of those that is a tensor."""
     function = resolve(call.target)
     with torch.no_grad(), forked_state(device):
-        args, kwargs = make_arguments(call, device)
+        args, kwargs = make_arguments(call, device, fractions=fractions)
         yield (
             lambda: function(*args, **kwargs),
             next((item for item in args if isinstance(item, torch.Tensor)), None),

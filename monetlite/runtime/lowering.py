@@ -20,6 +20,7 @@ from monetlite.choices import first_backward
 from monetlite.graph import Argument, Call, TensorRef
 from monetlite.operators import resolve, returns_tensor
 from monetlite.operators.batch_norm_backward import is_invertible, reading_the_batch, require_invertible
+from monetlite.operators.compacting import compacting
 from monetlite.operators.delivery import deliver
 from monetlite.operators.guards import require
 from monetlite.operators.registry import name_of
@@ -184,7 +185,7 @@ class _Program:
     def _call(self, call: Call) -> fx.Node:
         arguments = self._arguments(call.args)
         keywords = {name: decode_argument(value, self._argument) for name, value in call.kwargs}
-        return self._graph.call_function(resolve(call.target), arguments, keywords)
+        return self._graph.call_function(compacting(call.target, resolve(call.target)), arguments, keywords)
 
     def _arguments(self, given: tuple[Argument, ...]) -> tuple[Any, ...]:
         return tuple(decode_argument(given, self._argument))

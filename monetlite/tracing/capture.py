@@ -282,6 +282,7 @@ def capture_settings() -> Iterator[None]:
             reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
             recompile_limit=MOST_LAYOUTS,
             use_numpy_random_stream=True,  # and not torch's generator in its place
+            skip_nnmodule_hook_guards=False,  # so that a hook which comes after the first step is noticed
             optimize_ddp=False,  # which would cut the graph at DistributedDataParallel's buckets
             # With it, torch 2.11 does not notice that a parameter's requires_grad has changed.
             skip_tensor_guards_with_matching_dict_tags=False,

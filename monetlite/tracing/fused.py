@@ -10,15 +10,21 @@ cuDNN's where a plain step would, `_batch_norm_with_update`; a capture takes tha
 
 And dropout of everything: a plain step multiplies by zero, where a capture would draw a mask first, and so leave
 the random number generator in another state.
+
+Batch norm on a CPU makes a tensor in order (contiguous, or channels-last) whatever it reads, where fake tensors
+have the result in the strides of the input. A view that those allow would fail on the real one.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch._ops import OpOverload
+from torch._decomp import decomposition_table
+from torch._ops import OperatorBase, OpOverload
+from torch._prims_common import suggest_memory_format as suggested_memory_format
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 _WHOLE = (
@@ -36,6 +42,14 @@ _WHOLE = (
     "softshrink",
 )
 
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+_BATCH_NORMS = (
+    torch.ops.aten._native_batch_norm_legit_functional.default,
+    torch.ops.aten._native_batch_norm_legit.no_stats,
+    torch.ops.aten._native_batch_norm_legit_no_training.default,
+    _BATCH_NORM_BACKWARD,
+)
+
 
 @contextlib.contextmanager
 def kernels_kept_whole() -> Iterator[None]:
@@ -49,6 +63,7 @@ def kernels_kept_whole() -> Iterator[None]:
                     put_aside.append((operator, key, kernel))
             operator._dispatch_cache.clear()
         with (
+            _batch_norm_in_order(),
             _batch_norm_by_cudnn(torch.ops.aten.cudnn_batch_norm.default, DispatchKey.Autograd),
             _dropout_of_everything(DispatchKey.Autograd),
             _dropout_of_everything(DispatchKey.CompositeImplicitAutograd),
@@ -86,6 +101,29 @@ def _batch_norm_by_cudnn(operator: OpOverload, key: DispatchKey) -> Iterator[Non
 
     with _traced_by(operator, key, normalize):
         yield
+
+
+@contextlib.contextmanager
+def _batch_norm_in_order() -> Iterator[None]:
+    """Have fake tensors that a CPU's batch norm and its gradient make be laid out as real ones are."""
+    before: dict[OperatorBase, Callable[..., Any]] = {item: decomposition_table[item] for item in _BATCH_NORMS}
+
+    def in_order(operator: OperatorBase) -> Callable[..., Any]:
+        @functools.wraps(before[operator])  # whose module says that fake tensors are made by it
+        def made(*args: Any, **kwargs: Any) -> Any:
+            source = args[1] if operator is _BATCH_NORM_BACKWARD else args[0]
+            first, *rest = before[operator](*args, **kwargs)
+            if isinstance(first, torch.Tensor) and source.device.type == "cpu":
+                first = torch.empty_like(first, memory_format=suggested_memory_format(source))
+            return (first, *rest)
+
+        return made
+
+    decomposition_table.update({operator: in_order(operator) for operator in _BATCH_NORMS})
+    try:
+        yield
+    finally:
+        decomposition_table.update(before)
 
 
 @contextlib.contextmanager
