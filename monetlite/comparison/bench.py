@@ -23,7 +23,7 @@ from monetlite.comparison.data import Peer, Run
 from monetlite.comparison.exactness import Examiner
 from monetlite.errors import MonetliteError
 from monetlite.profiling.memory import is_out_of_memory, refusals
-from monetlite.runtime.trainee import Trainee, step_times_ms
+from monetlite.runtime.trainee import Trainee, copied, step_times_ms
 
 LONGEST_REASON = 200
 OUT_OF_MEMORY = "out of memory"
@@ -54,7 +54,7 @@ class Bench:
         autocast: str = "",
         seed: int = 0,
     ) -> None:
-        moved = copy.deepcopy(model).to(device)
+        moved = copied(model).to(device)
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         self._trainee = Trainee(moved, args, kwargs, objective, device, autocast=autocast)
         self._seed = seed

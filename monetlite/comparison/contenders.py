@@ -1,6 +1,5 @@
 """What a way to train is made of: how a copy of the model is changed, before it takes the same steps."""
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from monetlite.comparison.data import Peer
+from monetlite.runtime.trainee import copied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Contender:
 
 def copy_of(model: nn.Module) -> nn.Module:
     """A copy with modules and buffers of its own, and the same parameters: nobody changes those."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    return copied(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 class Unsupported(Exception):

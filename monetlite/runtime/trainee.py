@@ -1,6 +1,7 @@
 """One training step, taken again and again: what it leaves behind, how long it takes, and its peak."""
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from monetlite.errors import ModelError
 from monetlite.operators.random import forked_state
 from monetlite.profiling.heap import steady_heap
 from monetlite.profiling.memory import peak_growth_bytes, release_workspaces, releases
@@ -184,11 +186,28 @@ class Trainee:
             torch.cuda.synchronize()
 
 
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of a model, but for what `memo` has, as `copy.deepcopy` takes it.
+
+    Raises:
+        ModelError: it can't be copied.
+    """
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ModelError(
+            f"the model can't be copied, and steps are compared on copies: copy.deepcopy(model) raises "
+            f"{type(error).__name__}: {reason}. Old torch.nn.utils.weight_norm is a known cause; "
+            "torch.nn.utils.parametrizations has one for models that can be copied"
+        ) from error
+
+
 def _fresh(tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
     """A copy that is a leaf; a tensor that is passed twice is copied once."""
     if id(tensor) not in copies:
-        copy = tensor.detach().clone(memory_format=torch.preserve_format)
-        copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+        fresh = tensor.detach().clone(memory_format=torch.preserve_format)
+        copies[id(tensor)] = fresh.requires_grad_(tensor.requires_grad)
     return copies[id(tensor)]
 
 
@@ -252,4 +271,4 @@ def off_by(fraction: float, seed: int) -> Callable[[str, torch.Tensor], torch.Te
     return change
 
 
-__all__ = ["Peak", "Snapshot", "Trainee", "changed_weights", "default_loss", "off_by", "step_times_ms"]
+__all__ = ["Peak", "Snapshot", "Trainee", "changed_weights", "copied", "default_loss", "off_by", "step_times_ms"]

@@ -1,7 +1,6 @@
 """Checking a scheduled model against plain training: gradients, buffers, random state, peak and step time."""
 
 import contextlib
-import copy
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,15 @@ from monetlite.profiling.meters import meter_for
 from monetlite.runtime.comparing import REORDERED_SUMS, SLACK, difference, differences, negligible
 from monetlite.runtime.operator_differences import OperatorComparison, PlainStep, ScheduledStep
 from monetlite.runtime.report import Limits, Report
-from monetlite.runtime.trainee import Snapshot, Trainee, changed_weights, default_loss, off_by, step_times_ms
+from monetlite.runtime.trainee import (
+    Snapshot,
+    Trainee,
+    changed_weights,
+    copied,
+    default_loss,
+    off_by,
+    step_times_ms,
+)
 from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.schedule import Schedule
 from monetlite.tracing.build import Inputs, split_inputs
@@ -72,13 +79,13 @@ def verify(
         autocast=schedule.autocast,
         optimizer=schedule.optimizer,
     )
-    plain = trainee(copy.deepcopy(model))
+    plain = trainee(copied(model))
     scheduled = trainee(
-        MONeTWrapper(copy.deepcopy(model), schedule),
+        MONeTWrapper(copied(model), schedule),
         limit_bytes=schedule.budget_bytes if schedule.reserved_bytes is not None else None,
     )
     expected, found = plain.snapshot(seed), scheduled.snapshot(seed)
-    unrepeated = _unrepeated(expected, trainee(copy.deepcopy(model)).snapshot(seed))
+    unrepeated = _unrepeated(expected, trainee(copied(model)).snapshot(seed))
     allowed = limits.difference
     if allowed is None:
         allowed = max(REORDERED_SUMS, SLACK * unrepeated)
@@ -132,9 +139,9 @@ def _by_operator(
 ) -> OperatorComparison:
     """Run both steps again, node by node."""
     plain = PlainStep()
-    captured = compare(expected, trainee(plain.wrap(copy.deepcopy(model), schedule)).snapshot(seed))
+    captured = compare(expected, trainee(plain.wrap(copied(model), schedule)).snapshot(seed))
     scheduled = ScheduledStep(plain, schedule.tolerance, expected.gradients.values())
-    trainee(scheduled.wrap(copy.deepcopy(model), schedule)).snapshot(seed)
+    trainee(scheduled.wrap(copied(model), schedule)).snapshot(seed)
     left = (captured["loss"], *captured["gradients"].values(), *captured["buffers"].values())
     return OperatorComparison(
         runs=scheduled.runs,

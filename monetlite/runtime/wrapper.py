@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.costs import without_costs
-from monetlite.errors import ModelError, MonetliteError, ScheduleMismatch
+from monetlite.errors import ModelError, ScheduleMismatch
 from monetlite.graph import OperatorGraph
 from monetlite.operators.guards import GuardFailed
 from monetlite.operators.random import forked_state
@@ -34,10 +34,13 @@ from monetlite.tracing.capture import (
     capture_settings,
     compile_step,
     explain,
+    own_error,
     program_limit,
+    refuse_uninitialized,
     too_many_programs,
     training_step,
 )
+from monetlite.tracing.recording import install_recorders
 from monetlite.tracing.signature import tensors_in_order
 from monetlite.units import format_bytes
 
@@ -215,6 +218,7 @@ class MONeTWrapper(Delegating):
     def _first(self, layout: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step with inputs of a layout not seen before, which captures and lowers it."""
         refuse_shards(self.model)
+        refuse_uninitialized(self.model)
         autocast = autocast_dtype(device_of(self.model, (args, kwargs)))
         self.__dict__["schedule"] = self._schedules.find(args, kwargs, autocast)
         try:
@@ -236,9 +240,12 @@ class MONeTWrapper(Delegating):
             with capture_settings():
                 return self._compiled()(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            cause = _own_error(error)
+            cause = own_error(error)
             if cause is not None:
                 raise cause from None
+            if install_recorders(self.model, error):
+                with capture_settings():
+                    return self._compiled()(*args, **kwargs)
             raise explain(error) from error
         finally:
             del self.__dict__["_example"]
@@ -382,12 +389,3 @@ def refuse_shards(model: nn.Module) -> None:
 
 class _NotAsked(Exception):
     """A program was captured other than through `_first`, so without the settings that captures need."""
-
-
-def _own_error(error: BaseException | None) -> MonetliteError | None:
-    """The error of ours that Dynamo wrapped, if it did."""
-    while error is not None:
-        if isinstance(error, MonetliteError):
-            return error
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-    return None

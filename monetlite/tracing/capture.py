@@ -26,10 +26,12 @@ from torch.utils import _pytree as pytree
 
 from monetlite.captured.launching import as_function
 from monetlite.captured.storages import Reachability
-from monetlite.errors import ModelError, TraceError
+from monetlite.errors import ModelError, MonetliteError, TraceError
 from monetlite.tracing.attention import Capability, as_on_gpu
 from monetlite.tracing.fused import kernels_kept_whole
+from monetlite.tracing.names import Namer
 from monetlite.tracing.reasons import raised, reason
+from monetlite.tracing.recording import install_recorders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,7 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         nonlocal results
         results = num_fwd_outputs
+        _refuse_checks(joint.graph)
         reach = Reachability(joint.graph, num_fwd_outputs)
         at_once = bool(reach.shared) or not reach.takes_arguments
         return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs, at_once=at_once))
@@ -192,6 +195,36 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
             return compiled(graph, inputs)
 
     return backend
+
+
+def refuse_uninitialized(model: nn.Module) -> None:
+    """Refuse lazy modules, whose parameters are drawn at the first call: a capture would draw them at another time.
+
+    Raises:
+        ModelError: names the first one.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ModelError(
+                f"{name} is not initialized yet: run the model once on its inputs (with torch.no_grad()) before it "
+                "is traced or wrapped, and make the optimizer after that"
+            )
+
+
+def _refuse_checks(graph: fx.Graph) -> None:
+    """Refuse operators that AOTAutograd orders by tokens: those that look at what they found and raise.
+
+    Raises:
+        TraceError: names the operator and the line.
+    """
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.with_effects:
+            name = next((str(item) for item in reversed(node.args) if isinstance(item, str)), str(node.args[1]))
+            raise TraceError(
+                f"{Namer.source(node) or 'the model'} can't be captured: {name} looks at its result on the host, "
+                "to raise where there is none. Use a function that leaves this out (torch.linalg.solve_ex, inv_ex, "
+                "cholesky_ex, lu_factor_ex), or wrap only submodules without it: MONeTWrapper(model.backbone, ...)"
+            )
 
 
 def flat_outputs(program: fx.GraphModule) -> list[fx.Node | None]:
@@ -236,7 +269,9 @@ def capture(
 
     Raises:
         TraceError: the model can't be captured as one graph; names the line.
+        ModelError: it has parameters that are made at the first call.
     """
+    refuse_uninitialized(model)
     captured: list[Joint] = []
 
     def keep(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -254,12 +289,20 @@ def capture(
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return compiled(graph if capability is None else as_on_gpu(graph, capability), inputs)
 
-    try:
+    def run() -> None:
         with mode, capture_settings():
             compile_step(training_step(model), backend)(*args, **kwargs)
+
+    try:
+        try:
+            run()
+        except Exception as error:
+            if captured or not install_recorders(model, error):
+                raise
+            run()
     except Exception as error:
         if not captured:
-            raise explain(error) from error
+            raise own_error(error) or explain(error) from error
     if not captured:
         raise TraceError(
             "nothing to train: no output of the model depends on a parameter or an input that requires a gradient"
@@ -358,6 +401,15 @@ def explain(error: Exception) -> TraceError:
             "TorchDynamo misreads that line: wrap only submodules without it, MONeTWrapper(model.backbone, ...)"
         )
     return TraceError(f"{where} can't be captured in one graph: {reason(str(error), _first_line(error))}")
+
+
+def own_error(error: BaseException | None) -> MonetliteError | None:
+    """The error of ours that Dynamo wrapped, if it did."""
+    while error is not None:
+        if isinstance(error, MonetliteError):
+            return error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return None
 
 
 def _first_line(error: Exception) -> str:

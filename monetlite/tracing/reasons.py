@@ -46,6 +46,21 @@ _REFUSALS = (
         advice=DRAW_OTHERWISE,
     ),
     _Refusal(
+        said=re.compile(r"FloatTrueDiv\(1\.0, ToFloat\(u\d+\)\)"),
+        what="batch norm with momentum=None divides by the number of batches so far, which it looks at on the host",
+        advice="Give it a momentum, as nn.BatchNorm2d(channels) has",
+    ),
+    _Refusal(
+        said=re.compile(r"\brandom\.random\b|function marked as skipped.*\brandom\b", re.IGNORECASE | re.DOTALL),
+        what="random.random() can't be captured",
+        advice="random.uniform(0, 1) can, and draws the same number",
+    ),
+    _Refusal(
+        said=re.compile(r"_ctc_loss|ctc_loss"),
+        what="how much memory F.ctc_loss takes depends on its targets",
+        advice="Have the model return log-probabilities, and compute the loss outside of it",
+    ),
+    _Refusal(
         said=re.compile(r"^failed to bind arguments"),
         what="a function is called with other arguments than it takes",
         advice="Check that the model runs on these inputs as it is",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import random
 import re
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from step_lists import free_profile, schedule_of
 from torch import nn
+from torch.nn import functional as F
 
 import monetlite
 from monetlite.errors import TraceError
@@ -57,7 +59,28 @@ def recurs(model, x):
     return model.recurrent(x)[0]  # here
 
 
+def draws_from_python(_, x):
+    return x * (2 if random.random() < 0.5 else 1)  # here
+
+
+def averages_all_batches(model, x):
+    return model.cumulative(x)  # here
+
+
+def solves(_, x):
+    return torch.linalg.solve(x @ x.t() + torch.eye(4), x)  # here
+
+
+def aligns(_, x):
+    lengths = torch.tensor([4])
+    return F.ctc_loss(x[:, None].log_softmax(-1), torch.tensor([[1, 2]]), lengths, lengths // 2)  # here
+
+
 REFUSED = {
+    draws_from_python: r"random\.random\(\) can't be captured\. random\.uniform\(0, 1\) can",
+    averages_all_batches: r"momentum=None.*Give it a momentum",
+    solves: r"torch\.linalg\.solve looks at its result.*solve_ex",
+    aligns: r"F\.ctc_loss.*return log-probabilities",
     raises: r"raises ValueError.*a batch of 4 \(it's odd\).*on these inputs; check",
     reads_what_is_missing: r"raises AttributeError.*'missing'.* on these inputs; check",
     calls_with_too_much: r"other arguments than it takes\. Check",
@@ -77,7 +100,7 @@ def place(function):
 
 @pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
 def test_reasons_are_the_models_own(function):
-    model = Net(function, recurrent=nn.GRU(6, 5))
+    model = Net(function, recurrent=nn.GRU(6, 5), cumulative=nn.BatchNorm1d(6, momentum=None))
     with pytest.raises(TraceError, match=f"{place(function)}.*{REFUSED[function]}") as refused:
         monetlite.trace(model, torch.randn(4, 6))
     assert "depends on the data" not in str(refused.value)
@@ -142,3 +165,15 @@ def test_torch_compile_refuses_numpys_numbers_too():
 def test_numpy_that_draws_nothing_is_captured():
     graph = monetlite.trace(Net(lambda _, x: x * torch.from_numpy(np.linspace(0, 1, 6)).float()), torch.randn(4, 6))
     assert not re.search("rng_state", str([operator.name for operator in graph.operators]))
+
+
+def test_the_same_number_from_python_can_be_captured():
+    """As the refusal says."""
+    random.seed(5)
+    number = random.random()
+    random.seed(5)
+    assert random.uniform(0, 1) == number
+
+
+def test_what_is_said_to_leave_the_check_out_is_captured():
+    monetlite.trace(Net(lambda _, x: torch.linalg.solve_ex(x @ x.t() + torch.eye(4), x)[0]), torch.randn(4, 6))

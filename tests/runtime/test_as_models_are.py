@@ -1,0 +1,143 @@
+"""What people's models do that a captured step has to keep up with, or to refuse: found by trying many of them."""
+
+import copy
+
+import pytest
+import torch
+from small_models import assert_same, step, twin
+from step_lists import free_profile, schedule_of
+from torch import nn
+from torch.nn import functional as F
+
+import monetlite
+from monetlite.errors import ModelError, ScheduleMismatch
+from monetlite.profiling import meters
+from monetlite.schedule import plain_steps
+
+
+@pytest.fixture(autouse=True)
+def quick_measurements(monkeypatch):
+    monkeypatch.setattr(meters, "FEWEST_RUNS", 1)
+    monkeypatch.setattr(meters, "MOST_RUNS", 1)
+
+
+def wrapped(model, inputs):
+    graph = monetlite.trace(model, inputs)
+    return monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), plain_steps(graph)))
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_that_comes_after_the_first_step_is_noticed(kind):
+    model, inputs = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (torch.randn(5, 8),)
+    wrapper = wrapped(model, inputs)
+    assert_same(step(wrapper, inputs), step(model, inputs))
+    tripled = {
+        "register_forward_hook": lambda _module, _inputs, output: output * 3,
+        "register_forward_pre_hook": lambda _module, given: (given[0] * 3,),
+    }[kind]
+    for module in (wrapper, model):
+        getattr(module[2], kind)(tripled)
+    with pytest.raises(ScheduleMismatch, match=r"10 operators.*this model has 12"):
+        step(wrapper, inputs)
+    solving = monetlite.MONeTWrapper(twin(model), budget="300%", time_limit=1)
+    assert_same(step(solving, inputs), step(model, inputs))
+
+
+@pytest.mark.parametrize("norm", ["running", "batch", "frozen"])
+def test_batch_norm_of_a_transposed_tensor(norm):
+    """Its result is in order on a CPU, so that what views it can't go by the input's strides."""
+
+    class Sequences(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.norm = nn.BatchNorm1d(8, track_running_stats=norm != "batch")
+
+        def forward(self, x):
+            return self.last(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2))
+
+    model, inputs = Sequences(), (torch.randn(4, 5, 6, requires_grad=True),)
+    if norm == "frozen":
+        model.norm.eval()
+    wrapper = wrapped(model, inputs)
+    for _ in range(2):
+        assert_same(step(wrapper, inputs), step(model, inputs))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(32), nn.GroupNorm(4, 32)], ids=["layer", "group"])
+def test_normalisations_of_16_bits_are_measured(norm):
+    """Their statistics are of 32, beside weights of 32."""
+    model, x = nn.Sequential(nn.Linear(16, 32), norm, nn.Linear(32, 8)), torch.randn(64, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapper = monetlite.MONeTWrapper(copy.deepcopy(model), budget="100%", time_limit=1)
+        for module in (wrapper, model):
+            module(x).float().square().mean().backward()
+    for ours, plain in zip(wrapper.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours.grad, plain.grad)
+
+
+OF_PROBABILITIES = {
+    "binary cross-entropy": lambda y: F.binary_cross_entropy(torch.sigmoid(y), torch.full_like(y, 0.5)),
+    "bernoulli": lambda y: y * torch.bernoulli(torch.full_like(y[:, :1], 0.5)),
+    "multinomial": lambda y: y * torch.multinomial(torch.softmax(y, 1), 1).float(),
+    "poisson": lambda y: y + torch.poisson(y.detach().exp()),
+    "normal": lambda y: y + torch.normal(y.detach(), y.detach().abs()),
+    "log-determinant": lambda y: torch.logdet(y.t() @ y + torch.eye(y.shape[1])),
+}
+
+
+@pytest.mark.parametrize("function", OF_PROBABILITIES.values(), ids=OF_PROBABILITIES)
+def test_operators_that_take_probabilities_and_the_like_are_measured(function):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return function(self.layer(x))
+
+    graph = monetlite.trace(Net(), torch.randn(8, 6))
+    profile = monetlite.profile(graph, "cpu")
+    assert all(cost.latency_ms >= 0 for costs in profile.costs for cost in costs)
+
+
+def test_hidden_states_of_a_transformers_model():
+    """Collected by hooks that transformers puts on at the first call, under a lock."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        output_hidden_states=True,
+    )
+    model = transformers.BertForMaskedLM(config).train()
+    tokens = torch.randint(0, 50, (2, 8))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    fresh = twin(model)
+    wrapper = monetlite.MONeTWrapper(model, budget="300%", time_limit=1)
+    assert_same(step(wrapper, inputs), step(fresh, inputs))
+    assert len(wrapper(**inputs).hidden_states) == 3
+
+
+def test_lazy_modules_are_refused_before_they_draw():
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with pytest.raises(ModelError, match=r"0\.weight is not initialized yet: run the model once"):
+        monetlite.trace(model, torch.randn(2, 3).zero_())
+    torch.set_rng_state(before)
+    with pytest.raises(ModelError, match="not initialized"):
+        monetlite.MONeTWrapper(model, budget="100%", time_limit=1)(torch.zeros(2, 3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_that_cannot_be_copied_is_verified_with_an_error_that_says_so():
+    model, x = nn.utils.weight_norm(nn.Linear(4, 4)), torch.randn(3, 4)
+    model(x)
+    graph = monetlite.trace(model, x)
+    schedule = schedule_of(free_profile(graph), plain_steps(graph))
+    with pytest.raises(ModelError, match=r"can't be copied.*parametrizations"):
+        monetlite.verify(model, schedule, x)
