@@ -114,7 +114,8 @@ def _batch_norm_in_order() -> Iterator[None]:
             source = args[1] if operator is _BATCH_NORM_BACKWARD else args[0]
             first, *rest = before[operator](*args, **kwargs)
             if isinstance(first, torch.Tensor) and source.device.type == "cpu":
-                first = torch.empty_like(first, memory_format=suggested_memory_format(source))
+                # Not just a fake one: Inductor compiles what it finds in this table.
+                first = first.contiguous(memory_format=suggested_memory_format(source))
             return (first, *rest)
 
         return made
