@@ -1,4 +1,4 @@
-from monetlite.cli import main
+from monetlite.cli import run
 
 if __name__ == "__main__":
-    main(prog_name="monetlite")
+    run()

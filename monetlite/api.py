@@ -1,5 +1,6 @@
 """The pipeline in four calls: trace, profile, solve, and the three in one."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -9,6 +10,7 @@ from monetlite.choices import Choices
 from monetlite.costs import Profile
 from monetlite.errors import DeviceError, IllegalSchedule, InfeasibleBudget, ModelError, ScheduleMismatch
 from monetlite.graph import OperatorGraph
+from monetlite.interrupts import interrupts_kept
 from monetlite.schedule import Schedule, Status, Step, Timeline, plain_steps, simulate
 from monetlite.units import format_bytes, parse_budget
 
@@ -71,7 +73,9 @@ def price(
 
     if tolerance is not None:
         _checked_tolerance(tolerance)
-    device = device or graph.device
+    device = str(device or graph.device)
+    if device.lower() in ("cpu", "cuda"):
+        device = device.lower()
     if device in ("cpu", "cuda"):
         from monetlite.profiling.measured import measure_profile
 
@@ -160,6 +164,8 @@ def solve(
             raise _nothing_fits(profile, budget_bytes, solution.status, solution.smallest_proven_bytes, solution)
         return as_schedule(profile, plain, budget_bytes, solution, solution.steps, tolerance)
 
+    if not 0 < time_limit < math.inf:
+        raise ModelError(f"time_limit {time_limit}: seconds, more than 0")
     budget_bytes = parse_budget(budget, plain.peak_bytes)
     if not reserved:
         return solve_once(budget_bytes, time_limit, ())
@@ -179,7 +185,7 @@ def solve(
 
 def sweep(
     profile: Profile,
-    budgets: "Iterable[str | int | float]",
+    budgets: "str | float | Iterable[str | int | float]",
     *,
     tolerance: float = 0.0,
     time_limit: float = 60.0,
@@ -210,10 +216,12 @@ def sweep(
 
     profile = profile.within(_checked_tolerance(tolerance))
     plain = simulate(profile, plain_steps(profile.graph))
-    in_bytes = {budget: parse_budget(budget, plain.peak_bytes) for budget in budgets}
-    solutions = sweep_profile(
-        profile, list(in_bytes.values()), time_limit=time_limit, seed=seed, solver=solver, progress=progress
-    )
+    asked = [budgets] if isinstance(budgets, (str, int, float)) else budgets
+    in_bytes = {budget: parse_budget(budget, plain.peak_bytes) for budget in asked}
+    with interrupts_kept():
+        solutions = sweep_profile(
+            profile, list(in_bytes.values()), time_limit=time_limit, seed=seed, solver=solver, progress=progress
+        )
     schedules: dict[str | int | float, Schedule | None] = {}
     for budget, budget_bytes in in_bytes.items():
         solution = solutions[budget_bytes]
@@ -320,18 +328,19 @@ def optimize(
             )
             for chosen in layouts_to_try(layout, tolerance)
         ]
-    return solve_layouts(
-        profiles,
-        budget,
-        tolerance=tolerance,
-        layout=layout,
-        implementations=implementations,
-        reserved=reserved,
-        time_limit=time_limit,
-        solver=solver,
-        seed=seed,
-        starts=starts,
-    )
+    with interrupts_kept():
+        return solve_layouts(
+            profiles,
+            budget,
+            tolerance=tolerance,
+            layout=layout,
+            implementations=implementations,
+            reserved=reserved,
+            time_limit=time_limit,
+            solver=solver,
+            seed=seed,
+            starts=starts,
+        )
 
 
 def _checked_tolerance(tolerance: float) -> float:

@@ -39,6 +39,9 @@ def data_dependent():
 
 def broken():
     raise ZeroDivisionError("no model today")
+
+def leaving():
+    raise SystemExit(0)
 """
 
 
@@ -360,3 +363,20 @@ def test_a_layout_that_the_tolerance_rules_out(folder):
     assert result.exit_code == 2
     assert "allow 1e-05 or more" in result.stderr
     assert run(*SOLVE, "--budget", "100%", "--tolerance", "1.5").exit_code == 2
+
+
+def test_a_model_that_ends_the_process_is_a_failure(folder):
+    (folder / "ends.py").write_text("import sys\nsys.exit(0)\n")
+    for model in ("net.py:leaving", "ends.py:build"):
+        result = run("solve", "--model", model, "--budget", "90%", "--device", "p100")
+        assert result.exit_code == 2
+        assert "SystemExit" in result.stderr
+
+
+@pytest.mark.parametrize("where", ["nowhere/s.yaml", "net.py/s.yaml", "/dev/null", "x" * 300 + ".yaml"])
+def test_where_nothing_can_be_written_nothing_is_solved(where, folder, monkeypatch):
+    monkeypatch.setattr("monetlite.api.profile", lambda *_, **__: pytest.fail("it was priced"))
+    result = run(*SOLVE, "--budget", "95%", "--output", where)
+    assert result.exit_code == 4
+    assert "can't be written" in result.stderr
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".x")] == []

@@ -4,6 +4,10 @@ Exit codes: 0 done, 2 usage (a bad option, budget, model or device), 3 infeasibl
 that does not pass `verify` among it).
 """
 
+import os
+import sys
+import threading
+
 import click
 
 from monetlite import __version__
@@ -17,6 +21,7 @@ from monetlite.cli.rescale import rescale_command
 from monetlite.cli.solve import solve_command
 from monetlite.cli.verify import verify_command
 from monetlite.cli.zoo import zoo_command
+from monetlite.interrupts import BOUND_THREAD
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -38,3 +43,19 @@ for _command in (
     max_batch_command,
 ):
     main.add_command(_command)
+
+
+def run() -> None:
+    """The command as a process, which ends as it should while a solver is still at work.
+
+    Threads in a solver's own code can't be stopped at once, and would be there when it is torn down: the process
+    would end by an abort, after all is done.
+    """
+    try:
+        main()
+    except SystemExit as left:
+        if any(thread.name == BOUND_THREAD for thread in threading.enumerate()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(left.code if isinstance(left.code, int) else left.code is not None)
+        raise

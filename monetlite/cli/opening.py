@@ -88,9 +88,15 @@ def open_schedule(path: str, spec: str | None, device: str | None, quiet: bool, 
     steps = bind(schedule, graph)
     if graph.fingerprint != schedule.fingerprint:
         theirs, ours = ([item.shape for item in specs.values()] for specs in (schedule.inputs, graph.inputs))
+        if theirs == ours:
+            raise ScheduleMismatch(
+                f"{path} was solved for tensors of other sizes than this model makes of inputs of {_shapes(ours)}: "
+                "layers have other widths, or the file was edited. Solve a schedule for this model"
+            )
         raise ScheduleMismatch(
             f"{path} was solved for inputs of {_shapes(theirs)}, and the model has {_shapes(ours)}; give its sizes "
-            "(--batch, --input-size, --sequence-length), or re-cost it for others with monetlite rescale"
+            "(--batch, --input-size, --sequence-length), or solve one for these"
+            + (", or see what it would take with monetlite rescale" if schedule.source is not None else "")
         )
     return Opened(schedule=schedule, steps=steps, profile=profiles[-1], plain=profiles[0], built=built)
 

@@ -1,6 +1,9 @@
 """What every command runs in: a console, progress where somebody looks, errors as messages and exit codes."""
 
+import contextlib
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from monetlite.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError, MonetliteError
+from monetlite.interrupts import interrupts_kept
 from monetlite.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -101,13 +105,21 @@ class Telling:
 
 
 def check_folder(target: Path) -> None:
-    """See that there is a folder for a file, before time is spent on what goes into it.
+    """See that a file can be written, before time is spent on what goes into it.
 
     Raises:
-        MonetliteError: there is none.
+        MonetliteError: there is no folder for it, or nothing can be written there by this name.
     """
     if not target.parent.is_dir():
         raise MonetliteError(f"{target} can't be written: there is no folder {target.parent}; create it first")
+    try:
+        target = Path(os.path.realpath(target))
+        if target.exists() and not target.is_file():
+            raise MonetliteError(f"{target} can't be written: it is there, and not a file")
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", suffix=".part"):
+            pass  # as the file will be written, to be renamed then
+    except OSError as error:
+        raise MonetliteError(f"{target} can't be written: {error.strerror or error}") from error
 
 
 class Sweeping:
@@ -136,10 +148,15 @@ class Sweeping:
             self._bar.stop()
 
 
-def guard(run: Callable[[], None], debug: bool) -> None:
-    """Turn errors into a message and an exit code; a traceback only where it was asked for."""
+def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> None:
+    """Turn errors into a message and an exit code; a traceback only where it was asked for.
+
+    Ctrl-C ends a command, but one that `keeps_best`: the solve that it interrupts has a schedule, or none, as after
+    its time limit.
+    """
     try:
-        run()
+        with contextlib.nullcontext() if keeps_best else interrupts_kept():
+            run()
     except (KeyboardInterrupt, click.Abort):
         click.echo("monetlite: interrupted; nothing was written", err=True)
         raise SystemExit(EXIT_FAILED) from None

@@ -84,6 +84,8 @@ def solve_command(
         console, quiet = open_console(as_json)
         # Read the budget, and see that the output can be written, before spending a minute on it.
         parse_budget(budget, plain_peak_bytes=2**40)
+        if output:
+            check_folder(Path(output))
         layouts = layouts_to_try(layout, tolerance)
         if profiles:
             given = {"model": spec, "device": device, "optimizer": optimizer, "autocast": autocast}
@@ -124,7 +126,7 @@ def solve_command(
 
     if not profiles and spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")
-    guard(run, debug)
+    guard(run, debug, keeps_best=True)
 
 
 def _file_name(name: str, batch: int, budget: str) -> str:

@@ -1,11 +1,7 @@
 """Contenders that run by a schedule: monetlite's own, and what Checkmate and Gist may do, by the same runtime."""
 
-import contextlib
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 from torch import nn
 
@@ -14,6 +10,7 @@ from monetlite.comparison.contenders import Contender, Unsupported
 from monetlite.comparison.data import TITLES, Peer
 from monetlite.costs import Profile
 from monetlite.errors import InfeasibleBudget
+from monetlite.interrupts import interrupts_kept
 from monetlite.runtime import MONeTWrapper
 from monetlite.schedule import Schedule, plain_steps, simulate
 from monetlite.solving.baselines import restrict_gist
@@ -77,7 +74,7 @@ class Planner:
 
         profile = self.profiles[0].within(0.0)
         restriction = restrict_gist(profile)
-        with _interrupts_kept():
+        with interrupts_kept():
             solution = solve_profile(restriction.profile, budget_bytes, time_limit=self.time_limit, seed=self.seed)
         if solution.steps is None:
             raise _nothing_fits(solution.smallest_reached_bytes)
@@ -88,7 +85,7 @@ class Planner:
 
     def _solve(self, solve: Callable[[], Schedule]) -> Schedule:
         try:
-            with _interrupts_kept():
+            with interrupts_kept():
                 return solve()
         except InfeasibleBudget as error:
             raise _nothing_fits(error.reached_bytes) from error
@@ -122,29 +119,6 @@ def budget_setting(budget_bytes: int, *, compiled: bool = False, with_defaults: 
     """What a table calls a schedule for a budget."""
     words = [f"budget {format_bytes(budget_bytes)}"]
     return ", ".join([*words, *["default implementations"] * with_defaults, *["compiled"] * compiled])
-
-
-@contextlib.contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """Let Ctrl-C end everything: a solve that is interrupted returns its best so far, as if it had finished."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    pressed = False
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        signal.default_int_handler(number, frame)
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if pressed:
-            raise KeyboardInterrupt
 
 
 def _nothing_fits(reached_bytes: int | None) -> Unsupported:

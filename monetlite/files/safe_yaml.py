@@ -2,6 +2,7 @@
 
 import math
 import reprlib
+import unicodedata
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -162,13 +163,21 @@ class Record:
         self._path, self._where = path, where
         if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
             raise self._error("", f"should be a mapping of names, not {type(data).__name__}")
+        self._refuse_control("", *data)
         self._data = data
 
     def text(self, name: str) -> str:
         value = self._get(name)
         if not isinstance(value, str):
             raise self._error(name, f"should be text, not {shown(value)}")
+        self._refuse_control(name, value)
         return value
+
+    def _refuse_control(self, name: str, *texts: str) -> None:
+        """Refuse what a terminal would obey, in texts that are printed."""
+        for text in texts:
+            if any(unicodedata.category(character) == "Cc" and character not in "\n\t" for character in text):
+                raise self._error(name, f"should be text without control characters, not {shown(text)}")
 
     def integer(self, name: str, least: int = 0) -> int:
         value = self._get(name)
@@ -214,6 +223,7 @@ class Record:
         for item in self.items(name):
             if not isinstance(item, str):
                 raise self._error(name, f"should be a list of names; {shown(item)} is not one")
+            self._refuse_control(name, item)
         return tuple(self.items(name))
 
     def integers(self, name: str) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from monetlite.files.safe_yaml import Record, dump_yaml, load_yaml, shown
 from monetlite.schedule import Schedule, Status
 from monetlite.units import format_bytes
 
+AUTOCAST = ("bfloat16", "float16")
+"""What a step may be cast to."""
 FORMAT = "monetlite-schedule"
 _DIGEST = re.compile("[0-9a-f]{4}")
 
@@ -52,6 +54,12 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         status = Status(solve.text("status"))
     except ValueError:
         raise solve.error("status", f"is {solve.text('status')!r:.80}, which is not a status") from None
+    autocast = record.text("autocast") if record.optional("autocast") else ""
+    if autocast not in ("", *AUTOCAST):
+        raise record.error("autocast", f"is {autocast!r:.80}; it should be one of {', '.join(AUTOCAST)}")
+    tolerance = record.number("tolerance") if record.optional("tolerance") else 0.0
+    if not 0 <= tolerance < 1:
+        raise record.error("tolerance", f"is {tolerance:g}, which is not a fraction")
     environment, before, implementations = (
         costs.record("environment"),
         record.record("before"),
@@ -83,9 +91,9 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         environment={name: environment.text(name) for name in environment},
         optimizer=record.text("optimizer") if record.optional("optimizer") else None,
         accumulate=record.flag("accumulate") if record.optional("accumulate") else False,
-        tolerance=record.number("tolerance") if record.optional("tolerance") else 0.0,
+        tolerance=tolerance,
         layout=layout,
-        autocast=record.text("autocast") if record.optional("autocast") else "",
+        autocast=autocast,
         smallest_proven_bytes=solve.integer("smallest_proven_bytes"),
         smallest_reached_bytes=(
             solve.integer("smallest_reached_bytes") if solve.optional("smallest_reached_bytes") else None

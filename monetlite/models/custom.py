@@ -43,7 +43,7 @@ def build(spec: str, options: BuildOptions) -> BuiltModel:
         try:
             with options.device():
                 result = function(**arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ModelError(f"{spec} failed: {_last_line(error, module)}; fix it and try again") from error
     wanted = "return a torch.nn.Module, or a tuple (module, example_inputs)"
     if isinstance(result, torch.nn.Module):
@@ -95,7 +95,7 @@ def _load_file(spec: str, place: str) -> ModuleType:
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # leave nothing in the person's folder
     try:
         loader.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ModelError(f"{path} failed to import: {_last_line(error, module)}; fix it and try again") from error
     finally:
@@ -115,7 +115,7 @@ def _load_module(spec: str, place: str) -> ModuleType:
             f"{spec}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages; "
             "check the name, or give a file: path/to/file.py:build"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{spec}: importing {place} failed: {_last_line(error)}; fix it and try again") from error
 
 

@@ -142,7 +142,7 @@ def _about(found: Measurements) -> list[tuple[str, str]]:
         if place.process_bytes is not None:
             who = f"the process, {format_bytes(place.process_bytes)} before, grew by"
         text += f"; with {format_bytes(loading.input_bytes)} of inputs {who} {grew}"
-        if highest != grew:
+        if highest != grew and loading.growth.peak_bytes > loading.growth.kept_bytes:
             text += f", by up to {highest} on the way"
     rows.append(("weights", text))
     return rows
@@ -206,10 +206,9 @@ def _conclusions(found: Measurements, mode: Mode) -> list[str]:
 
 def _slope(line: Line, count: int) -> str:
     fewer, more = line.batches
-    sentence = (
-        f"Each sample takes {format_bytes(line.bytes_per_sample)} beside {format_bytes(line.fixed_bytes)} "
-        f"(from batches {fewer} and {more}"
-    )
+    # A steep end of a curve that bends meets the axis below zero: then there is nothing to say of what is beside.
+    beside = f" beside {format_bytes(line.fixed_bytes)}" if line.fixed_bytes > 0 else ""
+    sentence = f"Each sample takes {format_bytes(line.bytes_per_sample)}{beside} (from batches {fewer} and {more}"
     if count > 2:
         sentence += f"; smaller ones are within {max(line.deviation, 0.001):.1%} of that line"
     return sentence + ")."

@@ -234,12 +234,37 @@ def step_times_ms(trainees: Sequence[Trainee], repeats: int) -> list[list[float]
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """A scalar to train on: an output's `loss`, or the mean of the squares of all its floating-point tensors."""
+    """A scalar to train on: an output's `loss`, or the mean of the squares of all its floating-point tensors.
+
+    The latter takes no memory beside the outputs and their gradients, which is what a schedule counts of a loss.
+
+    Raises:
+        ModelError: nothing of the output has a gradient.
+    """
     if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
         found: torch.Tensor = output["loss"]
         return found
     tensors = [item for item in pytree.tree_leaves(output) if isinstance(item, torch.Tensor) and item.requires_grad]
-    return torch.stack([item.float().square().mean() for item in tensors]).sum()
+    if not tensors:
+        raise ModelError("nothing to train: no output of the model depends on a parameter that requires a gradient")
+    return torch.stack([_MeanSquare.apply(item) for item in tensors]).sum()  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+class _MeanSquare(torch.autograd.Function):
+    """The mean of a tensor's squares, in at least float32, and nothing of its size in between."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        norm: torch.Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+        return norm.square().div(max(1, tensor.numel())).float()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (tensor,) = ctx.saved_tensors
+        slope: torch.Tensor = tensor * (gradient * (2 / max(1, tensor.numel())))
+        return slope
 
 
 @contextlib.contextmanager

@@ -5,12 +5,13 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
-from monetlite.errors import DeviceError
+from monetlite.errors import DeviceError, ModelError
 from monetlite.profiling.devices import find_device
 from monetlite.profiling.meters import meter_for
 from monetlite.runtime.comparing import REORDERED_SUMS, SLACK, difference, differences, negligible
@@ -25,7 +26,7 @@ from monetlite.runtime.trainee import (
     off_by,
     step_times_ms,
 )
-from monetlite.runtime.wrapper import MONeTWrapper
+from monetlite.runtime.wrapper import MONeTWrapper, loaded
 from monetlite.schedule import Schedule
 from monetlite.tracing.build import Inputs, split_inputs
 from monetlite.tracing.signature import tensors_in_order
@@ -36,7 +37,7 @@ MOST_ALLOWED = 0.5
 
 def verify(
     model: nn.Module,
-    schedule: Schedule,
+    schedule: Schedule | str | PathLike[str],
     example_inputs: Inputs,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -51,7 +52,7 @@ def verify(
 
     Args:
         model: the module the schedule is for, in training mode (a wrapped one is unwrapped).
-        schedule: as for `MONeTWrapper`.
+        schedule: the schedule, or the file or `zoo:` name that it is loaded from.
         example_inputs: as for `trace`.
         loss: makes a scalar of the model's output; by default its `loss`, or the mean of the squares of
             every floating-point output.
@@ -64,6 +65,9 @@ def verify(
     Raises:
         ScheduleMismatch, ModelError: as `MONeTWrapper`.
     """
+    if repeats < 1:
+        raise ModelError(f"{repeats} timed steps measure nothing; take at least 1")
+    schedule = loaded(schedule)
     if isinstance(model, MONeTWrapper):
         model = model.model
     limits = limits or Limits()

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ from monetlite.tracing.capture import (
 )
 from monetlite.tracing.recording import install_recorders
 from monetlite.tracing.signature import tensors_in_order
-from monetlite.units import format_bytes
+from monetlite.units import format_bytes, parse_budget
 
 PLAIN_SHARE = 0.8
 """Of the budget: what plain training may store for inputs that a schedule can't be applied to. The rest is for
@@ -62,6 +63,7 @@ OPTIONS = frozenset(
     }
 )
 """Arguments of `monetlite.optimize` that a wrapper with a budget passes on."""
+_AMOUNT = re.compile(r"[\d.]+\s*(%|[kmgt]?i?b)", re.IGNORECASE)
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
 
 
@@ -127,8 +129,14 @@ class MONeTWrapper(Delegating):
         **options: Any,
     ) -> None:
         super().__init__()
+        if isinstance(schedule, str) and budget is None and _AMOUNT.fullmatch(schedule.strip()):
+            raise ModelError(
+                f"{schedule!r} stands where a schedule goes; for a budget: MONeTWrapper(model, budget={schedule!r})"
+            )
+        if budget is not None:
+            parse_budget(budget, plain_peak_bytes=2**40)
         several = schedule if isinstance(schedule, Sequence) and not isinstance(schedule, str) else (schedule,)
-        given = [_loaded(item) for item in several]
+        given = [loaded(item) for item in several]
         if not given and budget is None:
             raise ModelError("give a schedule, or a budget to solve one for: MONeTWrapper(model, budget='6GB')")
         if unknown := set(options) - OPTIONS:
@@ -364,7 +372,12 @@ class MONeTWrapper(Delegating):
         return f"schedule={self.schedule.name}, budget_bytes={self.schedule.budget_bytes}"
 
 
-def _loaded(schedule: OneSchedule) -> Schedule:
+def loaded(schedule: OneSchedule) -> Schedule:
+    """A schedule, from its file or from the collection if it is named.
+
+    Raises:
+        ScheduleFileError: there is none by this name, or it can't be read.
+    """
     if isinstance(schedule, Schedule):
         return schedule
     from monetlite.files import load_schedule

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from monetlite.costs import Profile
 from monetlite.errors import SolverError
+from monetlite.interrupts import BOUND_THREAD, ends_everything
 from monetlite.schedule import Status, Step, plain_steps
 from monetlite.solving import baselines
 from monetlite.solving.bounds import integer_bound, latency_bound, trivial_bound_ms
@@ -56,7 +57,8 @@ def solve_profile(
     Args:
         profile: the graph and its costs.
         budget_bytes: no step may need more memory.
-        time_limit: seconds after which the best so far is returned; Ctrl-C does the same at once.
+        time_limit: seconds after which the best so far is returned; Ctrl-C does the same at once, outside of
+            `interrupts_kept`.
         seed: of the searches.
         solver: which solver takes the boolean program: SCIP, HIGHS or GUROBI.
         starts: steps to begin from, such as a schedule for another budget; illegal ones are ignored.
@@ -72,7 +74,8 @@ def solve_profile(
     try:
         infeasible = _run(race, seed=seed, solver=solver, starts=tuple(starts))
     except KeyboardInterrupt:
-        pass
+        if ends_everything():
+            raise
     finally:
         race.stopped.set()
     return _solution(race, infeasible)
@@ -113,7 +116,7 @@ def _run(race: Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...], 
         race.raise_bound(exact.lower_bound_ms, "exhaustive")
         if race.should_stop():
             return False
-    bounding = threading.Thread(target=_bound, args=(race,), name="monetlite-bound", daemon=True)
+    bounding = threading.Thread(target=_bound, args=(race,), name=BOUND_THREAD, daemon=True)
     race.bounding = True
     bounding.start()
     try:

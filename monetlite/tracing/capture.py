@@ -304,8 +304,10 @@ def capture(
         if not captured:
             raise own_error(error) or explain(error) from error
     if not captured:
+        off = "" if torch.is_grad_enabled() else "; gradients are switched off here (torch.no_grad)"
         raise TraceError(
             "nothing to train: no output of the model depends on a parameter or an input that requires a gradient"
+            f"{off}"
         )
     return captured[0]
 

@@ -358,3 +358,23 @@ def test_paths_that_cannot_be_read(what, tmp_path):
     path = {"absent": tmp_path / "no.yaml", "folder": tmp_path, "unreadable name": "a\0b"}[what]
     with pytest.raises(ScheduleFileError, match="can't be read"):
         monetlite.load_schedule(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "where"),
+    [
+        ("autocast: bfloat16", "autocast: foo", "autocast"),
+        ("tolerance: ", "tolerance: 5\nx_tolerance: ", "tolerance"),
+        ("model: ", 'model: "\\e[31mred\\e]0;title\\a"\nx_model: ', "model"),
+    ],
+)
+def test_what_no_step_is_run_with_is_refused(written, instead, where, tmp_path):
+    """A type to cast to that there isn't, a tolerance of everything, and text that a terminal would obey."""
+    path = tmp_path / "s.yaml"
+    full_schedule().save(path)
+    text = path.read_text()
+    assert written in text
+    path.write_text(text.replace(written, instead, 1))
+    with pytest.raises(ScheduleFileError, match=where) as refused:
+        monetlite.load_schedule(path)
+    assert str(refused.value).isprintable()

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import monetlite
-from monetlite.errors import ModelError, ScheduleMismatch
+from monetlite.errors import BudgetError, ModelError, ScheduleMismatch
 from monetlite.profiling import meters
+from monetlite.runtime.trainee import default_loss
 from monetlite.schedule import plain_steps
 
 
@@ -141,3 +142,41 @@ def test_a_model_that_cannot_be_copied_is_verified_with_an_error_that_says_so():
     schedule = schedule_of(free_profile(graph), plain_steps(graph))
     with pytest.raises(ModelError, match=r"can't be copied.*parametrizations"):
         monetlite.verify(model, schedule, x)
+
+
+def test_a_step_of_large_outputs_takes_what_is_predicted():
+    """Verified by a loss that takes nothing beside their gradient."""
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4000)), torch.randn(256, 16)
+    schedule = monetlite.optimize(model, x, "100%", time_limit=1)
+    report = monetlite.verify(model, schedule, x, repeats=1)
+    assert report.peak_bytes <= schedule.budget_bytes
+    assert report.largest_difference == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_default_loss_is_the_mean_square(dtype):
+    output = torch.randn(7, 5, dtype=dtype, requires_grad=True)
+    found = default_loss((output, torch.ones(3)))
+    expected = output.detach().float().requires_grad_()
+    expected.square().mean().backward()
+    found.backward()
+    torch.testing.assert_close(found.detach(), expected.detach().square().mean(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(output.grad, expected.grad.to(dtype))
+    with pytest.raises(ModelError, match="nothing to train"):
+        default_loss({"logits": torch.ones(3)})
+
+
+def test_what_wrap_and_verify_take(tmp_path):
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)), torch.randn(16, 6)
+    graph = monetlite.trace(model, x)
+    schedule_of(free_profile(graph), plain_steps(graph)).save(tmp_path / "s.yaml")
+    assert monetlite.verify(model, str(tmp_path / "s.yaml"), x, repeats=1).largest_difference == 0
+    with pytest.raises(ModelError, match="take at least 1"):
+        monetlite.verify(model, tmp_path / "s.yaml", x, repeats=0)
+    with pytest.raises(ModelError, match=r"for a budget: MONeTWrapper\(model, budget='6GB'\)"):
+        monetlite.MONeTWrapper(model, "6GB")
+    with pytest.raises(BudgetError):
+        monetlite.MONeTWrapper(model, budget="much")
+    assert list(monetlite.sweep(free_profile(graph), "100%", time_limit=1)) == ["100%"]
+    with pytest.raises(ModelError, match="time_limit"):
+        monetlite.solve(free_profile(graph), "100%", time_limit=float("nan"))

@@ -1,0 +1,102 @@
+"""Ctrl-C: a solve returns its best so far, more than a solve ends; so do processes in which a solver is at work."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import monetlite
+from monetlite.batches import largest_batch
+from monetlite.interrupts import BOUND_THREAD, interrupts_kept
+from monetlite.solving.race import Race
+
+
+@pytest.fixture
+def pressed(monkeypatch):
+    """Presses Ctrl-C when something has been found, and counts the solves that then begin."""
+    begun = []
+    offer, begin = Race.offer, Race.__init__
+
+    def counting(self, *args):
+        begin(self, *args)
+        begun.append(self)
+
+    def pressing(self, *args):
+        offer(self, *args)
+        if self.steps is not None and len(begun) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Race, "__init__", counting)
+    monkeypatch.setattr(Race, "offer", pressing)
+    return begun
+
+
+def price(batch):
+    layers = [module for _ in range(4) for module in (nn.Linear(64, 64), nn.Tanh())]
+    return monetlite.profile(monetlite.trace(nn.Sequential(*layers), torch.randn(batch, 64)), "rtx-3090")
+
+
+def test_a_solve_returns_what_it_has(pressed):
+    assert monetlite.solve(price(512), "100%", time_limit=30).peak_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: monetlite.sweep(price(512), ["100%", "90%", "80%"], time_limit=30),
+        lambda: largest_batch(price, 2_000_000, first=512, step=64, time_limit=60),
+        lambda: monetlite.optimize(
+            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+            torch.randn(64, 8),
+            "100%",
+            device="rtx-3090",
+        ),
+    ],
+    ids=["sweep", "largest batch", "optimize"],
+)
+def test_more_than_a_solve_ends(run, pressed):
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert len(pressed) == 1
+
+
+def test_handlers_are_put_back_and_other_threads_left_alone():
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts_kept():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+    seen = []
+
+    def elsewhere():
+        with interrupts_kept():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_a_process_ends_by_its_exit_code_while_bounds_are_computed():
+    """The thread is in a solver's own code for much longer."""
+    program = f"""
+import sys, threading, time
+threading.Thread(target=time.sleep, args=(60,), name={BOUND_THREAD!r}, daemon=True).start()
+sys.argv = ["monetlite", *sys.argv[1:]]
+from monetlite.cli import run
+run()
+"""
+    for arguments, code in ((["--version"], 0), (["solve", "--bogus"], 2)):
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code
+        assert done.stdout or done.stderr
+        assert time.monotonic() - began < 50
