@@ -63,7 +63,7 @@ class Chart {
     return [
       element("b", {}, run.label),
       `: ${formatMs(run.startMs[run.count])}, ${counted(run.count, "step")}, peak ${peak} at `,
-      named(run.name(run.peakStep)), ` (step ${run.peakStep + 1})`,
+      named(run.name(run.peakStep)), ` (step ${run.peakStep})`,
     ];
   }
 

@@ -41,7 +41,7 @@ class Search {
     list.hidden = !this.steps.length;
     list.replaceChildren(...this.steps.slice(0, MOST_LISTED).map((step, number) => element("li", {},
       namedLink(run.name(step), () => this.show(number)),
-      ` ${run.part(step)}, step ${step + 1}`)));
+      ` ${run.part(step)}, step ${step}`)));
     if (this.steps.length > MOST_LISTED) list.append(element("li", {}, `${this.steps.length - MOST_LISTED} more`));
   }
 
