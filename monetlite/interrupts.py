@@ -1,4 +1,4 @@
-"""Ctrl-C in the midst of more than one solve: each returns its best so far, and the whole is to end."""
+"""Ctrl-C: one solve that is interrupted returns its best so far; what is more than one solve ends."""
 
 import contextlib
 import signal

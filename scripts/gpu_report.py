@@ -42,7 +42,7 @@ from gpu_report_models import SMALL, SUBJECTS, Built  # noqa: E402  # beside thi
 
 import monetlite  # noqa: E402  # from this checkout, installed or not
 from monetlite.comparison import checkpointing, compiled  # noqa: E402
-from monetlite.comparison.bench import Bench, Entrant  # noqa: E402
+from monetlite.comparison.bench import Bench, Entrant, reason  # noqa: E402
 from monetlite.comparison.contenders import Contender  # noqa: E402
 from monetlite.comparison.data import TITLES, Peer, Run  # noqa: E402
 from monetlite.comparison.environment import environment  # noqa: E402
@@ -167,7 +167,10 @@ def measure(args: argparse.Namespace) -> int:
                 found["rows"] = [*before, *rows]
                 save()
 
-            found |= measured(name, solved[name], args, began + args.seconds, beside_compiled, show)
+            try:
+                found |= measured(name, solved[name], args, began + args.seconds, beside_compiled, show)
+            except Exception as error:  # such as memory that doesn't hold the model: the others are measured all the same
+                report["left_out"].append(f"{name}: {reason(error)}")
             tidy(args.device)
             print(f"{name}: {time.monotonic() - began:.0f} s since the start", flush=True)
     save()
