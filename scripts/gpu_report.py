@@ -169,7 +169,9 @@ def measure(args: argparse.Namespace) -> int:
 
             try:
                 found |= measured(name, solved[name], args, began + args.seconds, beside_compiled, show)
-            except Exception as error:  # such as memory that doesn't hold the model: the others are measured all the same
+            except (
+                Exception
+            ) as error:  # such as memory that doesn't hold the model: the others are measured all the same
                 report["left_out"].append(f"{name}: {reason(error)}")
             tidy(args.device)
             print(f"{name}: {time.monotonic() - began:.0f} s since the start", flush=True)

@@ -111,7 +111,6 @@ def is_resident(argument: Argument) -> TypeGuard[TensorRef]:
     return isinstance(argument, TensorRef) and argument.value is None
 
 
-@function("require_invertible")
 def require_invertible(
     operators: list[str], weights: list[torch.Tensor], biases: list[torch.Tensor | None]
 ) -> None:

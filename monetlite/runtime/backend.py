@@ -71,6 +71,8 @@ def monetlite(
         Those of `monetlite.optimize`.
     """
     chosen = _options(options, others)
+    # Libraries add methods to loggers; one that was imported after this file is captured from the next time on.
+    torch._dynamo.config.ignore_logging_functions |= logging_methods()
     _refuse_breaks(graph)
     _refuse_numpy_draws(graph)
     if any(isinstance(item, torch.SymInt) for item in inputs):
