@@ -4,6 +4,8 @@ Each graph that TorchDynamo hands over is priced and solved when it is compiled,
 on. What one process has solved is kept for as long as it lives; with `schedule` it is kept in a file.
 """
 
+import contextlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -55,6 +57,10 @@ class Options:
 # Messages in a model's code (transformers warns of much) would take its graph apart; TorchDynamo leaves loggers out
 # and has warnings come afterwards where it is told to, which it has to be before it begins.
 log_settings_quietly()
+if importlib.util.find_spec("transformers") is not None:
+    # It gives loggers a method of its own, which a model may call before this file is asked for anything again.
+    with contextlib.suppress(Exception):
+        importlib.import_module("transformers.utils.logging")
 torch._dynamo.config.ignore_logging_functions |= logging_methods()
 torch._dynamo.config.reorderable_logging_functions |= {print, warnings.warn}
 
@@ -71,8 +77,6 @@ def monetlite(
         Those of `monetlite.optimize`.
     """
     chosen = _options(options, others)
-    # Libraries add methods to loggers; one that was imported after this file is captured from the next time on.
-    torch._dynamo.config.ignore_logging_functions |= logging_methods()
     _refuse_breaks(graph)
     _refuse_numpy_draws(graph)
     if any(isinstance(item, torch.SymInt) for item in inputs):

@@ -1,6 +1,8 @@
 """`torch.compile(model, backend="monetlite", options=...)`: plain training, within the budget, by another door."""
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -153,3 +155,11 @@ def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     assert gpu_of(nn.Linear(2, 2), (torch.ones(2),)) is None
     assert on_gpu(lambda number: (number, now[0]), there.device)(7) == (7, 1)
     assert now == [0]
+
+
+def test_what_transformers_logs_by_is_known_though_it_is_imported_later():
+    program = (
+        "import monetlite.runtime.backend, torch, transformers, logging\n"
+        "assert logging.Logger.warning_once in torch._dynamo.config.ignore_logging_functions"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
