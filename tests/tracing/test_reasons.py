@@ -100,6 +100,8 @@ def place(function):
 
 @pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
 def test_reasons_are_the_models_own(function):
+    if function is solves and torch.__version__ < "2.12":
+        pytest.skip("such operators are captured like others there")
     model = Net(function, recurrent=nn.GRU(6, 5), cumulative=nn.BatchNorm1d(6, momentum=None))
     with pytest.raises(TraceError, match=f"{place(function)}.*{REFUSED[function]}") as refused:
         monetlite.trace(model, torch.randn(4, 6))
