@@ -82,6 +82,7 @@ class Batches:
     points: tuple[Point, ...]
 
 
+@interrupts_kept()
 def largest_batch(
     price: Callable[[int], Profile],
     budget_bytes: int,
@@ -110,32 +111,6 @@ def largest_batch(
         DeviceError: `reserved`, and costs that are not a GPU's.
         ModelError: the budget holds a million samples; something else is the matter.
     """
-    with interrupts_kept():
-        return _largest_batch(
-            price,
-            budget_bytes,
-            first=first,
-            step=step,
-            tolerance=tolerance,
-            reserved=reserved,
-            time_limit=time_limit,
-            seed=seed,
-            progress=progress,
-        )
-
-
-def _largest_batch(
-    price: Callable[[int], Profile],
-    budget_bytes: int,
-    *,
-    first: int,
-    step: int,
-    tolerance: float,
-    reserved: bool,
-    time_limit: float,
-    seed: int,
-    progress: Callable[[int, str], None] | None,
-) -> Batches:
     from monetlite.api import solve
 
     prober = _Prober(price, budget_bytes, tolerance, reserved, time_limit * _PROBE_SHARE / 10, seed, progress)

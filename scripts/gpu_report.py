@@ -150,6 +150,7 @@ def measure(args: argparse.Namespace) -> int:
         Path(f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
         Path(f"{stem}.md").write_text(markdown(report))
 
+    broken = False
     names = list(args.model or SUBJECTS)
     solved = {name: list(_schedules(args.schedules, name, args.small)) for name in names}
     report["left_out"] = [f"{name}: no schedule in {args.schedules}" for name in names if not solved[name]]
@@ -173,6 +174,7 @@ def measure(args: argparse.Namespace) -> int:
                 Exception
             ) as error:  # such as memory that doesn't hold the model: the others are measured all the same
                 report["left_out"].append(f"{name}: {reason(error)}")
+                broken = True
             tidy(args.device)
             print(f"{name}: {time.monotonic() - began:.0f} s since the start", flush=True)
     save()
@@ -180,7 +182,7 @@ def measure(args: argparse.Namespace) -> int:
     checks = [check for found in report["models"].values() for row in found["rows"] for check in row["checks"]]
     failed = [check for check in checks if not check["passed"]]
     print(f"{len(checks) - len(failed)} of {len(checks)} checks passed")
-    return 1 if failed or not checks else 0
+    return 1 if failed or broken or not checks else 0
 
 
 def measured(

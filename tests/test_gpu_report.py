@@ -28,6 +28,8 @@ def test_profile_there_solve_here_measure_there(tmp_path):
     profiles, solved, report = (tmp_path / name for name in ("profiles", "solved", "report"))
     done = run("profile", "--device", "cpu", *SMALL, "--output", profiles, lean=True)
     assert done.returncode == 0, done.stderr
+    again = run("profile", "--device", "cpu", "--seconds", "0", *SMALL, "--output", profiles, lean=True)
+    assert again.returncode == 0, "what is there is not measured again"
     done = run("solve", profiles, *SMALL, "--time-limit", "2", "--output", solved, lean=False)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in solved.iterdir()} == {"gpt_90pct.yaml", "gpt_75pct.yaml"}, done.stdout

@@ -34,13 +34,12 @@ from monetlite.tracing.capture import (
     Joint,
     capture_settings,
     compile_step,
-    explain,
-    own_error,
     program_limit,
     refuse_uninitialized,
     too_many_programs,
     training_step,
 )
+from monetlite.tracing.explaining import explain, own_error
 from monetlite.tracing.recording import install_recorders
 from monetlite.tracing.signature import tensors_in_order
 from monetlite.units import format_bytes, parse_budget
