@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.captured.calls import spec_of
 from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.operators import packing_triton
 from monetlite.operators.kernel import Kernel, is_dense, is_whole, same_layout
 from monetlite.operators.packing import (
+    from_packed,
     in_order,
     out_of_order,
     over_in_order,
@@ -37,6 +39,7 @@ from monetlite.operators.registry import (
     intermediates_for,
     name_of,
 )
+from monetlite.operators.triton_launch import usable
 
 _NATIVE = torch.ops.aten.native_dropout.default
 _FORWARD = "aten.native_dropout.default"
@@ -222,8 +225,12 @@ def dropout_backward_from_mask(
     gradient: torch.Tensor, mask: torch.Tensor, strides: list[int], scale: float
 ) -> torch.Tensor:
     """gradient · kept · scale, where `mask` is what was kept, packed in the order of these strides."""
-    copy = gradient.clone(memory_format=torch.preserve_format)
-    return dropout_backward_from_mask_(copy, mask, strides, scale)
+    return from_packed(
+        gradient,
+        strides,
+        fused=lambda flat, result: packing_triton.scaled(flat, mask, scale, result),
+        over=lambda copy: dropout_backward_from_mask_(copy, mask, strides, scale),
+    )
 
 
 @function("dropout_backward_from_mask_", passes=1.3, workspace_bytes=workspace_bytes)
@@ -233,6 +240,9 @@ def dropout_backward_from_mask_(
     """The same, over the gradient."""
 
     def write(flat: torch.Tensor) -> None:
+        if usable(flat):
+            packing_triton.scaled(flat, mask, scale, flat)
+            return
         for where, kept in unpacked(mask, flat.numel()):
             flat[where] = torch.ops.aten.native_dropout_backward.default(flat[where], kept, scale)
 

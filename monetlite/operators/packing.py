@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from monetlite.graph import Call
 from monetlite.operators import packing_triton
 from monetlite.operators.registry import function
+from monetlite.operators.triton_launch import usable
 
 _GATHER_BITS = 0x0102040810204080
 _PIECE = {"cpu": 2**18, "cuda": 2**26}
@@ -57,7 +58,7 @@ def pack(source: torch.Tensor, strides: Sequence[int], predicate: Outside | None
     """
     flat = in_order(source, strides)
     packed = flat.new_empty(packed_bytes(flat.numel()), dtype=torch.uint8)
-    if packing_triton.usable(flat):
+    if usable(flat):
         if predicate is None:
             packing_triton.pack_true(flat, packed)
         else:
@@ -127,10 +128,33 @@ def _is_laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     )
 
 
+def from_packed(
+    gradient: torch.Tensor,
+    strides: Sequence[int],
+    fused: Callable[[torch.Tensor, torch.Tensor], object],
+    over: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """A gradient that a packed mask changes, as a new tensor.
+
+    By `fused`, a kernel from one flat tensor to another, where Triton can run it; else by `over`, which overwrites
+    a copy of the gradient.
+    """
+    if not _is_laid_out(gradient, strides) or not usable(gradient):
+        return over(gradient.clone(memory_format=torch.preserve_format))
+    result = torch.empty_like(gradient, memory_format=torch.preserve_format)
+    fused(in_order(gradient, strides), in_order(result, strides))
+    return result
+
+
 @function("masked_gradient", passes=1.3, workspace_bytes=workspace_bytes)
 def masked_gradient(gradient: torch.Tensor, blocked: torch.Tensor, strides: list[int]) -> torch.Tensor:
     """A gradient with zeros where a mask has ones, packed in the order of these strides."""
-    return masked_gradient_(gradient.clone(memory_format=torch.preserve_format), blocked, strides)
+    return from_packed(
+        gradient,
+        strides,
+        fused=lambda flat, result: packing_triton.cleared(flat, blocked, result),
+        over=lambda copy: masked_gradient_(copy, blocked, strides),
+    )
 
 
 @function("masked_gradient_", passes=1.3, workspace_bytes=workspace_bytes)
@@ -138,7 +162,7 @@ def masked_gradient_(gradient: torch.Tensor, blocked: torch.Tensor, strides: lis
     """The same, over the gradient."""
 
     def write(flat: torch.Tensor) -> None:
-        if packing_triton.usable(flat):
+        if usable(flat):
             packing_triton.clear(flat, blocked)
             return
         for where, mask in unpacked(blocked, flat.numel()):

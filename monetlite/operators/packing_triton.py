@@ -1,79 +1,48 @@
-"""Packing on a GPU, by Triton kernels that read and write everything once.
+"""Packing on a GPU, and gradients from what is packed, by Triton kernels that read and write everything once.
 
 With torch's operators (`packing.py`) a mask is a byte an element on the way, and the pieces of it pass through
-memory several times; here the bits never leave registers. Used for CUDA tensors where Triton is installed, which
-torch for CUDA brings. The bits are the same: bit i of a byte is element i of its eight.
-
-In Triton's interpreter (`TRITON_INTERPRET=1`) the same kernels run on CPU tensors, which is how they are tested
-without a GPU.
+memory several times; here the bits never leave registers. The bits are the same: bit i of a byte is element i of
+its eight.
 """
-
-import os
-import warnings
-from functools import cache
-from typing import Any
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch for the CPU comes without it
-    triton = None
+from monetlite.operators.triton_launch import launch, tl, triton
 
 _BYTES = 512
 """Bytes of a mask that one program of a kernel packs or unpacks: 4,096 elements."""
 
 
-def usable(tensor: torch.Tensor) -> bool:
-    """Whether the kernels can run on a tensor: one with memory, on a device that they are compiled for here.
-
-    Bounds are float32, so float64 is left to torch.
-    """
-    on_device = tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    traced = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
-    if triton is None or not on_device or traced or tensor.dtype is torch.float64:
-        return False
-    return works(tensor.device)
-
-
-@cache
-def works(device: torch.device) -> bool:
-    """Whether a kernel can be compiled and run on a device, which takes a C compiler; a warning where it can't."""
-    try:
-        packed = torch.empty(1, dtype=torch.uint8, device=device)
-        pack_true(torch.ones(8, dtype=torch.bool, device=device), packed)
-        return packed.item() == 0xFF
-    except Exception as error:  # whatever compilers, linkers and drivers raise
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        warnings.warn(
-            f"Triton can't make a kernel for {device} here ({reason}); masks are packed by torch's operators, "
-            "which take longer",
-            stacklevel=2,
-        )
-        return False
-
-
 def pack_outside(flat: torch.Tensor, packed: torch.Tensor, low: float, high: float) -> None:
     """Pack `x ≤ low or x ≥ high` of a flat tensor's elements; with NaN for a bound, that side has none."""
-    _launch(_pack_outside, packed, flat, packed, flat.numel(), float(low), float(high))
+    launch(_pack_outside, packed, _grid(packed), flat, packed, flat.numel(), float(low), float(high), BYTES=_BYTES)
 
 
 def pack_true(flat: torch.Tensor, packed: torch.Tensor) -> None:
     """Pack a flat tensor of booleans."""
-    _launch(_pack_true, packed, flat.view(torch.uint8), packed, flat.numel())
+    launch(_pack_true, packed, _grid(packed), flat.view(torch.uint8), packed, flat.numel(), BYTES=_BYTES)
 
 
 def clear(flat: torch.Tensor, packed: torch.Tensor) -> None:
     """Write zeros over a flat tensor where a packed mask has ones."""
-    _launch(_clear, packed, flat, packed, flat.numel())
+    launch(_clear, packed, _grid(packed), flat, packed, flat.numel(), BYTES=_BYTES)
 
 
-def _launch(kernel: Any, packed: torch.Tensor, *arguments: Any) -> None:
-    if not packed.numel():
-        return
-    with torch.cuda.device_of(packed):  # type: ignore[no-untyped-call]  # torch has no types for it
-        kernel[(triton.cdiv(packed.numel(), _BYTES),)](*arguments, BYTES=_BYTES)
+def cleared(flat: torch.Tensor, packed: torch.Tensor, result: torch.Tensor) -> None:
+    """Write a flat tensor's elements to another one, and zeros where a packed mask has ones."""
+    launch(_cleared, packed, _grid(packed), flat, packed, result, flat.numel(), BYTES=_BYTES)
+
+
+def scaled(flat: torch.Tensor, packed: torch.Tensor, scale: float, result: torch.Tensor) -> None:
+    """Write element · bit · scale to a flat tensor, which may be the same one.
+
+    Multiplied in float32 in this order, as torch's `native_dropout_backward` does on a GPU, and rounded once.
+    """
+    launch(_scaled, packed, _grid(packed), flat, packed, result, flat.numel(), float(scale), BYTES=_BYTES)
+
+
+def _grid(packed: torch.Tensor) -> tuple[int]:
+    return (-(-packed.numel() // _BYTES),)
 
 
 if triton is not None:
@@ -90,6 +59,11 @@ if triton is not None:
         tl.store(packed + number, byte.to(tl.uint8), mask=number * 8 < count)
 
     @triton.jit
+    def _bits(packed, number, count):
+        byte = tl.load(packed + number, mask=number * 8 < count, other=0).to(tl.int32)
+        return (byte[:, None] >> tl.arange(0, 8)[None, :]) & 1
+
+    @triton.jit
     def _pack_outside(source, packed, count, low, high, BYTES: tl.constexpr):
         number, at, there = _elements(count, BYTES)
         value = tl.load(source + at, mask=there, other=0).to(tl.float32)
@@ -104,6 +78,19 @@ if triton is not None:
     @triton.jit
     def _clear(gradient, packed, count, BYTES: tl.constexpr):
         number, at, there = _elements(count, BYTES)
-        byte = tl.load(packed + number, mask=number * 8 < count, other=0).to(tl.int32)
-        blocked = ((byte[:, None] >> tl.arange(0, 8)[None, :]) & 1) != 0
+        blocked = _bits(packed, number, count) != 0
         tl.store(gradient + at, tl.zeros(at.shape, gradient.dtype.element_ty), mask=there & blocked)
+
+    @triton.jit
+    def _cleared(gradient, packed, result, count, BYTES: tl.constexpr):
+        number, at, there = _elements(count, BYTES)
+        value = tl.load(gradient + at, mask=there, other=0)
+        blocked = _bits(packed, number, count) != 0
+        tl.store(result + at, tl.where(blocked, 0.0, value).to(value.dtype), mask=there)
+
+    @triton.jit
+    def _scaled(gradient, packed, result, count, scale, BYTES: tl.constexpr):
+        number, at, there = _elements(count, BYTES)
+        value = tl.load(gradient + at, mask=there, other=0).to(tl.float32)
+        value = _bits(packed, number, count).to(tl.float32) * value * scale
+        tl.store(result + at, value.to(result.dtype.element_ty), mask=there)

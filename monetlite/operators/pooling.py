@@ -1,7 +1,8 @@
 """Max pooling: its gradient needs where the maxima were, and nothing of the input they were found in.
 
 ATen keeps each maximum's place as a 64-bit index into the plane. Within its window one byte says as much: the
-window has at most 256 places, and where it lies follows from the place of the result.
+window has at most 256 places, and where it lies follows from the place of the result. On a GPU with Triton, kernels
+of our own find it and follow it in one pass.
 """
 
 import math
@@ -14,6 +15,7 @@ from torch import fx
 
 from monetlite.captured.calls import spec_of
 from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.operators import pooling_triton
 from monetlite.operators.kernel import Kernel, is_contiguous, is_dense
 from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for, name_of
 
@@ -121,11 +123,14 @@ def pooling_offsets(
 ) -> torch.Tensor:
     """The place in its window of each maximum that `max_pool2d_with_indices` found, row by row: a uint8 tensor."""
     window = Window.of(kernel_size, stride, padding, dilation, tuple(input_shape))
+    offsets = torch.empty_like(indices, dtype=torch.uint8)
+    if pooling_triton.serves(window, indices):
+        pooling_triton.offsets(indices, window, offsets)
+        return offsets
     first = window.first(indices)
     steps = window.steps(indices.device)
     number = steps.new_zeros(window.furthest + 1, dtype=torch.uint8)
     number[steps] = torch.arange(len(steps), dtype=torch.uint8, device=indices.device)
-    offsets = torch.empty_like(indices, dtype=torch.uint8)
     for rows in _chunks(indices):
         # Indices made up to measure with may lie outside of their windows.
         offsets[rows] = number[(indices[rows] - first).clamp_(0, len(number) - 1)]
@@ -145,8 +150,11 @@ def max_pool2d_backward_from_offsets(
 ) -> torch.Tensor:
     """Gradient of `max_pool2d` with respect to its input, from `pooling_offsets`."""
     window = Window.of(kernel_size, stride, padding, dilation, tuple(input_shape))
-    first, steps = window.first(offsets), window.steps(offsets.device)
     result, plane = gradient.new_empty(input_shape), input_shape[-2] * input_shape[-1]
+    if pooling_triton.serves(window, gradient, offsets, result):
+        pooling_triton.gradient_from(gradient, offsets, window, result)
+        return result
+    first, steps = window.first(offsets), window.steps(offsets.device)
     rest = (kernel_size, stride, padding, dilation, ceil_mode)
     for rows in _chunks(offsets):
         # What is outside of the plane could only come of offsets that were never found; it must not be written.
