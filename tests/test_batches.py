@@ -102,7 +102,7 @@ class TestCommand:
         "--device",
         "rtx-3090",
         "--time-limit",
-        "2",
+        "1",
     )
 
     def test_a_table_and_json(self):
@@ -135,8 +135,8 @@ def test_a_budget_of_reserved_memory():
         layers = [module for _ in range(6) for module in (nn.Linear(512, 512), nn.Tanh())]
         return monetlite.profile(monetlite.trace(nn.Sequential(*layers), randn(batch, 512)), "rtx-3090")
 
-    found = largest_batch(wide, budget_bytes, first=512, step=64, reserved=True, time_limit=3)
-    by_peaks = largest_batch(wide, budget_bytes, first=512, step=64, time_limit=3)
+    found = largest_batch(wide, budget_bytes, first=512, step=64, reserved=True, time_limit=2)
+    by_peaks = largest_batch(wide, budget_bytes, first=512, step=64, time_limit=2)
     assert 0 < found.plain_largest < found.largest < by_peaks.largest
     for point in found.points:
         profile = wide(point.batch)

@@ -15,7 +15,7 @@ from monetlite.solving.moves import build_moves
 from monetlite.solving.problem import build_problem
 
 numpy.seterr(all="ignore")
-for seed in range(100, 112):
+for seed in range(100, 106):
     profile = random_profile(random.Random(seed))
     problem = build_problem(profile)
     workspace = Workspace(problem, build_moves(problem), seed)
