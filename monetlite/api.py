@@ -13,6 +13,7 @@ from monetlite.graph import OperatorGraph
 from monetlite.interrupts import interrupts_kept
 from monetlite.schedule import Schedule, Status, Step, Timeline, plain_steps, simulate
 from monetlite.units import format_bytes, parse_budget
+from monetlite.unplanned import unplanned_loss
 
 ALL, DEFAULT_ONLY = "all", "default"
 """Which implementations may be chosen."""
@@ -329,7 +330,7 @@ def optimize(
             for chosen in layouts_to_try(layout, tolerance)
         ]
     with interrupts_kept():
-        return solve_layouts(
+        schedule = solve_layouts(
             profiles,
             budget,
             tolerance=tolerance,
@@ -341,6 +342,9 @@ def optimize(
             seed=seed,
             starts=starts,
         )
+    if outside := unplanned_loss(profiles[0].graph, schedule.budget_bytes):
+        warnings.warn(outside, stacklevel=2)
+    return schedule
 
 
 def _checked_tolerance(tolerance: float) -> float:

@@ -12,6 +12,7 @@ from monetlite.costs import Profile
 from monetlite.graph import CHANNELS_LAST
 from monetlite.schedule import Schedule, Timeline
 from monetlite.units import format_bytes, format_ms
+from monetlite.unplanned import unplanned_loss
 
 
 def cost_source(device: str, kind: str, environment: Mapping[str, str]) -> str:
@@ -98,6 +99,8 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
     )
     if found := reserved_facts(profile, schedule):
         table.add_row("on the GPU", _reserved(schedule, found))
+    if outside := unplanned_loss(graph, schedule.budget_bytes):
+        table.add_row("the loss", outside)
     table.add_row(
         "overhead",
         f"{schedule.overhead:+.1%} step time; {len(schedule.choices.stored)} values stored, "
@@ -139,9 +142,9 @@ def reserved_facts(profile: Profile, schedule: Schedule) -> dict[str, int] | Non
 def _reserved(schedule: Schedule, found: Mapping[str, int]) -> str:
     default, least = (format_bytes(found[name]) for name in ("default_bytes", "least_limit_bytes"))
     if schedule.reserved_bytes is None:
-        return (
-            f"{default} reserved by torch's default settings, {least} at least; --reserved keeps it in the budget"
-        )
+        # A limit goes with expandable segments, whose pages are large beside a small step.
+        smaller = f", {least} at least" if found["least_limit_bytes"] < found["default_bytes"] else ""
+        return f"{default} reserved by torch's default settings{smaller}; --reserved keeps it in the budget"
     budget = f"monetlite.limit_reserved({schedule.budget_bytes})"
     back = f", and gives free pages back {found['releases']}× a step" if found["releases"] else ""
     return f"{least} reserved is enough, in a script that calls {budget}{back}; {default} otherwise"
