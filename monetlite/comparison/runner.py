@@ -262,12 +262,15 @@ class _Contest:
             Unsupported: no schedule fits.
         """
         within_bytes = budget_bytes
+        found: tuple[Entrant, Schedule] | None = None
         for attempt in range(RETRIES + 1):
             self.say(f"solving for {TITLES[peer]} within {format_bytes(within_bytes)}")
             try:
                 schedule = solve(within_bytes)
             except Unsupported:
-                raise
+                if found is None:
+                    raise
+                return found  # over the budget, as its figures say; nothing takes less
             except Exception as error:
                 setting = budget_setting(budget_bytes, compiled=compiled, with_defaults=with_defaults)
                 return Run(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=reason(error)), None
@@ -275,6 +278,7 @@ class _Contest:
             item = self.bench.enter(contender)
             if isinstance(item, Run):
                 return item, None
+            found = item, schedule
             excess_bytes = (item.run.peak_bytes or 0) - budget_bytes
             if excess_bytes <= 0 or attempt == RETRIES:
                 break

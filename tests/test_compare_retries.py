@@ -1,0 +1,30 @@
+"""`monetlite compare` where a measured peak is more than was asked for: solving again, for less."""
+
+from monetlite.comparison import Peer, Run, runner
+from monetlite.comparison.bench import Entrant
+from monetlite.comparison.contenders import Unsupported
+
+
+def test_a_run_over_its_budget_is_shown_where_nothing_takes_less():
+    """Compiled steps may take more than schedules promise; solving for less then has an end."""
+    solved = []
+
+    class Within:
+        peak_bytes = 90
+
+    class Measured:
+        @staticmethod
+        def enter(contender):
+            return Entrant(trainee=None, run=Run(peer=contender.peer, setting=contender.setting, peak_bytes=120))
+
+    def solve(budget_bytes):
+        solved.append(budget_bytes)
+        if len(solved) == 2:
+            raise Unsupported("no schedule within it")
+        return Within
+
+    contest = runner._Contest(bench=Measured, planner=None, budgets_bytes=[100], say=lambda _: None)
+    item, schedule = contest._scheduled(Peer.MONETLITE, 100, solve, compiled=True)
+    assert solved == [100, 70]
+    assert item.run.peak_bytes == 120
+    assert schedule is Within
