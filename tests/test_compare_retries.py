@@ -11,6 +11,7 @@ def test_a_run_over_its_budget_is_shown_where_nothing_takes_less():
 
     class Within:
         peak_bytes = 90
+        reserved_bytes = None
 
     class Measured:
         @staticmethod

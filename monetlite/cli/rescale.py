@@ -3,10 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
-from monetlite.cli.options import common_options
+from monetlite.cli.opening import model_of
+from monetlite.cli.options import common_options, size_options
 from monetlite.cli.pricing import price_layouts
 from monetlite.cli.running import guard, open_console
 from monetlite.errors import ModelError
@@ -14,16 +16,25 @@ from monetlite.errors import ModelError
 
 @click.command("rescale")
 @click.argument("schedule")
-@click.option("--batch", type=click.IntRange(min=1), help="By default the schedule's own.")
+@click.option(
+    "--model", "spec", help="The model that it is for, where the file doesn't say how to build it: file.py:build."
+)
+@size_options
 @click.option(
     "--device", help="cpu or cuda to measure here, or a device to estimate; by default the schedule's own."
 )
 @click.option("--output", type=click.Path(dir_okay=False), help="By default nothing is written.")
 @common_options
 def rescale_command(
-    schedule: str, batch: int | None, device: str | None, output: str | None, as_json: bool, debug: bool
+    schedule: str,
+    spec: str | None,
+    device: str | None,
+    output: str | None,
+    as_json: bool,
+    debug: bool,
+    **shape: Any,
 ) -> None:
-    """What a schedule takes at another batch, or on another device: its peak and step time there.
+    """What a schedule takes at other sizes, or on another device: its peak and step time there.
 
     SCHEDULE is a file, or a name such as zoo:resnet50@6GB. Its choices stay as they are; `monetlite solve` may find
     better ones for the new sizes.
@@ -37,26 +48,15 @@ def rescale_command(
 
         console, quiet = open_console(as_json)
         given = load_schedule(schedule)
-        source = given.source
-        if source is None:
-            raise ModelError(
-                f"{schedule} doesn't say how to build its model, which is not one that has a name everywhere; "
-                "give the model and a budget to monetlite solve"
-            )
+        model, sizes = model_of(given, schedule, spec, shape)
         priced = device or (given.device if given.kind == "estimated" else None)
         if priced is None:
             raise ModelError(
                 f"{schedule} was measured; say what to measure or estimate: --device cpu, cuda, t4, ..."
             )
-        sizes = {
-            "batch": batch or source.batch,
-            "input_size": source.input_size,
-            "sequence_length": source.sequence_length,
-            "dtype": source.dtype,
-        }
         layouts = list(dict.fromkeys(("as_traced", given.layout)))
         built, profiles = price_layouts(
-            source.model, priced, given.optimizer, given.accumulate, given.autocast or None, quiet, sizes, layouts
+            model, priced, given.optimizer, given.accumulate, given.autocast or None, quiet, sizes, layouts
         )
         found = replace(rescale(given, profiles[-1], profiles[0]), source=built.source)
         if output is not None:

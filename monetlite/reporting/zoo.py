@@ -111,7 +111,7 @@ def print_rescaled(console: Console, before: Schedule, after: Schedule, output: 
     for label, item in (("solved", before), ("rescaled", after)):
         table.add_row(
             label,
-            str(item.source.batch if item.source else ""),
+            _batch(item),
             escape(cost_source(item.device, item.kind, item.environment)),
             format_bytes(item.peak_bytes),
             f"{item.peak_bytes / item.plain_peak_bytes:.0%}",
@@ -121,6 +121,13 @@ def print_rescaled(console: Console, before: Schedule, after: Schedule, output: 
     console.print(table)
     if output is not None:
         console.print(f"\nwritten to {escape(output)}")
+
+
+def _batch(schedule: Schedule) -> str:
+    """The batch as its model was built for; of a person's own model, the first dimension of the first input."""
+    if schedule.source is not None:
+        return str(schedule.source.batch)
+    return next((str(spec.shape[0]) for spec in schedule.inputs.values() if spec.shape), "")
 
 
 def print_monet(console: Console, theirs: MonetSolution, ours: Schedule | None) -> None:

@@ -15,6 +15,12 @@ from monetlite.source import ModelSource
 from monetlite.zoo import Checker, Shelf, file_name
 from monetlite.zoo.rebuild import estimated, traced
 
+OWN = """
+import torch
+def build(batch=64):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    return model, torch.randn(batch, 8)
+"""
 SOURCE = ModelSource(model="resnet18", batch=32, input_size=(128, 128))
 
 
@@ -171,6 +177,18 @@ class TestCommands:
         facts = json.loads(elsewhere.output)
         assert facts["to"]["device"] == "t4"
         assert facts["to"]["latency_ms"] > facts["from"]["latency_ms"]
+
+    def test_rescale_a_model_of_ones_own(self, tmp_path):
+        (tmp_path / "own.py").write_text(OWN)
+        spec, file = f"{tmp_path / 'own.py'}:build", tmp_path / "own.yaml"
+        sizes = ("--device", "t4", "--budget", "90%", "--time-limit", "1", "--output", file)
+        assert commands.run("solve", "--model", spec, *sizes).exit_code == 0
+        nameless = commands.run("rescale", file, "--batch", "32")
+        assert nameless.exit_code == 2
+        assert "--model" in nameless.output
+        result = commands.run("rescale", file, "--batch", "32", "--model", spec)
+        assert result.exit_code == 0, result.output
+        assert [line.split()[1] for line in result.output.splitlines()[1:3]] == ["64", "32"]
 
     def test_errors_are_messages(self, folder):
         for arguments in (["show", "zoo:nothing"], ["get", "zoo:resnet18@1MB"]):
