@@ -4,9 +4,10 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -155,7 +156,10 @@ def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> 
     its time limit.
     """
     try:
-        with contextlib.nullcontext() if keeps_best else interrupts_kept():
+        with (
+            contextlib.nullcontext() if keeps_best else interrupts_kept(),
+            contextlib.nullcontext() if debug else _plain_warnings(),
+        ):
             run()
     except (KeyboardInterrupt, click.Abort):
         click.echo("monetlite: interrupted; nothing was written", err=True)
@@ -170,3 +174,18 @@ def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> 
             message += "\nThis is a bug in monetlite or in the model; run again with --debug for the traceback"
         click.echo(f"monetlite: {message}", err=True)
         raise SystemExit(code) from None
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings for people: what they say, and not the line of code that says it."""
+    default = warnings.formatwarning
+
+    def plain(message: Warning | str, category: type[Warning], *where: Any) -> str:
+        return f"warning: {message}\n" if category is UserWarning else default(message, category, *where)
+
+    warnings.formatwarning = plain  # type: ignore[assignment]  # the line has a name there
+    try:
+        yield
+    finally:
+        warnings.formatwarning = default

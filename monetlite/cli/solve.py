@@ -115,6 +115,7 @@ def solve_command(
                 seed=seed,
                 progress=progress,
             )
+        replaced = " (in place of an earlier file)" if target.exists() else ""
         schedule.save(target)
         profile = next(item for item in costs if item.graph.layout == schedule.layout)
         if as_json:
@@ -122,7 +123,7 @@ def solve_command(
             click.echo(json.dumps(facts | {"reserved": reporting.reserved_facts(profile, schedule)}))
         else:
             click.echo(description)
-            reporting.print_schedule(console, profile, schedule, simulate(profile, schedule), str(target))
+            reporting.print_schedule(console, profile, schedule, simulate(profile, schedule), f"{target}{replaced}")
 
     if not profiles and spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")

@@ -68,6 +68,11 @@ def _compiler() -> "subprocess.Popen[bytes]":
     return _compiling
 
 
+def still_compiling() -> bool:
+    """Whether a process that was started to compile is still at it."""
+    return _compiling is not None and _compiling.poll() is None
+
+
 def is_cached() -> bool:
     """Whether numba's cache seems to have the core for the source as it is."""
     folder = kernel.cache_folder()

@@ -4,6 +4,7 @@ import logging
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 
 from monetlite.costs import Profile
@@ -12,6 +13,7 @@ from monetlite.interrupts import BOUND_THREAD, ends_everything
 from monetlite.schedule import Status, Step, plain_steps
 from monetlite.solving import baselines
 from monetlite.solving.bounds import integer_bound, latency_bound, trivial_bound_ms
+from monetlite.solving.compiling import still_compiling
 from monetlite.solving.exhaustive import exhaustive
 from monetlite.solving.genomes import keep_everything, read_least
 from monetlite.solving.greedy import Greedy
@@ -78,7 +80,14 @@ def solve_profile(
             raise
     finally:
         race.stopped.set()
-    return _solution(race, infeasible)
+    solution = _solution(race, infeasible)
+    if solution.status in (Status.FEASIBLE, Status.TIMEOUT) and still_compiling():
+        warnings.warn(
+            "the search was not compiled in time, which takes some seconds once on a machine and goes on; solve "
+            "again for a better schedule",
+            stacklevel=2,
+        )
+    return solution
 
 
 def _run(race: Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...], ...]) -> bool:
