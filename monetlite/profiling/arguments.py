@@ -20,6 +20,7 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
     """
     bound = index_bound(call)
     wide = wide_statistics(call)
+    sizes = bag_sizes(call)
     notes_on_cpu = call.target.startswith(NOTES_ON_CPU)
     storages: dict[tuple[int | None, str], torch.Tensor] = {}
     extent: dict[tuple[int | None, str], int] = {}
@@ -32,6 +33,8 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
         if key not in storages or storages[key].dtype != dtype:
             on_cpu = notes_on_cpu and ref.spec.dtype == "int64" and not ref.spec.shape
             storages[key] = _contents(extent[key], dtype, "cpu" if on_cpu else device, bound, fractions)
+            if ref.node == sizes:
+                storages[key].fill_(1)
         return torch.as_strided(storages[key], ref.spec.shape, ref.spec.stride)
 
     return (
@@ -55,6 +58,16 @@ def wide_statistics(call: Call) -> frozenset[str]:
             found = [call.args[at] for at in positions if at < len(call.args)]
             return frozenset(item.node for item in found if isinstance(item, TensorRef))
     return frozenset()
+
+
+def bag_sizes(call: Call) -> str:
+    """The name of the tensor that says how much is in each bag of an `EmbeddingBag`, for its gradient.
+
+    Its kernel copies what belongs to bags that are not empty.
+    """
+    of_bags = call.target.startswith("aten._embedding_bag_backward.")
+    sizes = call.args[4] if of_bags else None
+    return sizes.node if isinstance(sizes, TensorRef) else ""
 
 
 def index_bound(call: Call) -> int:

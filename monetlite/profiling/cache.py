@@ -13,7 +13,7 @@ from monetlite.costs import Cost
 from monetlite.errors import ScheduleFileError
 from monetlite.files.atomic import write_atomically
 
-VERSION = 5
+VERSION = 6
 SAVE_SECONDS = 20.0
 """How much measuring may be lost."""
 _log = logging.getLogger(__name__)

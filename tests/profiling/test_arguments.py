@@ -1,0 +1,26 @@
+"""What is made up to measure a call is of the kind that steps have."""
+
+import pytest
+import torch
+from torch import nn
+
+import monetlite
+
+
+class Bags(nn.Module):
+    def __init__(self, mode):
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(1000, 64, mode=mode), nn.Linear(64, 1)
+
+    def forward(self, words):
+        return self.head(self.bags(words))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_are_not_empty(mode):
+    """The gradient of the largest copies what belongs to bags that have something in them."""
+    model, words = Bags(mode), torch.randint(0, 1000, (4096, 8))
+    schedule = monetlite.optimize(model, words, "105%", device="cpu", time_limit=1)
+    report = monetlite.verify(model, schedule, words, repeats=1)
+    assert report.passed, report.reasons
+    assert report.peak_bytes == pytest.approx(schedule.peak_bytes, rel=0.02)
