@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 try:
     import triton
@@ -30,7 +31,7 @@ def usable(*tensors: torch.Tensor) -> bool:
     if triton is None or not on_device:
         return False
     traced = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
-    if traced or any(tensor.dtype is torch.float64 for tensor in tensors):
+    if traced or any(isinstance(item, FakeTensor) or item.dtype is torch.float64 for item in tensors):
         return False
     return works(tensors[0].device)
 
