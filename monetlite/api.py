@@ -2,13 +2,12 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from monetlite.choices import Choices
 from monetlite.costs import Profile
-from monetlite.errors import DeviceError, IllegalSchedule, InfeasibleBudget, ModelError, ScheduleMismatch
+from monetlite.errors import DeviceError, InfeasibleBudget, ModelError, ScheduleMismatch
 from monetlite.graph import OperatorGraph
 from monetlite.interrupts import interrupts_kept
 from monetlite.schedule import Schedule, Status, Step, Timeline, plain_steps, simulate
@@ -175,13 +174,11 @@ def solve(
 
     refuse_without_gpu(profile)
 
-    def as_found() -> Iterator[Schedule]:
-        for steps in known:
-            with suppress(IllegalSchedule):  # it is over the budget, or not for these sizes
-                given = Solution.of_steps(profile, steps, solver="start")
-                yield as_schedule(profile, plain, budget_bytes, given, steps, tolerance)
+    def as_found(steps: tuple[Step, ...]) -> Schedule:
+        given = Solution.of_steps(profile, steps, solver="arranged")
+        return as_schedule(profile, plain, budget_bytes, given, steps, tolerance)
 
-    return solve_reserved(profile, budget_bytes, time_limit, solve_once, as_found())
+    return solve_reserved(profile, budget_bytes, time_limit, solve_once, as_found, starts=known, seed=seed)
 
 
 def sweep(

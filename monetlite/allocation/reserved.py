@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from monetlite.allocation.allocator import PAGE_BYTES, Allocator
 from monetlite.costs import Profile
-from monetlite.schedule import Schedule, Step, Timeline, simulate
+from monetlite.schedule import Schedule, Step, deaths, simulate
 
 _STEPS = 3
 """Training steps that are run: what the first has reserved, the second finds, and reserves more."""
@@ -58,7 +58,7 @@ def reserve(
         IllegalSchedule: as `simulate`.
     """
     timeline = simulate(profile, schedule)
-    return _run(list(_requests(profile, timeline)), timeline.resident_bytes, expandable, limit_bytes)
+    return _run(list(requests_of(profile, timeline.steps)), timeline.resident_bytes, expandable, limit_bytes)
 
 
 def least_limit(profile: Profile, schedule: Schedule | Iterable[Step]) -> int:
@@ -67,7 +67,7 @@ def least_limit(profile: Profile, schedule: Schedule | Iterable[Step]) -> int:
     To within 0.2% of the peak, from above. What runs within a limit runs within most larger ones, not by a law.
     """
     timeline = simulate(profile, schedule)
-    requests = list(_requests(profile, timeline))
+    requests = list(requests_of(profile, timeline.steps))
 
     def fits(limit_bytes: int) -> bool:
         return _run(requests, timeline.resident_bytes, True, limit_bytes).fits
@@ -107,7 +107,7 @@ def _run(
     )
 
 
-def _requests(profile: Profile, timeline: Timeline) -> Iterator[tuple[int, int]]:
+def requests_of(profile: Profile, steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
     """(number of a request, bytes asked for) of a step in order; 0 bytes where what was asked for is freed.
 
     A result in the memory of an operand that dies has that operand's block from there on.
@@ -117,9 +117,10 @@ def _requests(profile: Profile, timeline: Timeline) -> Iterator[tuple[int, int]]
     size = [value.size_bytes for value in graph.values]
     block_of: dict[int, int] = {}
     ran: set[int] = set()
-    for (index, choice), writes, frees in zip(timeline.steps, timeline.writes, timeline.frees, strict=True):
-        overwritten = list(graph.operators[index].implementations[choice].overwrites)
-        for value in writes:
+    for (index, choice), frees in zip(steps, deaths(graph, steps), strict=True):
+        implementation = graph.operators[index].implementations[choice]
+        overwritten = list(implementation.overwrites)
+        for value in implementation.writes:
             if value in block_of or not size[value]:
                 continue
             taken = next((item for item in overwritten if size[item] == size[value] and item in block_of), None)
@@ -141,4 +142,4 @@ def _requests(profile: Profile, timeline: Timeline) -> Iterator[tuple[int, int]]
     yield from ((block, 0) for block in block_of.values())
 
 
-__all__ = ["Reserved", "least_limit", "reserve"]
+__all__ = ["Reserved", "least_limit", "requests_of", "reserve"]

@@ -1,28 +1,40 @@
 """Schedules for a budget of reserved memory: what `nvidia-smi` shows, in place of what is allocated.
 
-How much more than its peak a schedule reserves is known once there is a schedule. So one is found for the budget,
-and others for what is left of the budget when that much is taken away.
+One is found for a peak of the budget, and one for less. From these `arrange` looks for schedules whose tensors come
+to lie without gaps. Where it finds none, memory has to go back to the GPU within the step, and the budget of the
+peak is lowered until that is enough.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeAlias
 
-from monetlite.allocation.reserved import least_limit, reserve
+from monetlite.allocation.allocator import PAGE_BYTES
+from monetlite.allocation.arranging import arrange
+from monetlite.allocation.reserved import Reserved, least_limit, reserve
 from monetlite.costs import Profile
-from monetlite.errors import DeviceError, InfeasibleBudget
-from monetlite.schedule import Schedule, Status
+from monetlite.errors import DeviceError, IllegalSchedule, InfeasibleBudget
+from monetlite.schedule import Schedule, Status, Step
 from monetlite.units import format_bytes
 
-ROUNDS = (0.25, 0.35, 0.4)
+RELEASE_MS = 10.0
+"""What giving memory back once is taken to cost, where schedules are compared: it waits for the GPU, and gigabytes
+are unmapped and mapped page by page. Assumed, not measured; no step time has it."""
+FOR_THE_PEAK, FOR_LESS, ARRANGING = 0.25, 0.15, 0.6
 """Shares of the time."""
 MOST_ROUNDS = 8
-"""With those that follow, each as long as the last, while nothing fits."""
+"""With lowered budgets, while nothing fits, of `FOR_THE_PEAK` each."""
+_LESS = 0.87
+"""Of the budget: the second peak that is solved for."""
 _STEP = 0.004
 """Of the budget: by how much more than the last schedule was over it, it is lowered from round to round."""
 
 SolveOnce: TypeAlias = Callable[[int, float, Sequence[Schedule]], Schedule]
 """Solves for a peak in bytes, in so many seconds, from schedules to begin with."""
+AsSchedule: TypeAlias = Callable[[tuple[Step, ...]], Schedule]
+"""Makes a schedule of steps. Raises `IllegalSchedule` where they are not one within the budget."""
 
 
 def refuse_without_gpu(profile: Profile) -> None:
@@ -38,63 +50,90 @@ def refuse_without_gpu(profile: Profile) -> None:
 
 
 def solve_reserved(
-    profile: Profile, budget_bytes: int, time_limit: float, solve: SolveOnce, starts: Iterable[Schedule] = ()
+    profile: Profile,
+    budget_bytes: int,
+    time_limit: float,
+    solve: SolveOnce,
+    as_schedule: AsSchedule,
+    *,
+    starts: Iterable[tuple[Step, ...]] = (),
+    seed: int = 0,
 ) -> Schedule:
     """The fastest schedule found that runs within a budget of reserved memory, `starts` included.
 
-    Its bound is that of all schedules whose peak is within the budget, which are more. Where three rounds find
-    none, up to five more take twice the time limit again.
+    Its bound is that of all schedules whose peak is within the budget, which are more. Where nothing fits in the
+    time limit, lowered budgets of the peak take up to twice that again.
 
     Raises:
         InfeasibleBudget: nothing fits, or nothing was found.
     """
+    began = time.monotonic()
+    given = list(_legal(starts, as_schedule))
     target_bytes = budget_bytes
-    bound_ms = seconds = 0.0
-    best = _fastest_within(profile, budget_bytes, starts)
-    least_bytes: int | None = None
-    for number in range(MOST_ROUNDS):
-        share = ROUNDS[min(number, len(ROUNDS) - 1)]
+    found = solve(target_bytes, time_limit * FOR_THE_PEAK, given)
+    bound_ms = found.lower_bound_ms
+    candidates = [*given, found]
+    within = _reserved(profile, found, budget_bytes)
+    if within.fits and not within.releases:
+        candidates.append(solve(budget_bytes, time_limit * (1 - FOR_THE_PEAK), [found]))
+        bound_ms = max(bound_ms, candidates[-1].lower_bound_ms)
+    else:
+        with suppress(InfeasibleBudget):
+            candidates.append(solve(int(budget_bytes * _LESS), time_limit * FOR_LESS, ()))
+        steps = [item.steps(profile.graph) for item in candidates]
+        arranged = arrange(profile, steps, budget_bytes, seconds=time_limit * ARRANGING, seed=seed)
+        candidates += _legal([] if arranged is None else [arranged], as_schedule)
+    best = _best_within(profile, budget_bytes, candidates)
+    least_bytes = min(least_limit(profile, item) for item in candidates)
+    for _ in range(MOST_ROUNDS):
+        if best is not None:
+            break
+        over_bytes = max(0, least_limit(profile, found) - budget_bytes) + int(budget_bytes * _STEP)
+        target_bytes = min(found.peak_bytes, target_bytes) - over_bytes
         try:
-            found = solve(target_bytes, time_limit * share, [] if best is None else [best])
+            found = solve(target_bytes, time_limit * FOR_THE_PEAK, ())
         except InfeasibleBudget as error:
-            if best is None and number == 0:
-                raise
-            if best is None:
-                raise _no_room(budget_bytes, least_bytes, error) from error
-            break
-        seconds += found.seconds
-        if target_bytes == budget_bytes:
-            bound_ms = max(bound_ms, found.lower_bound_ms)
-        limit_bytes = least_limit(profile, found)
-        least_bytes = limit_bytes if least_bytes is None else min(least_bytes, limit_bytes)
-        if not _fits(profile, found, budget_bytes):
-            over_bytes = max(0, limit_bytes - budget_bytes) + int(budget_bytes * _STEP)
-            target_bytes = min(found.peak_bytes, target_bytes) - over_bytes
-        elif best is None or found.latency_ms < best.latency_ms:
-            best = replace(found, reserved_bytes=min(limit_bytes, budget_bytes))
-        if best is not None and (number + 1 >= len(ROUNDS) or best.latency_ms <= bound_ms):
-            break
+            raise _no_room(budget_bytes, least_bytes, error) from error
+        least_bytes = min(least_bytes, least_limit(profile, found))
+        best = _best_within(profile, budget_bytes, [found])
     if best is None:
         raise _no_room(budget_bytes, least_bytes, None)
     status = Status.OPTIMAL if best.latency_ms <= bound_ms else Status.FEASIBLE
-    return replace(best, budget_bytes=budget_bytes, lower_bound_ms=bound_ms, status=status, seconds=seconds)
+    return replace(
+        best,
+        budget_bytes=budget_bytes,
+        lower_bound_ms=bound_ms,
+        status=status,
+        seconds=time.monotonic() - began,
+    )
 
 
-def _fits(profile: Profile, schedule: Schedule, budget_bytes: int) -> bool:
-    return reserve(profile, schedule, expandable=True, limit_bytes=budget_bytes).fits
+def _legal(steps: Iterable[tuple[Step, ...]], as_schedule: AsSchedule) -> Iterator[Schedule]:
+    for item in steps:
+        with suppress(IllegalSchedule):  # over the budget, or not for these sizes
+            yield as_schedule(item)
 
 
-def _fastest_within(profile: Profile, budget_bytes: int, schedules: Iterable[Schedule]) -> Schedule | None:
-    """The fastest of some schedules that runs within a budget of reserved memory."""
-    for found in sorted(schedules, key=lambda item: item.latency_ms):
-        if found.peak_bytes <= budget_bytes and _fits(profile, found, budget_bytes):
-            return replace(found, reserved_bytes=min(least_limit(profile, found), budget_bytes))
-    return None
+def _reserved(profile: Profile, schedule: Schedule, budget_bytes: int) -> Reserved:
+    return reserve(profile, schedule, expandable=True, limit_bytes=budget_bytes)
 
 
-def _no_room(budget_bytes: int, least_bytes: int | None, error: InfeasibleBudget | None) -> InfeasibleBudget:
+def _best_within(profile: Profile, budget_bytes: int, schedules: Iterable[Schedule]) -> Schedule | None:
+    """The best of some schedules that runs within a budget of reserved memory, counting what releases may cost."""
+    found = [
+        (item, _reserved(profile, item, budget_bytes)) for item in schedules if item.peak_bytes <= budget_bytes
+    ]
+    fitting = [(item, within) for item, within in found if within.fits]
+    if not fitting:
+        return None
+    best, within = min(fitting, key=lambda pair: pair[0].latency_ms + RELEASE_MS * pair[1].releases)
+    needed_bytes = least_limit(profile, best) if within.releases else within.peak_bytes + PAGE_BYTES
+    return replace(best, reserved_bytes=min(needed_bytes, budget_bytes))
+
+
+def _no_room(budget_bytes: int, least_bytes: int, error: InfeasibleBudget | None) -> InfeasibleBudget:
     asked = f"a budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) of reserved memory"
-    least = f"; the least that a schedule was found for is {format_bytes(least_bytes)}" if least_bytes else ""
+    least = f"; the least that a schedule was found for is {format_bytes(least_bytes)}"
     return InfeasibleBudget(
         f"no schedule was found for {asked}, though peaks are within it{least}. Raise the budget, or lower the "
         "batch or the input size",
@@ -104,4 +143,4 @@ def _no_room(budget_bytes: int, least_bytes: int | None, error: InfeasibleBudget
     )
 
 
-__all__ = ["SolveOnce", "refuse_without_gpu", "solve_reserved"]
+__all__ = ["AsSchedule", "SolveOnce", "refuse_without_gpu", "solve_reserved"]

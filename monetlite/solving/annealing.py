@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy
 
 from monetlite.schedule import Step
-from monetlite.solving.genomes import decode, keep_everything
+from monetlite.solving.genomes import as_arrays, decode, keep_everything
 from monetlite.solving.kernel import anneal
 from monetlite.solving.layout import (
     BEST_LATENCY,
@@ -74,8 +74,11 @@ class Workspace:
 
     def steps(self, genome: Integers, budget_bytes: int) -> tuple[Step, ...] | None:
         """The steps of a genome, as fast as they can be while within the budget where that is possible."""
-        penalty = self.mean_ms * NEVER_FITS
-        return decode(self.problem, genome, self.scratch, budget_bytes, 1.0, penalty)
+        return decode(self.problem, genome, self.scratch, budget_bytes, 1.0, self.mean_ms * NEVER_FITS)
+
+    def arrays(self, genome: Integers, budget_bytes: int) -> tuple[Integers, Integers] | None:
+        """The same as two arrays: operators, and implementations."""
+        return as_arrays(self.problem, genome, self.scratch, budget_bytes, 1.0, self.mean_ms * NEVER_FITS)
 
     def smallest_peak(self, genome: Integers) -> tuple[int, tuple[Step, ...] | None]:
         """The peak of a genome with the options that need least, in bytes, and its steps."""

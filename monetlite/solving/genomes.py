@@ -132,11 +132,22 @@ def decode(
     evaluate: Callable[..., float] = evaluate,
 ) -> tuple[Step, ...] | None:
     """The steps of a genome, each with the best implementation for the budget; None if it leads nowhere."""
+    found = as_arrays(problem, genome, scratch, budget_bytes, weight, penalty, evaluate)
+    return None if found is None else tuple(zip(found[0].tolist(), found[1].tolist(), strict=True))
+
+
+def as_arrays(
+    problem: Problem,
+    genome: Integers,
+    scratch: Scratch,
+    budget_bytes: int,
+    weight: float,
+    penalty: float,
+    evaluate: Callable[..., float] = evaluate,
+) -> tuple[Integers, Integers] | None:
+    """`decode`, as two arrays: the operator of each step, and the index of its implementation."""
     if evaluate(problem.tables, genome, scratch, budget_bytes, weight, penalty, numpy.inf) == numpy.inf:
         return None
-    steps: list[Step] = []
-    for row in scratch.steps[: int(scratch.totals[STEPS])]:
-        steps.append(
-            (int(row[STEP_OPERATOR]), int(problem.tables.options[row[STEP_OPTION], OPTION_IMPLEMENTATION]))
-        )
-    return tuple(steps)
+    rows = scratch.steps[: int(scratch.totals[STEPS])]
+    options = rows[:, STEP_OPTION]
+    return rows[:, STEP_OPERATOR].copy(), problem.tables.options[options, OPTION_IMPLEMENTATION]

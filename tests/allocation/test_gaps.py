@@ -1,0 +1,81 @@
+"""The compiled allocator, and schedules whose tensors come to lie without gaps."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import random_profile
+from step_lists import recompute
+from test_reserved import in_blocks
+
+import monetlite
+from monetlite.allocation import Allocator, reserve
+from monetlite.allocation.allocator import SMALL
+from monetlite.allocation.arranging import arrange
+from monetlite.allocation.gaps import requests_of_graph, reserved_bytes
+from monetlite.allocation.reserved import requests_of
+from monetlite.costs import Profile
+from monetlite.errors import IllegalSchedule
+from monetlite.models import build_model
+from monetlite.schedule import Step, plain_steps, simulate
+
+
+def on_paper(profile: Profile, steps: tuple[Step, ...]) -> int:
+    """The same by `Allocator`: its large requests, for three steps."""
+    allocator = Allocator(expandable=True)
+    for _ in range(3):
+        blocks = {}
+        for number, size in requests_of(profile, steps):
+            if size > SMALL:
+                blocks[number] = allocator.allocate(size)
+            elif size == 0 and number in blocks:
+                allocator.free(blocks.pop(number))
+    return allocator.peak_reserved_bytes
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 2**32), block=st.sampled_from([1000, 2**19, 2**20 + 512, 7 * 2**20, 45 * 10**6 + 1]))
+def test_compiled_as_on_paper(seed: int, block: int) -> None:
+    rng = random.Random(seed)
+    profile = in_blocks(random_profile(rng, rng.randint(2, 14)), block)
+    steps = recompute(
+        profile.graph,
+        drop=lambda _: rng.random() < 0.5,
+        choose=lambda index: rng.randrange(len(profile.graph.operators[index].implementations)),
+    )
+    try:
+        simulate(profile, steps)
+    except IllegalSchedule:
+        return
+    operators, ways = (np.array(column) for column in zip(*steps, strict=True))
+    assert reserved_bytes(requests_of_graph(profile), operators, ways) == on_paper(profile, steps)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    built = build_model("resnet18", batch=48, input_size=(160, 160))
+    return monetlite.profile(monetlite.trace(built.model, built.example_inputs), "rtx-3090")
+
+
+def test_what_is_arranged_gives_nothing_back(profile: Profile) -> None:
+    """Within a limit for which schedules of that peak reserve too much, and hardly slower than those."""
+    limit_bytes = 480 * 10**6
+    found = monetlite.solve(profile, limit_bytes, time_limit=2)
+    starts = [found.steps(profile.graph), plain_steps(profile.graph)]
+    assert reserve(profile, starts[0], expandable=True).peak_bytes > limit_bytes
+    steps = arrange(profile, starts, limit_bytes, seconds=6)
+    assert steps is not None
+    timeline = simulate(profile, steps, limit_bytes)
+    assert reserve(profile, steps, expandable=True).peak_bytes <= limit_bytes
+    within = reserve(profile, steps, expandable=True, limit_bytes=limit_bytes)
+    assert within.fits
+    assert not within.releases
+    assert timeline.latency_ms <= 1.1 * found.latency_ms
+
+
+def test_nothing_is_found_where_nothing_fits(profile: Profile) -> None:
+    starts = [plain_steps(profile.graph)]
+    assert arrange(profile, starts, profile.graph.resident.total + 30 * 10**6, seconds=0.5) is None
+    assert arrange(profile, [], 10**9, seconds=0.5) is None
