@@ -114,6 +114,7 @@ def largest_batch(
     from monetlite.api import solve
 
     prober = _Prober(price, budget_bytes, tolerance, reserved, time_limit * _PROBE_SHARE / 10, seed, progress)
+    first = min(first, _LARGEST_BATCH)
     largest = _bisect(max(step, first // step * step), step, prober.fits_somehow, prober.guess)
     if largest == 0:
         needed, proven = prober.needed_bytes[step], prober.fits[step] is Fit.IMPOSSIBLE

@@ -8,13 +8,17 @@ NOTEWORTHY = 0.02
 held to."""
 
 
+_LEAST_BYTES = 2**18
+"""Nobody minds less."""
+
+
 def unplanned_loss(graph: OperatorGraph, budget_bytes: int) -> str:
     """What to know of the loss where a model returns much of the budget to compute one of; empty where it doesn't.
 
     A model that returns its loss is captured with it, and returns one number to differentiate.
     """
     outputs_bytes = sum(value.size_bytes for value in graph.values if value.kind is ValueKind.TANGENT)
-    if outputs_bytes < NOTEWORTHY * budget_bytes:
+    if outputs_bytes < max(_LEAST_BYTES, NOTEWORTHY * budget_bytes):
         return ""
     return (
         f"what a loss of the model's outputs ({format_bytes(outputs_bytes)}) keeps and takes is not counted "

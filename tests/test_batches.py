@@ -80,6 +80,12 @@ def test_multiples_only():
     assert needs(found.largest + 8)[1] > 8_000_000
 
 
+def test_where_to_begin_is_only_that():
+    assert largest_batch(price, 8_000_000, first=10**9, time_limit=1).largest == (
+        largest_batch(price, 8_000_000, first=700, time_limit=1).largest
+    )
+
+
 def test_a_budget_for_nothing_and_one_for_everything():
     with pytest.raises(InfeasibleBudget, match="a batch of 1 needs"):
         largest_batch(price, 1_500_000, first=4, time_limit=2)

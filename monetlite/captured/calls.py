@@ -55,6 +55,11 @@ def encode_arguments(argument: Any, value_of: Callable[[fx.Node], int | None]) -
         return TorchConstant(kind="device", name=str(argument))
     if argument is None or isinstance(argument, (bool, int, float, str)):
         return argument
+    if isinstance(argument, complex):
+        raise TraceError(
+            f"an operator takes the complex number {argument!r}, which schedules can't write down; take real and "
+            "imaginary parts apart in the model (torch.view_as_real), or make the number a tensor (register_buffer)"
+        )
     raise TraceError(f"an operator takes {argument!r} ({type(argument).__name__}), which can't be written down")
 
 

@@ -15,8 +15,8 @@ from monetlite.cli.options import (
     tolerance_option,
 )
 from monetlite.cli.pricing import shape_of
-from monetlite.cli.running import guard, open_console
-from monetlite.errors import DeviceError, ModelError, MonetliteError
+from monetlite.cli.running import check_folder, guard, open_console, prints_aside
+from monetlite.errors import DeviceError, ModelError
 
 WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "picture", ".pdf": "picture"}
 
@@ -85,7 +85,7 @@ def compare_command(
         if chosen == "cuda" and not torch.cuda.is_available():
             raise DeviceError("device 'cuda': this machine has no GPU that torch can use; leave --device out")
         built = build_model(spec, **shape_of(shape))
-        with _Progress(quiet) as progress:
+        with _Progress(quiet) as progress, prints_aside():
             comparison = compare(
                 built.model,
                 built.example_inputs,
@@ -126,8 +126,7 @@ def _writer(target: Path) -> Callable[[Any], None]:
     kind = target.suffix.lower()
     if kind not in WRITTEN_AS:
         raise ModelError(f"{target} is none of {', '.join(WRITTEN_AS)}; a file's ending says what is written to it")
-    if not target.parent.is_dir():
-        raise MonetliteError(f"{target} can't be written: there is no folder {target.parent}; create it first")
+    check_folder(target)
     from monetlite.files.atomic import write_atomically
     from monetlite.reporting.comparison import comparison_facts, comparison_markdown
 

@@ -11,7 +11,7 @@ import click
 
 from monetlite.cli.options import INPUT_OPTIONS, MODEL_OPTION, autocast_option, common_options, optimizer_option
 from monetlite.cli.pricing import shape_of
-from monetlite.cli.running import Telling, check_folder, guard, open_console
+from monetlite.cli.running import Telling, check_folder, guard, open_console, prints_aside
 from monetlite.errors import ModelError
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def measure_command(
         # meta device may still be measured.
         with contextlib.suppress(ModelError):
             build(batches[0] if batches else None, meta=True)
-        with Telling(quiet) as progress:
+        with Telling(quiet) as progress, prints_aside():
             found = measure(
                 build,
                 batches or (None,),

@@ -47,7 +47,9 @@ def price_layouts(
     from monetlite.models import build_model
     from monetlite.tracing import trace
 
-    chosen = device or ("cuda" if torch.cuda.is_available() else DEFAULT_ESTIMATE)
+    chosen = device
+    if chosen is None:
+        chosen = "cuda" if torch.cuda.is_available() else DEFAULT_ESTIMATE
     if chosen == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device 'cuda': this machine has no GPU that torch can use; name a device to estimate")
     if chosen not in ("cpu", "cuda"):

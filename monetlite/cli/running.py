@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 EXIT_USAGE, EXIT_INFEASIBLE, EXIT_FAILED = 2, 3, 4
 
 
+class Exit(SystemExit):
+    """A command's own end. Others are a model's, which ends no command."""
+
+
 def open_console(as_json: bool) -> "tuple[Console, bool]":
     """A console for the report, and whether to keep progress to ourselves."""
     from rich.console import Console
@@ -161,8 +165,17 @@ def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> 
             contextlib.nullcontext() if debug else _plain_warnings(),
         ):
             run()
+    except Exit:
+        raise
     except (KeyboardInterrupt, click.Abort):
         click.echo("monetlite: interrupted; nothing was written", err=True)
+        raise SystemExit(EXIT_FAILED) from None
+    except SystemExit as left:
+        click.echo(
+            f"monetlite: the model ended the program, by SystemExit({left.code!r}); nothing is known of it. Take "
+            "sys.exit and exit out of its code",
+            err=True,
+        )
         raise SystemExit(EXIT_FAILED) from None
     except Exception as error:
         if debug:
@@ -189,3 +202,8 @@ def _plain_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = default
+
+
+def prints_aside() -> contextlib.AbstractContextManager[object]:
+    """Have what a person's model prints on stderr: stdout is the command's."""
+    return contextlib.redirect_stdout(sys.stderr)

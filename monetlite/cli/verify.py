@@ -8,7 +8,7 @@ import click
 from monetlite.cli.opening import model_of
 from monetlite.cli.options import Share, common_options, size_options
 from monetlite.cli.pricing import shape_of, to_cuda
-from monetlite.cli.running import EXIT_FAILED, guard, open_console
+from monetlite.cli.running import EXIT_FAILED, Exit, guard, open_console, prints_aside
 
 DEFAULT_OPERATORS = 10
 """How many operators that differ are printed."""
@@ -82,26 +82,27 @@ def verify_command(
         model, inputs = built.model, built.example_inputs
         if torch.cuda.is_available():
             model, inputs = model.cuda(), to_cuda(inputs)
-        report = verify(
-            model,
-            loaded,
-            inputs,
-            repeats=repeats,
-            seed=seed,
-            operators=None if operators is None else operators > 0,
-            limits=Limits(
-                difference=max_difference,
-                budget=not no_budget_check,
-                peak_error=max_peak_error,
-                latency_error=max_latency_error,
-            ),
-        )
+        with prints_aside():
+            report = verify(
+                model,
+                loaded,
+                inputs,
+                repeats=repeats,
+                seed=seed,
+                operators=None if operators is None else operators > 0,
+                limits=Limits(
+                    difference=max_difference,
+                    budget=not no_budget_check,
+                    peak_error=max_peak_error,
+                    latency_error=max_latency_error,
+                ),
+            )
         if as_json:
             click.echo(json.dumps(report_facts(report)))
         else:
             click.echo(built.description)
             print_report(console, report, DEFAULT_OPERATORS if operators is None else operators)
         if not report.passed:
-            raise SystemExit(EXIT_FAILED)
+            raise Exit(EXIT_FAILED)
 
     guard(run, debug)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from monetlite.cli.options import common_options
-from monetlite.cli.running import EXIT_FAILED, guard, open_console
+from monetlite.cli.running import EXIT_FAILED, Exit, guard, open_console
 from monetlite.errors import ScheduleFileError
 
 if TYPE_CHECKING:
@@ -100,8 +100,10 @@ def get_command(name: str, output: Path | None, folder: Path | None, as_json: bo
     def run() -> None:
         file, schedule = _find(name, folder)
         target = output or Path(Path(file).name)
+        replaced = " (in place of an earlier file)" if target.exists() else ""
         schedule.save(target)
-        click.echo(json.dumps({"file": file, "output": str(target)}) if as_json else f"{file} written to {target}")
+        facts = {"file": file, "output": str(target)}
+        click.echo(json.dumps(facts) if as_json else f"{file} written to {target}{replaced}")
 
     guard(run, debug)
 
@@ -138,7 +140,7 @@ def check_command(files: tuple[Path, ...], folder: Path | None, as_json: bool, d
         if not as_json:
             click.echo(f"{len(found) - failed} of {len(found)} files are sound")
         if failed or stale:
-            raise SystemExit(EXIT_FAILED)
+            raise Exit(EXIT_FAILED)
 
     guard(run, debug)
 

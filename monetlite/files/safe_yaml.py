@@ -176,7 +176,7 @@ class Record:
     def _refuse_control(self, name: str, *texts: str) -> None:
         """Refuse what a terminal would obey, in texts that are printed."""
         for text in texts:
-            if any(unicodedata.category(character) == "Cc" and character not in "\n\t" for character in text):
+            if any(unicodedata.category(item) in ("Cc", "Cs") and item not in "\n\t" for item in text):
                 raise self._error(name, f"should be text without control characters, not {shown(text)}")
 
     def integer(self, name: str, least: int = 0) -> int:

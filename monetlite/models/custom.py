@@ -36,7 +36,8 @@ def build(spec: str, options: BuildOptions) -> BuiltModel:
         raise ModelError(f"{spec}: after the colon comes the name of a function, e.g. {place}:build")
     is_file = place.endswith(".py")
     folder = Path(place).expanduser().resolve().parent if is_file else Path.cwd()
-    with _importable(folder):
+    # What it prints is not the command's output.
+    with _importable(folder), contextlib.redirect_stdout(sys.stderr):
         module = _load_file(spec, place) if is_file else _load_module(spec, place)
         function = _function(spec, module, attribute)
         arguments = _arguments(spec, function, options)

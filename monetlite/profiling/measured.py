@@ -15,6 +15,7 @@ from monetlite.costs import Cost, Profile, ProfileKind
 from monetlite.errors import MonetliteError, ProfileError
 from monetlite.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
+from monetlite.operators.compacting import compacting
 from monetlite.operators.random import REPLAY, forked_state
 from monetlite.operators.registry import find_function
 from monetlite.profiling.arguments import make_arguments
@@ -243,7 +244,7 @@ def _callable(
     call: Call, device: str, *, fractions: bool = False
 ) -> Iterator[tuple[Callable[[], object], torch.Tensor | None]]:
     """A call with arguments (see `make_arguments`), and the first of those that is a tensor."""
-    function = resolve(call.target)
+    function = compacting(call.target, resolve(call.target))
     with torch.no_grad(), forked_state(device):
         args, kwargs = make_arguments(call, device, fractions=fractions)
         yield (

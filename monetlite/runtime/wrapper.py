@@ -5,6 +5,7 @@ import copy
 import functools
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -63,6 +64,8 @@ OPTIONS = frozenset(
 )
 """Arguments of `monetlite.optimize` that a wrapper with a budget passes on."""
 _AMOUNT = re.compile(r"[\d.]+\s*(%|[kmgt]?i?b)", re.IGNORECASE)
+_CAPTURING = threading.RLock()
+"""Held while a program is made, which is not for two threads at a time."""
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
 
 
@@ -242,6 +245,10 @@ class MONeTWrapper(Delegating):
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step for which a program has to be made."""
+        with _CAPTURING:
+            return self._captured(args, kwargs)
+
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.__dict__["_example"] = (args, kwargs)
         try:
             with capture_settings():

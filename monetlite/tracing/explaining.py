@@ -10,7 +10,7 @@ from monetlite.tracing.reasons import raised, reason
 
 _CAPTURE = str(Path(__file__).with_name("capture.py"))
 """Where the function is that calls the model."""
-_EAGER_FAILURE = re.compile(r"got \w+Error\((['\"])(.*?)\1\)")
+_EAGER_FAILURE = re.compile(r"got \w+Error\((['\"])(?P<said>.*?)\1\)|TypeError \w+: (?P<call>\w+\(\) received .*)")
 """How Dynamo quotes what an operator itself said."""
 
 
@@ -23,9 +23,8 @@ def explain(error: Exception) -> TraceError:
         f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else "the model"
     )
     if failure := _EAGER_FAILURE.search(str(error)):
-        return TraceError(
-            f"{where} fails on these inputs: {failure[2]}; check that the model runs on them as it is"
-        )
+        said = failure["said"] or failure["call"]
+        return TraceError(f"{where} fails on these inputs: {said}; check that the model runs on them as it is")
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, Exception):
         return TraceError(

@@ -16,6 +16,23 @@ class Bags(nn.Module):
         return self.head(self.bags(words))
 
 
+class Patches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x):
+        return {"loss": nn.functional.unfold(self.conv(x), 3, padding=1).square().mean()}
+
+
+def test_what_is_measured_is_what_runs():
+    """The gradient of `unfold` is copied out of a storage that is nine times as large."""
+    model, images = Patches(), torch.randn(8, 3, 64, 64)
+    schedule = monetlite.optimize(model, images, "100%", device="cpu", time_limit=1)
+    report = monetlite.verify(model, schedule, images, repeats=1)
+    assert report.peak_bytes == pytest.approx(schedule.peak_bytes, rel=0.001)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_are_not_empty(mode):
     """The gradient of the largest copies what belongs to bags that have something in them."""

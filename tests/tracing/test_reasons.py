@@ -179,3 +179,29 @@ def test_the_same_number_from_python_can_be_captured():
 
 def test_what_is_said_to_leave_the_check_out_is_captured():
     monetlite.trace(Net(lambda _, x: torch.linalg.solve_ex(x @ x.t() + torch.eye(4), x)[0]), torch.randn(4, 6))
+
+
+def test_what_an_operator_says_of_its_arguments_is_passed_on():
+    class Wrong(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(x).sort(0, stable=True).values
+
+    with pytest.raises(TraceError, match=r"fails on these inputs: sort\(\) received an invalid combination"):
+        monetlite.trace(Wrong(), torch.randn(4, 8))
+
+
+def test_complex_constants_are_refused_with_what_to_do():
+    class Phases(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.angles = nn.Parameter(torch.rand(8))
+
+        def forward(self, x):
+            return torch.exp(1j * (x * self.angles)).abs().sum()
+
+    with pytest.raises(TraceError, match=r"1j.*view_as_real"):
+        monetlite.trace(Phases(), torch.randn(4, 8))
