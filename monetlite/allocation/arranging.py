@@ -39,6 +39,7 @@ time, and the price of a share of the limit too much, likewise, at the beginning
 _COLDEST = 0.00001
 """The temperature in the end."""
 _TIGHTER = (1.0, 1.0, 0.98, 0.95, 0.9)
+"""Peaks that implementations are chosen for, as shares of the limit."""
 _TOUCHES = 4
 """How many of the reads of a value, from the first, are told apart where it is dropped."""
 

@@ -1,6 +1,7 @@
 """Dropping values one after the other until the rest fits: a baseline, and where the search begins."""
 
 import math
+import time
 from collections.abc import Iterator
 
 import numpy
@@ -28,16 +29,23 @@ class Greedy:
     """Greedy choices of what to drop, for one problem and budget.
 
     It begins from `base`, by default what plain training does. With `interpreted` nothing is compiled: slower by
-    some thousand times, and there at once.
+    some thousand times, and there at once. From `deadline` on (of `time.monotonic`) nothing else is tried.
     """
 
     def __init__(
-        self, problem: Problem, budget_bytes: int, *, base: Integers | None = None, interpreted: bool = False
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        *,
+        base: Integers | None = None,
+        interpreted: bool = False,
+        deadline: float = math.inf,
     ) -> None:
         self.problem = problem
         self.base = keep_everything(problem) if base is None else base
         self.evaluate = evaluate_interpreted if interpreted else evaluate
         self.budget_bytes = budget_bytes
+        self.deadline = deadline
         self.scratch = new_scratch(problem.value_count, problem.operator_count, 20 * problem.operator_count)
         self.order = numpy.array(
             sorted(problem.droppable.tolist(), key=self._worth, reverse=True), dtype=numpy.int64
@@ -81,7 +89,9 @@ class Greedy:
         return self.problem.least_latency_ms + 1.0
 
     def _overflow_bytes(self, genome: Integers) -> float:
-        """What steps need beyond the budget, summed over steps."""
+        """What steps need beyond the budget, summed over steps; too much, when time is up."""
+        if time.monotonic() >= self.deadline:
+            return math.inf
         cost = self.evaluate(
             self.problem.tables, genome, self.scratch, self.budget_bytes, 1.0, self._never_fits, numpy.inf
         )

@@ -13,7 +13,7 @@ from monetlite.interrupts import BOUND_THREAD, ends_everything
 from monetlite.schedule import Status, Step, plain_steps
 from monetlite.solving import baselines
 from monetlite.solving.bounds import integer_bound, latency_bound, trivial_bound_ms
-from monetlite.solving.compiling import still_compiling
+from monetlite.solving.compiling import is_cached, still_compiling
 from monetlite.solving.exhaustive import exhaustive
 from monetlite.solving.genomes import keep_everything, read_least
 from monetlite.solving.greedy import Greedy
@@ -35,6 +35,8 @@ _CLOSING_SECONDS, _CLOSING_SHARE = 1.5, 0.025
 
 _GRACE_SECONDS = 0.5
 """What a solver is given to stop when it is asked to."""
+_FIRST_SHARE = 0.1
+"""Of the time left, for each of the greedy choices that come before anything else."""
 _INTERPRETED_OPERATORS = 1500
 """The largest graph for which a few interpreted evaluations take less than a second."""
 _PROGRAM_SLOTS = 1200
@@ -109,7 +111,9 @@ def _run(race: Race, *, seed: int, solver: str, starts: tuple[tuple[Step, ...], 
         # Something that fits, before anything is compiled.
         problem = build_problem(profile)
         for base in (keep_everything(problem), read_least(problem)):
-            first = Greedy(problem, budget_bytes, base=base, interpreted=True).first()
+            deadline = time.monotonic() + _FIRST_SHARE * race.left
+            greedy = Greedy(problem, budget_bytes, base=base, interpreted=not is_cached(), deadline=deadline)
+            first = greedy.first()
             if first is not None:
                 race.offer(first, "greedy")
                 break

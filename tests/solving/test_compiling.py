@@ -10,7 +10,7 @@ import pytest
 from random_graphs import random_profile
 
 from monetlite.schedule import plain_steps, simulate
-from monetlite.solving import compiling, kernel
+from monetlite.solving import compiling, greedy, kernel
 from monetlite.solving.genomes import keep_everything
 from monetlite.solving.greedy import Greedy
 from monetlite.solving.kernel import evaluate, evaluate_interpreted
@@ -51,6 +51,26 @@ def test_a_first_solve_in_no_time(nothing_compiled: list[list[str]]) -> None:
     assert nothing_compiled
     assert solution.steps is not None
     assert simulate(profile, solution.steps, budget_bytes).latency_ms == solution.latency_ms
+
+
+def test_what_comes_before_compiling_has_an_end() -> None:
+    problem = build_problem(random_profile(random.Random(3), forward_operators=40))
+    budget_bytes = int(0.9 * problem.plain_peak_bytes)
+    for interpreted in (True, False):
+        assert Greedy(problem, budget_bytes, interpreted=interpreted).first() is not None
+        assert Greedy(problem, budget_bytes, interpreted=interpreted, deadline=time.monotonic()).first() is None
+
+
+def test_what_is_compiled_is_not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some thousand times slower, which solves of few seconds have no time for."""
+
+    def refuse(*_: object) -> float:
+        raise AssertionError
+
+    monkeypatch.setattr(greedy, "evaluate_interpreted", refuse)
+    profile = random_profile(random.Random(3), forward_operators=40)
+    budget_bytes = int(0.9 * simulate(profile, plain_steps(profile.graph)).peak_bytes)
+    assert solve_profile(profile, budget_bytes, time_limit=1).steps is not None
 
 
 def test_known_schedules_are_kept(nothing_compiled: list[list[str]]) -> None:
