@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from monetlite.cli.options import (
+    SEED,
     autocast_option,
     common_options,
     model_options,
@@ -41,7 +42,7 @@ WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "pi
 @tolerance_option("Of monetlite, as for solve.")
 @time_limit_option(20.0, "Seconds for each solve: one for each budget, and one for each peer's peak.")
 @click.option("--repeats", type=click.IntRange(min=1), default=7, show_default=True, help="Timed steps of each.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=SEED, default=0, show_default=True)
 @click.option(
     "--output",
     "outputs",

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from monetlite.cli.opening import open_schedule, opening_options
-from monetlite.cli.options import common_options, time_limit_option
+from monetlite.cli.options import SEED, common_options, time_limit_option
 from monetlite.cli.running import Solving, Telling, guard, open_console
 
 
@@ -19,7 +19,7 @@ from monetlite.cli.running import Solving, Telling, guard, open_console
     10.0, "Seconds for each of three searches: with 10% more memory, with 10% less, and for the smallest peak."
 )
 @click.option("--no-solve", is_flag=True, help="Explain the schedule alone, and look for no others.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the searches.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the searches.")
 @common_options
 def explain_command(
     schedule: str,

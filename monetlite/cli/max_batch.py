@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from monetlite.cli.options import (
+    SEED,
     common_options,
     cost_options,
     model_options,
@@ -29,7 +30,7 @@ from monetlite.cli.running import guard, open_console
     type=click.IntRange(min=1),
     help="Look at multiples of this batch only; by default 8, or 1 where the largest is below 16.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the search.")
 @common_options
 def max_batch_command(
     spec: str,

@@ -55,8 +55,11 @@ INPUT_OPTIONS = (
     click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence."),
     click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Of weights and inputs."),
 )
+LARGEST = 2**31 - 1
+"""Of batches, and of seeds."""
+SEED = click.IntRange(0, LARGEST)
 SIZE_OPTIONS = (
-    click.option("--batch", type=click.IntRange(min=1), help="Batch size; by default the model's own."),
+    click.option("--batch", type=click.IntRange(1, LARGEST), help="Batch size; by default the model's own."),
     *INPUT_OPTIONS,
 )
 MODEL_HELP = (

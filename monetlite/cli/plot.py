@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from monetlite.choices import Choices
 from monetlite.cli.opening import Opened, open_schedule, opening_options
-from monetlite.cli.options import common_options, time_limit_option
+from monetlite.cli.options import SEED, common_options, time_limit_option
 from monetlite.cli.running import Sweeping, guard, open_console
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ _ONLY = {"by": TIMELINE, "points": TRADEOFF, "time_limit": TRADEOFF, "seed": TRA
 @time_limit_option(
     10.0, "Seconds of solving for each budget of a trade-off. The baselines take about half as long again."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of a trade-off's searches.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of a trade-off's searches.")
 @click.option("--csv", "table", type=click.Path(dir_okay=False), help="Write the numbers behind a picture here.")
 @opening_options
 @common_options

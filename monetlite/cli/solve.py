@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from monetlite.cli.options import (
+    SEED,
     common_options,
     cost_options,
     model_or_profile_options,
@@ -46,7 +47,7 @@ from monetlite.cli.running import Solving, check_folder, guard, open_console
 )
 @reserved_option
 @click.option("--solver", type=click.Choice(["SCIP", "HIGHS", "GUROBI"]), default="SCIP", show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of the search.")
 @click.option(
     "--output",
     type=click.Path(dir_okay=False),

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from monetlite.cli.opening import model_of
-from monetlite.cli.options import Share, common_options, size_options
+from monetlite.cli.options import SEED, Share, common_options, size_options
 from monetlite.cli.pricing import shape_of, to_cuda
 from monetlite.cli.running import EXIT_FAILED, Exit, guard, open_console, prints_aside
 
@@ -21,7 +21,7 @@ DEFAULT_OPERATORS = 10
 )
 @size_options
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Timed steps of each.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of weights, inputs and dropout.")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="Of weights, inputs and dropout.")
 @click.option(
     "--operators",
     type=click.IntRange(min=0),

@@ -204,5 +204,7 @@ def _find(name: str, folder: Path | None) -> "tuple[str, Schedule]":
     if not name.startswith(PREFIX) and Path(name).is_file():
         return name, load_schedule(name)
     shelf = _shelf(folder)
+    if name.endswith((".yaml", ".yml")) and name not in shelf.files():
+        return name, load_schedule(name)  # which says what is the matter with it
     entry = find_entry(name, shelf)
     return entry.file, shelf.load(entry)

@@ -190,6 +190,9 @@ class TestCommands:
         assert result.exit_code == 0, result.output
         assert [line.split()[1] for line in result.output.splitlines()[1:3]] == ["64", "32"]
 
+    def test_a_file_that_is_not_there(self, folder):
+        assert "nope.yaml can't be read" in run("show", "nope.yaml", "--folder", folder).output
+
     def test_errors_are_messages(self, folder):
         for arguments in (["show", "zoo:nothing"], ["get", "zoo:resnet18@1MB"]):
             result = run(*arguments, "--folder", folder)
