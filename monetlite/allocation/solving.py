@@ -83,6 +83,7 @@ def solve_reserved(
         steps = [item.steps(profile.graph) for item in candidates]
         arranged = arrange(profile, steps, budget_bytes, seconds=time_limit * ARRANGING, seed=seed)
         candidates += _legal([] if arranged is None else [arranged], as_schedule)
+    reached_bytes = [item.smallest_reached_bytes for item in candidates if item.smallest_reached_bytes is not None]
     best = _best_within(profile, budget_bytes, candidates)
     least_bytes = min(least_limit(profile, item) for item in candidates)
     for _ in range(MOST_ROUNDS):
@@ -104,6 +105,8 @@ def solve_reserved(
         budget_bytes=budget_bytes,
         lower_bound_ms=bound_ms,
         status=status,
+        smallest_proven_bytes=max(item.smallest_proven_bytes for item in candidates),
+        smallest_reached_bytes=min(reached_bytes, default=best.peak_bytes),
         seconds=time.monotonic() - began,
     )
 

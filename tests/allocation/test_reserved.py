@@ -133,6 +133,7 @@ def test_a_budget_of_reserved_memory_is_kept_where_one_of_the_peak_is_not(
     assert within.fits
     assert within.peak_bytes <= BUDGET == for_reserved.budget_bytes
     assert timeline.peak_bytes == for_reserved.peak_bytes < for_reserved.reserved_bytes <= BUDGET
+    assert 0 < for_reserved.smallest_proven_bytes <= for_reserved.smallest_reached_bytes <= timeline.peak_bytes
     assert for_reserved.lower_bound_ms <= for_the_peak.latency_ms <= 1.05 * for_reserved.latency_ms
 
 
