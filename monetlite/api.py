@@ -174,8 +174,8 @@ def solve(
 
     refuse_without_gpu(profile)
 
-    def as_found(steps: tuple[Step, ...]) -> Schedule:
-        given = Solution.of_steps(profile, steps, solver="arranged")
+    def as_found(steps: tuple[Step, ...], solver: str) -> Schedule:
+        given = Solution.of_steps(profile, steps, solver=solver)
         return as_schedule(profile, plain, budget_bytes, given, steps, tolerance)
 
     return solve_reserved(profile, budget_bytes, time_limit, solve_once, as_found, starts=known, seed=seed)

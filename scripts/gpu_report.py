@@ -170,9 +170,8 @@ def measure(args: argparse.Namespace) -> int:
 
             try:
                 found |= measured(name, solved[name], args, began + args.seconds, beside_compiled, show)
-            except (
-                Exception
-            ) as error:  # such as memory that doesn't hold the model: the others are measured all the same
+            except Exception as error:
+                # Such as memory that doesn't hold the model: the others are measured all the same.
                 report["left_out"].append(f"{name}: {reason(error)}")
                 broken = True
             tidy(args.device)

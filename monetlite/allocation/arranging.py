@@ -57,7 +57,6 @@ class _Arrangement:
     """A step's schedules as they are changed, and what each reserves."""
 
     def __init__(self, profile: Profile, limit_bytes: int, seed: int) -> None:
-        self.profile = profile
         self.limit_bytes = limit_bytes
         self.random = random.Random(seed)
         self.problem = build_problem(profile)

@@ -33,8 +33,9 @@ _STEP = 0.004
 
 SolveOnce: TypeAlias = Callable[[int, float, Sequence[Schedule]], Schedule]
 """Solves for a peak in bytes, in so many seconds, from schedules to begin with."""
-AsSchedule: TypeAlias = Callable[[tuple[Step, ...]], Schedule]
-"""Makes a schedule of steps. Raises `IllegalSchedule` where they are not one within the budget."""
+AsSchedule: TypeAlias = Callable[[tuple[Step, ...], str], Schedule]
+"""Makes a schedule of steps, and of the name of what found them. Raises `IllegalSchedule` where they are not one
+within the budget."""
 
 
 def refuse_without_gpu(profile: Profile) -> None:
@@ -68,7 +69,7 @@ def solve_reserved(
         InfeasibleBudget: nothing fits, or nothing was found.
     """
     began = time.monotonic()
-    given = list(_legal(starts, as_schedule))
+    given = list(_legal(starts, "start", as_schedule))
     target_bytes = budget_bytes
     found = solve(target_bytes, time_limit * FOR_THE_PEAK, given)
     bound_ms = found.lower_bound_ms
@@ -82,7 +83,8 @@ def solve_reserved(
             candidates.append(solve(int(budget_bytes * _LESS), time_limit * FOR_LESS, ()))
         steps = [item.steps(profile.graph) for item in candidates]
         arranged = arrange(profile, steps, budget_bytes, seconds=time_limit * ARRANGING, seed=seed)
-        candidates += _legal([] if arranged is None else [arranged], as_schedule)
+        how = f"{found.solver} + arranging"
+        candidates += _legal([] if arranged is None else [arranged], how, as_schedule)
     reached_bytes = [item.smallest_reached_bytes for item in candidates if item.smallest_reached_bytes is not None]
     best = _best_within(profile, budget_bytes, candidates)
     least_bytes = min(least_limit(profile, item) for item in candidates)
@@ -111,10 +113,10 @@ def solve_reserved(
     )
 
 
-def _legal(steps: Iterable[tuple[Step, ...]], as_schedule: AsSchedule) -> Iterator[Schedule]:
+def _legal(steps: Iterable[tuple[Step, ...]], solver: str, as_schedule: AsSchedule) -> Iterator[Schedule]:
     for item in steps:
         with suppress(IllegalSchedule):  # over the budget, or not for these sizes
-            yield as_schedule(item)
+            yield as_schedule(item, solver)
 
 
 def _reserved(profile: Profile, schedule: Schedule, budget_bytes: int) -> Reserved:
