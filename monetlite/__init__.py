@@ -9,35 +9,35 @@ Heavy imports happen where they are used: running a shared schedule needs torch 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from monetlite.errors import MonetliteError
+from monetlite.core.errors import MonetliteError
 
 if TYPE_CHECKING:
-    from monetlite.api import optimize, profile, solve, sweep
-    from monetlite.comparison import compare
-    from monetlite.files import load_schedule
-    from monetlite.files.profiles import load_profile
+    from monetlite.checking.comparison import compare
+    from monetlite.checking.verify import verify
+    from monetlite.core.files.profiles import load_profile
+    from monetlite.core.schedule import Schedule, simulate
+    from monetlite.planning.pipeline import optimize, profile, solve, sweep
     from monetlite.runtime.limit import limit_reserved
-    from monetlite.runtime.verify import verify
     from monetlite.runtime.wrapper import MONeTWrapper
-    from monetlite.schedule import Schedule, simulate
     from monetlite.tracing import trace
+    from monetlite.zoo import load_schedule
 
 __version__ = "0.1.0"
 
 _HOME = {
     "MONeTWrapper": "monetlite.runtime",
-    "Schedule": "monetlite.schedule",
-    "compare": "monetlite.comparison",
+    "Schedule": "monetlite.core.schedule",
+    "compare": "monetlite.checking.comparison",
     "limit_reserved": "monetlite.runtime",
-    "load_profile": "monetlite.files.profiles",
-    "load_schedule": "monetlite.files",
-    "optimize": "monetlite.api",
-    "profile": "monetlite.api",
-    "simulate": "monetlite.schedule",
-    "solve": "monetlite.api",
-    "sweep": "monetlite.api",
+    "load_profile": "monetlite.core.files.profiles",
+    "load_schedule": "monetlite.zoo",
+    "optimize": "monetlite.planning.pipeline",
+    "profile": "monetlite.planning.pipeline",
+    "simulate": "monetlite.core.schedule",
+    "solve": "monetlite.planning.pipeline",
+    "sweep": "monetlite.planning.pipeline",
     "trace": "monetlite.tracing",
-    "verify": "monetlite.runtime",
+    "verify": "monetlite.checking.verify",
 }
 
 __all__ = [

@@ -23,14 +23,14 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.costs import Profile
-from monetlite.errors import InfeasibleBudget
-from monetlite.graph import CHANNELS_LAST, Implementation
-from monetlite.layouts import layouts_to_try, solve_layouts
+from monetlite.checking.trainee import Trainee, default_loss, step_times_ms
+from monetlite.core.costs import Profile
+from monetlite.core.errors import InfeasibleBudget
+from monetlite.core.graph import CHANNELS_LAST, Implementation
+from monetlite.core.schedule import Schedule, plain_steps, simulate
 from monetlite.models import build_model
+from monetlite.planning.layouts import layouts_to_try, solve_layouts
 from monetlite.profiling.meters import meter_for
-from monetlite.runtime.trainee import Trainee, default_loss, step_times_ms
-from monetlite.schedule import Schedule, plain_steps, simulate
 from monetlite.tracing import split_inputs
 
 TOLERANCE = 4e-3
@@ -227,7 +227,7 @@ def main() -> None:
             "",
             f"{environment['device']}, {environment['threads']} threads, torch {environment['torch']}, commit {commit}. "
             f"Written by `scripts/ablation.py`: {args.time_limit:.0f} s to solve; step times are medians of "
-            f"{args.repeats}, all ways taken in turn (`monetlite.runtime.trainee.step_times_ms`); budgets are percentages of plain training's peak; tolerance "
+            f"{args.repeats}, all ways taken in turn (`monetlite.checking.trainee.step_times_ms`); budgets are percentages of plain training's peak; tolerance "
             f"{TOLERANCE}. Overheads are over plain training's step time; the prediction's error is of the ratio "
             "to plain training; differences are of gradients and buffers, relative (`monetlite.verify`).",
             "",

@@ -21,8 +21,8 @@ from typing import Any
 from bench_solver import commit, hardware
 from synthetic_steps import chain_step, transformer_step
 
-from monetlite.errors import IllegalSchedule
-from monetlite.schedule import plain_steps, simulate
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.solving import baselines
 from monetlite.solving.race import Progress
 from monetlite.solving.solve import solve_profile

@@ -26,11 +26,11 @@ from typing import Any
 
 from solve_instance import GIB, instance_steps
 
-from monetlite.costs import Profile
-from monetlite.errors import IllegalSchedule
-from monetlite.instances import instance_profile
-from monetlite.schedule import Step, simulate
+from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.schedule import Step, simulate
 from monetlite.solving import baselines
+from monetlite.solving.instances import instance_profile
 from monetlite.solving.search import search
 from monetlite.solving.solve import solve_profile
 

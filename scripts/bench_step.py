@@ -20,13 +20,13 @@ from bench_compare import gpt2
 from torch import nn
 
 import monetlite
-from monetlite.comparison import Peer, Run
-from monetlite.comparison.bench import Bench, Entrant
-from monetlite.comparison.checkpointing import every_block
-from monetlite.comparison.compiled import inductor
-from monetlite.comparison.contenders import Contender
-from monetlite.comparison.environment import environment
-from monetlite.runtime.trainee import default_loss
+from monetlite.checking.comparison import Peer, Run
+from monetlite.checking.comparison.bench import Bench, Entrant
+from monetlite.checking.comparison.checkpointing import every_block
+from monetlite.checking.comparison.compiled import inductor
+from monetlite.checking.comparison.contenders import Contender
+from monetlite.checking.comparison.environment import environment
+from monetlite.checking.trainee import default_loss
 from monetlite.tracing import split_inputs
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.errors import InfeasibleBudget
+from monetlite.core.errors import InfeasibleBudget
 from monetlite.models import build_model
 from monetlite.profiling.meters import meter_for
 

@@ -41,15 +41,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from gpu_report_models import SMALL, SUBJECTS, Built  # noqa: E402  # beside this file
 
 import monetlite  # noqa: E402  # from this checkout, installed or not
-from monetlite.comparison import checkpointing, compiled  # noqa: E402
-from monetlite.comparison.bench import Bench, Entrant, reason  # noqa: E402
-from monetlite.comparison.contenders import Contender  # noqa: E402
-from monetlite.comparison.data import TITLES, Peer, Run  # noqa: E402
-from monetlite.comparison.environment import environment  # noqa: E402
-from monetlite.comparison.scheduled import scheduled  # noqa: E402
-from monetlite.runtime.trainee import default_loss  # noqa: E402
-from monetlite.schedule import Schedule, plain_steps, simulate  # noqa: E402
-from monetlite.units import format_bytes, parse_budget  # noqa: E402
+from monetlite.checking.comparison import checkpointing, compiled  # noqa: E402
+from monetlite.checking.comparison.bench import Bench, Entrant, reason  # noqa: E402
+from monetlite.checking.comparison.contenders import Contender  # noqa: E402
+from monetlite.checking.comparison.data import TITLES, Peer, Run  # noqa: E402
+from monetlite.checking.comparison.environment import environment  # noqa: E402
+from monetlite.checking.comparison.scheduled import scheduled  # noqa: E402
+from monetlite.checking.trainee import default_loss  # noqa: E402
+from monetlite.core.schedule import Schedule, plain_steps, simulate  # noqa: E402
+from monetlite.core.units import format_bytes, parse_budget  # noqa: E402
 
 PEAK_WITHIN, LATENCY_WITHIN = 0.02, 0.05
 """How far measured figures may be from predicted ones, of those."""
@@ -101,8 +101,8 @@ def profile(args: argparse.Namespace) -> int:
 
 def solve(args: argparse.Namespace) -> int:
     """The second step: a schedule for each model and budget that there is one for."""
-    from monetlite.errors import InfeasibleBudget
-    from monetlite.layouts import solve_layouts
+    from monetlite.core.errors import InfeasibleBudget
+    from monetlite.planning.layouts import solve_layouts
 
     args.output.mkdir(parents=True, exist_ok=True)
     for name in args.model or SUBJECTS:

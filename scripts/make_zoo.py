@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import monetlite
-from monetlite.errors import InfeasibleBudget
-from monetlite.schedule import Schedule, plain_steps, simulate
-from monetlite.source import ModelSource
-from monetlite.units import format_bytes, parse_budget
-from monetlite.zoo import Checked, Checker, Shelf
+from monetlite.core.errors import InfeasibleBudget
+from monetlite.core.schedule import Schedule, plain_steps, simulate
+from monetlite.core.source import ModelSource
+from monetlite.core.units import format_bytes, parse_budget
+from monetlite.zoo import Shelf
+from monetlite.zoo.check import Checked, Checker
 from monetlite.zoo.rebuild import build, estimated, traced
 
 SCHEDULES = Path(__file__).resolve().parent.parent / "schedules"

@@ -3,7 +3,7 @@
     python scripts/reserved_table.py [--model NAME ...] [--output FILE.md]
 
 Nothing is solved and nothing runs: each schedule's requests go through the allocator on paper
-(`monetlite.allocation`), by its default settings, with expandable segments, and within the least limit that it runs
+(`monetlite.allocator`), by its default settings, with expandable segments, and within the least limit that it runs
 in. `releases`: how often in a step memory goes back to the GPU to stay within that limit, and within 5% more.
 """
 
@@ -11,10 +11,10 @@ import argparse
 import datetime
 from pathlib import Path
 
-from monetlite.allocation import least_limit, reserve
-from monetlite.comparison.environment import environment
-from monetlite.costs import Profile
-from monetlite.schedule import Schedule, Step, plain_steps, simulate
+from monetlite.allocator import least_limit, reserve
+from monetlite.checking.comparison.environment import environment
+from monetlite.core.costs import Profile
+from monetlite.core.schedule import Schedule, Step, plain_steps, simulate
 from monetlite.zoo import Entry, shipped
 from monetlite.zoo.check import Checker
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from monetlite.instances import instance_profile
-from monetlite.schedule import Step
+from monetlite.core.schedule import Step
+from monetlite.solving.instances import instance_profile
 from monetlite.solving.solve import solve_profile
 
 GIB = 2**30

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from monetlite.costs import Cost, Profile, ProfileKind
-from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
 
 BYTES_PER_MS = 700e6
 FLOPS_PER_MS = 10e9

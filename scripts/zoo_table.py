@@ -9,7 +9,7 @@ import argparse
 import subprocess
 from pathlib import Path
 
-from monetlite.schedule import Schedule
+from monetlite.core.schedule import Schedule
 from monetlite.zoo import Entry, shipped
 
 # Overhead in percent at 10, 9, 8, 7, 6 and 5 GB: MONeT's README (github.com/utsaslab/MONeT), measured on a P100.

@@ -6,10 +6,10 @@ The step lists are built forwards from what is in memory, with none of the packa
 import random
 from collections.abc import Callable, Iterable
 
-from monetlite.choices import Choices
-from monetlite.costs import Cost, Profile, ProfileKind
-from monetlite.graph import OperatorGraph, Phase
-from monetlite.schedule import Schedule, Status, Step, simulate
+from monetlite.core.choices import Choices
+from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.graph import OperatorGraph, Phase
+from monetlite.core.schedule import Schedule, Status, Step, simulate
 
 
 def free_profile(graph: OperatorGraph) -> Profile:

@@ -10,10 +10,10 @@ from step_lists import free_profile
 from torch import nn, randn
 
 import monetlite
-from monetlite.allocation import reserve
-from monetlite.batches import Fit, _bisect, largest_batch
-from monetlite.errors import DeviceError, InfeasibleBudget, ModelError
-from monetlite.schedule import plain_steps, simulate
+from monetlite.allocator import reserve
+from monetlite.core.errors import DeviceError, InfeasibleBudget, ModelError
+from monetlite.core.schedule import plain_steps, simulate
+from monetlite.planning.batches import Fit, _bisect, largest_batch
 from monetlite.solving.smallest import smallest_budget
 
 

@@ -15,21 +15,21 @@ from rich.console import Console
 from torch import nn
 
 import monetlite
-from monetlite import layouts
-from monetlite.comparison import PEERS, Peer, Run, compiled, runner
-from monetlite.comparison.bench import Bench
-from monetlite.comparison.blocks import wrap_blocks
-from monetlite.comparison.contenders import Contender
-from monetlite.comparison.data import Comparison
-from monetlite.comparison.environment import environment
-from monetlite.comparison.segments import counts, cut
-from monetlite.comparison.verdict import standings
-from monetlite.errors import ModelError
+from monetlite.checking.comparison import PEERS, Peer, Run, compiled, runner
+from monetlite.checking.comparison.bench import Bench
+from monetlite.checking.comparison.blocks import wrap_blocks
+from monetlite.checking.comparison.contenders import Contender
+from monetlite.checking.comparison.data import Comparison
+from monetlite.checking.comparison.environment import environment
+from monetlite.checking.comparison.segments import counts, cut
+from monetlite.checking.comparison.verdict import standings
+from monetlite.core.errors import ModelError
+from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.units import format_bytes, format_ms
 from monetlite.models import build_model
+from monetlite.planning import layouts
 from monetlite.reporting.comparison import comparison_markdown, print_comparison
 from monetlite.reporting.plots.comparison import draw_comparison, save_comparison
-from monetlite.schedule import plain_steps, simulate
-from monetlite.units import format_bytes, format_ms
 
 MODEL = """
 import torch
@@ -176,7 +176,7 @@ def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
             return solve_layouts(*args, **kwargs)
         pytest.fail("not interrupted")
 
-    monkeypatch.setattr("monetlite.layouts.solve_layouts", interrupted)
+    monkeypatch.setattr("monetlite.planning.layouts.solve_layouts", interrupted)
     before = signal.getsignal(signal.SIGINT)
     result = run("--model", "net.py:build", "--peers", "gist", *QUICK, "--output", "t.md", "--output", "p.png")
     assert result.exit_code == 4
@@ -299,7 +299,7 @@ def test_beside_inductor_schedules_run_compiled_too(monkeypatch):
         return [Contender(peer=Peer.INDUCTOR, setting="budget 0.5", prepare=lambda model: model)]
 
     monkeypatch.setitem(runner.FAMILIES, Peer.INDUCTOR, fused)
-    monkeypatch.setattr("monetlite.comparison.scheduled.MONeTWrapper", wrap)
+    monkeypatch.setattr("monetlite.checking.comparison.scheduled.MONeTWrapper", wrap)
     model, inputs = net()
     for refusing in (False, True):
         asked.clear()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from monetlite.comparison.exactness import Examiner
-from monetlite.runtime.trainee import Trainee
+from monetlite.checking.comparison.exactness import Examiner
+from monetlite.checking.trainee import Trainee
 
 
 class Centred(nn.Module):

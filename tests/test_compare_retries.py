@@ -1,8 +1,8 @@
 """`monetlite compare` where a measured peak is more than was asked for: solving again, for less."""
 
-from monetlite.comparison import Peer, Run, runner
-from monetlite.comparison.bench import Entrant
-from monetlite.comparison.contenders import Unsupported
+from monetlite.checking.comparison import Peer, Run, runner
+from monetlite.checking.comparison.bench import Entrant
+from monetlite.checking.comparison.contenders import Unsupported
 
 
 def test_a_run_over_its_budget_is_shown_where_nothing_takes_less():

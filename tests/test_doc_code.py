@@ -21,8 +21,8 @@ from monet_files import monet_classes, solution
 from torch import nn
 
 import monetlite
-from monetlite import api
 from monetlite.cli import main
+from monetlite.planning import pipeline as api
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import monetlite
-from monetlite import api
+from monetlite.planning import pipeline as api
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "examples"

@@ -13,13 +13,13 @@ from step_lists import drop_once, free_profile, recompute, recompute_everything,
 from torch import nn
 
 import monetlite
-from monetlite.choices import stored_values
-from monetlite.graph import Phase
+from monetlite.core.choices import stored_values
+from monetlite.core.graph import Phase
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.reporting.alternatives import stored_by_one
 from monetlite.reporting.explain import story
 from monetlite.reporting.explanation import Fate, explain
 from monetlite.reporting.overhead import Cause
-from monetlite.schedule import plain_steps, simulate
 
 MODEL = """
 import torch

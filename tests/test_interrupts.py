@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.batches import largest_batch
-from monetlite.interrupts import BOUND_THREAD, interrupts_kept
+from monetlite.core.interrupts import BOUND_THREAD, interrupts_kept
+from monetlite.planning.batches import largest_batch
 from monetlite.solving.race import Race
 
 

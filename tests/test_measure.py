@@ -12,14 +12,14 @@ from small_models import WithLoss
 from torch import nn
 
 import monetlite
-from monetlite.measuring import Line, Mode, Run, Setting, fit, largest_batch, machine, measure, probes
-from monetlite.measuring.results import Growth, Loading, Measurements, Memory, Place, tells_enough
+from monetlite.checking.measuring import Line, Mode, Run, Setting, fit, largest_batch, machine, measure, probes
+from monetlite.checking.measuring.results import Growth, Loading, Measurements, Memory, Place, tells_enough
+from monetlite.checking.verify import Trainee, default_loss
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.models.built import BuiltModel
 from monetlite.profiling.memory import is_out_of_memory
 from monetlite.profiling.optimizers import OPTIMIZERS, make_optimizer
 from monetlite.reporting.measure import as_text, print_measurements
-from monetlite.runtime.verify import Trainee, default_loss
-from monetlite.schedule import plain_steps, simulate
 
 MIB = 2**20
 MODEL = """

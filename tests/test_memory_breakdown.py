@@ -9,8 +9,8 @@ from step_lists import free_profile, recompute
 from torch import nn
 
 import monetlite
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.reporting.memory import Holding, break_down
-from monetlite.schedule import plain_steps, simulate
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -13,12 +13,12 @@ from step_lists import (
     with_random_implementations,
 )
 
-from monetlite.choices import Choices
-from monetlite.costs import Cost, Profile, ProfileKind
-from monetlite.errors import IllegalSchedule, ScheduleMismatch
-from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.choices import Choices
+from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.errors import IllegalSchedule, ScheduleMismatch
+from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.schedule import check_order, plain_steps, simulate
 from monetlite.runtime.binding import bind, check_legal
-from monetlite.schedule import check_order, plain_steps, simulate
 
 HELD = {ValueKind.OUTPUT, ValueKind.TANGENT, ValueKind.PARAM_GRAD}
 

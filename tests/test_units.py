@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monetlite.errors import BudgetError, MonetliteError
-from monetlite.units import format_bytes, format_ms, parse_budget
+from monetlite.core.errors import BudgetError, MonetliteError
+from monetlite.core.units import format_bytes, format_ms, parse_budget
 
 DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

@@ -21,7 +21,7 @@ from monetlite.cli.rescale import rescale_command
 from monetlite.cli.solve import solve_command
 from monetlite.cli.verify import verify_command
 from monetlite.cli.zoo import zoo_command
-from monetlite.interrupts import BOUND_THREAD
+from monetlite.core.interrupts import BOUND_THREAD
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -17,7 +17,7 @@ from monetlite.cli.options import (
 )
 from monetlite.cli.pricing import shape_of
 from monetlite.cli.running import check_folder, guard, open_console, prints_aside
-from monetlite.errors import DeviceError, ModelError
+from monetlite.core.errors import DeviceError, ModelError
 
 WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "picture", ".pdf": "picture"}
 
@@ -76,7 +76,7 @@ def compare_command(
     def run() -> None:
         import torch
 
-        from monetlite.comparison import PEERS, compare
+        from monetlite.checking.comparison import PEERS, compare
         from monetlite.models import build_model
         from monetlite.reporting.comparison import comparison_facts, print_comparison
 
@@ -128,7 +128,7 @@ def _writer(target: Path) -> Callable[[Any], None]:
     if kind not in WRITTEN_AS:
         raise ModelError(f"{target} is none of {', '.join(WRITTEN_AS)}; a file's ending says what is written to it")
     check_folder(target)
-    from monetlite.files.atomic import write_atomically
+    from monetlite.core.files.atomic import write_atomically
     from monetlite.reporting.comparison import comparison_facts, comparison_markdown
 
     if kind == ".md":

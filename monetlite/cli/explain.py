@@ -38,10 +38,10 @@ def explain_command(
     """
 
     def run() -> None:
+        from monetlite.core.porting import ported_steps
         from monetlite.reporting.alternatives import Alternative, alternative, limit
         from monetlite.reporting.explain import Around, explanation_facts, print_explanation
         from monetlite.reporting.explanation import explain
-        from monetlite.runtime.porting import ported_steps
         from monetlite.solving.compiling import ensure_compiled
 
         console, quiet = open_console(as_json)

@@ -54,11 +54,11 @@ def max_batch_command(
     """
 
     def run() -> None:
-        from monetlite.batches import largest_batch
-        from monetlite.costs import Profile
-        from monetlite.errors import InfeasibleBudget
+        from monetlite.core.costs import Profile
+        from monetlite.core.errors import InfeasibleBudget
+        from monetlite.core.units import parse_budget
+        from monetlite.planning.batches import largest_batch
         from monetlite.reporting.batches import batches_facts, print_batches
-        from monetlite.units import parse_budget
 
         console, quiet = open_console(as_json)
         budget_bytes = parse_budget(budget)

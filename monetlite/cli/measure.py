@@ -12,7 +12,7 @@ import click
 from monetlite.cli.options import INPUT_OPTIONS, MODEL_OPTION, autocast_option, common_options, optimizer_option
 from monetlite.cli.pricing import shape_of
 from monetlite.cli.running import Telling, check_folder, guard, open_console, prints_aside
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 
 if TYPE_CHECKING:
     from monetlite.models import BuiltModel
@@ -130,9 +130,9 @@ def measure_command(
     def run() -> None:
         import torch
 
-        from monetlite.errors import DeviceError
-        from monetlite.files.atomic import write_atomically
-        from monetlite.measuring import Mode, Setting, measure
+        from monetlite.checking.measuring import Mode, Setting, measure
+        from monetlite.core.errors import DeviceError
+        from monetlite.core.files.atomic import write_atomically
         from monetlite.models import build_model
         from monetlite.reporting import measure as reporting
 

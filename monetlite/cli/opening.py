@@ -8,12 +8,12 @@ import click
 
 from monetlite.cli.options import SIZE_OPTIONS
 from monetlite.cli.pricing import price_layouts
-from monetlite.errors import ModelError, ScheduleMismatch
+from monetlite.core.errors import ModelError, ScheduleMismatch
 
 if TYPE_CHECKING:
-    from monetlite.costs import Profile
+    from monetlite.core.costs import Profile
+    from monetlite.core.schedule import Schedule, Step
     from monetlite.models import BuiltModel
-    from monetlite.schedule import Schedule, Step
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -69,8 +69,8 @@ def open_schedule(path: str, spec: str | None, device: str | None, quiet: bool, 
         ScheduleMismatch: it is for another model, or for other sizes.
         ModelError: the file doesn't say how to build its model, or was measured on another machine.
     """
-    from monetlite.files import load_schedule
     from monetlite.runtime.binding import bind
+    from monetlite.zoo import load_schedule
 
     schedule = load_schedule(path)
     spec, sizes = model_of(schedule, path, spec, shape)

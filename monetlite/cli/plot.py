@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from monetlite.choices import Choices
 from monetlite.cli.opening import Opened, open_schedule, opening_options
 from monetlite.cli.options import SEED, common_options, time_limit_option
 from monetlite.cli.running import Sweeping, guard, open_console
+from monetlite.core.choices import Choices
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -183,11 +183,11 @@ def _trade_off(
     as_json: bool,
 ) -> dict[str, Any]:
     """Solve for one budget after the other, print and draw what was found."""
+    from monetlite.planning.tradeoff import trade_off
     from monetlite.reporting.plots.style import save_figure
     from monetlite.reporting.plots.tradeoff import draw_tradeoff
     from monetlite.reporting.subject import subject_of
     from monetlite.reporting.tradeoff import print_tradeoff, tradeoff_facts, tradeoff_rows
-    from monetlite.tradeoff import trade_off
 
     with Sweeping(quiet) as progress:
         found = trade_off(
@@ -212,7 +212,7 @@ def _write_table(path: str | None, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows as CSV, under the names of their fields."""
     if path is None:
         return
-    from monetlite.files.atomic import write_atomically
+    from monetlite.core.files.atomic import write_atomically
 
     listed = list(rows)
     text = io.StringIO(newline="")

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from monetlite.cli.options import DEFAULT_ESTIMATE
 from monetlite.cli.running import Measuring
-from monetlite.errors import DeviceError
+from monetlite.core.errors import DeviceError
 
 if TYPE_CHECKING:
-    from monetlite.costs import Profile
+    from monetlite.core.costs import Profile
     from monetlite.models import BuiltModel
 
 
@@ -43,8 +43,8 @@ def price_layouts(
     """Build a model, and trace and price it in some layouts."""
     import torch
 
-    from monetlite import api
     from monetlite.models import build_model
+    from monetlite.planning import pipeline as api
     from monetlite.tracing import trace
 
     chosen = device
@@ -53,7 +53,7 @@ def price_layouts(
     if chosen == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device 'cuda': this machine has no GPU that torch can use; name a device to estimate")
     if chosen not in ("cpu", "cuda"):
-        from monetlite.profiling.devices import find_device
+        from monetlite.core.devices import find_device
 
         find_device(chosen)
     built = build_model(spec, meta=True, **shape_of(shape))

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from monetlite.costs import Profile
-from monetlite.errors import ModelError
-from monetlite.files.profiles import load_profile
-from monetlite.graph import AS_TRACED
+from monetlite.core.costs import Profile
+from monetlite.core.errors import ModelError
+from monetlite.core.files.profiles import load_profile
+from monetlite.core.graph import AS_TRACED
 
 
 @dataclass(frozen=True, kw_only=True)

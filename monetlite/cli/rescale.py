@@ -11,7 +11,7 @@ from monetlite.cli.opening import model_of
 from monetlite.cli.options import common_options, size_options
 from monetlite.cli.pricing import price_layouts
 from monetlite.cli.running import guard, open_console
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 
 
 @click.command("rescale")
@@ -41,9 +41,9 @@ def rescale_command(
     """
 
     def run() -> None:
-        from monetlite.files import load_schedule
         from monetlite.reporting.solve import schedule_facts
         from monetlite.reporting.zoo import print_rescaled
+        from monetlite.zoo import load_schedule
         from monetlite.zoo.rescale import rescale
 
         console, quiet = open_console(as_json)

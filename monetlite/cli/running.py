@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from monetlite.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError, MonetliteError
-from monetlite.interrupts import interrupts_kept
-from monetlite.units import format_bytes, format_ms
+from monetlite.core.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError, MonetliteError
+from monetlite.core.interrupts import interrupts_kept
+from monetlite.core.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -77,10 +77,10 @@ def solve_command(
     """Find the fastest schedule of a model's training step within a memory budget."""
 
     def run() -> None:
-        from monetlite.layouts import layouts_to_try, solve_layouts
+        from monetlite.core.schedule import plain_steps, simulate
+        from monetlite.core.units import parse_budget
+        from monetlite.planning.layouts import layouts_to_try, solve_layouts
         from monetlite.reporting import solve as reporting
-        from monetlite.schedule import plain_steps, simulate
-        from monetlite.units import parse_budget
 
         console, quiet = open_console(as_json)
         # Read the budget, and see that the output can be written, before spending a minute on it.

@@ -68,11 +68,11 @@ def verify_command(
     def run() -> None:
         import torch
 
-        from monetlite.files import load_schedule
+        from monetlite.checking.report import Limits
+        from monetlite.checking.verify import verify
         from monetlite.models import build_model
         from monetlite.reporting.verify import print_report, report_facts
-        from monetlite.runtime.report import Limits
-        from monetlite.runtime.verify import verify
+        from monetlite.zoo import load_schedule
 
         console, _ = open_console(as_json)
         loaded = load_schedule(schedule)

@@ -8,10 +8,10 @@ import click
 
 from monetlite.cli.options import common_options
 from monetlite.cli.running import EXIT_FAILED, Exit, guard, open_console
-from monetlite.errors import ScheduleFileError
+from monetlite.core.errors import ScheduleFileError
 
 if TYPE_CHECKING:
-    from monetlite.schedule import Schedule
+    from monetlite.core.schedule import Schedule
     from monetlite.zoo import Shelf
 
 _folder = click.option(
@@ -198,7 +198,7 @@ def _shelf(folder: Path | None) -> "Shelf":
 
 
 def _find(name: str, folder: Path | None) -> "tuple[str, Schedule]":
-    from monetlite.files import load_schedule
+    from monetlite.zoo import load_schedule
     from monetlite.zoo.queries import PREFIX, find_entry
 
     if not name.startswith(PREFIX) and Path(name).is_file():

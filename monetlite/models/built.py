@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from monetlite.errors import ModelError
-from monetlite.source import ModelSource, is_shareable
+from monetlite.core.errors import ModelError
+from monetlite.core.source import ModelSource, is_shareable
 
 if TYPE_CHECKING:
     import torch

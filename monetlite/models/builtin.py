@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.models.built import DEFAULT_BATCH, BuildOptions, BuiltModel, finish
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.models.built import DEFAULT_BATCH, BuildOptions, BuiltModel, close_matches, finish
 
 

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.models.built import BuildOptions, BuiltModel, close_matches, finish
 from monetlite.models.libraries import require
 

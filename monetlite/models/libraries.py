@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.models.built import DEFAULT_BATCH, BuildOptions, BuiltModel, close_matches, finish
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.models import builtin, custom, huggingface, libraries
 from monetlite.models.built import BuildOptions, BuiltModel, close_matches
 

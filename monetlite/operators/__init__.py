@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
-from monetlite.graph import Call, TensorRef
+from monetlite.core.graph import Call, TensorRef
 from monetlite.operators.kernel import Kernel
 from monetlite.operators.registry import alternatives, find_function, returns_tuple
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetlite.captured.calls import spec_of
-from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.fx.calls import spec_of
 from monetlite.operators.kernel import Kernel, is_dense, same_layout
 from monetlite.operators.packing import in_order, over_in_order, piece_elements
 from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for, name_of

@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from monetlite.captured.calls import spec_of
-from monetlite.graph import Call, Implementation, TensorRef, TensorSpec
+from monetlite.core.graph import Call, Implementation, TensorRef, TensorSpec
+from monetlite.fx.calls import spec_of
 from monetlite.operators.kernel import Kernel, is_channels_last, is_contiguous
 from monetlite.operators.registry import alternatives_for, function, name_of
 

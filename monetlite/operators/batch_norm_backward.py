@@ -13,7 +13,7 @@ from typing import TypeGuard
 
 import torch
 
-from monetlite.graph import Argument, Call, Implementation, TensorRef
+from monetlite.core.graph import Argument, Call, Implementation, TensorRef
 from monetlite.operators.batch_norm import BY_CUDNN, FUNCTIONAL, NO_STATISTICS, along
 from monetlite.operators.guards import GuardFailed
 from monetlite.operators.kernel import Kernel, is_contiguous

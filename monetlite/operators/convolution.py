@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from monetlite.captured.calls import each_dimension
-from monetlite.graph import Argument, Call, Implementation, TensorRef, TensorSpec
+from monetlite.core.graph import Argument, Call, Implementation, TensorRef, TensorSpec
+from monetlite.fx.calls import each_dimension
 from monetlite.operators.convolution_kernels import (
     BACKWARD,
     FORWARD,

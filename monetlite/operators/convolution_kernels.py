@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import fold, unfold
 
-from monetlite.graph import Call
+from monetlite.core.graph import Call
 from monetlite.operators.registry import function
 
 FORWARD = "aten.convolution.default"

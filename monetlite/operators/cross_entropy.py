@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetlite.captured.storages import base
-from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.fx.storages import base
 from monetlite.operators.kernel import Kernel, is_contiguous
 from monetlite.operators.registry import alternatives_for, elements, function, name_of
 

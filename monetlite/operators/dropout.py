@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from monetlite.captured.calls import spec_of
-from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.fx.calls import spec_of
 from monetlite.operators import packing_triton
 from monetlite.operators.kernel import Kernel, is_dense, is_whole, same_layout
 from monetlite.operators.packing import (

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from monetlite.captured.calls import spec_of
-from monetlite.captured.storages import base
-from monetlite.graph import Implementation
+from monetlite.core.graph import Implementation
+from monetlite.fx.calls import spec_of
+from monetlite.fx.storages import base
 from monetlite.operators.kernel import Kernel, same_layout
 from monetlite.operators.registry import alternatives_for
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from monetlite.captured.calls import spec_of
-from monetlite.graph import Implementation, TensorRef
+from monetlite.core.graph import Implementation, TensorRef
+from monetlite.fx.calls import spec_of
 from monetlite.operators.elementwise import in_place
 from monetlite.operators.kernel import Kernel, is_dense, same_layout
 from monetlite.operators.packing import Outside, pack, packed_bytes, workspace_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from monetlite.graph import Argument, Call, Implementation, TensorRef, TensorSpec, Value
+from monetlite.core.graph import Argument, Call, Implementation, TensorRef, TensorSpec, Value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from monetlite.graph import Argument, Call, Implementation, TensorRef
+from monetlite.core.graph import Argument, Call, Implementation, TensorRef
 from monetlite.operators.batch_norm_backward import FROM_OUTPUT_TOLERANCE, is_invertible, is_resident
 from monetlite.operators.kernel import Kernel, is_contiguous
 from monetlite.operators.registry import alternatives_for, function, name_of

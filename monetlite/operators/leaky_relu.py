@@ -7,7 +7,7 @@ its operand is above zero: the gradient has the same bits from either.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from monetlite.graph import Implementation, TensorRef
+from monetlite.core.graph import Implementation, TensorRef
 from monetlite.operators.elementwise import in_place
 from monetlite.operators.kernel import Kernel
 from monetlite.operators.registry import alternatives_for

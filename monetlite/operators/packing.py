@@ -14,7 +14,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from monetlite.graph import Call
+from monetlite.core.graph import Call
 from monetlite.operators import packing_triton
 from monetlite.operators.registry import function
 from monetlite.operators.triton_launch import usable

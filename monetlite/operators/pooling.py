@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetlite.captured.calls import spec_of
-from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.fx.calls import spec_of
 from monetlite.operators import pooling_triton
 from monetlite.operators.kernel import Kernel, is_contiguous, is_dense
 from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for, name_of

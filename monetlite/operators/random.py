@@ -14,8 +14,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from monetlite.captured.calls import fake_mode
-from monetlite.graph import Call, TensorRef
+from monetlite.core.graph import Call, TensorRef
+from monetlite.fx.calls import fake_mode
 from monetlite.operators.registry import PREFIX, find_function, function, target_of
 
 STATE = PREFIX + "rng_state"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 from torch import fx
 
-from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call, Implementation, TensorRef
 from monetlite.operators.kernel import Kernel
 
 PREFIX = "monetlite."
@@ -35,7 +35,7 @@ class Function:
     Attributes:
         name: what calls name it by, without the prefix.
         run: takes and returns tensors.
-        limit: what bounds it: a field of `monetlite.profiling.devices.Efficiency`.
+        limit: what bounds it: a field of `monetlite.core.devices.Efficiency`.
         passes: how often it moves its operands and results, as a multiple of reading and writing each once.
         workspace_bytes: what it holds beyond them, on a GPU.
         launches: how many kernels it launches, on a GPU.

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from monetlite.captured.calls import spec_of
-from monetlite.captured.storages import base
-from monetlite.graph import Implementation, TensorRef
+from monetlite.core.graph import Implementation, TensorRef
+from monetlite.fx.calls import spec_of
+from monetlite.fx.storages import base
 from monetlite.operators.elementwise import in_place
 from monetlite.operators.kernel import Kernel, is_dense, same_layout
 from monetlite.operators.packing import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from monetlite.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call, Implementation, TensorRef
 from monetlite.operators.kernel import Kernel, is_contiguous
 from monetlite.operators.registry import alternatives_for, function, name_of
 

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from monetlite.costs import Profile
-from monetlite.graph import DELIVERY, OPTIMIZER_STEP, ValueKind
+from monetlite.core.costs import Profile
+from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, ValueKind
 
 
 def with_accumulation(profile: Profile) -> Profile:

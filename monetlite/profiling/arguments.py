@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from monetlite.captured.calls import decode_argument
-from monetlite.graph import Call, TensorRef
+from monetlite.core.graph import Call, TensorRef
+from monetlite.fx.calls import decode_argument
 from monetlite.operators.registry import find_function
 
 NOTES_ON_CPU = "aten._scaled_dot_product_efficient_attention_backward."

@@ -1,8 +1,8 @@
 """Whether a graph's attention is that of the device that it is priced for."""
 
-from monetlite.graph import OperatorGraph
+from monetlite.core.devices import find_device
+from monetlite.core.graph import OperatorGraph
 from monetlite.operators.family import packet
-from monetlite.profiling.devices import find_device
 
 
 def attention_problem(graph: OperatorGraph, device_name: str) -> str:

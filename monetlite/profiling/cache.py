@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from monetlite.costs import Cost
-from monetlite.errors import ScheduleFileError
-from monetlite.files.atomic import write_atomically
+from monetlite.core.costs import Cost
+from monetlite.core.errors import ScheduleFileError
+from monetlite.core.files.atomic import write_atomically
 
 VERSION = 6
 SAVE_SECONDS = 20.0

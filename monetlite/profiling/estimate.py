@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from monetlite.captured.calls import each_dimension
-from monetlite.costs import Cost, Profile, ProfileKind
-from monetlite.graph import Argument, Call, OperatorGraph, TensorRef
+from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.devices import Device, find_device
+from monetlite.core.graph import Argument, Call, OperatorGraph, TensorRef
+from monetlite.fx.calls import each_dimension
 from monetlite.operators.family import packet
 from monetlite.operators.registry import find_function
 from monetlite.profiling import roofline
-from monetlite.profiling.devices import Device, find_device
 from monetlite.profiling.roofline import Convolution, Kernel
 
 # What limits a kernel that is bound by memory, where it isn't plain streaming: a field of `Efficiency`.

@@ -11,9 +11,9 @@ from functools import partial
 
 import torch
 
-from monetlite.costs import Cost, Profile, ProfileKind
-from monetlite.errors import MonetliteError, ProfileError
-from monetlite.graph import Call, Implementation, OperatorGraph, Phase
+from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.errors import MonetliteError, ProfileError
+from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
 from monetlite.operators.compacting import compacting
 from monetlite.operators.random import REPLAY, forked_state

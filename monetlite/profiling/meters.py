@@ -17,7 +17,7 @@ try:
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]  # a module, where there is one
 
-from monetlite.errors import DeviceError
+from monetlite.core.errors import DeviceError
 from monetlite.profiling.memory import high_water_growth_bytes, peak_growth_bytes, release_workspaces
 
 FEWEST_RUNS, MOST_RUNS = 3, 15

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from monetlite.costs import Cost, Profile
-from monetlite.errors import ModelError
-from monetlite.graph import OPTIMIZER_STEP, Implementation, Operator, Phase, ValueKind
+from monetlite.core.costs import Cost, Profile
+from monetlite.core.errors import ModelError
+from monetlite.core.graph import OPTIMIZER_STEP, Implementation, Operator, Phase, ValueKind
 
 if TYPE_CHECKING:
     import torch

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from monetlite.costs import Cost, Profile
-from monetlite.graph import Implementation, Operator
+from monetlite.core.costs import Cost, Profile
+from monetlite.core.graph import Implementation, Operator
 from monetlite.operators.cudnn import PREFIX
 
 

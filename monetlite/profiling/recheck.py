@@ -6,7 +6,7 @@ two cores 0.06 ms becomes 30. Kept on disk, that would mislead every solve from 
 
 from collections.abc import Callable, Mapping
 
-from monetlite.costs import Cost
+from monetlite.core.costs import Cost
 
 CHECKED = 16
 """How many of the known calls are measured again: the slowest, among which those that had to wait come first."""

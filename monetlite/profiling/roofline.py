@@ -9,7 +9,7 @@ authors measured on a P100 (`docs/estimates.md` says how well).
 import math
 from dataclasses import dataclass
 
-from monetlite.profiling.devices import Device
+from monetlite.core.devices import Device
 
 # A matrix product of M×K by K×N approaches the device's rate as K and M·N grow. Fitted on the P100's
 # convolutions and their weight gradients: half of it is reached at K = 48, and at M·N = 13000.

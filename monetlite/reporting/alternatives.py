@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from monetlite.choices import stored_values
-from monetlite.costs import Profile
-from monetlite.graph import OperatorGraph
+from monetlite.core.choices import stored_values
+from monetlite.core.costs import Profile
+from monetlite.core.graph import OperatorGraph
+from monetlite.core.schedule import Status, Step, simulate
 from monetlite.reporting.explanation import Peak, peak_of
 from monetlite.reporting.memory import break_down
-from monetlite.schedule import Status, Step, simulate
 
 if TYPE_CHECKING:
     from monetlite.solving.race import Progress

@@ -5,10 +5,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from monetlite.batches import Batches
-from monetlite.costs import Profile
+from monetlite.core.costs import Profile
+from monetlite.core.units import format_bytes, format_ms
+from monetlite.planning.batches import Batches
 from monetlite.reporting.solve import cost_source
-from monetlite.units import format_bytes, format_ms
 
 
 def batches_facts(name: str, profile: Profile, found: Batches) -> dict[str, Any]:

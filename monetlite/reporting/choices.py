@@ -7,7 +7,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
-from monetlite.graph import Operator, OperatorGraph, Phase
+from monetlite.core.graph import Operator, OperatorGraph, Phase
 from monetlite.reporting.memory import Breakdown, Lifetime
 from monetlite.reporting.subject import Side, Subject
 

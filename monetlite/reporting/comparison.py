@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from monetlite.comparison.data import TITLES, Comparison, Duel, Run, Standing
-from monetlite.units import format_bytes, format_ms
+from monetlite.checking.comparison.data import TITLES, Comparison, Duel, Run, Standing
+from monetlite.core.units import format_bytes, format_ms
 
 NOTES = (
     "Step and spread (fastest to slowest) are over plain training's median step. Gradients: the largest relative "

@@ -11,14 +11,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from monetlite.choices import DEFAULT
-from monetlite.graph import CHANNELS_LAST
+from monetlite.core.choices import DEFAULT
+from monetlite.core.graph import CHANNELS_LAST
+from monetlite.core.schedule import Schedule, Status
+from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.alternatives import Alternative, Kept, Limit
 from monetlite.reporting.explanation import Explanation, Fate, Peak, Spared, Stay, Tensor
 from monetlite.reporting.overhead import Cause, Overhead, Share
 from monetlite.reporting.solve import cost_source
-from monetlite.schedule import Schedule, Status
-from monetlite.units import format_bytes, format_ms
 
 _MOST_NAMES = 4
 """Names in a list within a sentence."""

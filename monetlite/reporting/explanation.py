@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from monetlite.costs import Profile
-from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, ValueKind
+from monetlite.core.costs import Profile
+from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, ValueKind
+from monetlite.core.schedule import Schedule, Step, Timeline, plain_steps, simulate
 from monetlite.reporting.memory import Breakdown, Holding, Lifetime, break_down
 from monetlite.reporting.overhead import Overhead, overhead
-from monetlite.schedule import Schedule, Step, Timeline, plain_steps, simulate
 
 LARGEST_TENSORS = 10
 LARGEST_AT_PEAK = 5

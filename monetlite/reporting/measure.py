@@ -12,8 +12,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from monetlite.measuring.results import Line, Measurements, Mode, Place, Run, fit, largest_batch, tells_enough
-from monetlite.units import format_bytes, format_ms
+from monetlite.checking.measuring.results import (
+    Line,
+    Measurements,
+    Mode,
+    Place,
+    Run,
+    fit,
+    largest_batch,
+    tells_enough,
+)
+from monetlite.core.units import format_bytes, format_ms
 
 
 def measurement_facts(found: Measurements) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
-from monetlite.costs import Profile
-from monetlite.graph import OperatorGraph, Phase, Resident, ValueKind
-from monetlite.schedule import Timeline
+from monetlite.core.costs import Profile
+from monetlite.core.graph import OperatorGraph, Phase, Resident, ValueKind
+from monetlite.core.schedule import Timeline
 
 
 class Holding(StrEnum):

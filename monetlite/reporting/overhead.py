@@ -5,8 +5,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 
-from monetlite.costs import Profile
-from monetlite.schedule import Timeline
+from monetlite.core.costs import Profile
+from monetlite.core.schedule import Timeline
 
 
 class Cause(StrEnum):

@@ -6,10 +6,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from monetlite.costs import Profile
+from monetlite.core.costs import Profile
+from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.solve import cost_source
-from monetlite.schedule import plain_steps, simulate
-from monetlite.units import format_bytes, format_ms
 
 
 def profile_facts(profile: Profile) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from monetlite.allocation import least_limit, reserve
-from monetlite.choices import DEFAULT
-from monetlite.costs import Profile
-from monetlite.graph import CHANNELS_LAST
-from monetlite.schedule import Schedule, Timeline
-from monetlite.units import format_bytes, format_ms
-from monetlite.unplanned import unplanned_loss
+from monetlite.allocator import least_limit, reserve
+from monetlite.core.choices import DEFAULT
+from monetlite.core.costs import Profile
+from monetlite.core.graph import CHANNELS_LAST
+from monetlite.core.schedule import Schedule, Timeline
+from monetlite.core.units import format_bytes, format_ms
+from monetlite.planning.unplanned import unplanned_loss
 
 
 def cost_source(device: str, kind: str, environment: Mapping[str, str]) -> str:

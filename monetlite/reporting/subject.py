@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from monetlite.costs import Profile
+from monetlite.core.costs import Profile
+from monetlite.core.schedule import Schedule, Step, plain_steps, simulate
+from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.memory import Breakdown, break_down
 from monetlite.reporting.solve import cost_source
-from monetlite.schedule import Schedule, Step, plain_steps, simulate
-from monetlite.units import format_bytes, format_ms
 
 
 @dataclass(frozen=True, kw_only=True)

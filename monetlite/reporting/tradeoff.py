@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from monetlite.core.units import format_bytes, format_ms
+from monetlite.planning.tradeoff import Point, Tradeoff
 from monetlite.reporting.subject import Subject
-from monetlite.tradeoff import Point, Tradeoff
-from monetlite.units import format_bytes, format_ms
 
 OURS = "monetlite"
 

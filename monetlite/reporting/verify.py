@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from monetlite.runtime.operator_differences import OperatorComparison, OperatorDifference
-from monetlite.runtime.report import Report, describe
-from monetlite.units import format_bytes, format_ms
+from monetlite.checking.operator_differences import OperatorComparison, OperatorDifference
+from monetlite.checking.report import Report, describe
+from monetlite.core.units import format_bytes, format_ms
 
 MOST_DIFFERENCES = 5
 """How many gradients and buffers that differ are listed."""

@@ -16,14 +16,14 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from monetlite.errors import ModelError, ScheduleMismatch
-from monetlite.graph import AS_TRACED, OperatorGraph
+from monetlite.core.errors import ModelError, ScheduleMismatch
+from monetlite.core.graph import AS_TRACED, OperatorGraph
+from monetlite.core.schedule import Schedule
 from monetlite.runtime.binding import bind, on_this_device
 from monetlite.runtime.delivery import delivering_backend
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.updating import eager
-from monetlite.schedule import Schedule
 from monetlite.tracing.build import autocast_dtype, build_graph, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.capture import Joint, log_settings_quietly, logging_methods
 from monetlite.tracing.fused import kernels_kept_whole
@@ -156,7 +156,7 @@ def _schedule(graph: OperatorGraph, options: Options) -> Schedule:
         return _solved[key]
     path = None if options.schedule is None else Path(options.schedule)
     if options.schedule is not None and (options.schedule.startswith("zoo:") or Path(options.schedule).exists()):
-        from monetlite.files import load_schedule
+        from monetlite.zoo import load_schedule
 
         schedule = load_schedule(options.schedule)
         if schedule.layout != AS_TRACED:
@@ -173,7 +173,7 @@ def _schedule(graph: OperatorGraph, options: Options) -> Schedule:
 
 
 def _solve(graph: OperatorGraph, options: Options) -> Schedule:
-    from monetlite import api
+    from monetlite.planning import pipeline as api
 
     assert options.budget is not None
     # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones.

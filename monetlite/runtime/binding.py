@@ -3,13 +3,13 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from monetlite.differences import first_difference
-from monetlite.errors import IllegalSchedule, ScheduleMismatch
-from monetlite.graph import OperatorGraph
+from monetlite.core.differences import first_difference
+from monetlite.core.errors import IllegalSchedule, ScheduleMismatch
+from monetlite.core.graph import OperatorGraph
+from monetlite.core.porting import keeping_for, ported_steps
+from monetlite.core.schedule import Schedule, Step, check_order, deaths
 from monetlite.operators.cudnn import with_named_plans
 from monetlite.runtime.inputs import autocast_problem
-from monetlite.runtime.porting import keeping_for, ported_steps
-from monetlite.schedule import Schedule, Step, check_order, deaths
 from monetlite.tracing.build import Traced
 
 

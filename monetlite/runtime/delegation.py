@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 
 OWN = frozenset(vars(nn.Module()))
 """Instance attributes that every module has."""

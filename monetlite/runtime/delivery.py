@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.runtime.parts import Run, results_by_part, split
 from monetlite.runtime.unused import Unused
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.operators import is_random, resolve
 from monetlite.operators.random import replay, rng_state, state_bytes
 from monetlite.operators.registry import PREFIX, name_of, returns_tuple

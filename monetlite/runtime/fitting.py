@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from monetlite.costs import without_costs
-from monetlite.errors import ModelError
-from monetlite.graph import OperatorGraph
+from monetlite.core.costs import without_costs
+from monetlite.core.errors import ModelError
+from monetlite.core.graph import OperatorGraph
+from monetlite.core.porting import lacking
+from monetlite.core.schedule import Schedule, Step, simulate
+from monetlite.core.units import format_bytes
 from monetlite.profiling.accumulation import with_accumulation
 from monetlite.profiling.optimizers import with_optimizer
-from monetlite.runtime.porting import lacking
-from monetlite.schedule import Schedule, Step, simulate
-from monetlite.units import format_bytes
 
 
 class TooLarge(ModelError):

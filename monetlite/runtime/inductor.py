@@ -13,13 +13,13 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from monetlite.captured.calls import fake_mode
-from monetlite.errors import ModelError
-from monetlite.graph import OperatorGraph
+from monetlite.core.errors import ModelError
+from monetlite.core.graph import OperatorGraph
+from monetlite.core.schedule import Step
+from monetlite.fx.calls import fake_mode
 from monetlite.operators.batch_norm_backward import require_invertible
 from monetlite.operators.guards import require
 from monetlite.runtime.drawing import with_draws
-from monetlite.schedule import Step
 from monetlite.tracing.capture import Boxed
 
 NEXT_TO_NOTHING = 2**16

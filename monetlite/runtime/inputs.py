@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from monetlite.errors import ModelError
-from monetlite.schedule import Schedule
+from monetlite.core.errors import ModelError
+from monetlite.core.schedule import Schedule
 from monetlite.tracing.signature import tensors_in_order
 
 CONSTANTS = (bool, int, float, complex, str, bytes)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from monetlite.allocation.allocator import PAGE_BYTES
-from monetlite.errors import BudgetError, DeviceError
-from monetlite.schedule import Schedule
-from monetlite.units import format_bytes, parse_budget
+from monetlite.allocator.allocator import PAGE_BYTES
+from monetlite.core.errors import BudgetError, DeviceError
+from monetlite.core.schedule import Schedule
+from monetlite.core.units import format_bytes, parse_budget
 
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with the allocator's settings, the first that is set counting."""
@@ -21,7 +21,7 @@ def limit_reserved(budget: str | int | float, device: int | torch.device | str |
     """Limit what this process takes from a GPU for tensors and workspaces; call it before anything is on the GPU.
 
     With its default settings, PyTorch's allocator takes much more from the GPU than a schedule's peak: 1.6 to 2.2
-    times as much for convolutional networks within 6 GB, on paper (`monetlite.allocation`). This has it use
+    times as much for convolutional networks within 6 GB, on paper (`monetlite.allocator`). This has it use
     *expandable segments*, which can grow and give back single pages, and has it give back what is free before it
     takes more than the budget. What does not fit then raises `torch.OutOfMemoryError`: use a schedule that was
     solved with `reserved=True` for this budget. The CUDA context, some hundred megabytes, is not in it.

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetlite.captured import storages
-from monetlite.captured.calls import decode_argument
-from monetlite.choices import first_backward
-from monetlite.graph import Argument, Call, TensorRef
+from monetlite.core.choices import first_backward
+from monetlite.core.graph import Argument, Call, TensorRef
+from monetlite.core.schedule import Step
+from monetlite.fx import storages
+from monetlite.fx.calls import decode_argument
 from monetlite.operators import resolve, returns_tensor
 from monetlite.operators.batch_norm_backward import is_invertible, reading_the_batch, require_invertible
 from monetlite.operators.compacting import compacting
 from monetlite.operators.delivery import deliver
 from monetlite.operators.guards import require
 from monetlite.operators.registry import name_of
-from monetlite.schedule import Step
 from monetlite.tracing.build import Traced
 from monetlite.tracing.builder import LOSS
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 
 
 def guard_outputs(output: Any, detached: Mapping[Any, Sequence[bool]]) -> Any:

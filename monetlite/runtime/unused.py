@@ -20,8 +20,8 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 
-from monetlite.captured.storages import is_tangent
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
+from monetlite.fx.storages import is_tangent
 from monetlite.tracing.capture import Boxed, Joint
 
 _RETURNED = (InputMutationAOTOutput, MetadataMutationAOTOutput, PlainAOTOutput, IntermediateBaseAOTOutput)

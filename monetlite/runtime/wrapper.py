@@ -14,9 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from monetlite.costs import without_costs
-from monetlite.errors import ModelError, ScheduleMismatch
-from monetlite.graph import OperatorGraph
+from monetlite.core.costs import without_costs
+from monetlite.core.errors import ModelError, ScheduleMismatch
+from monetlite.core.graph import OperatorGraph
+from monetlite.core.schedule import Schedule, Step, plain_steps, simulate
+from monetlite.core.units import format_bytes, parse_budget
 from monetlite.operators.guards import GuardFailed
 from monetlite.operators.random import forked_state
 from monetlite.runtime.binding import avoiding, bind, on_this_device
@@ -28,7 +30,6 @@ from monetlite.runtime.limit import warn_if_unlimited
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.outputs import guard_outputs
 from monetlite.runtime.updating import eager
-from monetlite.schedule import Schedule, Step, plain_steps, simulate
 from monetlite.tracing.build import Arguments, Traced, autocast_dtype, build_graph, device_of, on_its_gpu
 from monetlite.tracing.capture import (
     Compiler,
@@ -43,7 +44,6 @@ from monetlite.tracing.capture import (
 from monetlite.tracing.explaining import explain, own_error
 from monetlite.tracing.recording import install_recorders
 from monetlite.tracing.signature import tensors_in_order
-from monetlite.units import format_bytes, parse_budget
 
 PLAIN_SHARE = 0.8
 """Of the budget: what plain training may store for inputs that a schedule can't be applied to. The rest is for
@@ -265,7 +265,7 @@ class MONeTWrapper(Delegating):
             del self.__dict__["_example"]
 
     def _solve(self, args: tuple[Any, ...], kwargs: dict[str, Any], starts: Sequence[Schedule]) -> Schedule:
-        from monetlite.api import optimize
+        from monetlite.planning.pipeline import optimize
 
         # Measuring draws random numbers; the step that waits for it must not notice.
         with forked_state(device_of(self.model, (args, kwargs))):
@@ -386,7 +386,7 @@ def loaded(schedule: OneSchedule) -> Schedule:
     """
     if isinstance(schedule, Schedule):
         return schedule
-    from monetlite.files import load_schedule
+    from monetlite.zoo import load_schedule
 
     return load_schedule(schedule)
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from monetlite.costs import Profile
-from monetlite.graph import Implementation, OperatorGraph, Phase, ValueKind
-from monetlite.schedule import Step, plain_steps, simulate
+from monetlite.core.costs import Profile
+from monetlite.core.graph import Implementation, OperatorGraph, Phase, ValueKind
+from monetlite.core.schedule import Step, plain_steps, simulate
 
 
 def store_all(profile: Profile) -> tuple[Step, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monetlite.costs import Profile
+from monetlite.core.costs import Profile
 from monetlite.solving.highs import minimise_dual_bound, solve_linear
 from monetlite.solving.lifetimes import certain_lifetimes, own_bytes, pinned
 from monetlite.solving.options import Option, Outline

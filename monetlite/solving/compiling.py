@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy
 
-from monetlite.costs import Cost, Profile, ProfileKind
-from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
 from monetlite.solving import kernel
 from monetlite.solving.annealing import Walker, Workspace
 from monetlite.solving.genomes import keep_everything

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from monetlite.costs import Profile
-from monetlite.schedule import Step, simulate
+from monetlite.core.costs import Profile
+from monetlite.core.schedule import Step, simulate
 from monetlite.solving.options import Option, Outline
 
 _CHECK_EVERY = 512

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy
 
-from monetlite.graph import Phase
-from monetlite.schedule import Step
+from monetlite.core.graph import Phase
+from monetlite.core.schedule import Step
 from monetlite.solving.kernel import evaluate
 from monetlite.solving.layout import (
     EARLY,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from monetlite.errors import SolverError
+from monetlite.core.errors import SolverError
 from monetlite.solving.zero_one import Floats, ZeroOneProgram
 
 _USUAL_COST = 1e4

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable, Sequence
 
-from monetlite.costs import Profile
-from monetlite.errors import IllegalSchedule
-from monetlite.schedule import Step, simulate
+from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.schedule import Step, simulate
 from monetlite.solving import baselines
 from monetlite.solving.annealing import Walker, Workspace, round_down
 from monetlite.solving.compiling import ensure_compiled

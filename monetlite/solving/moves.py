@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy
 
-from monetlite.graph import Operator, OperatorGraph, Phase
+from monetlite.core.graph import Operator, OperatorGraph, Phase
 from monetlite.solving.layout import (
     BACKWARD,
     GROUP_READS,

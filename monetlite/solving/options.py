@@ -8,8 +8,8 @@ between them; `stage t` is the gap just before main operator t.
 from dataclasses import dataclass
 from functools import cached_property
 
-from monetlite.costs import Profile
-from monetlite.graph import Phase
+from monetlite.core.costs import Profile
+from monetlite.core.graph import Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy
 
-from monetlite.costs import Profile
-from monetlite.graph import OperatorGraph, Phase
-from monetlite.schedule import plain_steps, simulate
+from monetlite.core.costs import Profile
+from monetlite.core.graph import OperatorGraph, Phase
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.solving.layout import (
     BACKWARD,
     EARLY,

@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from monetlite.costs import Profile
-from monetlite.errors import IllegalSchedule, SolverError
-from monetlite.schedule import Status, Step, simulate
+from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule, SolverError
+from monetlite.core.schedule import Status, Step, simulate
 from monetlite.solving.options import Option, Outline
 from monetlite.solving.templates import Slot, full_template
 

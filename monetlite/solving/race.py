@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from monetlite.costs import Profile
-from monetlite.errors import IllegalSchedule
-from monetlite.schedule import Status, Step, simulate
+from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.schedule import Status, Step, simulate
 from monetlite.solving.bounds import smallest_budget_bound, trivial_bound_ms
 from monetlite.solving.guide import guided_steps
 from monetlite.solving.layout import Integers

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from monetlite.costs import Profile
-from monetlite.errors import IllegalSchedule
-from monetlite.schedule import Step, simulate
+from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.schedule import Step, simulate
 from monetlite.solving import baselines
 from monetlite.solving.annealing import Workspace
 from monetlite.solving.compiling import ensure_compiled

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from monetlite.costs import Profile
-from monetlite.schedule import Status, Step
+from monetlite.core.costs import Profile
+from monetlite.core.schedule import Status, Step
 from monetlite.solving.race import PROVEN_GAP, Progress, Solution
 from monetlite.solving.solve import solve_profile
 

@@ -19,22 +19,22 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from monetlite.captured import storages
-from monetlite.captured.calls import spec_of
-from monetlite.errors import DeviceError, TraceError
-from monetlite.graph import (
+from monetlite.core.devices import find_device
+from monetlite.core.errors import DeviceError, TraceError
+from monetlite.core.graph import (
     AS_TRACED,
     CHANNELS_LAST,
     OperatorGraph,
     Phase,
     Resident,
 )
+from monetlite.fx import storages
+from monetlite.fx.calls import spec_of
 from monetlite.operators import is_random, merge
 from monetlite.operators.registry import (
     find_function,
     target_of,
 )
-from monetlite.profiling.devices import find_device
 from monetlite.tracing.attention import Capability
 from monetlite.tracing.builder import GraphBuilder
 from monetlite.tracing.capture import Joint, capture

@@ -8,9 +8,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from monetlite.captured import storages
-from monetlite.captured.calls import encode_arguments, fake_mode, spec_of
-from monetlite.graph import (
+from monetlite.core.graph import (
     DELIVERY,
     Call,
     Implementation,
@@ -20,6 +18,8 @@ from monetlite.graph import (
     Value,
     ValueKind,
 )
+from monetlite.fx import storages
+from monetlite.fx.calls import encode_arguments, fake_mode, spec_of
 from monetlite.operators import Kernel, again, is_random, split
 from monetlite.operators.delivery import deliver
 from monetlite.operators.family import family_of, is_note

@@ -24,9 +24,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from monetlite.captured.launching import as_function
-from monetlite.captured.storages import Reachability
-from monetlite.errors import ModelError, TraceError
+from monetlite.core.errors import ModelError, TraceError
+from monetlite.fx.launching import as_function
+from monetlite.fx.storages import Reachability
 from monetlite.tracing.attention import Capability, as_on_gpu
 from monetlite.tracing.explaining import explain, own_error
 from monetlite.tracing.fused import kernels_kept_whole

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from monetlite.errors import MonetliteError, TraceError
+from monetlite.core.errors import MonetliteError, TraceError
 from monetlite.tracing.reasons import raised, reason
 
 _CAPTURE = str(Path(__file__).with_name("capture.py"))

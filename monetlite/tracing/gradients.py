@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import fx
 
-from monetlite.captured import storages
+from monetlite.fx import storages
 
 
 def copied_for(gradient: fx.Node, inputs: Sequence[fx.Node], backward: Container[fx.Node]) -> list[fx.Node]:

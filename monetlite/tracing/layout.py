@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from monetlite.captured import storages
-from monetlite.captured.calls import fake_mode
-from monetlite.errors import TraceError
+from monetlite.core.errors import TraceError
+from monetlite.fx import storages
+from monetlite.fx.calls import fake_mode
 from monetlite.operators.random import is_random
 from monetlite.tracing.capture import Joint
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx, nn
 
-from monetlite.captured import storages
+from monetlite.fx import storages
 from monetlite.operators.family import short_name
 from monetlite.operators.registry import target_of
 

@@ -1,19 +1,17 @@
 """Schedules that people share: finding one of those that come along, checking any file, contributing one."""
 
-from monetlite.zoo.check import Checked, Checker
 from monetlite.zoo.entries import Entry, entry_of, file_name
-from monetlite.zoo.queries import PREFIX, find, matching
+from monetlite.zoo.queries import PREFIX, find, load_schedule, matching
 from monetlite.zoo.shelf import Shelf, shipped
 
 __all__ = [
     "PREFIX",
-    "Checked",
-    "Checker",
     "Entry",
     "Shelf",
     "entry_of",
     "file_name",
     "find",
+    "load_schedule",
     "matching",
     "shipped",
 ]

@@ -8,17 +8,17 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from monetlite.allocation import reserve
-from monetlite.costs import ProfileKind, without_costs
-from monetlite.differences import first_difference
-from monetlite.errors import IllegalSchedule, MonetliteError
-from monetlite.files.schedules import load_schedule
-from monetlite.files.schema import schema_problems
-from monetlite.schedule import Schedule, plain_steps, simulate
+from monetlite.allocator import reserve
+from monetlite.core.costs import ProfileKind, without_costs
+from monetlite.core.differences import first_difference
+from monetlite.core.errors import IllegalSchedule, MonetliteError
+from monetlite.core.files.schedules import load_schedule
+from monetlite.core.files.schema import schema_problems
+from monetlite.core.schedule import Schedule, plain_steps, simulate
 from monetlite.zoo.entries import file_name
 
 if TYPE_CHECKING:
-    from monetlite.costs import Profile
+    from monetlite.core.costs import Profile
 
 SAME = 1e-6
 """How close, relatively, a latency has to be to the one that is written: floats are summed in one order only."""

@@ -4,10 +4,10 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from monetlite.errors import ScheduleFileError
-from monetlite.files.safe_yaml import Record
-from monetlite.schedule import Schedule
-from monetlite.units import format_bytes
+from monetlite.core.errors import ScheduleFileError
+from monetlite.core.files.safe_yaml import Record
+from monetlite.core.schedule import Schedule
+from monetlite.core.units import format_bytes
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,150}")
 """Of a path: nothing that leads elsewhere, or that some file system refuses."""

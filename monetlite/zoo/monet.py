@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from monetlite.errors import ScheduleFileError
-from monetlite.files.safe_yaml import shown
+from monetlite.core.errors import ScheduleFileError
+from monetlite.core.files.safe_yaml import shown
 
 LARGEST_FILE_BYTES = 256 * 2**20
 _MS_PER_UNIT = 0.01

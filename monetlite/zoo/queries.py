@@ -3,10 +3,12 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 
-from monetlite.errors import MonetliteError, ScheduleFileError
-from monetlite.schedule import Schedule
-from monetlite.units import format_bytes, parse_budget
+from monetlite.core.errors import MonetliteError, ScheduleFileError
+from monetlite.core.files.schedules import load_schedule as load_file
+from monetlite.core.schedule import Schedule
+from monetlite.core.units import format_bytes, parse_budget
 from monetlite.zoo.entries import Entry
 from monetlite.zoo.shelf import Shelf, shipped
 
@@ -110,7 +112,7 @@ def _plain(model: str) -> str:
 
 def _device(name: str) -> str:
     """A device's own name, by whatever name; as it stands where it is not known."""
-    from monetlite.profiling.devices import find_device
+    from monetlite.core.devices import find_device
 
     try:
         return find_device(name).name
@@ -122,6 +124,23 @@ def _this_device() -> str | None:
     import torch
 
     return _device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+
+
+def load_schedule(path: str | PathLike[str]) -> Schedule:
+    """Read a schedule file, or find one in the collection that comes along: `"zoo:resnet50@6GB"`.
+
+    Nothing in a file is executed; what it names is checked against the model later.
+
+    Args:
+        path: of the file; or `zoo:MODEL@BUDGET`, `zoo:DEVICE/MODEL@BUDGET` (see `monetlite zoo list`).
+
+    Raises:
+        ScheduleFileError: the file is missing, truncated, malformed, or of another version, and says where; or
+            the collection has nothing of that name, or nothing that fits.
+    """
+    if isinstance(path, str) and path.startswith("zoo:"):
+        return find(path)
+    return load_file(path)
 
 
 __all__ = ["PREFIX", "Query", "find", "find_entry", "matching"]

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from monetlite.errors import ModelError
-from monetlite.source import ModelSource, is_shareable
+from monetlite.core.errors import ModelError
+from monetlite.core.source import ModelSource, is_shareable
 
 if TYPE_CHECKING:
-    from monetlite.costs import Profile
-    from monetlite.graph import OperatorGraph
+    from monetlite.core.costs import Profile
+    from monetlite.core.graph import OperatorGraph
     from monetlite.models import BuiltModel
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -66,8 +66,8 @@ def estimated(graph: "OperatorGraph", device: str, optimizer: str | None, accumu
         DeviceError: an unknown device.
         ModelError: an unknown optimizer.
     """
-    from monetlite.api import profile
-    from monetlite.profiling.devices import find_device
+    from monetlite.core.devices import find_device
+    from monetlite.planning.pipeline import profile
 
     return profile(graph, find_device(device).name, optimizer=optimizer, accumulate=accumulate)
 

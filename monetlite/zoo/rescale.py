@@ -3,15 +3,15 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from monetlite.choices import Choices
-from monetlite.differences import first_difference
-from monetlite.errors import ScheduleMismatch
-from monetlite.runtime.porting import ported_steps
-from monetlite.schedule import Schedule, Status, plain_steps, simulate
+from monetlite.core.choices import Choices
+from monetlite.core.differences import first_difference
+from monetlite.core.errors import ScheduleMismatch
+from monetlite.core.porting import ported_steps
+from monetlite.core.schedule import Schedule, Status, plain_steps, simulate
 from monetlite.solving.bounds import smallest_budget_bound, trivial_bound_ms
 
 if TYPE_CHECKING:
-    from monetlite.costs import Profile
+    from monetlite.core.costs import Profile
 
 
 def rescale(schedule: Schedule, profile: "Profile", plain: "Profile") -> Schedule:

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from monetlite.errors import ScheduleFileError
-from monetlite.files.atomic import write_atomically
-from monetlite.files.safe_yaml import Record, dump_yaml, load_yaml
-from monetlite.files.schedules import load_schedule, save_schedule
-from monetlite.schedule import Schedule
+from monetlite.core.errors import ScheduleFileError
+from monetlite.core.files.atomic import write_atomically
+from monetlite.core.files.safe_yaml import Record, dump_yaml, load_yaml
+from monetlite.core.files.schedules import load_schedule, save_schedule
+from monetlite.core.schedule import Schedule
 from monetlite.zoo.entries import Entry, entry_of, file_name
 
 INDEX = "index.yaml"

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_allocator import NaiveAllocator
 
-from monetlite.allocation import Allocator
+from monetlite.allocator import Allocator
 
 KIB, MIB = 2**10, 2**20
 

@@ -11,15 +11,15 @@ from step_lists import recompute
 from test_reserved import in_blocks
 
 import monetlite
-from monetlite.allocation import Allocator, reserve
-from monetlite.allocation.allocator import SMALL
-from monetlite.allocation.arranging import arrange
-from monetlite.allocation.gaps import requests_of_graph, reserved_bytes
-from monetlite.allocation.reserved import requests_of
-from monetlite.costs import Profile
-from monetlite.errors import IllegalSchedule
+from monetlite.allocator import Allocator, reserve
+from monetlite.allocator.allocator import SMALL
+from monetlite.allocator.reserved import requests_of
+from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.schedule import Step, plain_steps, simulate
 from monetlite.models import build_model
-from monetlite.schedule import Step, plain_steps, simulate
+from monetlite.solving.reserved.arranging import arrange
+from monetlite.solving.reserved.gaps import requests_of_graph, reserved_bytes
 
 
 def on_paper(profile: Profile, steps: tuple[Step, ...]) -> int:

@@ -13,13 +13,13 @@ from random_graphs import random_profile
 from step_lists import recompute
 
 import monetlite
-from monetlite.allocation import least_limit, reserve
-from monetlite.costs import Profile
-from monetlite.errors import DeviceError, IllegalSchedule, InfeasibleBudget
-from monetlite.graph import Implementation
+from monetlite.allocator import least_limit, reserve
+from monetlite.core.costs import Profile
+from monetlite.core.errors import DeviceError, IllegalSchedule, InfeasibleBudget
+from monetlite.core.graph import Implementation
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.models import build_model
 from monetlite.reporting.solve import _reserved
-from monetlite.schedule import plain_steps, simulate
 
 BUDGET = 480 * 10**6
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_reserved_is_refused(profile: Profile, for_reserved: mone
     with pytest.raises(InfeasibleBudget, match=r"is too small|no schedule was found"):
         monetlite.solve(profile, smallest, reserved=True, time_limit=2)
     with pytest.raises(DeviceError, match="costs are a CPU's"):
-        monetlite.solve(monetlite.costs.Profile(**{**vars(profile), "device": "cpu"}), BUDGET, reserved=True)
+        monetlite.solve(monetlite.core.costs.Profile(**{**vars(profile), "device": "cpu"}), BUDGET, reserved=True)
 
 
 def test_the_command_line_says_what_the_gpu_shows(tmp_path: Path) -> None:

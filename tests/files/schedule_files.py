@@ -1,9 +1,9 @@
 """A schedule with something in every field, for tests of files."""
 
-from monetlite.choices import Choices
-from monetlite.graph import TensorSpec
-from monetlite.schedule import Schedule, Status
-from monetlite.source import ModelSource
+from monetlite.core.choices import Choices
+from monetlite.core.graph import TensorSpec
+from monetlite.core.schedule import Schedule, Status
+from monetlite.core.source import ModelSource
 
 
 def full_schedule(**changes) -> Schedule:

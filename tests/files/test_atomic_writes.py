@@ -9,8 +9,8 @@ import pytest
 from schedule_files import full_schedule
 
 import monetlite
-from monetlite.errors import ScheduleFileError
-from monetlite.files.atomic import write_atomically
+from monetlite.core.errors import ScheduleFileError
+from monetlite.core.files.atomic import write_atomically
 
 
 def failing(number):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from small_models import SmallCNN, tiny_transformer
 
 import monetlite
-from monetlite.errors import ScheduleFileError
-from monetlite.files.profiles import profile_text
-from monetlite.schedule import plain_steps, simulate
-from monetlite.source import ModelSource
+from monetlite.core.errors import ScheduleFileError
+from monetlite.core.files.profiles import profile_text
+from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.source import ModelSource
 
 MODELS = {
     "cnn": lambda: (SmallCNN(), (torch.randn(4, 3, 16, 16),)),

@@ -16,11 +16,11 @@ from jsonschema import Draft202012Validator
 from schedule_files import full_schedule
 
 import monetlite
-from monetlite.choices import Choices
-from monetlite.errors import ScheduleFileError
-from monetlite.files import safe_yaml
-from monetlite.files.schedules import schedule_text
-from monetlite.files.schema import schema, schema_problems
+from monetlite.core.choices import Choices
+from monetlite.core.errors import ScheduleFileError
+from monetlite.core.files import safe_yaml
+from monetlite.core.files.schedules import schedule_text
+from monetlite.core.files.schema import schema, schema_problems
 
 
 def load_text(text, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.models import build_model, builtin_names
 from monetlite.models.unet import DoubleConv, Up
 

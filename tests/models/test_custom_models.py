@@ -6,7 +6,7 @@ import textwrap
 import pytest
 import torch
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.models import build_model
 
 HEADER = "import torch\nfrom torch import nn\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.models import build_model
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

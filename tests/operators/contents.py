@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from monetlite.graph import TensorSpec
+from monetlite.core.graph import TensorSpec
 from monetlite.operators import batch_norm_backward, cross_entropy, layer_norm, packing, pooling
 
 SPECIAL = (

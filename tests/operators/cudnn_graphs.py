@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.choices import Choices
+from monetlite.core.choices import Choices
 
 ROLES = {
     "convolution": "forward",

@@ -13,9 +13,9 @@ import torch
 from magnitudes import magnitudes
 from torch import fx, nn
 
-from monetlite.captured import storages
-from monetlite.captured.calls import decode_argument, spec_of
-from monetlite.graph import Call, Implementation, Operator, TensorSpec
+from monetlite.core.graph import Call, Implementation, Operator, TensorSpec
+from monetlite.fx import storages
+from monetlite.fx.calls import decode_argument, spec_of
 from monetlite.operators import resolve, returns_tensor
 from monetlite.operators.random import REPLAY
 from monetlite.runtime.lowering import lower

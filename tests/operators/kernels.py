@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from harness import difference, same_bits
 
-from monetlite.captured.calls import decode_argument, spec_of
-from monetlite.graph import Call, Implementation, TensorRef, Value, ValueKind
+from monetlite.core.graph import Call, Implementation, TensorRef, Value, ValueKind
+from monetlite.fx.calls import decode_argument, spec_of
 from monetlite.operators import Kernel, resolve
 
 

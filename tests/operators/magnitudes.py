@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from monetlite.graph import Call
+from monetlite.core.graph import Call
 
 
 def magnitudes(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernels import Bench
 from torch import nn
 
-from monetlite.captured.calls import spec_of
+from monetlite.fx.calls import spec_of
 from monetlite.operators import resolve, split
 from monetlite.operators.convolution import TOLERANCE, _taken_for_channels_last
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from fake_cudnn import PLANS, install
 
-from monetlite.errors import ConvolutionError, CudnnError, DeviceError, MonetliteError
+from monetlite.core.devices import known_devices
+from monetlite.core.errors import ConvolutionError, CudnnError, DeviceError, MonetliteError
 from monetlite.operators import cudnn
 from monetlite.operators.cudnn import library, plans
 from monetlite.operators.cudnn.work import ConvolutionWork
-from monetlite.profiling.devices import known_devices
 
 ROLES = ("forward", "input_gradient", "weight_gradient")
 needs_cudnn = pytest.mark.skipif(not cudnn.available(), reason=f"no cuDNN to ask: {cudnn.problem()}")

@@ -9,14 +9,14 @@ from fake_cudnn import PLANS, install
 from harness import Captured
 from torch import nn
 
-from monetlite.graph import TensorRef
+from monetlite.core.devices import find_device
+from monetlite.core.graph import TensorRef
 from monetlite.operators import cudnn
 from monetlite.operators.cudnn import library, plans
 from monetlite.operators.cudnn.calls import described, work_of
 from monetlite.operators.cudnn.offers import ranked
 from monetlite.operators.cudnn.parts import PLAN_NAME
 from monetlite.operators.cudnn.plans import Plan
-from monetlite.profiling.devices import find_device
 from monetlite.profiling.estimate import estimate_call
 
 needs_cudnn = pytest.mark.skipif(not cudnn.available(), reason=f"no cuDNN to ask: {cudnn.problem()}")

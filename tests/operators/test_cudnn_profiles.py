@@ -9,13 +9,13 @@ from cudnn_graphs import Block, convolutions, plans_of, traced
 from fake_cudnn import PLANS, install
 
 import monetlite
-from monetlite.choices import Choices
-from monetlite.costs import Cost, Profile, ProfileKind
-from monetlite.errors import CudnnError, ProfileError
+from monetlite.core.choices import Choices
+from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.errors import CudnnError, ProfileError
+from monetlite.core.schedule import simulate
 from monetlite.operators import cudnn
 from monetlite.profiling import measured
 from monetlite.profiling.plans import on_front, pareto
-from monetlite.schedule import simulate
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from step_lists import free_profile, recompute, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.choices import Choices
-from monetlite.errors import CudnnError, ScheduleMismatch
+from monetlite.core.choices import Choices
+from monetlite.core.errors import CudnnError, ScheduleMismatch
 from monetlite.operators import cudnn
 from monetlite.operators.cudnn import library
 from monetlite.runtime import binding

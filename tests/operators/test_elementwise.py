@@ -11,8 +11,8 @@ from kernels import Bench, assert_same_bits
 from test_relu import shapes
 from torch.nn import functional as F
 
-from monetlite.captured.calls import spec_of
-from monetlite.graph import ValueKind
+from monetlite.core.graph import ValueKind
+from monetlite.fx.calls import spec_of
 from monetlite.operators import alternatives, elementwise
 
 DTYPES = [torch.float32, torch.bfloat16]

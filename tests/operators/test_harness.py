@@ -5,7 +5,7 @@ import torch
 from contents import plain
 from torch import nn
 
-from monetlite.graph import Call
+from monetlite.core.graph import Call
 from monetlite.operators import registry
 from monetlite.operators.registry import alternatives_for, function, name_of
 

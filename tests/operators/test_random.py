@@ -8,9 +8,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import monetlite
+from monetlite.core.schedule import plain_steps
 from monetlite.operators.random import replay, rng_state
 from monetlite.runtime.drawing import with_draws
-from monetlite.schedule import plain_steps
 
 DRAWS = {
     "rand": lambda x: x * torch.rand(x.shape),

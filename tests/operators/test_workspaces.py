@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from monetlite.graph import Call, TensorRef, TensorSpec
+from monetlite.core.graph import Call, TensorRef, TensorSpec
 from monetlite.operators import activations, batch_norm_backward, cross_entropy, layer_norm, packing, pooling, relu
 from monetlite.operators.registry import find_function, name_of
 from monetlite.profiling.memory import peak_growth_bytes

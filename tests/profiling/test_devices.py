@@ -2,8 +2,8 @@
 
 import pytest
 
-from monetlite.errors import DeviceError
-from monetlite.profiling.devices import find_device, known_devices
+from monetlite.core.devices import find_device, known_devices
+from monetlite.core.errors import DeviceError
 
 DEVICES = known_devices()
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from monetlite.costs import ProfileKind
-from monetlite.errors import DeviceError
-from monetlite.graph import (
+from monetlite.core.costs import ProfileKind
+from monetlite.core.devices import Efficiency, find_device
+from monetlite.core.errors import DeviceError
+from monetlite.core.graph import (
     Call,
     Implementation,
     Operator,
@@ -23,7 +24,6 @@ from monetlite.graph import (
     ValueKind,
 )
 from monetlite.profiling import estimate, roofline
-from monetlite.profiling.devices import Efficiency, find_device
 from monetlite.profiling.estimate import estimate_call, estimate_profile, tensor_bytes
 
 P100 = find_device("p100")

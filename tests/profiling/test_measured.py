@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.errors import DeviceError, ModelError, ProfileError
-from monetlite.graph import (
+from monetlite.core.errors import DeviceError, ModelError, ProfileError
+from monetlite.core.graph import (
     Call,
     Implementation,
     Operator,
@@ -20,11 +20,11 @@ from monetlite.graph import (
     TensorRef,
     TensorSpec,
 )
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.profiling import measured, meters
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.memory import high_water_growth_bytes, peak_growth_bytes, running_totals
 from monetlite.profiling.optimizers import with_optimizer
-from monetlite.schedule import plain_steps, simulate
 
 MIB = 2**20
 

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.errors import ProfileError
-from monetlite.files.profiles import load_profile
+from monetlite.core.errors import ProfileError
+from monetlite.core.files.profiles import load_profile
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.profiling import measured
 from monetlite.reporting.memory import Holding, break_down
-from monetlite.schedule import plain_steps, simulate
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB.\nSee above."

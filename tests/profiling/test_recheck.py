@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.costs import Cost
+from monetlite.core.costs import Cost
 from monetlite.profiling import measured, recheck
 
 

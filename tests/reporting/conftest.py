@@ -8,12 +8,12 @@ from commands import run
 from step_lists import schedule_of
 
 from monetlite.cli.opening import open_schedule
+from monetlite.core.schedule import plain_steps, simulate
+from monetlite.planning.tradeoff import trade_off
 from monetlite.reporting.html import write_report
 from monetlite.reporting.memory import break_down
 from monetlite.reporting.subject import subject_of
-from monetlite.schedule import plain_steps, simulate
 from monetlite.solving.baselines import segment_checkpointing
-from monetlite.tradeoff import trade_off
 
 MODEL = """
 import torch

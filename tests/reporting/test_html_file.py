@@ -10,11 +10,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from step_lists import drop_once, schedule_of
 
-from monetlite.errors import ScheduleFileError
+from monetlite.core.errors import ScheduleFileError
+from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.html import write_report
 from monetlite.reporting.memory import Holding
 from monetlite.solving.baselines import sqrt_checkpointing
-from monetlite.units import format_bytes, format_ms
 
 HOSTILE = (
     "</script><script>document.title = 'hacked'</script>"

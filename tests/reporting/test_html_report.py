@@ -10,8 +10,8 @@ from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.memory import Breakdown, Holding
-from monetlite.units import format_bytes, format_ms
 
 
 def alive(breakdown: Breakdown, step: int):

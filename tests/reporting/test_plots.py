@@ -19,7 +19,8 @@ from pictures import assert_readable, plot, stacks, words_of_svg
 from step_lists import recompute_everything, schedule_of
 
 import monetlite
-from monetlite.graph import Phase
+from monetlite.core.graph import Phase
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.reporting.choices import Fate, columns_of, in_at_most
 from monetlite.reporting.memory import Holding
 from monetlite.reporting.plots.choices import draw_choices
@@ -27,7 +28,6 @@ from monetlite.reporting.plots.style import FILLS, save_figure
 from monetlite.reporting.plots.timeline import draw_timeline
 from monetlite.reporting.subject import subject_of
 from monetlite.reporting.timeline import MOST_COLUMNS, columns
-from monetlite.schedule import plain_steps, simulate
 
 STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 

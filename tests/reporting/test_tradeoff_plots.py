@@ -10,9 +10,9 @@ import pytest
 from matplotlib.patches import StepPatch
 from pictures import assert_readable, plot, words_of_svg
 
+from monetlite.core.schedule import Status
+from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, BudgetPoint, Point, Tradeoff
 from monetlite.reporting.plots.tradeoff import draw_tradeoff
-from monetlite.schedule import Status
-from monetlite.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, BudgetPoint, Point, Tradeoff
 
 
 def test_a_trade_off_is_consistent(traded, opened):

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import monetlite
-from monetlite.errors import BudgetError, ModelError, ScheduleMismatch
+from monetlite.checking.trainee import default_loss
+from monetlite.core.errors import BudgetError, ModelError, ScheduleMismatch
+from monetlite.core.schedule import plain_steps
 from monetlite.profiling import meters
-from monetlite.runtime.trainee import default_loss
-from monetlite.schedule import plain_steps
 
 
 @pytest.fixture(autouse=True)

@@ -83,7 +83,7 @@ def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
     assert monetlite.load_schedule(file).budget_bytes > 0
     torch._dynamo.reset()
     monkeypatch.setattr("monetlite.runtime.backend._solved", {})
-    monkeypatch.setattr("monetlite.api.solve", lambda *_, **__: pytest.fail("solved again"))
+    monkeypatch.setattr("monetlite.planning.pipeline.solve", lambda *_, **__: pytest.fail("solved again"))
     second = compiled(twin(model), schedule=str(file))
     assert_same(step(second, (x,)), step(model, (x,)))
 

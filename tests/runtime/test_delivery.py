@@ -7,11 +7,11 @@ from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.errors import ModelError
-from monetlite.graph import DELIVERY
+from monetlite.core.errors import ModelError
+from monetlite.core.graph import DELIVERY
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.profiling.memory import peak_growth_bytes
 from monetlite.runtime import delivery
-from monetlite.schedule import plain_steps, simulate
 from monetlite.tracing import builder
 
 WIDTH, LAYERS = 512, 6

@@ -29,10 +29,10 @@ from step_lists import (
 from torch import nn
 
 import monetlite
-from monetlite.graph import Phase
+from monetlite.core.graph import Phase
+from monetlite.core.schedule import plain_steps
 from monetlite.models import build_model
 from monetlite.models.densenet import DenseNet
-from monetlite.schedule import plain_steps
 
 REORDERED_SUMS = 1e-6
 

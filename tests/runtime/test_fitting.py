@@ -12,10 +12,10 @@ from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.errors import InfeasibleBudget, ModelError
+from monetlite.core.errors import InfeasibleBudget, ModelError
+from monetlite.core.schedule import plain_steps
 from monetlite.profiling.accumulation import with_accumulation
 from monetlite.profiling.optimizers import with_optimizer
-from monetlite.schedule import plain_steps
 
 
 def schedule_for(model, inputs, budget_bytes=None):

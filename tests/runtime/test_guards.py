@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import monetlite
+from monetlite.core.schedule import plain_steps
 from monetlite.operators.batch_norm_backward import FROM_OUTPUT_TOLERANCE, LARGEST_RATIO, require_invertible
 from monetlite.operators.guards import GuardFailed, require
-from monetlite.schedule import plain_steps
 
 FROM_OUTPUT = ("from_output_inplace", "from_output")
 

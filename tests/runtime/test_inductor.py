@@ -19,9 +19,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import monetlite
-from monetlite.errors import ModelError, TraceError
+from monetlite.core.errors import ModelError, TraceError
+from monetlite.core.schedule import plain_steps
 from monetlite.runtime.inductor import _as_captured, as_inductor_fuses, inductor
-from monetlite.schedule import plain_steps
 from monetlite.tracing.capture import flat_outputs
 
 CLOSE = 1e-4

@@ -12,7 +12,7 @@ from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.errors import ModelError, ScheduleMismatch
+from monetlite.core.errors import ModelError, ScheduleMismatch
 from monetlite.runtime import inputs as runtime_inputs
 
 SOLVING = {"device": "rtx-4090", "time_limit": 1}

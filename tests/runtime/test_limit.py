@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.errors import BudgetError, DeviceError
+from monetlite.checking.trainee import Trainee, default_loss
+from monetlite.core.errors import BudgetError, DeviceError
 from monetlite.runtime.limit import reserved_within, warn_if_unlimited
-from monetlite.runtime.trainee import Trainee, default_loss
 
 GIB, PAGE = 2**30, 20 * 2**20
 

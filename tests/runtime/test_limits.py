@@ -6,7 +6,7 @@ from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.errors import ModelError
+from monetlite.core.errors import ModelError
 from monetlite.tracing import capture
 
 

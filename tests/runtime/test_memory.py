@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import monetlite
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.models.densenet import DenseNet
 from monetlite.profiling import meters
 from monetlite.profiling.accumulation import with_accumulation
 from monetlite.profiling.memory import peak_growth_bytes
-from monetlite.schedule import plain_steps, simulate
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from step_lists import free_profile, recompute_with_any_reads, schedule_of, with
 from torch import nn
 
 import monetlite
-from monetlite.graph import Implementation
-from monetlite.runtime.porting import ported_steps
-from monetlite.schedule import plain_steps, simulate
+from monetlite.core.graph import Implementation
+from monetlite.core.porting import ported_steps
+from monetlite.core.schedule import plain_steps, simulate
 
 
 def network():

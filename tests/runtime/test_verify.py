@@ -13,14 +13,14 @@ from step_lists import free_profile, recompute, recompute_everything, schedule_o
 from torch import nn
 
 import monetlite
+from monetlite.checking.report import Limits
+from monetlite.checking.trainee import Peak, Trainee, default_loss
+from monetlite.core.schedule import plain_steps
+from monetlite.core.source import ModelSource
 from monetlite.operators import registry, resolve
 from monetlite.profiling.meters import meter_for
 from monetlite.profiling.optimizers import with_optimizer
 from monetlite.reporting.verify import print_report, report_facts
-from monetlite.runtime.report import Limits
-from monetlite.runtime.trainee import Peak, Trainee, default_loss
-from monetlite.schedule import plain_steps
-from monetlite.source import ModelSource
 from monetlite.tracing import trace
 from monetlite.tracing.build import resident_bytes
 from monetlite.zoo.rebuild import build

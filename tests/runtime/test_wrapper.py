@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import monetlite
-from monetlite.errors import ModelError, ScheduleFileError, ScheduleMismatch
+from monetlite.core.errors import ModelError, ScheduleFileError, ScheduleMismatch
 
 
 def schedule_for(model, inputs):

@@ -8,8 +8,8 @@ best found.
 import math
 from collections.abc import Sequence
 
-from monetlite.costs import Profile
-from monetlite.graph import Phase
+from monetlite.core.costs import Profile
+from monetlite.core.graph import Phase
 
 
 def judge(profile: Profile, steps: Sequence[tuple[int, int]]) -> tuple[float, int] | None:

@@ -2,8 +2,8 @@
 
 import random
 
-from monetlite.costs import Cost, Profile, ProfileKind
-from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
 
 
 def random_profile(

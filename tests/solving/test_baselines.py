@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from random_graphs import random_profile
 
-from monetlite.graph import Phase, ValueKind
-from monetlite.schedule import plain_steps, simulate
+from monetlite.core.graph import Phase, ValueKind
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.solving import baselines
 from monetlite.solving.search import search
 

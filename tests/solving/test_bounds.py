@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from random_graphs import random_profile
 
-from monetlite.schedule import plain_steps, simulate
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.solving.bounds import (
     dual_bound_ms,
     integer_bound,

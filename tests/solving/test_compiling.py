@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from random_graphs import random_profile
 
-from monetlite.schedule import plain_steps, simulate
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.solving import compiling, greedy, kernel
 from monetlite.solving.genomes import keep_everything
 from monetlite.solving.greedy import Greedy

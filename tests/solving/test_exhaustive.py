@@ -6,7 +6,7 @@ import pytest
 from oracle import fastest, judge
 from random_graphs import random_profile
 
-from monetlite.schedule import plain_steps, simulate
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 
 

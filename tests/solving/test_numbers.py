@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from oracle import judge
 from random_graphs import random_profile
 
-from monetlite.costs import Cost, Profile
-from monetlite.graph import Implementation, Operator, Phase, Resident, Value, ValueKind
-from monetlite.schedule import Status, plain_steps, simulate
+from monetlite.core.costs import Cost, Profile
+from monetlite.core.graph import Implementation, Operator, Phase, Resident, Value, ValueKind
+from monetlite.core.schedule import Status, plain_steps, simulate
 from monetlite.solving.exhaustive import exhaustive_smallest_peak
 from monetlite.solving.race import Solution
 from monetlite.solving.solve import solve_profile

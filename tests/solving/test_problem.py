@@ -6,9 +6,9 @@ import numpy
 import pytest
 from random_graphs import random_profile
 
-from monetlite.costs import Cost, Profile, ProfileKind
-from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
-from monetlite.schedule import plain_steps, simulate
+from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.solving.genomes import LEAN_FACTOR, decode, encode, keep_everything, read_least
 from monetlite.solving.layout import (
     GROUP_OPTIONS,

@@ -6,8 +6,8 @@ import random
 import pytest
 from random_graphs import random_profile
 
-from monetlite.errors import SolverError
-from monetlite.schedule import Status, plain_steps, simulate
+from monetlite.core.errors import SolverError
+from monetlite.core.schedule import Status, plain_steps, simulate
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.program import solve_program
 

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_graphs import random_profile
 
-from monetlite.costs import Cost, Profile, ProfileKind
-from monetlite.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
-from monetlite.schedule import plain_steps, simulate
+from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.solving import baselines
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.leanest import minimise_peak

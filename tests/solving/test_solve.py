@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from random_graphs import random_profile
 
-from monetlite.costs import Profile
-from monetlite.graph import Resident
-from monetlite.schedule import Status, plain_steps, simulate
+from monetlite.core.costs import Profile
+from monetlite.core.graph import Resident
+from monetlite.core.schedule import Status, plain_steps, simulate
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.race import Progress
 from monetlite.solving.solve import solve_profile

@@ -7,10 +7,10 @@ from small_models import assert_same, step, twin
 from torch import nn
 
 import monetlite
-from monetlite.costs import without_costs
-from monetlite.errors import ScheduleMismatch
-from monetlite.profiling.devices import known_devices
-from monetlite.schedule import plain_steps, simulate
+from monetlite.core.costs import without_costs
+from monetlite.core.devices import known_devices
+from monetlite.core.errors import ScheduleMismatch
+from monetlite.core.schedule import plain_steps, simulate
 from monetlite.tracing.attention import _kernel
 
 AMPERE, ADA, HOPPER, TURING, PASCAL = (8, 0), (8, 9), (9, 0), (7, 5), (6, 0)

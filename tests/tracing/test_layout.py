@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import monetlite
-from monetlite.errors import ModelError, TraceError
+from monetlite.core.errors import ModelError, TraceError
+from monetlite.core.schedule import plain_steps
 from monetlite.models import build_model
-from monetlite.schedule import plain_steps
 
 WITHIN = 1e-3
 """Sums in another order, through several batch norms."""

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import monetlite
-from monetlite.errors import TraceError
-from monetlite.schedule import plain_steps
+from monetlite.core.errors import TraceError
+from monetlite.core.schedule import plain_steps
 
 
 class Net(nn.Module):

@@ -10,8 +10,8 @@ from step_lists import free_profile, recompute_with_any_reads, schedule_of, with
 from torch import nn
 
 import monetlite
-from monetlite.errors import TraceError
-from monetlite.graph import ValueKind
+from monetlite.core.errors import TraceError
+from monetlite.core.graph import ValueKind
 
 
 class Chunks(nn.Module):

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import monetlite
-from monetlite.errors import DeviceError, TraceError
-from monetlite.graph import Phase, TensorRef, ValueKind
+from monetlite.core.errors import DeviceError, TraceError
+from monetlite.core.graph import Phase, TensorRef, ValueKind
 from monetlite.models import build_model
 
 LOGGER = logging.getLogger(__name__)

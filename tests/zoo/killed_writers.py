@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 from files.schedule_files import full_schedule
 
-from monetlite.files.schedules import load_schedule, save_schedule
+from monetlite.core.files.schedules import load_schedule, save_schedule
 
 
 def killed(file, kills):

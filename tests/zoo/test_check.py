@@ -8,11 +8,12 @@ import commands
 import pytest
 
 import monetlite
-import monetlite.api
-from monetlite.choices import Choices
-from monetlite.layouts import solve_layouts
-from monetlite.source import ModelSource
-from monetlite.zoo import Checker, Shelf, file_name
+import monetlite.planning.pipeline
+from monetlite.core.choices import Choices
+from monetlite.core.source import ModelSource
+from monetlite.planning.layouts import solve_layouts
+from monetlite.zoo import Shelf, file_name
+from monetlite.zoo.check import Checker
 from monetlite.zoo.rebuild import estimated, traced
 
 OWN = """

@@ -10,11 +10,12 @@ import pytest
 import yaml
 from files.schedule_files import full_schedule
 
-from monetlite.errors import MonetliteError
-from monetlite.files.schedules import load_schedule, schedule_text
-from monetlite.files.schema import schema_problems
-from monetlite.source import ModelSource
-from monetlite.zoo import Checker, Shelf
+from monetlite.core.errors import MonetliteError
+from monetlite.core.files.schedules import load_schedule, schedule_text
+from monetlite.core.files.schema import schema_problems
+from monetlite.core.source import ModelSource
+from monetlite.zoo import Shelf
+from monetlite.zoo.check import Checker
 
 FILES = 2000
 SLOWEST_SECONDS = 10.0

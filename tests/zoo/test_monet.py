@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from monet_files import FORWARD, monet_classes, solution
 
-from monetlite.errors import ScheduleFileError
+from monetlite.core.errors import ScheduleFileError
 from monetlite.zoo.monet import read_monet
 
 

@@ -6,8 +6,8 @@ import pytest
 from files.schedule_files import full_schedule
 
 import monetlite
-from monetlite.errors import BudgetError, ScheduleFileError
-from monetlite.source import ModelSource
+from monetlite.core.errors import BudgetError, ScheduleFileError
+from monetlite.core.source import ModelSource
 from monetlite.zoo import Shelf, find
 from monetlite.zoo.queries import Query, find_entry, matching
 

@@ -9,8 +9,9 @@ from small_models import assert_same, step, twin
 from torch.utils import _pytree as pytree
 
 import monetlite
-from monetlite.source import ModelSource
-from monetlite.zoo import Checker, shipped
+from monetlite.core.source import ModelSource
+from monetlite.zoo import shipped
+from monetlite.zoo.check import Checker
 from monetlite.zoo.rebuild import build
 
 ENTRIES = shipped().entries()

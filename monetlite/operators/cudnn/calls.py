@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monetlite.graph import Argument, Call, TensorRef, TensorSpec
+from monetlite.core.graph import Argument, Call, TensorRef, TensorSpec
 from monetlite.operators.cudnn.execution import ALIGNMENT_BYTES, run
 from monetlite.operators.cudnn.work import ConvolutionWork, Layout
 from monetlite.operators.registry import function

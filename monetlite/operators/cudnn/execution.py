@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from monetlite.errors import ConvolutionError, CudnnError, DeviceError
+from monetlite.core.errors import ConvolutionError, CudnnError, DeviceError
 from monetlite.operators.cudnn import library, plans
 from monetlite.operators.cudnn.work import ConvolutionWork, Layout
 

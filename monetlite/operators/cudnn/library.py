@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from monetlite.errors import CudnnError, CudnnMissing
+from monetlite.core.errors import CudnnError, CudnnMissing
 from monetlite.operators.cudnn.properties import properties_json
 
 _OLDEST = 90800

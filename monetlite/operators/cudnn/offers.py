@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from monetlite.choices import Choices, Run
-from monetlite.errors import CudnnError, ScheduleMismatch
-from monetlite.graph import Implementation, Operator, OperatorGraph
+from monetlite.core.choices import Choices, Run
+from monetlite.core.errors import CudnnError, ScheduleMismatch
+from monetlite.core.graph import Implementation, Operator, OperatorGraph
 from monetlite.operators.cudnn import library, plans
 from monetlite.operators.cudnn.parts import PLAN_NAME, PREFIX, Part, layouts_of, part_of
 from monetlite.operators.cudnn.plans import Plan

@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import torch
 
-from monetlite.captured.calls import each_dimension
-from monetlite.errors import ConvolutionError
-from monetlite.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef, TensorSpec
+from monetlite.core.errors import ConvolutionError
+from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef, TensorSpec
+from monetlite.fx.calls import each_dimension
 from monetlite.operators.cudnn.calls import convolution_backward_unread, cudnn_convolution, described
 from monetlite.operators.cudnn.work import DTYPES, ConvolutionWork, Layout, Role
 from monetlite.operators.kernel import is_whole

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from monetlite.errors import CudnnError, DeviceError
+from monetlite.core.errors import CudnnError, DeviceError
 from monetlite.operators.cudnn import library
 from monetlite.operators.cudnn.work import ConvolutionWork, Layout
 

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from monetlite.errors import DeviceError
+from monetlite.core.errors import DeviceError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeAlias, get_args
 
-from monetlite.errors import ConvolutionError
+from monetlite.core.errors import ConvolutionError
 
 Role: TypeAlias = Literal["forward", "input_gradient", "weight_gradient"]
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

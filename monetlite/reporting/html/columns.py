@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from monetlite.choices import stored_values
-from monetlite.graph import DELIVERY, OPTIMIZER_STEP, OperatorGraph, Value, ValueKind
+from monetlite.core.choices import stored_values
+from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, OperatorGraph, Value, ValueKind
 from monetlite.reporting.html.steps import Pair, Part, Run
 from monetlite.reporting.memory import Holding, always_there
 from monetlite.tracing.builder import LOSS

@@ -9,12 +9,12 @@ from importlib import resources
 from os import PathLike
 from string import Template
 
-from monetlite.costs import Profile
-from monetlite.files.atomic import write_atomically
+from monetlite.core.costs import Profile
+from monetlite.core.files.atomic import write_atomically
+from monetlite.core.schedule import Schedule
 from monetlite.reporting.html import facts
 from monetlite.reporting.html.columns import columns_of
 from monetlite.reporting.html.steps import Pair, pair_up
-from monetlite.schedule import Schedule
 
 _SCRIPTS = (
     "format.js",

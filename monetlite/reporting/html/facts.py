@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from monetlite.graph import CHANNELS_LAST, TensorSpec
+from monetlite.core.graph import CHANNELS_LAST, TensorSpec
+from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.html.steps import Pair, Run
 from monetlite.reporting.memory import Holding
 from monetlite.reporting.solve import cost_source
-from monetlite.units import format_bytes, format_ms
 
 
 @dataclass(frozen=True, kw_only=True)

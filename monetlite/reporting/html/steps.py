@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from monetlite.costs import Profile
-from monetlite.graph import OperatorGraph, Phase
+from monetlite.core.costs import Profile
+from monetlite.core.graph import OperatorGraph, Phase
+from monetlite.core.schedule import Schedule, Timeline, plain_steps, simulate
 from monetlite.reporting.memory import Breakdown, break_down
-from monetlite.schedule import Schedule, Timeline, plain_steps, simulate
 
 
 class Part(StrEnum):

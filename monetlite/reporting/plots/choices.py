@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from monetlite.core.units import format_bytes
 from monetlite.reporting.choices import Column, Fate, Stretch, When, columns_of, depth_of, in_at_most, stretches_at
 from monetlite.reporting.memory import Holding
 from monetlite.reporting.plots.style import (
@@ -24,7 +25,6 @@ from monetlite.reporting.plots.style import (
     styled,
 )
 from monetlite.reporting.subject import Subject
-from monetlite.units import format_bytes
 
 WIDTH = 12.0
 _LEFT, _RIGHT, _TOP, _BETWEEN = 1.85, 2.3, 1.05, 0.35

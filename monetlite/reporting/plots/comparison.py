@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from monetlite.comparison.data import BY_MONETLITE, TITLES, Comparison, Peer, Run
+from monetlite.checking.comparison.data import BY_MONETLITE, TITLES, Comparison, Peer, Run
 from monetlite.reporting.comparison import heading as lines_of
 from monetlite.reporting.plots.labels import Label, place_labels
 from monetlite.reporting.plots.style import (

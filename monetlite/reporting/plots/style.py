@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from monetlite.files.atomic import write_atomically
+from monetlite.core.files.atomic import write_atomically
 from monetlite.reporting.memory import Holding
 
 FORMATS = ("png", "svg", "pdf")

@@ -4,6 +4,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.memory import Holding
 from monetlite.reporting.plots.style import (
     BUDGET,
@@ -21,7 +22,6 @@ from monetlite.reporting.plots.style import (
 )
 from monetlite.reporting.subject import Side, Subject
 from monetlite.reporting.timeline import Columns, columns_of, extent_of
-from monetlite.units import format_bytes, format_ms
 
 WIDTH, HEIGHT = 11.0, 7.0
 _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 0.75, 2.35, 1.35, 0.55, 0.6

@@ -7,6 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from monetlite.core.units import format_bytes
+from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, Point, Tradeoff
 from monetlite.reporting.plots.labels import Label, place_labels
 from monetlite.reporting.plots.style import (
     INK,
@@ -20,8 +22,6 @@ from monetlite.reporting.plots.style import (
 )
 from monetlite.reporting.subject import Subject
 from monetlite.reporting.tradeoff import OURS, smallest_in_words
-from monetlite.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, Point, Tradeoff
-from monetlite.units import format_bytes
 
 WIDTH, HEIGHT = 10.0, 6.4
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.8, 2.4, 1.2, 0.65

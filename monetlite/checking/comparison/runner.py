@@ -1,0 +1,325 @@
+"""One model, one machine, one run: plain training, what people use beside monetlite, and monetlite."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from monetlite.checking.comparison import checkpointing, compiled, segments
+from monetlite.checking.comparison.bench import Bench, Entrant, reason
+from monetlite.checking.comparison.contenders import Contender, Task, Unsupported
+from monetlite.checking.comparison.data import TITLES, Comparison, Peer, Run
+from monetlite.checking.comparison.environment import environment
+from monetlite.checking.comparison.scheduled import Planner, budget_setting, scheduled
+from monetlite.checking.comparison.verdict import duels, fastest_within, standings
+from monetlite.checking.trainee import default_loss
+from monetlite.core.costs import Profile
+from monetlite.core.errors import BudgetError, DeviceError, ModelError
+from monetlite.core.schedule import Schedule, plain_steps, simulate
+from monetlite.core.units import format_bytes, parse_budget
+from monetlite.operators.random import forked_state
+from monetlite.planning import pipeline as api
+from monetlite.planning.layouts import layouts_to_try
+from monetlite.tracing import split_inputs, trace
+from monetlite.tracing.build import Arguments, Inputs, device_of
+
+BUDGETS = ("70%", "50%", "40%")
+TRIAL_REPEATS = 3
+"""Timed steps of each setting of a peer with several, to find the fastest ones."""
+NEAR = 0.995
+"""A schedule for this share of a budget stands for one for the budget."""
+RETRIES = 2
+"""How often a schedule whose measured peak is over the budget is solved for again, for as much less."""
+
+FAMILIES: dict[Peer, Callable[[Task], list[Contender]]] = {
+    Peer.CHECKPOINT: checkpointing.every_block,
+    Peer.SEGMENTS: segments.segments,
+    Peer.SELECTIVE: checkpointing.selective,
+    Peer.AOT_EAGER: compiled.aot_eager,
+    Peer.INDUCTOR: compiled.inductor,
+}
+PEERS = (*FAMILIES, Peer.CHECKMATE, Peer.GIST)
+
+
+def compare(
+    model: nn.Module,
+    example_inputs: Inputs,
+    budgets: Iterable[str | int] = BUDGETS,
+    *,
+    peers: Iterable[str] = PEERS,
+    device: str | None = None,
+    autocast: str = "",
+    tolerance: float = 0.0,
+    time_limit: float = 20.0,
+    repeats: int = 7,
+    seed: int = 0,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    name: str | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Train steps of a model plainly, by what people use today, and by monetlite, and measure them side by side.
+
+    Everything runs on copies: the model is not changed. A way to train that fails, out of memory or otherwise, is
+    a run with its reason.
+
+    Args:
+        model: in training mode.
+        example_inputs: as for `trace`.
+        budgets: for monetlite, and to hold peers to: as for `solve`; percentages are of plain training's measured
+            peak (its predicted one where it does not fit into memory).
+        peers: which others: `checkpoint`, `segments`, `selective`, `aot_eager`, `inductor`, `checkmate`, `gist`.
+        device: `"cpu"` or `"cuda"`; by default where the model is.
+        autocast: the dtype to train under `torch.autocast` to, as `"bfloat16"`.
+        tolerance, time_limit: of monetlite's schedules, as for `solve`; the limit is for each of them.
+        repeats: timed steps of each, taken in turn.
+        seed: of the random numbers of the steps that are compared, and of solving.
+        loss: makes a scalar of the model's output; by default as for `verify`.
+        name: of the model, for reports; by default its class.
+        progress: told what is being done.
+
+    Raises:
+        BudgetError: a budget can't be read, or there is none.
+        ModelError: an unknown peer, a tolerance that is not a fraction, or no repeats.
+        DeviceError: the device is not there.
+        TraceError, ProfileError: monetlite can't plan for this model.
+    """
+    asked = list(dict.fromkeys(str(budget) for budget in budgets))
+    if not asked:
+        raise BudgetError("no budget was given; write some, as 70%,50% or 6GB")
+    for budget in asked:
+        parse_budget(budget, plain_peak_bytes=2**40)
+    if repeats < 1:
+        raise ModelError(f"{repeats} timed steps measure nothing; take at least 1")
+    chosen = _peers(peers)
+    args, kwargs = split_inputs(example_inputs)
+    device = device or device_of(model, (args, kwargs))
+    if device not in ("cpu", "cuda"):
+        raise DeviceError(f"device {device!r}: steps are measured on 'cpu' or 'cuda'")
+    say = progress or (lambda _: None)
+    layouts = layouts_to_try(None, tolerance)
+    with forked_state(device):
+        where = environment(device)
+        bench = Bench(model, args, kwargs, loss or default_loss, device, autocast=autocast, seed=seed)
+        say("tracing the model and measuring its operators")
+        profiles = [_price(bench, layout, tolerance) for layout in layouts]
+        say(f"measuring {TITLES[Peer.PLAIN]}")
+        plain = bench.enter(Contender(peer=Peer.PLAIN, setting="", prepare=lambda copied: copied))
+        plain_bytes = simulate(profiles[0], plain_steps(profiles[0].graph)).peak_bytes
+        if isinstance(plain, Entrant):
+            plain_bytes = plain.run.peak_bytes or plain_bytes
+        limits = {budget: parse_budget(budget, plain_bytes) for budget in asked}
+        planner = Planner(profiles=profiles, tolerance=tolerance, time_limit=time_limit, seed=seed)
+        contest = _Contest(bench=bench, planner=planner, budgets_bytes=sorted(set(limits.values())), say=say)
+        contest.add(plain)
+        for peer in chosen:
+            contest.add_peer(peer, min(TRIAL_REPEATS, repeats))
+        contest.add_monetlite()
+        say(f"timing {len(contest.entrants)} ways to train, {repeats} steps of each, in turn")
+        runs = contest.timed(repeats)
+    return Comparison(
+        model=name or type(model).__name__,
+        inputs=_described(args, kwargs),
+        device=device,
+        environment=where,
+        repeats=repeats,
+        time_limit=time_limit,
+        tolerance=tolerance,
+        autocast=autocast,
+        runs=tuple(runs),
+        tried=tuple(contest.tried),
+        duels=duels(runs),
+        standings=standings(limits, runs),
+    )
+
+
+@dataclass(kw_only=True)
+class _Contest:
+    """Who takes part, as it grows: what ran, what failed, and what was tried and left out."""
+
+    bench: Bench
+    planner: Planner
+    budgets_bytes: list[int]
+    say: Callable[[str], None]
+    shown: list[Entrant | Run] = field(default_factory=list)
+    tried: list[Run] = field(default_factory=list)
+    restricted: list[Schedule] = field(default_factory=list)
+    """Checkmate's and Gist's schedules, which monetlite may choose, too: its search begins from those that fit."""
+
+    @property
+    def entrants(self) -> list[Entrant]:
+        return [item for item in self.shown if isinstance(item, Entrant)]
+
+    def add(self, *items: Entrant | Run) -> None:
+        self.shown.extend(items)
+
+    def timed(self, repeats: int) -> list[Run]:
+        """Every run in the order in which they were added, timed where there is something to time."""
+        times = iter(self.bench.time(self.entrants, repeats))
+        return [next(times) if isinstance(item, Entrant) else item for item in self.shown]
+
+    def add_peer(self, peer: Peer, trial_repeats: int) -> None:
+        """Measure a peer in every setting that it has, and let those take part that are best within a budget."""
+        if peer in (Peer.CHECKMATE, Peer.GIST):
+            solve = self.planner.checkmate if peer is Peer.CHECKMATE else self.planner.gist
+            for budget_bytes in reversed(self.budgets_bytes):
+                try:
+                    item, schedule = self._scheduled(peer, budget_bytes, solve)
+                    self.add(item)
+                    if schedule is not None:
+                        self.restricted.append(schedule)
+                except Unsupported as error:
+                    self.add(_refused(peer, budget_bytes, error, less=budget_bytes > self.budgets_bytes[0]))
+                    break
+            return
+        try:
+            contenders = FAMILIES[peer](self.bench.task)
+        except Exception as error:
+            self.add(Run(peer=peer, failure=reason(error)))
+            return
+        entered = []
+        for contender in contenders:
+            self.say(f"measuring {TITLES[peer]}: {contender.setting}")
+            entered.append(self.bench.enter(contender))
+        failed = [item for item in entered if isinstance(item, Run)]
+        entrants = [item for item in entered if isinstance(item, Entrant)]
+        if len(entered) > 1 and entrants:
+            self.say(f"timing {len(entrants)} settings of {TITLES[peer]}")
+            trials = self.bench.time(entrants, trial_repeats)
+            best = fastest_within(trials, self.budgets_bytes)
+            self.tried.extend(trial for trial in trials if trial not in best and not trial.failure)
+            failed += [trial for trial in trials if trial.failure]
+            entrants = [entrant for entrant, trial in zip(entrants, trials, strict=True) if trial in best]
+        if entrants:
+            self.add(*entrants)
+            self.tried.extend(failed)
+        else:
+            self.add(replace(failed[0], setting=failed[0].setting if len(failed) == 1 else "every setting"))
+
+    def add_monetlite(self) -> None:
+        """Solve within each budget, and within each peer's measured peak, from the smallest to the largest.
+
+        Where Inductor takes part, schedules within its peaks run compiled by it, too.
+        """
+        peaks = {item.run.peak_bytes or 0 for item in self.entrants if item.run.peer is not Peer.PLAIN}
+        fused = sorted({item.run.peak_bytes or 0 for item in self.entrants if item.run.peer is Peer.INDUCTOR})
+        found: list[tuple[int, Schedule]] = []
+        added: list[Entrant | Run] = []
+        refused: list[Run] = []
+        for budget_bytes in sorted({*self.budgets_bytes, *peaks}):
+            if found and found[-1][0] >= NEAR * budget_bytes:
+                continue
+            starts = [schedule for _, schedule in found[-2:]]
+            starts += [schedule for schedule in self.restricted if schedule.peak_bytes <= budget_bytes]
+            try:
+                solve = partial(self.planner.monetlite, starts=starts)
+                item, schedule = self._scheduled(Peer.MONETLITE, budget_bytes, solve)
+            except Unsupported as error:
+                refused.append(_refused(Peer.MONETLITE, budget_bytes, error, less=bool(refused)))
+                continue
+            added.append(item)
+            if schedule is not None:
+                found.append((budget_bytes, schedule))
+        for budget_bytes in fused:
+            starts = [schedule for within, schedule in found if within <= budget_bytes]
+            added += self._compiled(budget_bytes, starts)
+        self.add(*reversed(added), *refused[-1:])
+
+    def _compiled(self, budget_bytes: int, starts: Sequence[Schedule]) -> Iterator[Entrant]:
+        """Schedules within a budget, compiled by Inductor: of all implementations, and of those that it fuses best.
+
+        A refusal is set aside.
+        """
+        for with_defaults in (False, True):
+            solve = self.planner.checkmate if with_defaults else partial(self.planner.monetlite, starts=starts)
+            try:
+                item, _ = self._scheduled(
+                    Peer.MONETLITE, budget_bytes, solve, compiled=True, with_defaults=with_defaults
+                )
+            except Unsupported as error:
+                setting = budget_setting(budget_bytes, compiled=True, with_defaults=with_defaults)
+                item = Run(peer=Peer.MONETLITE, setting=setting, asked_bytes=budget_bytes, failure=reason(error))
+            if isinstance(item, Entrant):
+                yield item
+            else:
+                self.tried.append(item)
+
+    def _scheduled(
+        self,
+        peer: Peer,
+        budget_bytes: int,
+        solve: Callable[[int], Schedule],
+        *,
+        compiled: bool = False,
+        with_defaults: bool = False,
+    ) -> tuple[Entrant | Run, Schedule | None]:
+        """Solve within a budget and measure; again for less, where the measured peak is more than the budget.
+
+        Raises:
+            Unsupported: no schedule fits.
+        """
+        within_bytes = budget_bytes
+        found: tuple[Entrant, Schedule] | None = None
+        for attempt in range(RETRIES + 1):
+            self.say(f"solving for {TITLES[peer]} within {format_bytes(within_bytes)}")
+            try:
+                schedule = solve(within_bytes)
+            except Unsupported:
+                if found is None:
+                    raise
+                return found  # over the budget, as its figures say; nothing takes less
+            except Exception as error:
+                setting = budget_setting(budget_bytes, compiled=compiled, with_defaults=with_defaults)
+                return Run(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=reason(error)), None
+            contender = scheduled(peer, schedule, budget_bytes, compiled=compiled, with_defaults=with_defaults)
+            item = self.bench.enter(contender)
+            if isinstance(item, Run):
+                return item, None
+            found = item, schedule
+            excess_bytes = (item.run.peak_bytes or 0) - budget_bytes
+            if excess_bytes <= 0 or attempt == RETRIES:
+                break
+            # What a compiler plans does not fall by as much as the schedule does.
+            within_bytes = schedule.peak_bytes - (attempt + 1) * excess_bytes
+        return item, schedule
+
+
+def _refused(peer: Peer, budget_bytes: int, error: Unsupported, *, less: bool) -> Run:
+    """What stands for a budget that nothing fits, and with `less` for all below it that were asked for."""
+    setting = f"{budget_setting(budget_bytes)}{' and less' if less else ''}"
+    return Run(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=reason(error))
+
+
+def _peers(names: Iterable[str]) -> list[Peer]:
+    """Peers by their names, in the order of tables.
+
+    Raises:
+        ModelError: there is no such peer.
+    """
+    known = [str(peer) for peer in PEERS]
+    wanted = [name.strip() for name in names]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ModelError(f"there is no peer {unknown[0]!r}; there are {', '.join(known)}")
+    return [peer for peer in PEERS if peer in wanted]
+
+
+def _price(bench: Bench, layout: str, tolerance: float) -> Profile:
+    task, autocast = bench.task, bench.autocast
+    dtype = getattr(torch, autocast or "bfloat16")
+    with torch.autocast(bench.device, dtype, enabled=bool(autocast)):
+        graph = trace(task.model, Arguments(task.args, dict(task.kwargs)), layout=layout)
+    return api.profile(graph, bench.device, tolerance=tolerance)
+
+
+def _described(args: Sequence[object], kwargs: dict[str, object]) -> str:
+    """Inputs in words: `16×3×160×160 float32`."""
+    tensors = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+    return ", ".join(
+        f"{'×'.join(map(str, item.shape))} {str(item.dtype).removeprefix('torch.')}".strip() for item in tensors
+    )
+
+
+__all__ = ["BUDGETS", "PEERS", "compare"]

@@ -1,0 +1,344 @@
+"""Which operators write other numbers than in plain training, and where that begins.
+
+Two steps run through `MONeTWrapper`'s machinery, but node by node: the captured graph as plain training runs it,
+whose every result is kept in main memory; then the schedule, with the same inputs, generator and gradients of the
+outputs, where each result is compared with plain training's. A difference is *introduced* by an operator as far as
+it comes about from plain training's operands, and *propagated* otherwise.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from monetlite.checking.comparing import difference, negligible
+from monetlite.core.graph import AS_TRACED, DELIVERY, OperatorGraph, Phase
+from monetlite.core.schedule import Schedule, Step, plain_steps
+from monetlite.fx import storages
+from monetlite.operators.random import drawing_from, rng_state
+from monetlite.runtime.lowering import CAPTURED, RUN, OperatorRun
+from monetlite.runtime.wrapper import MONeTWrapper
+from monetlite.tracing.build import Traced, build_graph
+from monetlite.tracing.capture import Boxed, Compiler, Joint
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorDifference:
+    """A run of an operator whose results are not those of plain training, or not those of its own first run.
+
+    Attributes:
+        operator, implementation: what ran, by name. number: 0 for the operator's first run, 1 for the next.
+        phase: the pass in which the operator stands.
+        difference: of its results from plain training's, the largest absolute one over the largest magnitude.
+        introduced: what it would be from plain training's operands: the operator's own share.
+        repeated: the difference of a later run's results from the first run's.
+        tolerance: what the implementation promises; 0 is the same bits.
+        broken: whether it introduces a difference that its implementation promises not to make.
+    """
+
+    operator: str
+    implementation: str
+    number: int
+    phase: Phase
+    difference: float
+    introduced: float
+    repeated: float
+    tolerance: float
+    broken: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorComparison:
+    """What a comparison operator by operator found.
+
+    Attributes:
+        runs: how many runs were compared; again: how many of them computed something again.
+        differing: the runs that differ, the largest difference first.
+        captured: what capturing the model changes by itself: the largest difference of a gradient or buffer
+            between the captured graph, run as plain training runs it, and the model.
+    """
+
+    runs: int
+    again: int
+    differing: tuple[OperatorDifference, ...]
+    captured: float
+
+    @property
+    def introducing(self) -> tuple[OperatorDifference, ...]:
+        """The runs that introduce a difference, the largest first."""
+        own = [item for item in self.differing if item.introduced > 0]
+        return tuple(sorted(own, key=lambda item: -item.introduced))
+
+    @property
+    def unrepeated(self) -> tuple[OperatorDifference, ...]:
+        """The runs whose results are not those of the first run, the largest difference first."""
+        others = [item for item in self.differing if item.repeated > 0]
+        return tuple(sorted(others, key=lambda item: -item.repeated))
+
+
+class PlainStep:
+    """The results of a step as plain training runs it, by their names in the captured graph, in main memory.
+
+    `ScheduledStep` adds what plain training would make of them where only the schedule makes it.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Any] = {}
+        self._given: set[str] = set()
+
+    def wrap(self, model: nn.Module, schedule: Schedule) -> MONeTWrapper:
+        """A module that trains by the captured graph as plain training does, and keeps what it computes here."""
+        return _Watched(model, schedule, self, plain=True)
+
+    def begin(self, traced: Traced, _: Sequence[Step]) -> None:
+        self.tensors.clear()
+        self._given = {node.name for node in traced.joint.graph.graph.nodes if node.op == "placeholder"}
+
+    def receive(self, node: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
+        if node.meta[CAPTURED] in self._given:
+            # A parameter does not change until the optimizer steps, so it need not be copied; a buffer does.
+            self.tensors[node.meta[CAPTURED]] = tensor.detach() if tensor.requires_grad else _copied(tensor)
+        return tensor
+
+    def run_node(self, node: fx.Node, run: Callable[[], Any], _: Mapping[fx.Node, Any]) -> Any:
+        result = run()
+        for name, tensor in _results(node, result):
+            self.tensors[name] = _copied(tensor)
+        return result
+
+
+class ScheduledStep:
+    """A step by a schedule, each result compared with that of a plain step.
+
+    As in `verify`, what is next to nothing is compared on a larger scale if the schedule has a tolerance; the
+    gradients of parameters on that of `gradients`, plain training's.
+    """
+
+    def __init__(self, plain: PlainStep, tolerance: float, gradients: Iterable[torch.Tensor]) -> None:
+        self.differing: list[OperatorDifference] = []
+        self.runs = self.again = 0
+        self._plain, self._tolerance = plain.tensors, tolerance
+        self._least = negligible(gradients, tolerance)
+        self._gradients: set[str] = set()
+        self._notes: set[str] = set()
+        self._graph: OperatorGraph
+        self._run_again: set[int] = set()
+        self._first: dict[str, torch.Tensor] = {}
+        """What the first runs of operators that run again wrote, in main memory."""
+
+    def wrap(self, model: nn.Module, schedule: Schedule) -> MONeTWrapper:
+        """A module that trains by a schedule, and compares what it computes."""
+        return _Watched(model, schedule, self)
+
+    def begin(self, traced: Traced, steps: Sequence[Step]) -> None:
+        self._graph = traced.graph
+        graph = traced.graph
+        delivered = {
+            value
+            for operator in graph.operators
+            if operator.family == DELIVERY
+            for value in operator.implementations[0].reads
+        }
+        written = {
+            name: value
+            for operator in graph.operators
+            if (call := operator.implementations[0].call) is not None and call.outputs
+            for name, value in zip(filter(None, call.outputs), operator.writes, strict=True)
+        }
+        self._gradients = {name for name, value in written.items() if value in delivered}
+        self._notes = {name for name, value in written.items() if graph.values[value].note}
+        self._run_again = {index for index, count in Counter(index for index, _ in steps).items() if count > 1}
+
+    def receive(self, node: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
+        return self._operand(node).to(tensor.device) if storages.is_tangent(node) else tensor
+
+    def run_node(self, node: fx.Node, run: Callable[[], Any], values: Mapping[fx.Node, Any]) -> Any:
+        if RUN in node.meta:
+            return self._run_and_compare(node, run, values)
+        result = run()
+        name = node.meta.get(CAPTURED)
+        if name is not None and name not in self._plain:
+            # A view: of plain training's tensor, as this one is of ours.
+            self._plain[name] = result if node.op == "get_attr" else _call(node, self._operand)
+        return result
+
+    def _run_and_compare(self, node: fx.Node, run: Callable[[], Any], values: Mapping[fx.Node, Any]) -> Any:
+        device = self._graph.device
+        state = rng_state(device)
+        same_operands = all(
+            _difference(self._operand(item), values[item]) == 0
+            for item in node.all_input_nodes
+            if item.meta[CAPTURED] not in self._notes
+        )
+        result = run()
+        results = dict(_results(node, result))
+        if not results:
+            return result
+
+        def like_ours(item: fx.Node) -> torch.Tensor:
+            return _laid_out_as(values[item], self._operand(item))
+
+        @cache
+        def alone() -> dict[str, torch.Tensor]:
+            """What the operator makes of plain training's operands."""
+            with drawing_from(state, device):
+                return dict(_results(node, _call(node, like_ours)))
+
+        for name in results:
+            if name not in self._plain:
+                # Plain training has no need of it: a packed mask, images in another layout.
+                self._plain[name] = _copied(alone()[name])
+        # What a kernel notes for its own gradient may be memory that it left as it found it.
+        results = {name: tensor for name, tensor in results.items() if name not in self._notes}
+        if not results:
+            return result
+        difference = introduced = self._from_plain(results)
+        if difference > 0 and not same_operands:
+            introduced = self._from_plain({name: alone()[name] for name in results})
+        self._note(node.meta[RUN], results, difference, introduced)
+        return result
+
+    def _from_plain(self, results: Mapping[str, torch.Tensor]) -> float:
+        """How far results are from those of plain training.
+
+        What cancels to nothing beside an operator's other results (the mean of what a normalisation has centred) is
+        rounding in plain training too.
+        """
+        expected = {name: self._plain[name] for name in results}
+        if all(_difference(expected[name], tensor) == 0 for name, tensor in results.items()):
+            return 0.0
+        least = negligible(expected.values(), self._tolerance)
+        return max(
+            _difference(expected[name], tensor, max(least, self._least if name in self._gradients else 0.0))
+            for name, tensor in results.items()
+        )
+
+    def _note(
+        self, run: OperatorRun, results: Mapping[str, torch.Tensor], difference: float, introduced: float
+    ) -> None:
+        """Count a run, and keep what is to be said of it."""
+        index, choice = run.step
+        operator = self._graph.operators[index]
+        implementation = operator.implementations[choice]
+        repeated = 0.0
+        self.runs += 1
+        if run.number:
+            self.again += 1
+            again = ((self._first[name], tensor) for name, tensor in results.items() if name in self._first)
+            repeated = max((_difference(*pair) for pair in again), default=0.0)
+        elif index in self._run_again:
+            self._first.update(
+                (name, _copied(tensor) if difference > 0 else self._plain[name]) for name, tensor in results.items()
+            )
+        if difference == repeated == 0:
+            return
+        # Sums come in another order in another layout. And where a kernel adds up in no fixed order, plain training
+        # differs from itself: its own run, by the same implementation, breaks no promise.
+        of_its_own = choice == 0 and run.number == 0
+        promised = implementation.tolerance == 0 and self._graph.layout == AS_TRACED and not of_its_own
+        self.differing.append(
+            OperatorDifference(
+                operator=operator.name,
+                implementation=implementation.name,
+                number=run.number,
+                phase=operator.phase,
+                difference=difference,
+                introduced=introduced,
+                repeated=repeated,
+                tolerance=implementation.tolerance,
+                broken=promised and introduced > 0,
+            )
+        )
+
+    def _operand(self, node: fx.Node) -> Any:
+        """Plain training's tensor for one of a program."""
+        return self._plain[node.meta[CAPTURED]]
+
+
+class _Watched(MONeTWrapper):
+    """A wrapper whose programs are run node by node under somebody's eyes."""
+
+    def __init__(
+        self, model: nn.Module, schedule: Schedule, watcher: PlainStep | ScheduledStep, *, plain: bool = False
+    ) -> None:
+        super().__init__(model, schedule)
+        self.__dict__["_watcher"], self.__dict__["_plain"] = watcher, plain
+
+    def _plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
+        if self._plain:
+            traced = build_graph(joint, self.model, self._example, autocast=self.schedule.autocast)
+            steps = plain_steps(traced.graph)
+        else:
+            traced, steps = super()._plan(joint)
+        self._watcher.begin(traced, steps)
+        return traced, steps
+
+    def _compiler(self) -> Compiler:
+        return partial(_watched, watcher=self._watcher)
+
+
+def _watched(
+    program: fx.GraphModule,
+    _inputs: Sequence[Any],
+    _internal: Collection[int],
+    *,
+    watcher: PlainStep | ScheduledStep,
+) -> Boxed:
+    """A program that is run node by node under somebody's eyes."""
+
+    def call(arguments: list[Any]) -> Any:
+        inputs = program.graph.find_nodes(op="placeholder")
+        values = {node: watcher.receive(node, tensor) for node, tensor in zip(inputs, arguments, strict=True)}
+        arguments.clear()
+        return _Interpreter(program, watcher).run(initial_env=values)
+
+    call.__dict__["_boxed_call"] = True
+    return call
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, program: fx.GraphModule, watcher: PlainStep | ScheduledStep) -> None:
+        super().__init__(program)
+        self.extra_traceback = False
+        self._watcher = watcher
+
+    def run_node(self, n: fx.Node) -> Any:
+        return self._watcher.run_node(n, partial(super().run_node, n), self.env)
+
+
+def _results(node: fx.Node, result: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a run of an operator has made that is read, by name."""
+    if RUN in node.meta:
+        made = (result,) if isinstance(result, torch.Tensor) else result or ()
+        for name, tensor in zip(node.meta[RUN].call.outputs, made, strict=False):
+            if name is not None:
+                yield name, tensor
+
+
+def _call(node: fx.Node, operand: Callable[[fx.Node], Any]) -> Any:
+    """Call what a node calls, with other operands."""
+    assert callable(node.target)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
+    return node.target(*args, **kwargs)
+
+
+def _laid_out_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The numbers of another tensor, laid out as a tensor is, to be overwritten."""
+    if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return other.to(tensor.device)  # expanded, so nothing overwrites it
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(other)
+
+
+def _difference(expected: torch.Tensor, found: torch.Tensor, least: float = 0.0) -> float:
+    return difference(expected.to(found.device), found, least)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+__all__ = ["OperatorComparison", "OperatorDifference", "PlainStep", "ScheduledStep"]

@@ -1,0 +1,251 @@
+"""What `verify` found, and whether that is what the schedule promises."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from monetlite.checking.comparing import REORDERED_SUMS, SLACK
+from monetlite.checking.operator_differences import OperatorComparison, OperatorDifference
+from monetlite.core.units import format_bytes, format_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a step has to keep to; None leaves a figure unjudged, or as `verify` finds right.
+
+    Attributes:
+        difference: of any gradient, buffer or loss, relative.
+        budget: whether the measured peak, and on CUDA what the allocator reserved for it, have to be within it.
+        peak_error, latency_error: how far the measured peak and step time may be from the predicted ones, as
+            fractions of those.
+    """
+
+    difference: float | None = None
+    budget: bool = True
+    peak_error: float | None = None
+    latency_error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """Why a schedule did not pass: which check, in words, and by the numbers (None where there are none)."""
+
+    check: str
+    message: str
+    measured: float | None = None
+    allowed: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `verify` found. Differences are the largest absolute one over the largest absolute value.
+
+    Attributes:
+        gradients: for each parameter and input with a gradient, its difference from plain training's.
+        buffers: the same for the module's buffers after the step.
+        loss: the same for the output.
+        random_state: whether the generator is left as plain training leaves it.
+        peak_bytes, plain_peak_bytes: measured peak of the step, resident memory (and an optimizer's state, if the
+            schedule counts one) included.
+        reserved_bytes, plain_reserved_bytes: what torch's CUDA allocator took from the GPU to hold those peaks,
+            freed blocks that it keeps and what falls between blocks included; None on a CPU.
+        budget_bytes: what the schedule was asked for.
+        step_ms, plain_step_ms: median measured step times, taken in turn.
+        predicted_peak_bytes, predicted_plain_peak_bytes, predicted_step_ms, predicted_plain_step_ms: what the
+            schedule says of the same, on the device and for the inputs that it was solved for.
+        kind, device: where those predictions come from (`measured` on, or `estimated` for, a device).
+        same_shapes: whether the inputs are those the schedule was solved for.
+        incomparable: why the predictions are not of this step here; empty where they are.
+        unrepeated: how far the loss and gradients of two plain steps from one seed are apart, where some kernel
+            adds up in no fixed order, as on CUDA; 0 where none does.
+        allowed_difference: what the largest difference may be: rounding; `SLACK` times `unrepeated` where that is
+            more; or, for a schedule with a tolerance, `SLACK` times what plain training's gradients move by when
+            every weight is off by that much, up to `MOST_ALLOWED`.
+        operators: what the comparison operator by operator found; None where there was none.
+        limits: what is judged.
+    """
+
+    gradients: Mapping[str, float]
+    buffers: Mapping[str, float]
+    loss: float
+    random_state: bool
+    peak_bytes: int
+    plain_peak_bytes: int
+    budget_bytes: int
+    step_ms: float
+    plain_step_ms: float
+    predicted_peak_bytes: int
+    predicted_plain_peak_bytes: int
+    predicted_step_ms: float
+    predicted_plain_step_ms: float
+    kind: str
+    device: str
+    same_shapes: bool
+    reserved_bytes: int | None = None
+    plain_reserved_bytes: int | None = None
+    incomparable: tuple[str, ...] = ()
+    unrepeated: float = 0.0
+    allowed_difference: float = REORDERED_SUMS
+    operators: OperatorComparison | None = None
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is bit for bit as plain training's."""
+        return self.random_state and self.largest_difference == 0.0
+
+    @property
+    def differences(self) -> dict[str, float]:
+        """What differs from plain training's, by name, the largest difference first."""
+        everything = {"the loss": self.loss, **self.gradients, **self.buffers}
+        differing = [(name, difference) for name, difference in everything.items() if difference > 0]
+        return dict(sorted(differing, key=lambda item: -item[1]))
+
+    @property
+    def largest_difference(self) -> float:
+        return max(self.differences.values(), default=0.0)
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the peak is; what was reserved for it is judged apart."""
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Measured step time over plain training's, less one."""
+        return self.step_ms / self.plain_step_ms - 1
+
+    @property
+    def predicted_overhead(self) -> float:
+        return _error(self.predicted_step_ms, self.predicted_plain_step_ms)
+
+    @property
+    def overhead_error(self) -> float | None:
+        """The step time's ratio to plain training's, over the predicted ratio, less one."""
+        return None if self.incomparable else _error(1 + self.overhead, 1 + self.predicted_overhead)
+
+    @property
+    def peak_error(self) -> float | None:
+        """(measured − predicted) / predicted; None where the prediction is of something else."""
+        return None if self.incomparable else _error(self.peak_bytes, self.predicted_peak_bytes)
+
+    @property
+    def plain_peak_error(self) -> float | None:
+        return None if self.incomparable else _error(self.plain_peak_bytes, self.predicted_plain_peak_bytes)
+
+    @property
+    def latency_error(self) -> float | None:
+        return None if self.incomparable else _error(self.step_ms, self.predicted_step_ms)
+
+    @property
+    def plain_latency_error(self) -> float | None:
+        return None if self.incomparable else _error(self.plain_step_ms, self.predicted_plain_step_ms)
+
+    @property
+    def passed(self) -> bool:
+        """Same training, up to `allowed_difference`, within the budget, and within `limits`."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Why it did not pass, the worst kind first; empty where it did."""
+        return (*self._of_training(), *self._of_operators(), *self._of_figures())
+
+    def _of_training(self) -> list[Reason]:
+        found = []
+        over = [name for name, difference in self.differences.items() if difference > self.allowed_difference]
+        if over:
+            more = f" (and {len(over) - 1} more)" if len(over) > 1 else ""
+            found.append(
+                Reason(
+                    check="difference",
+                    message=f"{over[0]}{more} differs from plain training's by {self.largest_difference:.1e}, "
+                    f"{self.allowed_difference:.0e} allowed{self._where_it_begins()}",
+                    measured=self.largest_difference,
+                    allowed=self.allowed_difference,
+                )
+            )
+        if not self.random_state:
+            message = "the random number generator is not left as plain training leaves it"
+            found.append(Reason(check="random_state", message=message))
+        return found
+
+    def _where_it_begins(self) -> str:
+        if self.operators is None:
+            return ""
+        introducing = self.operators.introducing
+        if introducing and not introducing[0].broken:
+            return f"; {describe(introducing[0])} introduces the largest share, {introducing[0].introduced:.1e}"
+        if not introducing and self.operators.captured > self.allowed_difference:
+            return f"; capturing the model alone makes {self.operators.captured:.1e} of it"
+        return ""
+
+    def _of_operators(self) -> list[Reason]:
+        introducing = self.operators.introducing if self.operators else ()
+        broken = [item for item in introducing if item.broken and item.introduced > SLACK * self.unrepeated]
+        if not broken:
+            return []
+        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+        return [
+            Reason(
+                check="operator",
+                message=f"{describe(broken[0])}{more} should make the same bits as plain training and is off by "
+                f"{broken[0].introduced:.1e}",
+                measured=broken[0].introduced,
+                allowed=0.0,
+            )
+        ]
+
+    def _of_figures(self) -> list[Reason]:
+        found = []
+        if self.limits.budget and not self.within_budget:
+            found.append(
+                Reason(
+                    check="budget",
+                    message=f"the peak, {format_bytes(self.peak_bytes)}, is over the budget of "
+                    f"{format_bytes(self.budget_bytes)} by {format_bytes(self.peak_bytes - self.budget_bytes)}",
+                    measured=self.peak_bytes,
+                    allowed=self.budget_bytes,
+                )
+            )
+        elif self.limits.budget and self.reserved_bytes is not None and self.reserved_bytes > self.budget_bytes:
+            found.append(
+                Reason(
+                    check="reserved",
+                    message=f"for a peak of {format_bytes(self.peak_bytes)} torch's allocator reserved "
+                    f"{format_bytes(self.reserved_bytes)}, over the budget of {format_bytes(self.budget_bytes)} by "
+                    f"{format_bytes(self.reserved_bytes - self.budget_bytes)}. Solve with reserved=True "
+                    "(--reserved), and call monetlite.limit_reserved before training",
+                    measured=self.reserved_bytes,
+                    allowed=self.budget_bytes,
+                )
+            )
+        peaks = [format_bytes(size) for size in (self.peak_bytes, self.predicted_peak_bytes)]
+        times = [format_ms(latency) for latency in (self.step_ms, self.predicted_step_ms)]
+        for check, what, error, allowed, (measured, predicted) in (
+            ("peak_error", "the peak", self.peak_error, self.limits.peak_error, peaks),
+            ("latency_error", "the step time", self.latency_error, self.limits.latency_error, times),
+        ):
+            if allowed is None:
+                continue
+            if error is None:
+                message = f"{what} can't be held against the prediction, which is {' and '.join(self.incomparable)}"
+                found.append(Reason(check=check, message=message, allowed=allowed))
+            elif abs(error) > allowed:
+                message = (
+                    f"{what}, {measured}, is {error:+.1%} off the predicted {predicted}, {allowed:.1%} allowed"
+                )
+                found.append(Reason(check=check, message=message, measured=error, allowed=allowed))
+        return found
+
+
+def describe(item: OperatorDifference) -> str:
+    """A run of an operator in words: `layer1.0.relu1 (inplace, run 2)`."""
+    again = f", run {item.number + 1}" if item.number else ""
+    return f"{item.operator} ({item.implementation}{again})"
+
+
+def _error(measured: float, predicted: float) -> float:
+    return measured / predicted - 1 if predicted > 0 else 0.0
+
+
+__all__ = ["Limits", "Reason", "Report", "describe"]

@@ -1,0 +1,124 @@
+"""What a schedule chooses, by name: small enough to read in a diff, and free of indices.
+
+Everything else about a schedule follows from the rules: forward operators run in order, then backward
+operators in order.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from monetlite.core.errors import ScheduleMismatch
+from monetlite.core.graph import OperatorGraph, Phase
+
+DEFAULT = "default"
+
+Run = tuple[str, str]
+"""(operator, implementation), by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The choices of a schedule.
+
+    Attributes:
+        before: for an operator that runs once in order, what runs right before it: forward operators that
+            are re-run, and optional ones.
+        implementations: how operators run the first time, where that is not their first implementation.
+        stored: values computed in the forward part and kept for the backward part. For the reader: it
+            follows from the rest.
+    """
+
+    before: Mapping[str, tuple[Run, ...]] = field(default_factory=dict)
+    implementations: Mapping[str, str] = field(default_factory=dict)
+    stored: tuple[str, ...] = ()
+
+    @classmethod
+    def of_steps(cls, graph: OperatorGraph, steps: Sequence[tuple[int, int]]) -> "Choices":
+        """The choices that a legal sequence of steps makes."""
+        before: dict[str, list[Run]] = defaultdict(list)
+        implementations: dict[str, str] = {}
+        waiting: list[Run] = []
+        ran: set[int] = set()
+        for index, choice in steps:
+            operator = graph.operators[index]
+            chosen = operator.implementations[choice].name
+            if operator.optional or index in ran:
+                waiting.append((operator.name, chosen))
+                continue
+            ran.add(index)
+            if waiting:
+                before[operator.name].extend(waiting)
+                waiting = []
+            if choice != 0:
+                implementations[operator.name] = chosen
+        return cls(
+            before={name: tuple(runs) for name, runs in before.items()},
+            implementations=implementations,
+            stored=tuple(
+                graph.values[value].name for value in stored_values(graph, steps) if not graph.values[value].held
+            ),
+        )
+
+    def steps(self, graph: OperatorGraph) -> tuple[tuple[int, int], ...]:
+        """The sequence of steps these choices make of a graph.
+
+        Raises:
+            ScheduleMismatch: an operator or implementation that the graph does not have.
+        """
+        known = graph.by_name
+        for name in (*self.before, *self.implementations):
+            if name not in known:
+                raise ScheduleMismatch(f"the schedule names operator {name!r}, which this graph does not have")
+        steps: list[tuple[int, int]] = []
+        for index, operator in enumerate(graph.operators):
+            if operator.optional:
+                continue
+            for name, implementation in self.before.get(operator.name, ()):
+                steps.append(_step(graph, name, implementation))
+            steps.append(_step(graph, operator.name, self.implementations.get(operator.name), index))
+        return tuple(steps)
+
+
+def stored_values(graph: OperatorGraph, steps: Sequence[tuple[int, int]]) -> list[int]:
+    """Values written in the forward part that the backward part reads before it writes them again."""
+    split = first_backward(graph, steps)
+    written = {value for index, _ in steps[:split] for value in graph.operators[index].writes}
+    return sorted(written & reads_before_writes(graph, steps[split:]))
+
+
+def reads_before_writes(graph: OperatorGraph, steps: Iterable[tuple[int, int]]) -> set[int]:
+    """Values that steps read before they write them."""
+    read: set[int] = set()
+    written: set[int] = set()
+    for index, choice in steps:
+        implementation = graph.operators[index].implementations[choice]
+        read.update(value for value in implementation.reads if value not in written)
+        written.update(implementation.writes)
+    return read
+
+
+def first_backward(graph: OperatorGraph, steps: Sequence[tuple[int, int]]) -> int:
+    """Position of the first step that runs a backward operator."""
+    return next(
+        (at for at, (index, _) in enumerate(steps) if graph.operators[index].phase is Phase.BACKWARD),
+        len(steps),
+    )
+
+
+def _step(graph: OperatorGraph, name: str, implementation: str | None, index: int | None = None) -> tuple[int, int]:
+    if index is None:
+        index = graph.by_name.get(name)
+    if index is None:
+        raise ScheduleMismatch(f"the schedule runs operator {name!r}, which this graph does not have")
+    if implementation is None:
+        return index, 0
+    operator = graph.operators[index]
+    for choice, item in enumerate(operator.implementations):
+        if item.name == implementation:
+            return index, choice
+    offered = ", ".join(item.name for item in operator.implementations)
+    raise ScheduleMismatch(
+        f"the schedule runs {name} as {implementation!r}; this graph offers {offered}. "
+        "Solve the schedule again with this version of monetlite"
+    )

@@ -1,0 +1,132 @@
+"""Named devices: what their vendors say they can do, and what fraction of it real kernels reach."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from monetlite.core.errors import DeviceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Fractions of a device's peaks that kernels reach, each above 0 and at most 1.
+
+    The first four are of peak arithmetic, on the vector units and on the tensor cores; the others of the
+    memory's bandwidth.
+    """
+
+    fp32_matmul: float
+    fp32_convolution: float
+    tensor_matmul: float
+    tensor_convolution: float
+    elementwise: float
+    normalization: float
+    pooling: float
+    resampling: float
+    """Interpolation and its gradient."""
+    scatter: float
+    """Kernels that read or write where indices say, such as the gradient of max pooling."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            assert 0 < getattr(self, item.name) <= 1, f"{item.name} is a fraction"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device to estimate for.
+
+    `peak_flops` is in operations per second (an addition and a multiplication are two), dense, by arithmetic:
+    `fp64`, `fp32`, `tf32`, `fp16`, `bf16`, as far as the device has each. `compute_capability` is NVIDIA's
+    (major, minor). `sources` says where the figures of `memory`, `peak`, `launch` and `efficiency` come from.
+    """
+
+    name: str
+    title: str
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    peak_flops: Mapping[str, float]
+    launch_us: float
+    compute_capability: tuple[int, int]
+    efficiency: Efficiency
+    aliases: tuple[str, ...]
+    sources: Mapping[str, str]
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether half precision runs on tensor cores: on the vector units it is at most twice float32."""
+        return self.peak_flops.get("fp16", 0.0) > 2.5 * self.peak_flops["fp32"] or "tf32" in self.peak_flops
+
+
+def find_device(name: str) -> Device:
+    """Return a device by its name, or by the name that `torch.cuda.get_device_name()` gives it.
+
+    Case, spaces, hyphens and the words NVIDIA, GeForce and Tesla don't matter.
+
+    Raises:
+        DeviceError: not a known device; the message lists those that are.
+
+    >>> find_device("GeForce RTX 4090").name
+    'rtx-4090'
+    """
+    devices = known_devices()
+    wanted = _normalise(name)
+    for device in devices.values():
+        if wanted in {_normalise(alias) for alias in (device.name, device.title, *device.aliases)}:
+            return device
+    starts = [device for device in devices if wanted and _normalise(device).startswith(wanted)]
+    near = starts or difflib.get_close_matches(name.lower(), devices, n=3, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(near)}?" if near else "."
+    raise DeviceError(
+        f"no figures for a device called {name!r}{hint} Known: {', '.join(devices)}. "
+        "On a machine that has the device, measure a profile instead of estimating one"
+    )
+
+
+@cache
+def known_devices() -> Mapping[str, Device]:
+    """All named devices, by name, in the order of `devices.yaml`."""
+    text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
+    data = yaml.safe_load(text)
+    return MappingProxyType({name: _device(name, entry, data) for name, entry in data["devices"].items()})
+
+
+def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
+    memory, peak = entry["memory"], entry["peak"]
+    launch, efficiency = data["launch_us"][entry["launch_us"]], data["efficiency"][entry["efficiency"]]
+    return Device(
+        name=name,
+        title=entry["title"],
+        memory_bytes=int(memory["gib"] * 2**30),
+        bandwidth_bytes_per_s=memory["bandwidth_gb_per_s"] * 1e9,
+        peak_flops=MappingProxyType({kind: rate * 1e12 for kind, rate in peak.items() if kind != "source"}),
+        launch_us=float(launch["value"]),
+        compute_capability=_capability(entry["compute_capability"]),
+        efficiency=Efficiency(**{item.name: float(efficiency[item.name]) for item in fields(Efficiency)}),
+        aliases=tuple(entry["aliases"]),
+        sources=MappingProxyType(
+            {
+                "memory": memory["source"],
+                "peak": peak["source"],
+                "launch": launch["source"],
+                "efficiency": efficiency["source"],
+            }
+        ),
+    )
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor)
+
+
+def _normalise(name: str) -> str:
+    words = re.sub(r"\b(nvidia|geforce|tesla)\b", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", words)

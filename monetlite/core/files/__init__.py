@@ -1,0 +1,1 @@
+"""Schedules and profiles to and from disk: YAML, read safely, written atomically."""

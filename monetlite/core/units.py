@@ -1,0 +1,79 @@
+"""Bytes as people write them, in and out. Everywhere else a size is an integer number of bytes."""
+
+import re
+
+from monetlite.core.errors import BudgetError
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%", re.ASCII)
+_LARGEST_BYTES = 2**60
+_MOST_DIGITS = 25
+"""More digits than any budget has: beyond them, a number is only compared with the largest."""
+
+
+def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None) -> int:
+    """Return a memory budget in bytes.
+
+    Args:
+        budget: `"6GB"` (10⁹ bytes), `"6GiB"` (2³⁰), `"6000MB"`, a plain number of bytes, or `"50%"` of the
+            peak of plain training.
+        plain_peak_bytes: what a percentage is a percentage of, in bytes.
+
+    Raises:
+        BudgetError: not one of those forms, not positive, or larger than any machine.
+
+    >>> parse_budget("6GB"), parse_budget("1.5 GiB"), parse_budget("50%", plain_peak_bytes=1001)
+    (6000000000, 1610612736, 500)
+    """
+    forms = "write 6GB, 6GiB, 6000MB, a number of bytes, or 50% (of plain training's peak)"
+    text = str(budget).strip()
+    if isinstance(budget, bool):
+        raise BudgetError(f"budget {budget!r} is not an amount of memory; {forms}")
+    if percent := _PERCENT.fullmatch(text):
+        if plain_peak_bytes is None:
+            raise BudgetError(f"budget {text!r} needs plain training's peak, which is not known here; give bytes")
+        amount = float(percent[1]) / 100 * plain_peak_bytes
+    else:
+        size = _SIZE.fullmatch(text)
+        factor = _FACTORS.get(size[2].lower()) if size else None
+        if size is None or factor is None:
+            raise BudgetError(f"budget {text!r} is not an amount of memory; {forms}")
+        exact = size[1].isdigit() and len(size[1]) <= _MOST_DIGITS
+        amount = int(size[1]) * factor if exact else float(size[1]) * factor
+    if not 1 <= amount <= _LARGEST_BYTES:
+        raise BudgetError(f"budget {text!r} must be at least 1 byte and at most 1 EiB; {forms}")
+    return int(amount)
+
+
+def format_bytes(size_bytes: int | float) -> str:
+    """Write a size for people, in decimal units as budgets are: `5.93 GB`.
+
+    >>> format_bytes(5_930_000_000), format_bytes(812), format_bytes(-20_500)
+    ('5.93 GB', '812 B', '-20.5 kB')
+    """
+    magnitude = abs(size_bytes)
+    for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        # 999.5 of a unit would be written 1000, or 1e+03: it is 1.00 of the next one.
+        if magnitude >= 0.9995 * factor:
+            scaled = size_bytes / factor
+            return f"{scaled:.3g} {unit}" if magnitude < 999.5 * factor else f"{scaled:.0f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_ms(latency_ms: float) -> str:
+    """Write a latency for people: `961 ms`, `1.14 s`."""
+    if abs(latency_ms) >= 10_000:
+        return f"{latency_ms / 1000:.1f} s"
+    return f"{latency_ms:.3g} ms" if abs(latency_ms) < 999.5 else f"{latency_ms:.0f} ms"

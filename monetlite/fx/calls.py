@@ -1,0 +1,87 @@
+"""Arguments of captured calls as data, and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from monetlite.core.errors import TraceError
+from monetlite.core.graph import Argument, TensorRef, TensorSpec, TorchConstant
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """The layout of a tensor, real or fake."""
+    return TensorSpec(
+        shape=tuple(int(size) for size in tensor.shape),
+        stride=tuple(int(step) for step in tensor.stride()),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        requires_grad=tensor.requires_grad,
+    )
+
+
+def fake_mode(node: fx.Node) -> FakeTensorMode:
+    """The mode that makes tensors like those which a captured node has (its first, if it has several)."""
+    fakes = [item for item in pytree.tree_leaves(node.meta["val"]) if isinstance(item, FakeTensor)]
+    return fakes[0].fake_mode
+
+
+def encode_arguments(argument: Any, value_of: Callable[[fx.Node], int | None]) -> Any:
+    """Encode (a structure of) arguments of a captured call; nodes become `TensorRef`s.
+
+    Raises:
+        TraceError: an argument that is not a tensor or a constant.
+    """
+    if isinstance(argument, fx.Node):
+        tensor = argument.meta.get("val")
+        if not isinstance(tensor, torch.Tensor):
+            if argument.op != "get_attr":
+                raise TraceError(f"{argument.name} is {type(tensor).__name__}, not a tensor: shapes must be static")
+            owner = argument.graph.owning_module
+            assert owner is not None
+            tensor = getattr(owner, str(argument.target))
+        return TensorRef(node=argument.name, value=value_of(argument), spec=spec_of(tensor))
+    if isinstance(argument, (tuple, list)):
+        return tuple(encode_arguments(item, value_of) for item in argument)
+    if isinstance(argument, torch.dtype):
+        return TorchConstant(kind="dtype", name=str(argument).removeprefix("torch."))
+    if isinstance(argument, torch.memory_format):
+        return TorchConstant(kind="memory_format", name=str(argument).removeprefix("torch."))
+    if isinstance(argument, torch.layout):
+        return TorchConstant(kind="layout", name=str(argument).removeprefix("torch."))
+    if isinstance(argument, torch.device):
+        return TorchConstant(kind="device", name=str(argument))
+    if argument is None or isinstance(argument, (bool, int, float, str)):
+        return argument
+    if isinstance(argument, complex):
+        raise TraceError(
+            f"an operator takes the complex number {argument!r}, which schedules can't write down; take real and "
+            "imaginary parts apart in the model (torch.view_as_real), or make the number a tensor (register_buffer)"
+        )
+    raise TraceError(f"an operator takes {argument!r} ({type(argument).__name__}), which can't be written down")
+
+
+def each_dimension(sizes: Argument, dimensions: int) -> tuple[int, ...]:
+    """An integer for each dimension of space, of which a call may give one for all."""
+    items = sizes if isinstance(sizes, tuple) else (sizes,)
+    found = tuple(size for size in items if isinstance(size, int))
+    return found * dimensions if len(found) == 1 else found
+
+
+def decode_argument(argument: Argument, tensor: Callable[[TensorRef], Any]) -> Any:
+    """The reverse of `encode_arguments`: `tensor` says what stands for each tensor."""
+    if isinstance(argument, TensorRef):
+        return tensor(argument)
+    if isinstance(argument, tuple):
+        return [decode_argument(item, tensor) for item in argument]
+    if isinstance(argument, TorchConstant):
+        if argument.kind == "device":
+            return torch.device(argument.name)
+        constant = getattr(torch, argument.name)
+        assert isinstance(
+            constant, {"dtype": torch.dtype, "layout": torch.layout}.get(argument.kind, torch.memory_format)
+        )
+        return constant
+    return argument

@@ -1,0 +1,201 @@
+"""A captured program as a Python function that adds little to each operator beyond what plain training does.
+
+What a captured program calls, `torch.ops.aten.add.Tensor`, is a Python function that reads its arguments by the
+operator's schema; plain training calls `torch.add` or `tensor.add_`, generated for the operator, in half the time.
+Where such a function calls the same operator with the same arguments, it is called here too. That it does is not
+assumed of a name: each call is made once, stopped at the operator, and what arrived there is compared. Operators
+that have no such function (gradients, mostly) are called by their schema. Views that change nothing are left out.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.graph import PythonCode
+from torch.fx.graph_module import _forward_from_src
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from monetlite.fx.storages import is_view
+
+_NAMESPACES = (torch._C._VariableFunctions, torch._C._nn)
+"""Where PyTorch keeps the functions generated for operators."""
+_ALL_IF_OF_ONE_SHAPE = frozenset(
+    {
+        "aten.view.default",
+        "aten._unsafe_view.default",
+        "aten.expand.default",
+        "aten.alias.default",
+        "aten.detach.default",
+        "aten.slice.Tensor",
+        "aten.squeeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+    }
+)
+"""Views whose result is their argument, whatever its strides, where both have one shape."""
+
+
+class _Launched:
+    """A function under a name of its own, which generated code looks up once."""
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def as_function(program: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """What runs a program: takes its arguments in a list, which it empties, so that they die at their last use.
+
+    The program's nodes say in `meta["val"]` what was captured; a call whose arguments don't is run as it stands.
+    The program's graph becomes that of what runs, less readable than it was.
+    """
+    graph = program.graph
+    _leave_out_views(graph)
+    launched: dict[Callable[..., Any], _Launched] = {}
+    with _disable_current_modes():
+        quick = list(_quick_calls(graph))
+    for node, function in quick:
+        if isinstance(function, str):
+            node.op, node.target = "call_method", function
+        else:
+            name = f"{node.target}".replace(".", "_")
+            node.target = launched.setdefault(function, _Launched(function, name))
+    graph.set_codegen(fx.graph._BoxedCodeGen())
+    return functools.partial(_executable(graph.python_code("self")), program)
+
+
+def _executable(code: PythonCode) -> Callable[..., Any]:
+    names = {name: item.function if isinstance(item, _Launched) else item for name, item in code.globals.items()}
+    return _forward_from_src(code.src, names)
+
+
+def _leave_out_views(graph: fx.Graph) -> None:
+    """Take out views that change nothing: of all of a tensor in its own shape, or undone by the next.
+
+    Not those that the program returns: what is returned twice is not the same as two views of it.
+    """
+    returned = set(graph.output_node().all_input_nodes)
+    for node in list(graph.nodes):
+        viewed = _viewed(node)
+        if viewed is None:
+            continue
+        before = _viewed(viewed)
+        if str(node.target) == "aten.view.default" and str(viewed.target) == "aten.view.default":
+            node.update_arg(0, viewed := before)
+        elif str(node.target) == "aten.t.default" and str(viewed.target) == "aten.t.default":
+            viewed = before
+        elif str(node.target) not in _ALL_IF_OF_ONE_SHAPE:
+            continue
+        if viewed is not None and node not in returned and _shape(node) == _shape(viewed) is not None:
+            node.replace_all_uses_with(viewed)
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _viewed(node) is not None:
+            graph.erase_node(node)
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What a view is one of; None for anything else."""
+    return cast("fx.Node", node.args[0]) if is_view(node) else None
+
+
+def _shape(node: fx.Node) -> torch.Size | None:
+    tensor = node.meta.get("val")
+    return tensor.shape if isinstance(tensor, torch.Tensor) else None
+
+
+def _quick_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Callable[..., Any] | str]]:
+    """The calls of operators, and what to call in their places: a function, or the name of a tensor's method."""
+    probe = _Probe()
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, OpOverload):
+            found = _same_call(node, node.target, probe)
+            yield node, node.target._op if found is None else found
+
+
+def _same_call(node: fx.Node, target: OpOverload, probe: "_Probe") -> Callable[..., Any] | str | None:
+    """A function or method that calls a node's operator with the node's arguments; None where there is none."""
+    given = _stand_ins(node)
+    if given is None or target.namespace != "aten":
+        return None
+    args, kwargs = given
+    name = target._schema.name.split("::")[1]
+    if args and isinstance(args[0], torch.Tensor) and (name.endswith("_") or target.is_view):
+        method = getattr(torch.Tensor, name, None)
+        if method is not None and probe.reaches(target, args, kwargs, method):
+            return name
+    for namespace in _NAMESPACES:
+        function = getattr(namespace, name, None)
+        if function is not None and probe.reaches(target, args, kwargs, function):
+            return cast("Callable[..., Any]", function)
+    return None
+
+
+def _stand_ins(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A call's arguments, with tensors without memory in place of nodes; None if what one is, is not known."""
+    empty: dict[fx.Node, torch.Tensor] = {}
+    for item in node.all_input_nodes:
+        tensor = item.meta.get("val")
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        empty[item] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), empty.__getitem__)
+    return tuple(args), dict(kwargs)
+
+
+class _Stopped(Exception):
+    """Ends a call at the operator that it reaches."""
+
+
+class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Says whether a function calls an operator with given arguments, without running it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self._reached: tuple[OpOverload, Sequence[Any], dict[str, Any]] | None = None
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._reached = (func, args, kwargs or {})
+        raise _Stopped
+
+    def reaches(self, target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], call: Any) -> bool:
+        """Whether `call(*args, **kwargs)` calls `target` first, with these arguments."""
+        self._reached = None
+        try:
+            with self, torch.no_grad():
+                call(*args, **kwargs)
+        except _Stopped:
+            pass
+        except (TypeError, RuntimeError, ValueError, NotImplementedError):
+            return False
+        if self._reached is None or self._reached[0] is not target:
+            return False
+        wanted, reached = _complete(target, args, kwargs), _complete(target, *self._reached[1:])
+        return len(wanted) == len(reached) and all(itertools.starmap(_same, zip(wanted, reached, strict=True)))
+
+
+def _complete(target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments of an operator in the order of its schema, defaults included, lists taken apart."""
+    values = [
+        args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)
+        for at, argument in enumerate(target._schema.arguments)
+    ]
+    return pytree.tree_leaves([list(value) if isinstance(value, (list, tuple)) else value for value in values])
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,335 @@
+"""The largest batch that trains within a memory budget, and what each batch on the way is worth.
+
+Nothing is tried until it crashes: the step is traced again at each batch that is looked at, plain training and the
+smallest feasible peak are computed for it, and a bound proves which batches no schedule fits.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from monetlite.allocator import least_limit
+from monetlite.core.costs import Profile
+from monetlite.core.errors import InfeasibleBudget, ModelError
+from monetlite.core.interrupts import interrupts_kept
+from monetlite.core.schedule import Schedule, Step, plain_steps, simulate
+from monetlite.solving.reserved.solving import refuse_without_gpu
+
+_MOST_PROBES = 64
+_LARGEST_BATCH = 2**20
+_PROBE_SHARE = 0.4
+"""Of the time: for finding the largest batch; the rest goes to solving at the batches that are shown."""
+_POINTS = 4
+"""Batches beyond plain training's largest that are solved for."""
+
+
+class Fit(StrEnum):
+    """How a batch fits a budget."""
+
+    PLAIN = "plain"
+    """Plain training does."""
+    SCHEDULED = "scheduled"
+    """A schedule does, and plain training does not."""
+    NOT_FOUND = "not found"
+    """No schedule was found, and none is ruled out."""
+    IMPOSSIBLE = "impossible"
+    """It is proven that no schedule does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One batch: how it trains within the budget, and how fast.
+
+    Attributes:
+        batch: samples in a step.
+        peak_bytes, latency_ms: predicted for the step.
+        reserved_bytes: on a GPU, if the budget is of that; None if it is of the peak.
+        schedule: what reaches them; None for plain training.
+        overhead: step time over plain training's at the same batch, less one.
+    """
+
+    batch: int
+    peak_bytes: int
+    latency_ms: float
+    reserved_bytes: int | None
+    schedule: Schedule | None
+    overhead: float
+
+    @property
+    def samples_per_s(self) -> float:
+        return 1000 * self.batch / self.latency_ms if self.latency_ms > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """What batches fit a budget.
+
+    Attributes:
+        budget_bytes: of the whole step; of what is reserved for it on a GPU, if `reserved`.
+        step: batches are multiples of this.
+        plain_largest: the largest that plain training fits; 0 if none. largest: the largest that a schedule fits.
+        proven_impossible: no schedule fits this batch; None if that was not proven of any.
+        points: some batches up to the largest, in order.
+    """
+
+    budget_bytes: int
+    reserved: bool
+    step: int
+    plain_largest: int
+    largest: int
+    proven_impossible: int | None
+    points: tuple[Point, ...]
+
+
+@interrupts_kept()
+def largest_batch(
+    price: Callable[[int], Profile],
+    budget_bytes: int,
+    *,
+    first: int,
+    step: int = 1,
+    tolerance: float = 0.0,
+    reserved: bool = False,
+    time_limit: float = 120.0,
+    seed: int = 0,
+    progress: Callable[[int, str], None] | None = None,
+) -> Batches:
+    """Find the largest batch that fits a budget, and what batches up to it are worth.
+
+    Args:
+        price: traces and prices the model's step at a batch.
+        budget_bytes: of the whole step.
+        first: the batch to begin from.
+        step: look at multiples of this only.
+        tolerance, reserved, seed: as in `monetlite.solve`.
+        time_limit: seconds for searching and solving; tracing comes on top.
+        progress: told (batch, what was found of it).
+
+    Raises:
+        InfeasibleBudget: not even the smallest batch fits.
+        DeviceError: `reserved`, and costs that are not a GPU's.
+        ModelError: the budget holds a million samples; something else is the matter.
+    """
+    from monetlite.planning.pipeline import solve
+
+    prober = _Prober(price, budget_bytes, tolerance, reserved, time_limit * _PROBE_SHARE / 10, seed, progress)
+    first = min(first, _LARGEST_BATCH)
+    largest = _bisect(max(step, first // step * step), step, prober.fits_somehow, prober.guess)
+    if largest == 0:
+        needed, proven = prober.needed_bytes[step], prober.fits[step] is Fit.IMPOSSIBLE
+        how = "at least, by any schedule" if proven else "by the leanest schedule found"
+        raise InfeasibleBudget(
+            f"a batch of {step} needs {needed} bytes {how}, more than the budget of {budget_bytes}. "
+            "Raise the budget, or lower the input size",
+            budget_bytes=budget_bytes,
+            proven_bytes=needed if proven else 0,
+            reached_bytes=None if proven else needed,
+        )
+    plain_largest = _bisect(largest, step, prober.plain_fits, prober.guess_plain)
+    points = []
+    wanted = _spread(plain_largest, largest, step)
+    for number, batch in enumerate(wanted):
+        profile = prober.profile(batch)
+        plain = simulate(profile, plain_steps(profile.graph))
+        if prober.plain_fits(batch):
+            schedule = None
+            peak_bytes, latency_ms = plain.peak_bytes, plain.latency_ms
+            reserved_bytes = prober.plain_bytes[batch] if reserved else None
+        else:
+            seconds = time_limit * (1 - _PROBE_SHARE) / max(1, len(wanted) - (plain_largest > 0))
+            try:
+                schedule = solve(
+                    profile,
+                    budget_bytes,
+                    tolerance=tolerance,
+                    reserved=reserved,
+                    time_limit=seconds,
+                    seed=seed,
+                    starts=prober.known(batch),
+                )
+            except InfeasibleBudget:
+                if batch == largest or not reserved:
+                    raise
+                continue  # the gaps between its requests happen to be larger than at the largest batch
+            peak_bytes, latency_ms = schedule.peak_bytes, schedule.latency_ms
+            reserved_bytes = schedule.reserved_bytes
+        points.append(
+            Point(
+                batch=batch,
+                peak_bytes=peak_bytes,
+                latency_ms=latency_ms,
+                reserved_bytes=reserved_bytes,
+                schedule=schedule,
+                overhead=latency_ms / plain.latency_ms - 1,
+            )
+        )
+        if progress is not None:
+            progress(batch, f"{points[-1].samples_per_s:.0f} samples/s ({number + 1} of {len(wanted)})")
+    impossible = [batch for batch, fit in prober.fits.items() if fit is Fit.IMPOSSIBLE]
+    return Batches(
+        budget_bytes=budget_bytes,
+        reserved=reserved,
+        step=step,
+        plain_largest=plain_largest,
+        largest=largest,
+        proven_impossible=min(impossible, default=None),
+        points=tuple(points),
+    )
+
+
+class _Prober:
+    """Looks at batches, each once, and remembers what they take."""
+
+    def __init__(
+        self,
+        price: Callable[[int], Profile],
+        budget_bytes: int,
+        tolerance: float,
+        reserved: bool,
+        seconds: float,
+        seed: int,
+        progress: Callable[[int, str], None] | None,
+    ) -> None:
+        self._price, self._budget_bytes, self._tolerance = price, budget_bytes, tolerance
+        self._reserved, self._seconds, self._seed, self._progress = reserved, seconds, seed, progress
+        self._profiles: dict[int, Profile] = {}
+        self._leanest: dict[int, Schedule] = {}
+        self.fits: dict[int, Fit] = {}
+        self.needed_bytes: dict[int, int] = {}
+        self.plain_bytes: dict[int, int] = {}
+
+    def profile(self, batch: int) -> Profile:
+        if batch > _LARGEST_BATCH:
+            raise ModelError(
+                f"a batch of {batch} would fit {self._budget_bytes} bytes: the budget is not what limits this model"
+            )
+        if batch not in self._profiles:
+            profile = self._price(batch)
+            if self._reserved:
+                refuse_without_gpu(profile)
+            self._profiles[batch] = profile
+            self.plain_bytes[batch] = self._takes(profile, plain_steps(profile.graph))
+        return self._profiles[batch]
+
+    def _takes(self, profile: Profile, steps: Sequence[Step]) -> int:
+        """What some steps need of the budget, in bytes."""
+        return least_limit(profile, steps) if self._reserved else simulate(profile, steps).peak_bytes
+
+    def fits_somehow(self, batch: int) -> bool:
+        if batch not in self.fits:
+            self.fits[batch] = self._fit(batch)
+            if self._progress is not None:
+                self._progress(batch, str(self.fits[batch]))
+        return self.fits[batch] in (Fit.PLAIN, Fit.SCHEDULED)
+
+    def plain_fits(self, batch: int) -> bool:
+        self.profile(batch)
+        return self.plain_bytes[batch] <= self._budget_bytes
+
+    def known(self, batch: int) -> list[Schedule]:
+        """The schedule that showed that a batch, or the next larger one, fits, if there is one."""
+        serving = [other for other in self._leanest if other >= batch]
+        return [self._leanest[min(serving)]] if serving else []
+
+    def _fit(self, batch: int) -> Fit:
+        from monetlite.planning.pipeline import as_schedule
+        from monetlite.solving.bounds import smallest_budget_bound
+        from monetlite.solving.race import Solution
+        from monetlite.solving.smallest import smallest_budget
+
+        profile = self.profile(batch).within(self._tolerance)
+        bound_bytes = smallest_budget_bound(profile)
+        self.needed_bytes[batch] = bound_bytes
+        if self.plain_bytes[batch] <= self._budget_bytes:
+            return Fit.PLAIN
+        if bound_bytes > self._budget_bytes:
+            return Fit.IMPOSSIBLE
+        found = smallest_budget(profile, seconds=self._seconds, seed=self._seed)
+        if found.reached_bytes is None or found.steps is None:
+            return Fit.NOT_FOUND
+        self.needed_bytes[batch] = self._takes(profile, found.steps)
+        if found.reached_bytes > self._budget_bytes:
+            return Fit.IMPOSSIBLE if found.proven_bytes > self._budget_bytes else Fit.NOT_FOUND
+        if self.needed_bytes[batch] > self._budget_bytes:
+            return self._fit_with_gaps(batch)
+        solution = Solution.of_steps(profile, found.steps, solver="search", seconds=self._seconds)
+        solution = replace(solution, smallest_proven_bytes=found.proven_bytes)
+        plain = simulate(profile, plain_steps(profile.graph))
+        self._leanest[batch] = as_schedule(
+            profile, plain, self._budget_bytes, solution, found.steps, self._tolerance
+        )
+        return Fit.SCHEDULED
+
+    def _fit_with_gaps(self, batch: int) -> Fit:
+        """Whether some schedule's requests leave small enough gaps, where those of the smallest peak don't."""
+        from monetlite.planning.pipeline import solve
+
+        try:
+            self._leanest[batch] = solve(
+                self.profile(batch),
+                self._budget_bytes,
+                tolerance=self._tolerance,
+                reserved=True,
+                time_limit=self._seconds,
+                seed=self._seed,
+            )
+        except InfeasibleBudget:
+            return Fit.NOT_FOUND
+        return Fit.SCHEDULED
+
+    def guess(self, low: int, high: int | None) -> int | None:
+        return self._linear(self.needed_bytes, low, high)
+
+    def guess_plain(self, low: int, high: int | None) -> int | None:
+        return self._linear(self.plain_bytes, low, high)
+
+    def _linear(self, needed: dict[int, int], low: int, high: int | None) -> int | None:
+        """Where a line through what two batches take meets the budget: the two nearest to where it may be."""
+        near = sorted(needed, key=lambda batch: abs(batch - (low if high is None else high)))[:2]
+        if len(near) < 2 or needed[near[0]] == needed[near[1]]:
+            return None
+        slope = (needed[near[1]] - needed[near[0]]) / (near[1] - near[0])
+        return int(near[0] + (self._budget_bytes - needed[near[0]]) / slope) if slope > 0 else None
+
+
+def _bisect(
+    start: int,
+    step: int,
+    fits: Callable[[int], bool],
+    guess: Callable[[int, int | None], int | None],
+) -> int:
+    """The largest multiple of `step` that fits, where everything smaller does; 0 if there is none.
+
+    `guess` says where the limit may be, between one that fits and one that doesn't (None: not known yet).
+    """
+    low, high, batch = 0, None, start
+    width, guessing = math.inf, False
+    for _ in range(_MOST_PROBES):
+        if fits(batch):
+            low = max(low, batch)
+        else:
+            high = batch if high is None else min(high, batch)
+        if high is not None and high - low <= step:
+            break
+        # Guesses that don't halve what is open take turns with doubling and bisection, which do.
+        before, width = width, math.inf if high is None else high - low
+        guessing = not guessing or (high is not None and width <= before / 2)
+        guessed = guess(low, high) if guessing else None
+        if guessed is None:
+            guessed = 2 * low if high is None else (low + high) // 2
+        least, most = low + step, 8 * low if high is None else high - step
+        batch = min(max(guessed // step * step, least), max(most, least))
+    return low
+
+
+def _spread(plain_largest: int, largest: int, step: int) -> list[int]:
+    """Batches to show: plain training's largest, the largest, and some between, evenly."""
+    between = [
+        (plain_largest + (largest - plain_largest) * number // _POINTS) // step * step
+        for number in range(1, _POINTS)
+    ]
+    return sorted({batch for batch in (plain_largest, *between, largest) if batch > 0})
+
+
+__all__ = ["Batches", "Fit", "Point", "largest_batch"]

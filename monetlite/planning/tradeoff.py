@@ -1,0 +1,264 @@
+"""Step time against memory: what a model costs within one budget after the other, beside what others do."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from monetlite.core.choices import Choices
+from monetlite.core.costs import Profile
+from monetlite.core.schedule import Status, Step, plain_steps, simulate
+from monetlite.solving import baselines
+from monetlite.solving.compiling import ensure_compiled, is_cached
+from monetlite.solving.race import Progress
+from monetlite.solving.search import search
+from monetlite.solving.smallest import smallest_budget
+from monetlite.solving.sweep import sweep_profile
+
+BASELINE_SHARE = 0.25
+"""What part of a budget's time each baseline is searched for that has to be."""
+_COMPILING_SECONDS = 600.0
+
+SQRT, BLOCKS = "√n checkpointing", "checkpointing every block"
+CHECKMATE, GIST, GREEDY = "Checkmate", "Gist", "greedy"
+"""The baselines: a single point of the first two; of the others, one for each budget that they can keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A schedule's peak and step time."""
+
+    peak_bytes: int
+    latency_ms: float
+    budget_bytes: int | None = None
+    """The budget that it was made for, if it was made for one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetPoint:
+    """What is known about one budget.
+
+    Attributes:
+        best: the fastest schedule found; None if there is none.
+        lower_bound_ms: no schedule within the budget, or within a smaller one, is faster.
+    """
+
+    budget_bytes: int
+    status: Status
+    best: Point | None
+    lower_bound_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tradeoff:
+    """Step time against memory, for one model and one device.
+
+    Attributes:
+        plain: plain training; own: the schedule that it was made for.
+        budgets: ascending; more memory never has the slower schedule, nor the higher bound.
+        others: what each baseline reaches, by its name.
+        smallest_proven_bytes: nothing fits below; smallest_reached_bytes: the smallest peak of a known schedule.
+        time_limit: seconds for each budget; baseline_seconds: for each baseline that is searched for.
+    """
+
+    plain: Point
+    own: Point
+    budgets: tuple[BudgetPoint, ...]
+    others: Mapping[str, tuple[Point, ...]]
+    smallest_proven_bytes: int
+    smallest_reached_bytes: int
+    time_limit: float
+    baseline_seconds: float
+
+    def overhead(self, latency_ms: float) -> float:
+        """A step time over plain training's, less one."""
+        return latency_ms / self.plain.latency_ms - 1 if self.plain.latency_ms > 0 else 0.0
+
+
+def trade_off(
+    profile: Profile,
+    plain: Profile,
+    steps: Sequence[Step],
+    *,
+    tolerance: float = 0.0,
+    points: int = 8,
+    time_limit: float = 10.0,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Tradeoff:
+    """Solve for budgets between the smallest feasible one and plain training's peak, and try the baselines.
+
+    Args:
+        profile: what to solve for; plain: the costs of plain training, and of the baselines.
+        steps: a schedule's, as steps of `profile`: every solve may begin from them.
+        tolerance: which implementations may be chosen, as in `solve`.
+        points: how many budgets.
+        time_limit: seconds for each budget; baselines come on top.
+        seed: of the searches.
+        progress: told what is being done, and how many of how many pieces of work are done.
+
+    Raises:
+        ScheduleMismatch: the steps use an implementation that the tolerance rules out.
+    """
+    allowed, plain = profile.within(tolerance), plain.within(tolerance)
+    own = _made(allowed, Choices.of_steps(profile.graph, steps).steps(allowed.graph))
+    plain_point = _made(plain, plain_steps(plain.graph)).point
+    work = _Work(progress, total=2 + 4 * points)
+    if not is_cached():
+        # No budget's time should go into this, nor its result depend on it.
+        work.begin("compiling the search, once on this machine")
+        ensure_compiled(time.monotonic() + _COMPILING_SECONDS)
+    work.begin("the smallest feasible budget")
+    smallest = smallest_budget(allowed, seconds=time_limit, seed=seed, starts=[own.steps])
+    assert smallest.steps is not None
+    leanest = _made(allowed, smallest.steps)
+    budgets = _between(leanest.point.peak_bytes, plain_point.peak_bytes, points, own.point.peak_bytes)
+    others = _others(plain, budgets, BASELINE_SHARE * time_limit, seed, work)
+    starts = [leanest, own]
+    if plain.graph.fingerprint == allowed.graph.fingerprint:
+        # What a baseline finds is a schedule too: none is faster than what is solved for.
+        starts += _fastest(budgets, [made for of in others.values() for made in of])
+
+    def solving(budget_bytes: int, _: Progress) -> None:
+        at = budgets.index(budget_bytes)
+        work.begin(f"budget {at + 1} of {len(budgets)}", done=2 + 3 * points + at)
+
+    solutions = sweep_profile(
+        allowed,
+        budgets,
+        time_limit=time_limit,
+        seed=seed,
+        starts=list(dict.fromkeys(made.steps for made in starts)),
+        progress=solving,
+    )
+    reached = [
+        item.smallest_reached_bytes for item in solutions.values() if item.smallest_reached_bytes is not None
+    ]
+    return Tradeoff(
+        plain=plain_point,
+        own=own.point,
+        budgets=tuple(
+            BudgetPoint(
+                budget_bytes=budget_bytes,
+                status=solution.status,
+                best=None if solution.steps is None else _made(allowed, solution.steps, budget_bytes).point,
+                lower_bound_ms=solution.lower_bound_ms,
+            )
+            for budget_bytes, solution in solutions.items()
+        ),
+        others={name: tuple(made.point for made in of) for name, of in others.items()},
+        smallest_proven_bytes=max(
+            smallest.proven_bytes, *(item.smallest_proven_bytes for item in solutions.values())
+        ),
+        smallest_reached_bytes=min(leanest.point.peak_bytes, *reached),
+        time_limit=time_limit,
+        baseline_seconds=BASELINE_SHARE * time_limit,
+    )
+
+
+class _Work:
+    """Counts pieces of work, of about the same length, for somebody who waits."""
+
+    def __init__(self, progress: Callable[[str, int, int], None] | None, *, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def begin(self, what: str, done: int | None = None) -> None:
+        """Tell what is next, and how many pieces are done; by default none since the last time."""
+        self._done = self._done if done is None else done
+        if self._progress is not None:
+            self._progress(what, self._done, self._total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    steps: tuple[Step, ...]
+    point: Point
+
+
+def _made(profile: Profile, steps: Iterable[Step], budget_bytes: int | None = None) -> _Made:
+    timeline = simulate(profile, steps)
+    point = Point(peak_bytes=timeline.peak_bytes, latency_ms=timeline.latency_ms, budget_bytes=budget_bytes)
+    return _Made(steps=timeline.steps, point=point)
+
+
+def _between(least_bytes: int, most_bytes: int, points: int, own_bytes: int) -> list[int]:
+    """Budgets about the same factor apart, both ends included, and a schedule's own peak in place of the nearest.
+
+    The least budget alone, where there is nothing between the ends.
+    """
+    if most_bytes <= least_bytes:
+        return [least_bytes]
+    factor = (most_bytes / least_bytes) ** (1 / (points - 1))
+    inner = [round(least_bytes * factor**at) for at in range(1, points - 1)]
+    if inner and least_bytes < own_bytes < most_bytes:
+        nearest = min(range(len(inner)), key=lambda at: abs(inner[at] - own_bytes))
+        inner[nearest] = own_bytes
+    return sorted({least_bytes, *inner, most_bytes})
+
+
+def _others(
+    plain: Profile, budgets: Sequence[int], seconds: float, seed: int, work: _Work
+) -> dict[str, tuple[_Made, ...]]:
+    """What each baseline makes, in the order of the budgets."""
+    work.begin("checkpointing", done=1)
+    made: dict[str, tuple[_Made, ...]] = {
+        SQRT: (_made(plain, baselines.sqrt_checkpointing(plain)),),
+        BLOCKS: (_block_checkpointing(plain),),
+    }
+    done = 2
+    for name, restricted in (
+        (CHECKMATE, baselines.restrict_checkmate(plain)),
+        (GIST, baselines.restrict_gist(plain)),
+    ):
+        found: list[_Made] = []
+        # From the largest budget down: below the first that nothing fits, nothing is looked for.
+        for at, budget_bytes in enumerate(reversed(budgets)):
+            work.begin(name, done=done + at)
+            best = search(restricted.profile, budget_bytes, seconds=seconds, seed=seed)
+            if best is None:
+                break
+            found.append(_made(plain, restricted.steps(best.steps), budget_bytes))
+        made[name] = _never_slower(reversed(found))
+        done += len(budgets)
+    greedy: list[_Made] = []
+    for at, budget_bytes in enumerate(budgets):
+        work.begin(GREEDY, done=done + at)
+        steps = baselines.greedy(plain, budget_bytes)
+        if steps is not None:
+            greedy.append(_made(plain, steps, budget_bytes))
+    made[GREEDY] = tuple(greedy)
+    return made
+
+
+def _block_checkpointing(plain: Profile) -> _Made:
+    """Every module checkpointed that is so deep in the model: at the depth at which that takes least memory."""
+    paths = {operator.module for operator in plain.graph.operators}
+    made = [
+        _made(plain, baselines.segment_checkpointing(plain, boundaries))
+        for depth in range(1, max(path.count(".") for path in paths) + 2)
+        if (boundaries := baselines.module_boundaries(plain.graph, depth))
+    ]
+    made = made or [_made(plain, baselines.segment_checkpointing(plain))]
+    return min(made, key=lambda item: (item.point.peak_bytes, item.point.latency_ms))
+
+
+def _never_slower(ascending: Iterable[_Made]) -> tuple[_Made, ...]:
+    """For each budget the fastest of those for it and for smaller ones."""
+    best: list[_Made] = []
+    for made in ascending:
+        if best and best[-1].point.latency_ms <= made.point.latency_ms:
+            made = replace(best[-1], point=replace(best[-1].point, budget_bytes=made.point.budget_bytes))
+        best.append(made)
+    return tuple(best)
+
+
+def _fastest(budgets: Sequence[int], made: Sequence[_Made]) -> list[_Made]:
+    """For each budget the fastest of what fits it, if anything does."""
+    found = []
+    for budget_bytes in budgets:
+        fitting = [item for item in made if item.point.peak_bytes <= budget_bytes]
+        if fitting:
+            found.append(min(fitting, key=lambda item: item.point.latency_ms))
+    return found
+
+
+__all__ = ["BLOCKS", "CHECKMATE", "GIST", "GREEDY", "SQRT", "BudgetPoint", "Point", "Tradeoff", "trade_off"]

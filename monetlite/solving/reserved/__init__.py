@@ -1,0 +1,1 @@
+"""Schedules for a budget of reserved memory, which `nvidia-smi` shows."""
