@@ -1,0 +1,1 @@
+"""From a profile and a budget to a schedule, with a bound on how much faster any could be. No torch."""
