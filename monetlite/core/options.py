@@ -1,0 +1,89 @@
+"""Options, defined once: `PricingOptions` (what is priced) and `SolvingOptions` (how it is solved).
+
+The public functions, `MONeTWrapper`, the `torch.compile` backend and the commands take these names, defaults and
+explanations from here, and every layer passes the two objects on whole.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from monetlite.core.errors import ModelError
+
+ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS = "all", "default"
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+
+
+def _option(default: Any, explanation: str) -> Any:
+    return field(default=default, metadata={"help": explanation})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricingOptions:
+    """What is priced.
+
+    Raises:
+        ModelError: an unknown optimizer.
+    """
+
+    device: str | None = _option(
+        None, "cpu or cuda to measure here, or the name of a device to estimate; by default where the model is."
+    )
+    optimizer: str | None = _option(None, "Count this optimizer's state and step: sgd, momentum, adam or adamw.")
+    accumulate: bool = _option(False, "Count gradients that exist when a training step begins.")
+    layout: str | None = _option(
+        None, "as_traced or channels_last; by default both are tried if the tolerance allows it."
+    )
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
+            raise ModelError(f"optimizer {self.optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolvingOptions:
+    """How a schedule is solved for.
+
+    Raises:
+        ModelError: a value that is out of range.
+    """
+
+    tolerance: float = _option(
+        0.0, "Largest relative difference from the default implementation's result; 0 allows only the same bits."
+    )
+    implementations: str = _option(ALL_IMPLEMENTATIONS, "all, or default to store and recompute only.")
+    reserved: bool = _option(False, "The budget is of the memory that torch's CUDA allocator reserves.")
+    time_limit: float = _option(60.0, "Seconds until the best schedule found is returned.")
+    solver: str = _option("SCIP", "Solver of the boolean program: SCIP, HIGHS or GUROBI.")
+    seed: int = _option(0, "Seed of the search.")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1:
+            raise ModelError(
+                f"tolerance {self.tolerance} is not a fraction; 0 asks for the same bits, "
+                "1e-5 allows sums in another order"
+            )
+        if self.implementations not in (ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS):
+            raise ModelError(
+                f"implementations {self.implementations!r} is neither {ALL_IMPLEMENTATIONS!r} "
+                f"nor {DEFAULT_IMPLEMENTATIONS!r}"
+            )
+        if not 0 < self.time_limit < math.inf:
+            raise ModelError(f"time_limit {self.time_limit}: seconds, more than 0")
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[PricingOptions, SolvingOptions]:
+    """Make the two option objects from keyword arguments.
+
+    Raises:
+        ModelError: a name that is no option, or a value that is out of range.
+    """
+    pricing = {item.name for item in fields(PricingOptions)}
+    solving = {item.name for item in fields(SolvingOptions)}
+    if unknown := set(options) - pricing - solving:
+        raise ModelError(f"there is no option {min(unknown)!r}; there are {', '.join(sorted(pricing | solving))}")
+    return (
+        PricingOptions(**{name: value for name, value in options.items() if name in pricing}),
+        SolvingOptions(**{name: value for name, value in options.items() if name in solving}),
+    )
