@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from monetlite.core.files.profiles import load_profile
     from monetlite.core.schedule import Schedule, simulate
     from monetlite.planning.pipeline import optimize, profile, solve, sweep
-    from monetlite.runtime.limit import limit_reserved
+    from monetlite.runtime.reserved_memory import limit_reserved
     from monetlite.runtime.wrapper import MONeTWrapper
     from monetlite.tracing import trace
     from monetlite.zoo import load_schedule

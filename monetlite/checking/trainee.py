@@ -17,7 +17,7 @@ from monetlite.profiling.heap import steady_heap
 from monetlite.profiling.memory import peak_growth_bytes, release_workspaces, releases
 from monetlite.profiling.meters import FEW_FAULTS, page_faults
 from monetlite.profiling.optimizers import make_optimizer
-from monetlite.runtime.limit import reserved_within
+from monetlite.runtime.reserved_memory import reserved_within
 from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.tracing.build import resident_bytes
 

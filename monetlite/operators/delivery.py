@@ -1,4 +1,4 @@
-"""Where gradients are handed over to autograd while the backward pass goes on (`monetlite.runtime.delivery`)."""
+"""Where gradients are handed to autograd while the backward pass goes on (`runtime.gradient_delivery`)."""
 
 import torch
 from torch.fx.node import has_side_effect

@@ -20,10 +20,10 @@ from monetlite.core.errors import ModelError, ScheduleMismatch
 from monetlite.core.graph import AS_TRACED, OperatorGraph
 from monetlite.core.schedule import Schedule
 from monetlite.runtime.binding import bind, on_this_device
-from monetlite.runtime.delivery import delivering_backend
+from monetlite.runtime.buffers import eager
 from monetlite.runtime.fitting import Fitting
+from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.updating import eager
 from monetlite.tracing.build import autocast_dtype, build_graph, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.capture import Joint, log_settings_quietly, logging_methods
 from monetlite.tracing.fused import kernels_kept_whole

@@ -1,11 +1,16 @@
 """Lowered programs compiled by Inductor: its fusion inside of what a schedule stores and recomputes.
 
 Inductor plans the memory inside each program by itself, fuses elementwise operators and rounds as its kernels do:
-the prediction of the peak is then an estimate, and results differ in their last bits. What is stored between the
-programs, and what is recomputed in the second, stays the schedule's choice.
+the prediction of the peak is then an estimate, and results differ in their last bits. The schedule still decides
+what is stored between the programs, and what is recomputed in the second.
+
+Inductor orders calls by their data alone. So each draw of random numbers becomes an operator that takes something
+of the draw before it, and notes the generator's state that it begins from: the numbers are those of an eager run.
 """
 
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -17,13 +22,15 @@ from monetlite.core.errors import ModelError
 from monetlite.core.graph import OperatorGraph
 from monetlite.core.schedule import Step
 from monetlite.fx.calls import fake_mode
+from monetlite.operators import is_random, resolve
 from monetlite.operators.batch_norm_backward import require_invertible
 from monetlite.operators.guards import require
-from monetlite.runtime.drawing import with_draws
+from monetlite.operators.random import replay, rng_state, state_bytes
+from monetlite.operators.registry import PREFIX, name_of, returns_tuple
 from monetlite.tracing.capture import Boxed
 
-NEXT_TO_NOTHING = 2**16
-"""Bytes."""
+NEGLIGIBLE_BYTES = 2**16
+"""Extra reads up to this size are accepted for an implementation that Inductor can fuse."""
 BY_STRIDES = frozenset(
     {
         torch.ops.aten.as_strided.default,
@@ -32,14 +39,14 @@ BY_STRIDES = frozenset(
         torch.ops.aten.resize.default,
     }
 )
-"""Operators that see a tensor's storage, so that its strides matter to what they compute."""
+"""Operators that see a tensor's storage, so that its strides matter to their result."""
 
 
 def as_inductor_fuses(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The same steps, each by the first implementation that reads and writes the same values, over none of them.
+    """The same steps, each by the first implementation that reads and writes the same values and overwrites none.
 
-    What others are for, results in place or workspace in parts, Inductor decides by itself inside a program; and
-    default ones are those that it can fuse. One may read more, where that is next to nothing.
+    Inductor decides by itself about results in place and workspace in parts, and it can fuse the default
+    implementations. One may read more if that is negligible.
     """
 
     def plainer(index: int, choice: int) -> int:
@@ -51,7 +58,7 @@ def as_inductor_fuses(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Step
                 {*item.reads} >= {*chosen.reads}
                 and item.writes == chosen.writes
                 and not item.overwrites
-                and sum(graph.values[value].size_bytes for value in more) <= NEXT_TO_NOTHING
+                and sum(graph.values[value].size_bytes for value in more) <= NEGLIGIBLE_BYTES
             ):
                 return number
         return choice
@@ -60,14 +67,13 @@ def as_inductor_fuses(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Step
 
 
 def inductor(program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int]) -> Boxed:
-    """A program, compiled (see `Compiler`); a function of one list, as `boxed` makes.
+    """Compile a program (see `Compiler`) to a function of one list.
 
-    What only other programs read is left in the layout in which Inductor computes it, as channels-last around
-    convolutions on a CPU; those programs are compiled for that.
+    Results that only other programs read stay in the layout in which Inductor computes them, as channels-last
+    around convolutions on a CPU; those programs are compiled for that.
 
     Raises:
-        ModelError: a program that checks a guard, or draws random numbers in place or in the backward pass, which
-            can't be compiled.
+        ModelError: a program that checks a guard, or draws random numbers in place or in the backward pass.
     """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -100,7 +106,7 @@ def inductor(program: fx.GraphModule, inputs: Sequence[Any], internal: Collectio
         return compiled(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]  # read by AOTAutograd: `run` empties its list
-    run.output_strides = [  # type: ignore[attr-defined]  # read by `parts.laid_out`
+    run.output_strides = [  # type: ignore[attr-defined]  # read by `gradient_delivery`
         None if strides is None else tuple(map(int, strides)) for strides in compiled.output_strides
     ]
     return run
@@ -129,7 +135,7 @@ def _as_captured(program: fx.GraphModule, captured: Sequence[Any], given: Sequen
 
 
 def _results_as_captured(program: fx.GraphModule, internal: Collection[int]) -> None:
-    """Return what others than our programs read in the strides that it was captured with."""
+    """Return the results that other code reads in the strides that they were captured with."""
     from torch._inductor.inductor_prims import force_stride_order
 
     output = program.graph.output_node()
@@ -165,4 +171,121 @@ def _lift_constants(program: fx.GraphModule) -> list[torch.Tensor]:
     return [tensor for tensor, _ in constants.values()]
 
 
-__all__ = ["as_inductor_fuses", "inductor"]
+def with_draws(program: fx.GraphModule) -> fx.GraphModule:
+    """The same program, every random operator in it one that Inductor keeps whole and in its place.
+
+    Raises:
+        ModelError: random numbers are drawn in place, or where no state was noted.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    noted: fx.Node | None = None
+    last: fx.Node | None = None
+    for node in list(graph.nodes):
+        if node.target is replay:
+            state, device, name, *args = node.args
+            again = _draw_operators(resolve(str(name)))[1]
+            node.target, node.args = again, (state, device, *args)
+        elif node.target is rng_state:
+            _refuse_if(noted is not None, noted)
+            noted = node
+        elif node.op == "call_function" and is_random(node):
+            _refuse_if(noted is None, node)
+            assert noted is not None
+            last, noted = _draw(graph, node, noted, last), None
+    _refuse_if(noted is not None, noted)
+    graph.lint()
+    return fx.GraphModule(program, graph)
+
+
+def _refuse_if(wrong: bool, node: object) -> None:
+    if wrong:
+        raise ModelError(
+            f"the schedule draws random numbers at {node} in a way that Inductor can't compile "
+            "(over what it reads, or in the backward pass). Solve with implementations='default', or run the "
+            "schedule without compile=True"
+        )
+
+
+def _draw(graph: fx.Graph, node: fx.Node, noted: fx.Node, last: fx.Node | None) -> fx.Node:
+    """Replace the node that notes the state and the node that draws by one draw; returns the state."""
+    draw, _ = _draw_operators(node.target)
+    with graph.inserting_before(node):
+        drawn = graph.call_function(draw, (last, noted.args[0], *node.args), node.kwargs)
+        state = graph.call_function(operator.getitem, (drawn, 0))
+    noted.replace_all_uses_with(state)
+    graph.erase_node(noted)
+    if not _returns_several(node.target):
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(graph.call_function(operator.getitem, (drawn, 1)))
+    else:
+        for item in list(node.users):
+            position: Any = item.args[1]
+            item.args = (drawn, position + 1)
+    graph.erase_node(node)
+    return state
+
+
+def _returns_several(target: Any) -> bool:
+    return len(target._schema.returns) > 1 if isinstance(target, torch._ops.OpOverload) else returns_tuple(target)
+
+
+@cache
+def _draw_operators(target: Any) -> tuple[Any, Any]:
+    """(draw, draw again) for a function that draws random numbers: torch's operator, or one of ours.
+
+    `draw(after, device, …)` returns the state that it begins from and then the function's results; `after` is a
+    state that was noted earlier, or None. `draw again(state, device, …)` returns the function's results. Their
+    schemas have other names for these, as the function may have a `device` of its own.
+    """
+    if isinstance(target, torch._ops.OpOverload):
+        _refuse_if(target._schema.is_mutable, target)
+        text, target_name = str(target._schema), str(target)
+    else:
+        target_name = name_of(target)
+        _refuse_if(target_name.endswith("_"), target)
+        text = torch.library.infer_schema(target, mutates_args=())
+    name = target_name.removeprefix(PREFIX).replace(".", "_")
+    arguments, returns = text.split("(", 1)[1].rsplit(") -> ", 1)
+    results = returns.removeprefix("(").removesuffix(")")
+    several = _returns_several(target)
+
+    def draw_from(state_of: Callable[[str], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def draw(_: torch.Tensor | None, device: str, /, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+            state = state_of(device)
+            made = target(*args, **kwargs)
+            return (state, *made) if several else (state, made)
+
+        return draw
+
+    def fake_state(device: str) -> torch.Tensor:
+        return torch.empty(state_bytes(device), dtype=torch.uint8, device="cpu")
+
+    def redraw(state: torch.Tensor, device: str, /, *args: Any, **kwargs: Any) -> Any:
+        return replay(state, device, target_name, *args, **kwargs)
+
+    def fake_redraw(_: torch.Tensor, __: str, /, *args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    return (
+        _registered(
+            f"draw_{name}(Tensor? noted_before, str drawn_on, {arguments}) -> (Tensor, {results})",
+            draw_from(rng_state),
+            draw_from(fake_state),
+        ),
+        _registered(f"redraw_{name}(Tensor noted, str drawn_on, {arguments}) -> {returns}", redraw, fake_redraw),
+    )
+
+
+def _registered(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Register a function with torch as a random operator."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.nondeterministic_seeded,))
+    _LIBRARY.impl(f"monetlite::{name}", run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"monetlite::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.monetlite, name).default
+
+
+_LIBRARY: Any = torch.library.Library("monetlite", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types for it
+
+__all__ = ["as_inductor_fuses", "inductor", "with_draws"]

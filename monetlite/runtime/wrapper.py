@@ -22,14 +22,14 @@ from monetlite.core.units import format_bytes, parse_budget
 from monetlite.operators.guards import GuardFailed
 from monetlite.operators.random import forked_state
 from monetlite.runtime.binding import avoiding, bind, on_this_device
+from monetlite.runtime.buffers import eager
 from monetlite.runtime.delegation import Delegating
-from monetlite.runtime.delivery import delivering_backend
 from monetlite.runtime.fitting import Fitting, TooLarge
+from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.inputs import Schedules, layout_of
-from monetlite.runtime.limit import warn_if_unlimited
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.outputs import guard_outputs
-from monetlite.runtime.updating import eager
+from monetlite.runtime.reserved_memory import warn_if_unlimited
 from monetlite.tracing.build import Arguments, Traced, autocast_dtype, build_graph, device_of, on_its_gpu
 from monetlite.tracing.capture import (
     Compiler,

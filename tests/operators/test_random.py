@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import monetlite
 from monetlite.core.schedule import plain_steps
 from monetlite.operators.random import replay, rng_state
-from monetlite.runtime.drawing import with_draws
+from monetlite.runtime.inductor import with_draws
 
 DRAWS = {
     "rand": lambda x: x * torch.rand(x.shape),

@@ -11,7 +11,7 @@ from monetlite.core.errors import ModelError
 from monetlite.core.graph import DELIVERY
 from monetlite.core.schedule import plain_steps, simulate
 from monetlite.profiling.memory import peak_growth_bytes
-from monetlite.runtime import delivery
+from monetlite.runtime import gradient_delivery
 from monetlite.tracing import builder
 
 WIDTH, LAYERS = 512, 6
@@ -230,7 +230,7 @@ def test_one_delivery_where_a_view_of_a_weight_is_returned():
 @pytest.mark.usefixtures("every_gradient_delivered")
 def test_a_gradient_that_is_not_the_programs_is_an_error(monkeypatch):
     """Should torch ever send one through the chain."""
-    through = delivery._through_chain
+    through = gradient_delivery._through_chain
 
     def add_outside(arguments, order):
         passed = through(arguments, order)
@@ -238,7 +238,7 @@ def test_a_gradient_that_is_not_the_programs_is_an_error(monkeypatch):
         return passed
 
     outside = []
-    monkeypatch.setattr(delivery, "_through_chain", add_outside)
+    monkeypatch.setattr(gradient_delivery, "_through_chain", add_outside)
     model, x = deep(), torch.randn(4, WIDTH)
     loss = losses(wrapped(model, x), x) + outside[0]
     with pytest.raises(ModelError, match="a gradient that is not the compiled step's"):

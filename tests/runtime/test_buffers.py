@@ -9,7 +9,7 @@ from step_lists import free_profile, recompute, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.runtime import updating
+from monetlite.runtime import buffers
 
 
 class Buffers(nn.Module):
@@ -54,8 +54,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.extend(str(node.target) for node in program.graph.nodes if node.op == "call_function")
         return original(program, *others)
 
-    original = updating.boxed
-    monkeypatch.setattr(updating, "boxed", boxed)
+    original = buffers.boxed
+    monkeypatch.setattr(buffers, "boxed", boxed)
     return names
 
 

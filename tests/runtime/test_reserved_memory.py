@@ -12,7 +12,7 @@ from torch import nn
 import monetlite
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import BudgetError, DeviceError
-from monetlite.runtime.limit import reserved_within, warn_if_unlimited
+from monetlite.runtime.reserved_memory import reserved_within, warn_if_unlimited
 
 GIB, PAGE = 2**30, 20 * 2**20
 

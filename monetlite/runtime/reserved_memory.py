@@ -1,4 +1,4 @@
-"""Keeping what torch's CUDA allocator takes from the GPU within a budget, so that `nvidia-smi` shows the same."""
+"""Limits on the memory that torch's CUDA allocator takes from the GPU, which `nvidia-smi` shows."""
 
 import contextlib
 import os
@@ -13,26 +13,26 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, parse_budget
 
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables with the allocator's settings, the first that is set counting."""
+"""Environment variables with the allocator's settings; the first that is set counts."""
 _EXPANDABLE = "expandable_segments"
 
 
 def limit_reserved(budget: str | int | float, device: int | torch.device | str | None = None) -> None:
-    """Limit what this process takes from a GPU for tensors and workspaces; call it before anything is on the GPU.
+    """Limit the memory that this process reserves on a GPU; call it before anything is on the GPU.
 
-    With its default settings, PyTorch's allocator takes much more from the GPU than a schedule's peak: 1.6 to 2.2
-    times as much for convolutional networks within 6 GB, on paper (`monetlite.allocator`). This has it use
-    *expandable segments*, which can grow and give back single pages, and has it give back what is free before it
-    takes more than the budget. What does not fit then raises `torch.OutOfMemoryError`: use a schedule that was
-    solved with `reserved=True` for this budget. The CUDA context, some hundred megabytes, is not in it.
+    By default, PyTorch's allocator reserves much more than a schedule's peak: 1.6 to 2.2 times as much for
+    convolutional networks within 6 GB, on paper (`monetlite.allocator`). With this limit it uses *expandable
+    segments*, which grow and give back single pages, and it gives back free memory before it exceeds the budget. A
+    step that does not fit raises `torch.OutOfMemoryError`: use a schedule that was solved with `reserved=True` for
+    this budget. The CUDA context, some hundred megabytes, comes on top.
 
     Args:
         budget: `"6GB"`, `"6GiB"`, or bytes.
         device: the GPU; by default, and for `"cuda"`, the current one.
 
     Raises:
-        DeviceError: there is no GPU, `device` is none, or another allocator than PyTorch's own was asked for in the
-            environment.
+        DeviceError: there is no GPU, `device` is not a GPU, or the environment asks for another allocator than
+            PyTorch's own.
         BudgetError: the budget can't be read, is in percent, or is less than what is reserved already.
 
     Example:
@@ -65,7 +65,7 @@ def limit_reserved(budget: str | int | float, device: int | torch.device | str |
 def reserved_within(budget_bytes: int | None, own_bytes: int) -> Iterator[None]:
     """Limit a step to a budget, of which a part (`own_bytes`) is on the GPU already; no limit with None.
 
-    What else is on the GPU doesn't count. Afterwards the allocator is as it was before.
+    Other memory on the GPU doesn't count. Afterwards the allocator is as it was before.
     """
     if budget_bytes is None:
         yield
@@ -105,13 +105,13 @@ def _index(device: int | torch.device | str | None) -> int:
 
 
 def _limit(budget_bytes: int, index: int) -> None:
-    limit_bytes = max(0, budget_bytes - PAGE_BYTES)  # beyond which the allocator goes by less than a page
+    limit_bytes = max(0, budget_bytes - PAGE_BYTES)  # the allocator exceeds its limit by less than a page
     total_bytes = torch.cuda.get_device_properties(index).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), index)
 
 
 def _set_expandable(expandable: bool | None) -> None:
-    """Have new memory taken in expandable segments or not, or as the environment says; other settings stay."""
+    """Switch expandable segments on or off, or with None as the environment says; other settings stay."""
     given = next((os.environ[name] for name in _SETTINGS if name in os.environ), "")
     items = [item.strip() for item in given.split(",") if item.strip()]
     asked = [item for item in items if item.partition(":")[0] == _EXPANDABLE]
