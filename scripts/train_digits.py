@@ -20,7 +20,7 @@ from torch.nn import functional
 import monetlite
 from monetlite.core.units import format_bytes
 from monetlite.models import build_model
-from monetlite.profiling.memory import peak_growth_bytes
+from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.tracing.build import resident_bytes
 
 HELD_OUT = 297

@@ -64,8 +64,8 @@ def _rare_collections():
 @pytest.fixture(autouse=True)
 def _short_measurements(monkeypatch):
     """No test depends on how long a call takes: the fewest runs do, and caches as small as any to empty."""
-    monkeypatch.setattr(meters, "ENOUGH_SECONDS", 0.0)
-    monkeypatch.setattr(meters, "MOST_CACHE_BYTES", 2**20)
+    monkeypatch.setattr(meters, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(meters, "MAX_CACHE_BYTES", 2**20)
 
 
 @pytest.fixture(autouse=True)

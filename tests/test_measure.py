@@ -12,13 +12,14 @@ from small_models import WithLoss
 from torch import nn
 
 import monetlite
-from monetlite.checking.measuring import Line, Mode, Run, Setting, fit, largest_batch, machine, measure, probes
+from monetlite.checking.measuring import Line, Mode, Run, Setting, fit, largest_batch, measure, probes
 from monetlite.checking.measuring.results import Growth, Loading, Measurements, Memory, Place, tells_enough
 from monetlite.checking.verify import Trainee, default_loss
 from monetlite.core.schedule import plain_steps, simulate
 from monetlite.models.built import BuiltModel
-from monetlite.profiling.memory import is_out_of_memory
-from monetlite.profiling.optimizers import OPTIMIZERS, make_optimizer
+from monetlite.profiling import memory_use
+from monetlite.profiling.memory_use import is_out_of_memory
+from monetlite.profiling.step_additions import OPTIMIZERS, make_optimizer
 from monetlite.reporting.measure import as_text, print_measurements
 
 MIB = 2**20
@@ -211,11 +212,11 @@ def test_weights_alone_predict_nothing():
 
 def test_a_process_is_kept_within_a_size_by_an_error_and_let_go_again():
     """What keeps the system from ending the process: real allocations, really refused."""
-    with pytest.raises(RuntimeError) as refused, machine.within(64 * MIB):
+    with pytest.raises(RuntimeError) as refused, memory_use.memory_limited(64 * MIB):
         torch.zeros(128 * MIB)
     assert is_out_of_memory(refused.value)
     assert torch.zeros(128 * MIB).numel() == 128 * MIB
-    with machine.within(None):
+    with memory_use.memory_limited(None):
         assert torch.zeros(64 * MIB).numel() == 64 * MIB
 
 
@@ -225,9 +226,9 @@ def test_what_says_that_memory_ran_out(monkeypatch):
     assert is_out_of_memory(MemoryError())
     # None of cuDNN's plans ran, for lack of memory if the allocator has refused some: the loop over them hides it.
     no_engine = RuntimeError("GET was unable to find an engine to execute this computation")
-    monkeypatch.setattr("monetlite.profiling.memory.refusals", lambda: 0)
+    monkeypatch.setattr("monetlite.profiling.memory_use.refusals", lambda: 0)
     assert not is_out_of_memory(no_engine)
-    monkeypatch.setattr("monetlite.profiling.memory.refusals", lambda: 2)
+    monkeypatch.setattr("monetlite.profiling.memory_use.refusals", lambda: 2)
     assert is_out_of_memory(no_engine)
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(ValueError("out of memory"))
@@ -236,9 +237,9 @@ def test_what_says_that_memory_ran_out(monkeypatch):
     assert is_out_of_memory(wrapped)
 
 
-@pytest.mark.skipif(machine.available_bytes() is None, reason="Linux says what memory there is")
+@pytest.mark.skipif(memory_use.available_bytes() is None, reason="Linux says what memory there is")
 def test_a_machines_memory():
-    assert 0 < machine.available_bytes() <= machine.total_bytes()
+    assert 0 < memory_use.available_bytes() <= memory_use.machine_bytes()
 
 
 def test_out_of_memory_is_a_row_and_ends_that_modes_larger_batches(folder):

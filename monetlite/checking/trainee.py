@@ -13,10 +13,9 @@ from torch.utils import _pytree as pytree
 
 from monetlite.core.errors import ModelError
 from monetlite.operators.random import forked_state
-from monetlite.profiling.heap import steady_heap
-from monetlite.profiling.memory import peak_growth_bytes, release_workspaces, releases
-from monetlite.profiling.meters import FEW_FAULTS, page_faults
-from monetlite.profiling.optimizers import make_optimizer
+from monetlite.profiling.memory_use import page_faults, peak_growth_bytes, release_workspaces, releases, steady_heap
+from monetlite.profiling.meters import MAX_PAGE_FAULTS
+from monetlite.profiling.step_additions import make_optimizer
 from monetlite.runtime.reserved_memory import reserved_within
 from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.tracing.build import resident_bytes
@@ -152,7 +151,7 @@ class Trainee:
         torch.cuda.empty_cache()
         reserved_bytes = torch.cuda.memory_reserved()
         with reserved_within(self._limit_bytes, own_bytes):
-            allocated_bytes = own_bytes + peak_growth_bytes(self._whole_step, self.device, counted="requested")
+            allocated_bytes = own_bytes + peak_growth_bytes(self._whole_step, self.device)
         grown_bytes = torch.cuda.max_memory_reserved() - reserved_bytes
         return Peak(allocated_bytes=allocated_bytes, reserved_bytes=own_bytes + grown_bytes)
 
@@ -228,7 +227,7 @@ def step_times_ms(trainees: Sequence[Trainee], repeats: int) -> list[list[float]
                     faults = page_faults()
                     taken = trainee.time_ms()
                     all_ms.append(taken)
-                    if trainee.device == "cuda" or page_faults() - faults <= FEW_FAULTS:
+                    if trainee.device == "cuda" or page_faults() - faults <= MAX_PAGE_FAULTS:
                         good_ms.append(taken)
     return [good or every for good, every in zip(undisturbed, times, strict=True)]
 

@@ -68,8 +68,7 @@ def price(
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
     """`profile` for whatever graph, though the device may run other operators than it has."""
-    from monetlite.profiling.accumulation import with_accumulation
-    from monetlite.profiling.optimizers import with_optimizer
+    from monetlite.profiling.step_additions import with_accumulation, with_optimizer
 
     if tolerance is not None:
         _checked_tolerance(tolerance)

@@ -19,12 +19,10 @@ from monetlite.operators.compacting import compacting
 from monetlite.operators.random import REPLAY, forked_state
 from monetlite.operators.registry import find_function
 from monetlite.profiling.arguments import make_arguments
-from monetlite.profiling.cache import CostCache
-from monetlite.profiling.heap import steady_heap
-from monetlite.profiling.memory import is_out_of_memory
+from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
+from monetlite.profiling.memory_use import is_out_of_memory, steady_heap
 from monetlite.profiling.meters import Meter, meter_for
 from monetlite.profiling.plans import is_plan, on_front
-from monetlite.profiling.recheck import DISTURBED, measured_while_disturbed
 
 Progress = Callable[[int, int], None]
 """Told (calls measured, calls in all)."""

@@ -1,4 +1,4 @@
-"""What measures a call on a device: its latency and its workspace, behind one interface."""
+"""Latency and workspace of single calls, measured on the CPU or on a GPU."""
 
 import contextlib
 import platform
@@ -8,55 +8,31 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]  # a module, where there is one
-
 from monetlite.core.errors import DeviceError
-from monetlite.profiling.memory import high_water_growth_bytes, peak_growth_bytes, release_workspaces
+from monetlite.profiling.memory_use import (
+    high_water_growth_bytes,
+    page_faults,
+    peak_growth_bytes,
+    release_workspaces,
+)
 
-FEWEST_RUNS, MOST_RUNS = 3, 15
-ENOUGH_SECONDS = 0.15
-"""Runs of one call after warming up: until both the fewest and this long, or the most, are reached."""
-FEW_FAULTS = 64
-"""A run on the CPU with more page faults than this took memory from the system, which a step does once."""
-MOST_CACHE_BYTES = 2**26
-"""Caches of a CPU are taken to be no larger than this when they are emptied; a GPU's to be this if it won't say."""
-CYCLES_A_SECOND = 2e9
-"""Of a GPU, at most about this."""
-FEWEST_SECONDS_AHEAD = 2e-4
-"""How far ahead of a GPU the host is, at least, when a call is timed."""
-
-UNNOTICED_BYTES = 4 * 2**20
-"""How far the high-water mark may exceed the allocation events before it is believed instead: page and
-allocator granularity."""
-
-
-class Meter(Protocol):
-    """Measures calls on one device."""
-
-    device: str
-
-    def latency_ms(self, run: Callable[[], Any], recent: torch.Tensor | None = None) -> float:
-        """Median latency of a call, in ms, after a warm-up.
-
-        `recent` is what the operator before would have just written: of the call's arguments, that one may be in
-        a cache when it begins.
-        """
-
-    def growth_bytes(self, run: Callable[[], Any]) -> int:
-        """The most memory a call holds beyond its arguments, its results included, in bytes."""
-
-    def kept_bytes(self, runs: Sequence[Callable[[], Any]]) -> int:
-        """What libraries keep for the thread that makes these calls, once their results are gone, in bytes."""
-
-    def environment(self) -> Mapping[str, str]:
-        """The device, and the versions and settings that its figures depend on."""
+MIN_RUNS, MAX_RUNS = 3, 15
+MIN_SECONDS = 0.15
+"""A call is run until it has had `MIN_RUNS` runs and `MIN_SECONDS`, or `MAX_RUNS`."""
+MAX_PAGE_FAULTS = 64
+"""A run on the CPU with more page faults took memory from the system, which is not part of the call."""
+MAX_CACHE_BYTES = 2**26
+"""Largest cache that is emptied between runs on a CPU, and the size taken for a GPU that does not say its own."""
+GPU_CYCLES_PER_SECOND = 2e9
+"""Upper estimate of a GPU's clock."""
+MIN_SECONDS_AHEAD = 2e-4
+"""Least time by which the host runs ahead of the GPU when a call is timed."""
+IGNORED_GROWTH_BYTES = 4 * 2**20
+"""Growth of the high-water mark beyond the allocation events that pages and the allocator's blocks may explain."""
 
 
 class CpuMeter:
@@ -65,45 +41,52 @@ class CpuMeter:
     device = "cpu"
 
     def __init__(self) -> None:
-        self._other = torch.empty(cache_bytes(), dtype=torch.uint8)
+        self._other = torch.empty(_cache_bytes(), dtype=torch.uint8)
 
     def latency_ms(self, run: Callable[[], Any], recent: torch.Tensor | None = None) -> float:
+        """Median latency of a call after a warm-up, in ms, with empty caches.
+
+        Args:
+            run: the call.
+            recent: the argument that may be in a cache when it begins: the result of the operator before it.
+        """
         run()
         times: list[float] = []
         undisturbed: list[float] = []
         began = time.perf_counter()
-        while len(undisturbed) < FEWEST_RUNS or time.perf_counter() - began < ENOUGH_SECONDS:
-            if len(times) >= MOST_RUNS:
+        while len(undisturbed) < MIN_RUNS or time.perf_counter() - began < MIN_SECONDS:
+            if len(times) >= MAX_RUNS:
                 break
-            self._empty_cache(recent)
+            self._other.fill_(1)
+            _touch(recent)
             faults, start = page_faults(), time.perf_counter()
             run()
             taken = time.perf_counter() - start
             times.append(taken)
-            if page_faults() - faults <= FEW_FAULTS:
+            if page_faults() - faults <= MAX_PAGE_FAULTS:
                 undisturbed.append(taken)
         return statistics.median(undisturbed or times) * 1000
 
-    def _empty_cache(self, recent: torch.Tensor | None) -> None:
-        """Leave in the cache what a step would: the last result, not what was stored long before."""
-        self._other.fill_(1)
-        if recent is not None and recent.numel():
-            recent.sum()
-
     def growth_bytes(self, run: Callable[[], Any]) -> int:
+        """Most memory that a call holds beyond its arguments, its results included, in bytes."""
         events = peak_growth_bytes(run)
-        mark = high_water_growth_bytes(run)
-        if mark is not None and mark > events * 1.1 + UNNOTICED_BYTES:
-            # The first run may have grown the heap for good; only what a second one needs again is workspace.
+        # The first run may have grown the heap for good; only what a second one needs again is workspace.
+        for _ in range(2):
             mark = high_water_growth_bytes(run)
-            if mark is not None and mark > events * 1.1 + UNNOTICED_BYTES:
-                return mark
-        return events
+            if mark is None or mark <= events * 1.1 + IGNORED_GROWTH_BYTES:
+                return events
+        assert mark is not None
+        return mark
 
     def kept_bytes(self, runs: Sequence[Callable[[], Any]]) -> int:
-        return 0  # what oneDNN keeps it takes from the heap, which torch's figures don't count
+        """Bytes that libraries keep for this thread after these calls.
+
+        None on the CPU: oneDNN keeps memory of the heap, which torch's figures don't count.
+        """
+        return 0
 
     def environment(self) -> Mapping[str, str]:
+        """The device, and the versions and settings that its figures depend on."""
         return {
             "device": _cpu_name(),
             "threads": str(torch.get_num_threads()),
@@ -113,7 +96,7 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """CUDA events, and the caching allocator's statistics."""
+    """CUDA events, and the caching allocator's statistics. Methods as those of `CpuMeter`."""
 
     device = "cuda"
 
@@ -122,7 +105,7 @@ class CudaMeter:
             raise DeviceError(
                 "device 'cuda': this machine has no GPU that torch can use; name a device to estimate"
             )
-        cache = getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0) or MOST_CACHE_BYTES
+        cache = getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0) or MAX_CACHE_BYTES
         self._other = torch.empty(2 * cache, dtype=torch.uint8, device="cuda")
 
     def latency_ms(self, run: Callable[[], Any], recent: torch.Tensor | None = None) -> float:
@@ -132,13 +115,12 @@ class CudaMeter:
         began = time.perf_counter()
         run()
         # In a step the host is ahead of the GPU. Here the GPU is held up until the host has queued the call.
-        cycles = int(CYCLES_A_SECOND * max(FEWEST_SECONDS_AHEAD, 2 * (time.perf_counter() - began)))
+        cycles = int(GPU_CYCLES_PER_SECOND * max(MIN_SECONDS_AHEAD, 2 * (time.perf_counter() - began)))
         times: list[float] = []
         began = time.perf_counter()
-        while len(times) < FEWEST_RUNS or (time.perf_counter() - began < ENOUGH_SECONDS and len(times) < MOST_RUNS):
+        while len(times) < MIN_RUNS or (time.perf_counter() - began < MIN_SECONDS and len(times) < MAX_RUNS):
             self._other.zero_()
-            if recent is not None and recent.numel():
-                recent.sum()
+            _touch(recent)
             start, end = _event(), _event()
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
             start.record()
@@ -149,7 +131,7 @@ class CudaMeter:
         return statistics.median(times)
 
     def growth_bytes(self, run: Callable[[], Any]) -> int:
-        return peak_growth_bytes(run, "cuda", counted="requested")
+        return peak_growth_bytes(run, "cuda")
 
     def kept_bytes(self, runs: Sequence[Callable[[], Any]]) -> int:
         if not runs:
@@ -176,6 +158,9 @@ class CudaMeter:
         }
 
 
+Meter = CpuMeter | CudaMeter
+
+
 def meter_for(device: str) -> Meter:
     """The meter of `"cpu"` or `"cuda"`.
 
@@ -185,31 +170,36 @@ def meter_for(device: str) -> Meter:
     return CudaMeter() if device == "cuda" else CpuMeter()
 
 
-def cache_bytes() -> int:
-    """What it takes to fill the largest cache of the CPU, in bytes."""
-    sizes = [2**23]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        with contextlib.suppress(OSError, ValueError):
-            sizes.append(1024 * int(path.read_text().strip().removesuffix("K")))
-    return min(max(sizes) * 5 // 4, MOST_CACHE_BYTES)
-
-
 def driver_version() -> str:
-    """The version of NVIDIA's driver, as its kernel module or nvidia-smi tells it; empty where neither does."""
+    """Version of NVIDIA's driver, by its kernel module or by nvidia-smi; empty where neither says it."""
     with contextlib.suppress(OSError):
         line = Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
         if found := re.search(r"\b\d+\.\d+(\.\d+)?\b", line):
             return found.group()
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return nvidia_smi("driver_version").partition("\n")[0]
+
+
+def nvidia_smi(field: str, *options: str) -> str:
+    """A field that nvidia-smi reports; empty where it reports none."""
+    command = ["nvidia-smi", *options, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        return told.strip().partition("\n")[0]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     return ""
 
 
-def page_faults() -> int:
-    """How many pages this process has taken from the system; 0 where that is not counted."""
-    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def _touch(tensor: torch.Tensor | None) -> None:
+    """Bring a tensor into the cache."""
+    if tensor is not None and tensor.numel():
+        tensor.sum()
+
+
+def _cache_bytes() -> int:
+    """Bytes that fill the largest cache of the CPU."""
+    sizes = [2**23]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(1024 * int(path.read_text().strip().removesuffix("K")))
+    return min(max(sizes) * 5 // 4, MAX_CACHE_BYTES)
 
 
 def _event() -> torch.cuda.Event:
@@ -217,10 +207,8 @@ def _event() -> torch.cuda.Event:
 
 
 def _cpu_name() -> str:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()

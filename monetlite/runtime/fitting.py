@@ -14,8 +14,7 @@ from monetlite.core.graph import OperatorGraph
 from monetlite.core.porting import lacking
 from monetlite.core.schedule import Schedule, Step, simulate
 from monetlite.core.units import format_bytes
-from monetlite.profiling.accumulation import with_accumulation
-from monetlite.profiling.optimizers import with_optimizer
+from monetlite.profiling.step_additions import with_accumulation, with_optimizer
 
 
 class TooLarge(ModelError):

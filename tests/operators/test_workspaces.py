@@ -6,7 +6,7 @@ import torch
 from monetlite.core.graph import Call, TensorRef, TensorSpec
 from monetlite.operators import activations, batch_norm_backward, cross_entropy, layer_norm, packing, pooling, relu
 from monetlite.operators.registry import find_function, name_of
-from monetlite.profiling.memory import peak_growth_bytes
+from monetlite.profiling.memory_use import peak_growth_bytes
 
 SLACK_BYTES = 40_000
 """For what is of the size of channels and rows."""

@@ -23,8 +23,8 @@ from monetlite.core.graph import (
 from monetlite.core.schedule import plain_steps, simulate
 from monetlite.profiling import measured, meters
 from monetlite.profiling.arguments import make_arguments
-from monetlite.profiling.memory import high_water_growth_bytes, peak_growth_bytes, running_totals
-from monetlite.profiling.optimizers import with_optimizer
+from monetlite.profiling.memory_use import high_water_growth_bytes, peak_growth_bytes, running_totals
+from monetlite.profiling.step_additions import with_optimizer
 
 MIB = 2**20
 
@@ -248,8 +248,8 @@ def test_what_was_measured_before_an_interruption_is_kept(graph, counting, cache
 
 
 def test_measuring_leaves_the_generator_alone(graph, monkeypatch):
-    monkeypatch.setattr(meters, "FEWEST_RUNS", 1)
-    monkeypatch.setattr(meters, "MOST_RUNS", 1)
+    monkeypatch.setattr(meters, "MIN_RUNS", 1)
+    monkeypatch.setattr(meters, "MAX_RUNS", 1)
     state = torch.get_rng_state()
     monetlite.profile(graph, "cpu")
     assert torch.equal(torch.get_rng_state(), state)
@@ -367,7 +367,7 @@ def test_a_gpu_is_timed_with_cold_operands_and_the_host_ahead(monkeypatch):
     assert meter.latency_ms(lambda: did.append("call")) == 2.0
     assert did[:4] == ["call"] * 4
     turns = [did[at : at + 6] for at in range(4, len(did), 6)]
-    assert len(turns) >= meters.FEWEST_RUNS
+    assert len(turns) >= meters.MIN_RUNS
     assert all(turn == ["flush", "hold", "event", "call", "event", "wait"] for turn in turns)
 
 

@@ -18,8 +18,8 @@ from monetlite.profiling import meters
 
 @pytest.fixture(autouse=True)
 def quick_measurements(monkeypatch):
-    monkeypatch.setattr(meters, "FEWEST_RUNS", 1)
-    monkeypatch.setattr(meters, "MOST_RUNS", 1)
+    monkeypatch.setattr(meters, "MIN_RUNS", 1)
+    monkeypatch.setattr(meters, "MAX_RUNS", 1)
 
 
 def wrapped(model, inputs):

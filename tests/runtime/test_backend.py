@@ -12,14 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import monetlite
 from monetlite.profiling import meters
-from monetlite.profiling.memory import peak_growth_bytes
+from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.tracing.build import gpu_of
 
 
 @pytest.fixture(autouse=True)
 def quick_measurements(monkeypatch):
-    monkeypatch.setattr(meters, "FEWEST_RUNS", 1)
-    monkeypatch.setattr(meters, "MOST_RUNS", 1)
+    monkeypatch.setattr(meters, "MIN_RUNS", 1)
+    monkeypatch.setattr(meters, "MAX_RUNS", 1)
 
 
 def compiled(model, **options):

@@ -10,7 +10,7 @@ import monetlite
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import DELIVERY
 from monetlite.core.schedule import plain_steps, simulate
-from monetlite.profiling.memory import peak_growth_bytes
+from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.runtime import gradient_delivery
 from monetlite.tracing import builder
 

@@ -14,8 +14,7 @@ from torch import nn
 import monetlite
 from monetlite.core.errors import InfeasibleBudget, ModelError
 from monetlite.core.schedule import plain_steps
-from monetlite.profiling.accumulation import with_accumulation
-from monetlite.profiling.optimizers import with_optimizer
+from monetlite.profiling.step_additions import with_accumulation, with_optimizer
 
 
 def schedule_for(model, inputs, budget_bytes=None):

@@ -19,15 +19,15 @@ import monetlite
 from monetlite.core.schedule import plain_steps, simulate
 from monetlite.models.densenet import DenseNet
 from monetlite.profiling import meters
-from monetlite.profiling.accumulation import with_accumulation
-from monetlite.profiling.memory import peak_growth_bytes
+from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.step_additions import with_accumulation
 
 
 @pytest.fixture
 def quick_measurements(monkeypatch):
     """Workspaces as they are; latencies of a single run, as nothing here depends on them."""
-    monkeypatch.setattr(meters, "FEWEST_RUNS", 1)
-    monkeypatch.setattr(meters, "MOST_RUNS", 1)
+    monkeypatch.setattr(meters, "MIN_RUNS", 1)
+    monkeypatch.setattr(meters, "MAX_RUNS", 1)
 
 
 class Chain(nn.Module):

@@ -19,7 +19,7 @@ from monetlite.core.schedule import plain_steps
 from monetlite.core.source import ModelSource
 from monetlite.operators import registry, resolve
 from monetlite.profiling.meters import meter_for
-from monetlite.profiling.optimizers import with_optimizer
+from monetlite.profiling.step_additions import with_optimizer
 from monetlite.reporting.verify import print_report, report_facts
 from monetlite.tracing import trace
 from monetlite.tracing.build import resident_bytes

@@ -23,7 +23,7 @@ from monetlite.checking.comparison.data import Peer, Run
 from monetlite.checking.comparison.exactness import Examiner
 from monetlite.checking.trainee import Trainee, copied, step_times_ms
 from monetlite.core.errors import MonetliteError
-from monetlite.profiling.memory import is_out_of_memory, refusals
+from monetlite.profiling.memory_use import is_out_of_memory, refusals
 
 LONGEST_REASON = 200
 OUT_OF_MEMORY = "out of memory"

@@ -12,7 +12,7 @@ from monetlite.checking.measuring.probes import probe_for
 from monetlite.checking.measuring.results import Loading, Measurements, Mode, Run
 from monetlite.checking.measuring.tasks import Task
 from monetlite.core.errors import ModelError
-from monetlite.profiling.memory import is_out_of_memory
+from monetlite.profiling.memory_use import is_out_of_memory
 from monetlite.tracing.build import resident_bytes
 
 if TYPE_CHECKING:

@@ -9,10 +9,15 @@ from typing import Any, Protocol
 
 import torch
 
-from monetlite.checking.measuring import machine
 from monetlite.checking.measuring.results import Growth, Memory, Place
-from monetlite.profiling.heap import steady_heap, trim_heap
-from monetlite.profiling.memory import high_water_bytes, peak_growth_bytes, process_bytes
+from monetlite.profiling import memory_use
+from monetlite.profiling.memory_use import (
+    high_water_bytes,
+    peak_growth_bytes,
+    process_bytes,
+    steady_heap,
+    trim_heap,
+)
 from monetlite.profiling.meters import meter_for
 
 
@@ -44,13 +49,13 @@ class CpuProbe:
         self.place = Place(
             device="cpu",
             environment=meter_for("cpu").environment(),
-            total_bytes=machine.total_bytes(),
-            available_bytes=machine.available_bytes(),
+            total_bytes=memory_use.machine_bytes(),
+            available_bytes=memory_use.available_bytes(),
             process_bytes=process_bytes(),
         )
 
     def within(self) -> contextlib.AbstractContextManager[None]:
-        return machine.within(machine.available_bytes())
+        return memory_use.memory_limited(memory_use.available_bytes())
 
     def clean(self) -> None:
         gc.collect()

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from monetlite.checking.measuring.results import Mode
 from monetlite.checking.trainee import default_loss
-from monetlite.profiling.optimizers import make_optimizer
+from monetlite.profiling.step_additions import make_optimizer
 from monetlite.tracing.build import Inputs, resident_bytes, split_inputs
 
 if TYPE_CHECKING:

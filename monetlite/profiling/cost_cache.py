@@ -1,4 +1,9 @@
-"""Measured costs on disk, so that a call is measured once on a machine, not once a model."""
+"""Measured costs on disk: a call is measured once on a machine, not once for each model.
+
+Costs that were measured while other programs ran are too large, and would mislead every later solve: a call that
+waits for a core waits a whole time slice of the other program, 30 ms instead of 0.06. So the slowest known costs
+are checked again, once in a process.
+"""
 
 import hashlib
 import json
@@ -6,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from monetlite.core.costs import Cost
@@ -15,15 +20,26 @@ from monetlite.core.files.atomic import write_atomically
 
 VERSION = 6
 SAVE_SECONDS = 20.0
-"""How much measuring may be lost."""
+"""Most measuring time that is lost when a process is killed."""
+CHECKED = 16
+"""Number of known calls that are measured again: the slowest, where those that had to wait come first."""
+SLOW_MS = 1.0
+"""Faster calls are not checked: waiting for another program takes longer."""
+DISTURBED = 2 / 3
+"""A known cost is too large if the call now takes less than this fraction of it."""
+MIN_DISTURBED = 2
+"""Number of costs that must be too large before all are distrusted: one alone may be chance."""
+
+_checked: set[str] = set()
+"""Calls whose costs were found to hold in this process."""
 _log = logging.getLogger(__name__)
 
 
 class CostCache:
     """Costs by call signature, for one environment. `save` writes what has been added.
 
-    The folder is what `MONETLITE_CACHE` names, or the platform's cache folder. Where platformdirs is not there to
-    say which that is, as on a machine that only measures, nothing is kept.
+    The folder is what `MONETLITE_CACHE` names, or the platform's cache folder. Without platformdirs, which knows
+    the latter, nothing is kept.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -40,7 +56,7 @@ class CostCache:
         return None if found is None else Cost(latency_ms=found[0], workspace_bytes=int(found[1]))
 
     def put(self, signature: str, cost: Cost) -> None:
-        """Add a cost; what has been added is written now and then, for a run that is killed."""
+        """Add a cost. The file is written every `SAVE_SECONDS`."""
         self._costs[signature] = (cost.latency_ms, cost.workspace_bytes)
         self._changed = True
         if time.monotonic() - self._saved > SAVE_SECONDS:
@@ -52,7 +68,7 @@ class CostCache:
             self._changed = True
 
     def save(self) -> None:
-        """Write the cache; a folder that can't be written costs the next run its time, and nothing else."""
+        """Write the cache. Where its folder can't be written, the next run measures again."""
         self._saved = time.monotonic()
         if not self._changed or self.path is None:
             return
@@ -75,21 +91,35 @@ class CostCache:
             return costs
         except FileNotFoundError:
             return {}
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            IndexError,
-            RecursionError,
-        ) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             _log.warning("measured costs in %s can't be read (%s) and will be measured again", self.path, error)
             return {}
 
 
+def measured_while_disturbed(known: Mapping[str, Cost], latency_ms: Callable[[str], float]) -> bool:
+    """Tell whether known costs are too large, by measuring the slowest again.
+
+    Args:
+        known: costs by call signature.
+        latency_ms: measures a call, by its signature.
+    """
+    slowest = sorted(known, key=lambda signature: known[signature].latency_ms, reverse=True)[:CHECKED]
+    disturbed = 0
+    for signature in slowest:
+        known_ms = known[signature].latency_ms
+        if signature in _checked or known_ms < SLOW_MS:
+            continue
+        if latency_ms(signature) < DISTURBED * known_ms:
+            disturbed += 1
+            if disturbed == MIN_DISTURBED:
+                return True
+        else:
+            _checked.add(signature)
+    return False
+
+
 def _platform_folder() -> str | None:
-    """The platform's folder for caches; None, said once in the log, where platformdirs is not installed."""
+    """The platform's folder for caches; None without platformdirs."""
     try:
         import platformdirs
     except ImportError:

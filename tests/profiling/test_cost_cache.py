@@ -8,7 +8,7 @@ from torch import nn
 
 import monetlite
 from monetlite.core.costs import Cost
-from monetlite.profiling import measured, recheck
+from monetlite.profiling import cost_cache, measured
 
 
 class SlowMeter:
@@ -38,7 +38,7 @@ class SlowMeter:
 def meter(monkeypatch):
     found = SlowMeter()
     monkeypatch.setattr(measured, "meter_for", lambda device: found)
-    monkeypatch.setattr(recheck, "_checked", set())
+    monkeypatch.setattr(cost_cache, "_checked", set())
     return found
 
 
@@ -59,7 +59,7 @@ def test_costs_from_a_busy_machine_are_measured_again_and_kept(graph, meter):
     calls, meter.busy, meter.measured = meter.measured, 1.0, 0
     with pytest.warns(UserWarning, match=rf"^{calls} costs that were measured earlier are measured again"):
         assert latencies(monetlite.profile(graph, "cpu")) == {10.0}
-    assert meter.measured == calls + recheck.FEWEST_DISTURBED
+    assert meter.measured == calls + cost_cache.MIN_DISTURBED
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert latencies(monetlite.profile(graph, "cpu")) == {10.0}
@@ -79,7 +79,7 @@ def test_costs_are_checked_once_in_a_process(graph, meter):
     meter.measured = 0
     monetlite.profile(graph, "cpu")
     checked = meter.measured
-    assert 0 < checked <= recheck.CHECKED
+    assert 0 < checked <= cost_cache.CHECKED
     monetlite.profile(graph, "cpu")
     assert meter.measured == checked
 
@@ -95,7 +95,7 @@ def test_a_call_that_no_longer_fits_beside_the_rest_keeps_its_cost(graph, meter,
 
 
 def test_the_slowest_are_checked_and_quick_ones_never(monkeypatch):
-    monkeypatch.setattr(recheck, "_checked", set())
+    monkeypatch.setattr(cost_cache, "_checked", set())
     known = {f"call {number}": Cost(latency_ms=0.1 * number, workspace_bytes=0) for number in range(100)}
     asked = []
 
@@ -103,14 +103,14 @@ def test_the_slowest_are_checked_and_quick_ones_never(monkeypatch):
         asked.append(signature)
         return known[signature].latency_ms
 
-    assert not recheck.measured_while_disturbed(known, as_before)
-    assert asked == [f"call {number}" for number in range(99, 99 - recheck.CHECKED, -1)]
+    assert not cost_cache.measured_while_disturbed(known, as_before)
+    assert asked == [f"call {number}" for number in range(99, 99 - cost_cache.CHECKED, -1)]
     asked.clear()
     quick = {signature: Cost(latency_ms=0.9, workspace_bytes=0) for signature in known}
-    assert not recheck.measured_while_disturbed(quick, lambda _: 0.0)
+    assert not cost_cache.measured_while_disturbed(quick, lambda _: 0.0)
 
 
 def test_one_alone_may_be_chance(monkeypatch):
-    monkeypatch.setattr(recheck, "_checked", set())
+    monkeypatch.setattr(cost_cache, "_checked", set())
     known = {f"call {number}": Cost(latency_ms=30, workspace_bytes=0) for number in range(5)}
-    assert not recheck.measured_while_disturbed(known, lambda signature: 1.0 if signature == "call 2" else 30.0)
+    assert not cost_cache.measured_while_disturbed(known, lambda signature: 1.0 if signature == "call 2" else 30.0)

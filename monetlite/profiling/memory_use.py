@@ -1,0 +1,273 @@
+"""Memory as it is used: by a function, by this process, by the machine. Nothing else in monetlite reads it.
+
+On CUDA the allocator's statistics say it. On the CPU torch's profiler records every allocation that goes through
+torch's allocator. Memory that libraries allocate themselves (an OpenMP worker's scratch space) is missing there, so
+CPU figures can be checked against the process's high-water mark (`VmHWM`), which is complete but coarse.
+"""
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]  # a module, where there is one
+
+_PROCESS, _CGROUP = Path("/proc/self"), Path("/sys/fs/cgroup")
+_NO_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "bad allocation",
+    "status_alloc_failed",
+    "storage size calculation overflowed",
+)
+"""Messages of torch's CPU allocator, the C++ library, cuBLAS and cuDNN, which have no exception of their own."""
+_NO_ENGINE = "unable to find an engine to execute"
+"""Torch's message when none of cuDNN's plans ran, for lack of memory or for another reason."""
+_USABLE_FRACTION = 0.97
+"""Fraction of the available memory that a process may take: at the last byte Linux ends processes."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_KEEP_BYTES, _MAP_BYTES = 2**31 - 1, 2**30
+_USUAL_TRIM_BYTES, _USUAL_MAP_BYTES = 2**26, 2**25
+"""Thresholds that glibc reaches by itself in a process that frees large blocks."""
+
+
+def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
+    """Largest growth of allocated memory while a function runs, in bytes.
+
+    On CUDA these are the bytes asked for; the caching allocator's blocks may be up to a megabyte larger.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        function()
+        torch.cuda.synchronize()
+        peak: int = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        return peak - before
+    return max(running_totals(function), default=0)
+
+
+def running_totals(function: Callable[[], Any]) -> list[int]:
+    """Bytes allocated on the CPU since the start, after each allocation or free that a function makes.
+
+    Frees of what was allocated before the start don't count: that much is overestimated. Torch keeps the sizes of
+    blocks it has seen, and may report the free of another block at such an address, so frees are counted by what
+    was allocated there since the start.
+    """
+    profiler: Any = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
+    with _without_stderr():
+        profiler.__enter__()
+    try:
+        function()
+    finally:
+        with _without_stderr():
+            profiler.__exit__(None, None, None)
+    sizes: dict[int, int] = {}
+    total, totals = 0, []
+    for address, size in _allocations(profiler.kineto_results.experimental_event_tree()):
+        if size >= 0:
+            sizes[address] = size
+            total += size
+        else:
+            total -= sizes.pop(address, 0)
+        totals.append(total)
+    return totals
+
+
+def _allocations(roots: list[Any]) -> list[tuple[int, int]]:
+    """Address and size of every allocation on the CPU, and of every free with a size below zero, in order."""
+    found, rest = [], roots[::-1]
+    while rest:
+        event = rest.pop()
+        rest.extend(reversed(event.children))
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    found.sort(key=itemgetter(0))
+    return [(address, size) for _, address, size in found]
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Silence the profiler library, which writes its log to the file descriptor itself."""
+    try:
+        kept = os.dup(2)
+    except OSError:
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def release_workspaces(device: str) -> None:
+    """On CUDA, free the workspaces that cuBLAS keeps for each thread, so that they are allocated anew."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error, or one of its causes, says that memory did not suffice."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, RuntimeError):
+        text = str(error).lower()
+        if any(phrase in text for phrase in _NO_MEMORY) or (_NO_ENGINE in text and refusals() > 0):
+            return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+
+
+def refusals() -> int:
+    """Requests that the CUDA allocator has refused, those that libraries recovered from included."""
+    return _allocator_count("num_ooms")
+
+
+def releases() -> int:
+    """Number of times that the CUDA allocator gave back its free blocks in order to serve a request."""
+    return _allocator_count("num_alloc_retries")
+
+
+def _allocator_count(name: str) -> int:
+    return int(torch.cuda.memory_stats().get(name, 0)) if torch.cuda.is_available() else 0
+
+
+def high_water_growth_bytes(function: Callable[[], Any]) -> int | None:
+    """Largest growth of the process's resident set while a function runs; None where Linux does not say."""
+    before = process_bytes()
+    highest = high_water_bytes(function)
+    return None if before is None or highest is None else highest - before
+
+
+def high_water_bytes(function: Callable[[], Any]) -> int | None:
+    """Largest resident set of the process while a function runs; None, and no run, where Linux does not say."""
+    try:
+        (_PROCESS / "clear_refs").write_text("5")
+    except OSError:
+        return None
+    function()
+    return _status_bytes("VmHWM")
+
+
+def process_bytes() -> int | None:
+    """Resident set of this process; None where Linux does not say."""
+    return _status_bytes("VmRSS")
+
+
+def machine_bytes() -> int | None:
+    """Memory of the machine, or of its container; None where Linux does not say."""
+    limit, machine = _number(_CGROUP / "memory.max"), _kilobytes(Path("/proc/meminfo"), "MemTotal:")
+    return machine if limit is None or machine is None else min(limit, machine)
+
+
+def available_bytes() -> int | None:
+    """Memory that this process can still take; None where Linux does not say."""
+    available = _kilobytes(Path("/proc/meminfo"), "MemAvailable:")
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    if available is not None and limit is not None and used is not None:
+        available = min(available, max(0, limit - used + (_entry(_CGROUP / "memory.stat", "file") or 0)))
+    return available
+
+
+@contextlib.contextmanager
+def memory_limited(size_bytes: int | None) -> Iterator[None]:
+    """Make allocations of the CPU fail that exceed a size, before Linux ends the process.
+
+    Does nothing where the size is None or the system has no such limit.
+    """
+    used = _status_bytes("VmData")
+    if resource is None or used is None or size_bytes is None:
+        yield
+        return
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    known = [limit for limit in (before, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([used + int(size_bytes * _USABLE_FRACTION), *known]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def page_faults() -> int:
+    """Pages that this process has taken from the system; 0 where that is not counted."""
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@contextlib.contextmanager
+def steady_heap() -> Iterator[None]:
+    """Make the C library keep freed memory while CPU code is timed; afterwards, give it back.
+
+    Otherwise glibc returns large blocks to the system and takes them again for the next call. Those page faults can
+    cost more than the operator, and vary with the machine's load. Does nothing without glibc.
+    """
+    if not _set_thresholds(_KEEP_BYTES, _MAP_BYTES):
+        yield
+        return
+    try:
+        yield
+    finally:
+        _set_thresholds(_USUAL_TRIM_BYTES, _USUAL_MAP_BYTES)
+        trim_heap()
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system. Does nothing without glibc."""
+    if library := _glibc():
+        library.malloc_trim(0)
+
+
+def _set_thresholds(trim_bytes: int, map_bytes: int) -> bool:
+    library = _glibc()
+    if library is None:
+        return False
+    done = [library.mallopt(_TRIM_THRESHOLD, trim_bytes), library.mallopt(_MMAP_THRESHOLD, map_bytes)]
+    return all(done)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+
+
+def _status_bytes(name: str) -> int | None:
+    return _kilobytes(_PROCESS / "status", f"{name}:")
+
+
+def _kilobytes(path: Path, name: str) -> int | None:
+    size = _entry(path, name)
+    return None if size is None else size * 1024
+
+
+def _entry(path: Path, name: str) -> int | None:
+    """The number beside a name in one of Linux's files."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if words and words[0] == name:
+                return int(words[1])
+    return None
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where it says `max` or is missing."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
