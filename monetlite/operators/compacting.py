@@ -9,27 +9,19 @@ from typing import Any
 
 import torch
 
-_BULKY = frozenset(
-    {
-        "aten.mse_loss.default",
-        "aten.smooth_l1_loss.default",
-        "aten.binary_cross_entropy.default",
-        "aten.soft_margin_loss.default",
-        "aten.col2im.default",
-    }
-)
+from monetlite.operators.traits import aten_name, traits_of
 
 
 def compacting(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """What to run for a call's target: the function itself, or one whose result has the memory that it needs."""
-    if target not in _BULKY:
+    if not traits_of(target).larger_storages:
         return function
 
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         made: torch.Tensor = function(*args, **kwargs)
         return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
 
-    run.__name__ = run.__qualname__ = f"compact_{target.split('.')[1]}"  # by which generated code calls it
+    run.__name__ = run.__qualname__ = f"compact_{aten_name(target)}"  # by which generated code calls it
     return run
 
 

@@ -14,47 +14,14 @@ from monetlite.fx.calls import spec_of
 from monetlite.fx.storages import base
 from monetlite.operators.kernel import Kernel, same_layout
 from monetlite.operators.registry import alternatives_for
+from monetlite.operators.traits import TRAITS, traits_of
 
-_IN_PLACE = {
-    f"aten.{name}.{overload}": f"aten.{name}_.{overload}"
-    for name, overload in (
-        *((unary, "default") for unary in ("relu", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "leaky_relu")),
-        *(
-            (unary, "default")
-            for unary in ("elu", "hardswish", "hardsigmoid", "neg", "exp", "sqrt", "rsqrt", "cos")
-        ),
-        *((unary, "default") for unary in ("sin", "log", "abs", "reciprocal", "mish", "clamp")),
-        *((binary, "Tensor") for binary in ("add", "sub", "mul", "div")),
-        *((binary, "Scalar") for binary in ("add", "sub", "div")),
-        ("masked_fill", "Scalar"),
-    )
-} | {
-    "aten.pow.Tensor_Scalar": "aten.pow_.Scalar",
-    "aten.mul.Scalar": "aten.mul_.Tensor",
-}
-"""Operators with a variant that overwrites the first operand.
+_OTHERWISE_NAMED = {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar", "aten.mul.Scalar": "aten.mul_.Tensor"}
+"""In-place variants that are not found by name.
 
 `mul_.Scalar` rounds the number to the tensor's dtype first and `mul.Scalar` doesn't; `mul_.Tensor`, which
 takes a number too, doesn't either.
 """
-
-_COMMUTATIVE = {"aten.add.Tensor": "aten.add.out", "aten.mul.Tensor": "aten.mul.out"}
-"""Operators whose result may as well take the memory of the second operand."""
-
-_GRADIENTS = {
-    f"aten.{name}.default": f"aten.{name}.grad_input"
-    for name in (
-        "threshold_backward",
-        "gelu_backward",
-        "silu_backward",
-        "hardtanh_backward",
-        "tanh_backward",
-        "sigmoid_backward",
-        "leaky_relu_backward",
-        "elu_backward",
-    )
-}
-"""Gradients of elementwise operators, which overwrite the gradient that comes in."""
 
 
 def remove_copies(graph: fx.Graph) -> None:
@@ -80,24 +47,32 @@ def _is_marked(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-@alternatives_for(*_IN_PLACE, *(set(_COMMUTATIVE) - set(_IN_PLACE)), *_GRADIENTS)
+def _in_place_targets() -> list[str]:
+    return [f"aten.{name}.{overload}" for name, traits in TRAITS.items() for overload in traits.in_place]
+
+
+@alternatives_for(*_in_place_targets())
 def in_place(kernel: Kernel) -> Iterator[Implementation]:
-    """The in-place variants of an elementwise kernel."""
-    target, args = kernel.call.target, kernel.call.args
-    over_first = kernel.over(args[0])
-    if target in _IN_PLACE and over_first:
-        yield kernel.implement("inplace", target=_IN_PLACE[target], overwrites=over_first)
-    if target in _COMMUTATIVE and len(args) > 1 and (over_second := kernel.over(args[1])):
-        yield kernel.implement(
-            "inplace_second",
-            target=_COMMUTATIVE[target],
-            kwargs=(*kernel.call.kwargs, ("out", args[1])),
-            overwrites=over_second,
-        )
-    if target in _GRADIENTS and over_first:
+    """The in-place variants of an elementwise kernel: over the first operand, and over the second where it may."""
+    target, first = kernel.call.target, kernel.call.args[0]
+    _, name, overload = target.split(".")
+    if overwrites := kernel.over(first):
+        is_gradient = name.endswith("_backward")
         yield kernel.implement(
             "inplace",
-            target=_GRADIENTS[target],
-            kwargs=(*kernel.call.kwargs, ("grad_input", args[0])),
-            overwrites=over_first,
+            target=f"aten.{name}.grad_input"
+            if is_gradient
+            else _OTHERWISE_NAMED.get(target, f"aten.{name}_.{overload}"),
+            kwargs=(*kernel.call.kwargs, ("grad_input", first)) if is_gradient else None,
+            overwrites=overwrites,
+        )
+    if not traits_of(target).commutative or overload != "Tensor":
+        return
+    second = kernel.call.args[1]
+    if overwrites := kernel.over(second):
+        yield kernel.implement(
+            "inplace_second",
+            target=f"aten.{name}.out",
+            kwargs=(*kernel.call.kwargs, ("out", second)),
+            overwrites=overwrites,
         )

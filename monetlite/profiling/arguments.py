@@ -7,6 +7,7 @@ import torch
 from monetlite.core.graph import Call, TensorRef
 from monetlite.fx.calls import decode_argument
 from monetlite.operators.registry import find_function
+from monetlite.operators.traits import traits_of
 
 NOTES_ON_CPU = "aten._scaled_dot_product_efficient_attention_backward."
 """Reads the generator's seed and offset on the host, where its forward pass leaves them (fake ones: on the GPU)."""
@@ -53,11 +54,8 @@ def wide_statistics(call: Call) -> frozenset[str]:
         return frozenset()
     if "batch_norm" in call.target:
         return frozenset(ref.node for ref in vectors)
-    for family, positions in (("layer_norm_backward", (3, 4)), ("group_norm_backward", (2, 3))):
-        if family in call.target:
-            found = [call.args[at] for at in positions if at < len(call.args)]
-            return frozenset(item.node for item in found if isinstance(item, TensorRef))
-    return frozenset()
+    found = [call.args[at] for at in traits_of(call.target).wide_statistics if at < len(call.args)]
+    return frozenset(item.node for item in found if isinstance(item, TensorRef))
 
 
 def bag_sizes(call: Call) -> str:

@@ -2,7 +2,7 @@
 
 from monetlite.core.devices import find_device
 from monetlite.core.graph import OperatorGraph
-from monetlite.operators.family import packet
+from monetlite.operators.traits import family_of
 
 
 def attention_problem(graph: OperatorGraph, device_name: str) -> str:
@@ -11,8 +11,10 @@ def attention_problem(graph: OperatorGraph, device_name: str) -> str:
     traced_on = graph.device
     if traced_on not in ("cpu", "cuda") and find_device(traced_on).compute_capability == device.compute_capability:
         return ""
-    names = {packet(call.target) for operator in graph.operators if (call := operator.implementations[0].call)}
-    if traced_on == "cuda" or not any(name.startswith(("_scaled_dot_product", "_safe_softmax")) for name in names):
+    families = {
+        family_of(call.target) for operator in graph.operators if (call := operator.implementations[0].call)
+    }
+    if traced_on == "cuda" or families.isdisjoint(("attention", "attention_backward", "safe_softmax")):
         return ""
     return (
         f"the attention of {graph.name} was traced as {traced_on} runs it, and {device.name} may run other "

@@ -6,94 +6,16 @@ error against measurements.
 
 import math
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.devices import Device, find_device
 from monetlite.core.graph import Argument, Call, OperatorGraph, TensorRef
 from monetlite.fx.calls import each_dimension
-from monetlite.operators.family import packet
 from monetlite.operators.registry import find_function
+from monetlite.operators.traits import aten_name, family_of, operation_formula, traits_of
 from monetlite.profiling import roofline
 from monetlite.profiling.roofline import Convolution, Kernel
 
-# What limits a kernel that is bound by memory, where it isn't plain streaming: a field of `Efficiency`.
-_LIMITED_BY = {
-    "normalization": (
-        "_native_batch_norm_legit_functional",
-        "_native_batch_norm_legit",
-        "_batch_norm_with_update_functional",
-        "_batch_norm_with_update",
-        "native_batch_norm",
-        "cudnn_batch_norm",
-        "native_batch_norm_backward",
-        "cudnn_batch_norm_backward",
-        "batch_norm_backward",
-        "native_group_norm",
-        "native_group_norm_backward",
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "_fused_rms_norm",
-        "_fused_rms_norm_backward",
-        "_softmax",
-        "_log_softmax",
-    ),
-    "pooling": (
-        "max_pool2d_with_indices",
-        "avg_pool2d",
-        "_adaptive_avg_pool2d",
-    ),
-    "resampling": (
-        "upsample_bilinear2d",
-        "upsample_bilinear2d_backward",
-        "upsample_bicubic2d",
-        "upsample_bicubic2d_backward",
-        "grid_sampler_2d",
-        "grid_sampler_2d_backward",
-    ),
-    "scatter": (
-        "max_pool2d_with_indices_backward",
-        "embedding_dense_backward",
-        "index_put",
-        "_unsafe_index_put",
-        "index_add",
-        "scatter",
-        "scatter_add",
-    ),
-}
-_LIMIT = {name: limit for limit, names in _LIMITED_BY.items() for name in names}
-# Normalizations read their operands again, after statistics or sums over all of them; those over single rows
-# hold a row in registers, so only their gradients (for the input, then for weight and bias) do.
-_SINGLE_PASS = {"native_layer_norm", "_fused_rms_norm", "_softmax", "_log_softmax"}
-# Of their operands these read no more than they write.
-_GATHERS = {
-    "index",
-    "_unsafe_index",
-    "index_select",
-    "gather",
-    "embedding",
-    "slice",
-    "select",
-    "nll_loss_forward",
-}
-# These look at an operand's shape and dtype only: the position of each such operand.
-_SHAPE_ONLY = {
-    "max_pool2d_with_indices_backward": 1,
-    "new_zeros": 0,
-    "new_ones": 0,
-    "new_full": 0,
-    "new_empty": 0,
-    "zeros_like": 0,
-    "ones_like": 0,
-    "full_like": 0,
-    "empty_like": 0,
-    "rand_like": 0,
-    "randn_like": 0,
-    "bernoulli": 0,
-    "copy_": 0,
-}
-_ATTENTION = "_scaled_dot_product_flash_attention"
 _ITEM_BYTES = {
     "complex128": 16,
     "float64": 8,
@@ -192,17 +114,17 @@ def estimate_call(
         )
     if registered is not None and registered.like is not None:
         call = registered.like(call)
-    name, launches = packet(call.target), 1
+    name, launches = aten_name(call.target), 1
     dtype = _compute_dtype(call)
     if name in ("convolution", "convolution_backward"):
         kernel = _convolutions(call, name, device, dtype, written_bytes, tf32=tf32_convolutions)
-    elif (operations := _operations(call, name)) is not None:
-        kernel = _matrix_product(call, name, device, dtype, operations, written_bytes, tf32=tf32_matmuls)
+    elif (operations := _operations(call)) is not None:
+        kernel = _matrix_product(call, device, dtype, operations, written_bytes, tf32=tf32_matmuls)
     else:
-        kernel = _memory_bound(call, name, device, written_bytes)
+        kernel = _memory_bound(call, device, written_bytes)
         if registered is not None and registered.like is None:
             launches = registered.launches(call)
-            moved = registered.passes * (_read_bytes(call, name) + written_bytes)
+            moved = registered.passes * (_read_bytes(call) + written_bytes)
             kernel = replace(
                 roofline.memory_bound(device, moved, getattr(device.efficiency, registered.limit)),
                 workspace_bytes=registered.workspace_bytes(call),
@@ -220,7 +142,7 @@ def _in_parts(
 
     What each part makes is held beside the whole result: it is copied there, or, of a weight's gradient, added.
     """
-    forward = packet(call.target) == "convolution"
+    forward = aten_name(call.target) == "convolution"
     whole = (0,) if forward else (0, 1)
     args = tuple(_part(item, count) if at in whole else item for at, item in enumerate(call.args))
     of_batch = forward or call.args[10] == (True, False, False)
@@ -310,36 +232,22 @@ def _result_size(
     return (size + 2 * padding - reach - 1) // stride + 1
 
 
-def _operations(call: Call, name: str) -> int | None:
+def _operations(call: Call) -> int | None:
     """Operations of a matrix product or attention, by torch's own formulas; None for anything else."""
-    formula = _formulas().get(_formula_name(name))
+    formula = operation_formula(call.target)
     if formula is None:
         return None
     shapes = [argument.spec.shape if isinstance(argument, TensorRef) else argument for argument in call.args]
     return int(formula(*shapes))
 
 
-@cache
-def _formulas() -> dict[str, Any]:
-    from torch.utils.flop_counter import flop_registry
-
-    return {getattr(target, "__name__", str(target)): formula for target, formula in flop_registry.items()}
-
-
-def _formula_name(name: str) -> str:
-    """What torch's formulas call an operator: the CPU's attention counts like the GPU's."""
-    if name.startswith("_scaled_dot_product"):
-        return _ATTENTION + ("_backward" if name.endswith("_backward") else "")
-    return name
-
-
 def _matrix_product(
-    call: Call, name: str, device: Device, dtype: str, operations: int, written_bytes: int, *, tf32: bool
+    call: Call, device: Device, dtype: str, operations: int, written_bytes: int, *, tf32: bool
 ) -> Kernel:
-    first = 1 if name in ("addmm", "baddbmm") or name.endswith("_backward") else 0
+    first = traits_of(call.target).left_factor
     left, right = _tensor(call, first).spec.shape, _tensor(call, first + 1).spec.shape
     # Attention multiplies queries by keys transposed.
-    columns = right[-2] if name.startswith("_scaled_dot_product") else right[-1]
+    columns = right[-2] if family_of(call.target).startswith("attention") else right[-1]
     return roofline.matmul(
         device,
         operations=operations,
@@ -347,26 +255,26 @@ def _matrix_product(
         rows=left[-2],
         columns=columns,
         depth=left[-1],
-        moved_bytes=_read_bytes(call, name) + written_bytes,
+        moved_bytes=_read_bytes(call) + written_bytes,
         dtype=dtype,
         tf32=tf32,
     )
 
 
-def _memory_bound(call: Call, name: str, device: Device, written_bytes: int) -> Kernel:
+def _memory_bound(call: Call, device: Device, written_bytes: int) -> Kernel:
     """A kernel that is bound by memory: what it reads and writes, at which fraction of the bandwidth."""
-    read = _read_bytes(call, name)
-    limit = _LIMIT.get(name, "elementwise")
-    if limit == "normalization" and name not in _SINGLE_PASS:
+    read, traits = _read_bytes(call), traits_of(call.target)
+    if traits.reads_twice:
         read *= 2
-    elif name in _GATHERS:
+    elif traits.gathers:
         read = min(read, 2 * written_bytes)
-    return roofline.memory_bound(device, read + written_bytes, getattr(device.efficiency, limit))
+    return roofline.memory_bound(device, read + written_bytes, getattr(device.efficiency, traits.limit))
 
 
-def _read_bytes(call: Call, name: str) -> int:
+def _read_bytes(call: Call) -> int:
     """Bytes of a call's operands, each counted once, without those it needs only the shape of."""
-    ignored = call.args[_SHAPE_ONLY[name]] if name in _SHAPE_ONLY else None
+    position = traits_of(call.target).shape_only
+    ignored = None if position is None else call.args[position]
     tensors = {tensor.node: tensor for tensor in call.tensors() if tensor is not ignored}
     return sum(tensor_bytes(tensor) for tensor in tensors.values())
 

@@ -18,6 +18,7 @@ from monetlite.operators import cudnn, resolve
 from monetlite.operators.compacting import compacting
 from monetlite.operators.random import REPLAY, forked_state
 from monetlite.operators.registry import find_function
+from monetlite.operators.traits import traits_of
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
 from monetlite.profiling.memory_use import is_out_of_memory, steady_heap
@@ -27,8 +28,6 @@ from monetlite.profiling.plans import is_plan, on_front
 Progress = Callable[[int, int], None]
 """Told (calls measured, calls in all)."""
 
-MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot"})
-"""ATen's operators that cuBLAS runs."""
 MOST_NAMED = 3
 """How many implementations are named in a warning."""
 
@@ -262,7 +261,7 @@ def _library_bytes(graph: OperatorGraph, meter: Meter) -> int:
         of_kind: dict[str, Call] = {}
         for operator in graph.operators:
             for run in _runs(graph, operator.implementations[0]) if operator.phase is phase else ():
-                if run.call.target.split(".")[1:2] and run.call.target.split(".")[1] in MATRIX_PRODUCTS:
+                if traits_of(run.call.target).runs_on_cublas:
                     of_kind.setdefault(run.call.target, run.call)
         total += meter.kept_bytes([partial(_run_once, call, meter.device) for call in of_kind.values()])
     return total

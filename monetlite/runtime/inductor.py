@@ -27,19 +27,11 @@ from monetlite.operators.batch_norm_backward import require_invertible
 from monetlite.operators.guards import require
 from monetlite.operators.random import replay, rng_state, state_bytes
 from monetlite.operators.registry import PREFIX, name_of, returns_tuple
+from monetlite.operators.traits import traits_of
 from monetlite.tracing.capture import Boxed
 
 NEGLIGIBLE_BYTES = 2**16
 """Extra reads up to this size are accepted for an implementation that Inductor can fuse."""
-BY_STRIDES = frozenset(
-    {
-        torch.ops.aten.as_strided.default,
-        torch.ops.aten.as_strided_copy.default,
-        torch.ops.aten.as_strided_scatter.default,
-        torch.ops.aten.resize.default,
-    }
-)
-"""Operators that see a tensor's storage, so that its strides matter to their result."""
 
 
 def as_inductor_fuses(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Step, ...]:
@@ -117,7 +109,7 @@ def _as_captured(program: fx.GraphModule, captured: Sequence[Any], given: Sequen
 
     Other operators go by the order of a tensor's elements, whatever its strides.
     """
-    if not any(node.target in BY_STRIDES for node in program.graph.nodes):
+    if not any(traits_of(str(node.target)).by_storage for node in program.graph.nodes):
         return
     placeholders = program.graph.find_nodes(op="placeholder")
     for node, value, item in zip(placeholders, captured, given, strict=True):

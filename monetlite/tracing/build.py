@@ -35,15 +35,13 @@ from monetlite.operators.registry import (
     find_function,
     target_of,
 )
+from monetlite.operators.traits import traits_of
 from monetlite.tracing.attention import Capability
 from monetlite.tracing.builder import GraphBuilder
 from monetlite.tracing.capture import Joint, capture
 from monetlite.tracing.layout import channels_last
 from monetlite.tracing.names import Namer, is_forward
 from monetlite.tracing.signature import leaves_in_order
-
-_CHECKS = frozenset({torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg})
-"""What an `assert` on a tensor's value becomes."""
 
 
 def trace(
@@ -149,7 +147,7 @@ def build_graph(
         joint = channels_last(joint)
     graph = joint.graph.graph
     merge(graph)
-    effects = _draws(graph) | {node for node in graph.nodes if node.target in _CHECKS}
+    effects = _draws(graph) | {node for node in graph.nodes if traits_of(str(node.target)).checks}
     late = frozenset(itertools.filterfalse(is_forward, effects))
     reach = storages.Reachability(graph, joint.forward_outputs, effects=effects, late_effects=late)
     namer = Namer(model)

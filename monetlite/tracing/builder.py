@@ -22,7 +22,6 @@ from monetlite.fx import storages
 from monetlite.fx.calls import encode_arguments, fake_mode, spec_of
 from monetlite.operators import Kernel, again, is_random, split
 from monetlite.operators.delivery import deliver
-from monetlite.operators.family import family_of, is_note
 from monetlite.operators.random import STATE as RNG_STATE
 from monetlite.operators.random import note_state, replayed
 from monetlite.operators.registry import (
@@ -32,6 +31,7 @@ from monetlite.operators.registry import (
     name_of,
     target_of,
 )
+from monetlite.operators.traits import family_of, traits_of
 from monetlite.tracing.gradients import copied_for
 from monetlite.tracing.names import Namer
 
@@ -115,7 +115,7 @@ class GraphBuilder:
                     operator_name if len(used) == 1 else f"{operator_name}[{position}]",
                     phase,
                     optional,
-                    is_note(part.target, position),
+                    position in traits_of(part.target).private_results,
                 )
                 for position, name in used
             ]
@@ -156,7 +156,7 @@ class GraphBuilder:
             self.operators.append(
                 Operator(
                     name=operator_name,
-                    family=family_of(part.target, suffix),
+                    family=family_of(part.target) + suffix,
                     phase=phase,
                     implementations=tuple(implementations),
                     optional=optional,

@@ -26,21 +26,9 @@ from torch._decomp import decomposition_table
 from torch._ops import OperatorBase, OpOverload
 from torch._prims_common import suggest_memory_format as suggested_memory_format
 
+from monetlite.operators.traits import TRAITS
+
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
-_WHOLE = (
-    *(f"upsample_nearest{dimensions}d" for dimensions in (1, 2, 3)),
-    *(f"_upsample_nearest_exact{dimensions}d" for dimensions in (1, 2, 3)),
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-    "multi_margin_loss",
-    "multilabel_margin_loss_forward",
-    "hardshrink",
-    "softshrink",
-)
 
 _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _BATCH_NORMS = (
@@ -157,7 +145,7 @@ def _traced_by(operator: OpOverload, key: DispatchKey, kernel: Callable[..., Any
 
 
 def _overloads() -> Iterator[OpOverload]:
-    for name in _WHOLE:
+    for name in (name for name, traits in TRAITS.items() if traits.kept_whole):
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:
             for overload in packet.overloads():

@@ -19,36 +19,8 @@ from monetlite.core.errors import TraceError
 from monetlite.fx import storages
 from monetlite.fx.calls import fake_mode
 from monetlite.operators.random import is_random
+from monetlite.operators.traits import traits_of
 from monetlite.tracing.capture import Joint
-
-_LIKE = {
-    "aten.convolution.default": (0,),
-    "aten.convolution_backward.default": (0, 1),
-}
-"""Operands of convolutions: converted to channels-last wherever they are not."""
-
-_GRADIENT_OF = {
-    "aten.native_batch_norm_backward.default": (0, 1),
-    "aten.batch_norm_backward.default": (0, 1),
-    "aten.threshold_backward.default": (0, 1),
-    "aten.hardtanh_backward.default": (0, 1),
-    "aten.silu_backward.default": (0, 1),
-    "aten.gelu_backward.default": (0, 1),
-    "aten.hardswish_backward.default": (0, 1),
-    "aten.max_pool2d_with_indices_backward.default": (0, 1),
-}
-"""Gradients (first) that are converted where what they meet (second) is channels-last."""
-
-_BY_STORAGE = frozenset(
-    {
-        "aten.as_strided.default",
-        "aten.as_strided_copy.default",
-        "aten.as_strided_scatter.default",
-        "aten._reshape_alias.default",
-        "aten.resize.default",
-    }
-)
-"""Operators that find elements of their first operand by position in its storage."""
 
 _ANY_LAYOUT = frozenset({"aten", "prims"})
 """Libraries whose operators take operands in any layout; others may rely on those that a person tried."""
@@ -64,7 +36,7 @@ def channels_last(joint: Joint) -> Joint:
     A graph without convolutions of two-dimensional images comes back as it is.
     """
     source = joint.graph.graph
-    if not any(str(node.target) in _LIKE and _is_image(node.args[0]) for node in source.nodes):
+    if not any(_wants_channels_last(node) for node in source.nodes):
         return joint
     converter = _Converter(source)
     for node in source.nodes:
@@ -81,7 +53,7 @@ class _Converter:
         self._converted: dict[tuple[fx.Node, _Order], fx.Node] = {}
         self._restored: dict[fx.Node, fx.Node] = {}
         """Views as they were, of what they were of."""
-        self._mode = fake_mode(next(node for node in source.nodes if str(node.target) in _LIKE))
+        self._mode = fake_mode(next(filter(_wants_channels_last, source.nodes)))
 
     def convert(self, node: fx.Node) -> None:
         """Append what a node becomes."""
@@ -94,14 +66,13 @@ class _Converter:
             return
         args: list[Any] = [fx.map_arg(item, self._new.__getitem__) for item in node.args]
         kwargs = fx.map_arg(dict(node.kwargs), self._new.__getitem__)
-        for position in _LIKE.get(str(node.target), ()):
+        traits = traits_of(str(node.target))
+        for position in traits.wants_channels_last:
             if _is_image(node.args[position]):
                 args[position] = self._laid_out(args[position], torch.channels_last, node)
-        if str(node.target) in _GRADIENT_OF:
-            gradient, other = _GRADIENT_OF[str(node.target)]
-            if _is_image(node.args[gradient]) and _is_channels_last(args[other]):
-                args[gradient] = self._laid_out(args[gradient], torch.channels_last, node)
-        if str(node.target) in _BY_STORAGE:
+        if traits.gradient_follows and _is_image(node.args[0]) and _is_channels_last(args[1]):
+            args[0] = self._laid_out(args[0], torch.channels_last, node)
+        if traits.by_storage:
             args[0] = self._by_storage(node)
         elif not _takes_any_layout(node):
             args, kwargs = fx.map_arg((list(node.args), dict(node.kwargs)), self._in_storage)
@@ -199,6 +170,10 @@ class _Converter:
 
         with self._mode, torch.no_grad():
             return target(*fx.map_arg(tuple(args), value), **fx.map_arg(kwargs, value))
+
+
+def _wants_channels_last(node: fx.Node) -> bool:
+    return bool(traits_of(str(node.target)).wants_channels_last) and _is_image(node.args[0])
 
 
 def _is_image(argument: Any) -> bool:

@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 
 from monetlite.fx import storages
-from monetlite.operators.family import short_name
 from monetlite.operators.registry import target_of
+from monetlite.operators.traits import family_of
 
 _ROOT = re.compile(r"^L\['[^']*'\](?:\._orig_mod)?")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -33,7 +33,7 @@ class Namer:
         """Choose the names of all kernels at once, as the main one of a module is found by comparing them."""
         for node in kernels:
             if not is_backward(node) and node.meta.get("seq_nr") is not None:
-                self._forward[short_name(target_of(node)), node.meta["seq_nr"]] = self.module(node)
+                self._forward[family_of(target_of(node)), node.meta["seq_nr"]] = self.module(node)
         largest: dict[tuple[str, bool], tuple[int, fx.Node]] = {}
         for node in kernels:
             module = self.module(node)
@@ -50,7 +50,7 @@ class Namer:
             if node in main:
                 name = module
             else:
-                what = short_name(target_of(node)).removesuffix("_backward")
+                what = family_of(target_of(node)).removesuffix("_backward")
                 name = f"{module}.{what}" if module else what
             self._names[node] = f"{name}.backward" if is_backward(node) else name
 
@@ -72,7 +72,7 @@ class Namer:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if not stack:
             # The gradient of an in-place operator carries no module, and a sequence number one before its own.
-            what, number = short_name(target_of(node)).removesuffix("_backward"), node.meta.get("seq_nr", -1)
+            what, number = family_of(target_of(node)).removesuffix("_backward"), node.meta.get("seq_nr", -1)
             return self._forward.get((what, number + 1), "") if is_backward(node) else ""
         path = ""
         for item, _ in stack.values():

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from monetlite.core.graph import ValueKind
 from monetlite.fx.calls import spec_of
-from monetlite.operators import alternatives, elementwise
+from monetlite.operators import alternatives
+from monetlite.operators.traits import TRAITS
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -51,12 +52,15 @@ def arrange(target, operands):
 
 
 def inplace_targets():
-    for target in elementwise._IN_PLACE:
-        yield target, "inplace", 2 if target.endswith(".Tensor") else 1
-    for target in elementwise._COMMUTATIVE:
-        yield target, "inplace_second", 2
-    for target in elementwise._GRADIENTS:
-        yield target, "inplace", 2
+    for name, traits in TRAITS.items():
+        for overload in traits.in_place:
+            yield (
+                f"aten.{name}.{overload}",
+                "inplace",
+                2 if overload == "Tensor" or name.endswith("_backward") else 1,
+            )
+        if traits.commutative:
+            yield f"aten.{name}.Tensor", "inplace_second", 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])

@@ -5,28 +5,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from monetlite.checking.comparison.blocks import wrap_blocks
 from monetlite.checking.comparison.contenders import Contender, Task, Unsupported, copy_of
 from monetlite.checking.comparison.data import Peer
+from monetlite.operators.traits import operation_formula
 
-_aten = torch.ops.aten
-SAVED = [
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten.convolution.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
-"""What a selective policy saves: matrix products, convolutions and attention. The rest is computed again."""
 _ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 """How transformers calls it, from version 6 on and before."""
 
@@ -37,12 +24,12 @@ def every_block(task: Task) -> list[Contender]:
 
 
 def selective(task: Task) -> list[Contender]:
-    """Selective activation checkpointing of every block: results of `SAVED` are kept.
+    """Selective activation checkpointing of every block: matrix products, convolutions and attention are kept.
 
     A saved result may not be overwritten. Where layers overwrite what they read, both are tried: the model as it
     is, and with those layers told not to.
     """
-    options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, SAVED)}
+    options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _kept_or_recomputed)}
     contender = _contender(Peer.SELECTIVE, task, options)
     if not any(vars(module).get("inplace") for module in task.model.modules()):
         return [contender]
@@ -55,6 +42,11 @@ def selective(task: Task) -> list[Contender]:
 
     other = replace(contender, setting=f"{contender.setting}, nothing in place", prepare=nothing_in_place)
     return [contender, other]
+
+
+def _kept_or_recomputed(context: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+    counted = operation_formula(str(operator)) is not None
+    return CheckpointPolicy.MUST_SAVE if counted else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contender(peer: Peer, task: Task, options: dict[str, Any]) -> Contender:
@@ -92,4 +84,4 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: A
     return checkpoint(run, *leaves, **options)
 
 
-__all__ = ["SAVED", "every_block", "selective"]
+__all__ = ["every_block", "selective"]
