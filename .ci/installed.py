@@ -1,0 +1,96 @@
+"""Uses an installed monetlite as a person would: every public name and every command, from a folder of its own.
+
+Run it with the Python of an environment in which only the wheel is installed, from outside of the repository:
+
+    python installed.py REPOSITORY
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import monetlite
+from monetlite.cli import main
+
+REPOSITORY = Path(sys.argv[1]).resolve()
+MONETS = "solution_vgg16_176_inplace_conv_multiway_newnode_7.00.pkl"
+OWN_MODEL = """
+import torch
+from torch import nn
+
+def build(batch: int = 4):
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    return nn.Sequential(*layers), (torch.randn(batch, 32),)
+"""
+COMMANDS = (
+    "solve --model resnet50 --budget 6GB --time-limit 3",
+    "plot resnet50_184_6GB.yaml --output timeline.png",
+    "plot resnet50_184_6GB.yaml --output report.html",
+    "verify resnet50_184_6GB.yaml --batch 2 --input-size 64 --repeats 1",
+    "explain resnet50_184_6GB.yaml --time-limit 1",
+    "rescale resnet50_184_6GB.yaml --batch 92",
+    "profile --model own.py:build --device cpu --output profile.json",
+    "measure --model own.py:build --device cpu --batch 2,4 --repeats 1 --warmup 0",
+    "max-batch --model own.py:build --device t4 --budget 100kB --time-limit 1",
+    "compare --model own.py:build --budgets 90% --repeats 1 --time-limit 1 --peers checkpoint --output compared",
+    "zoo list",
+    "zoo show zoo:resnet50@6GB",
+    "zoo get zoo:resnet50@6GB --output got.yaml",
+    "zoo check resnet50_184_6GB.yaml",
+    "zoo add resnet50_184_6GB.yaml --folder schedules",
+    f"zoo import {MONETS}",
+)
+
+
+def use_every_name() -> None:
+    """Use each name of `monetlite.__all__` once."""
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    inputs = torch.randn(4, 8)
+    profile = monetlite.profile(monetlite.trace(model, inputs), device="t4")
+    profile.save("own.json")
+    schedule = monetlite.solve(monetlite.load_profile("own.json"), budget="100%", time_limit=1)
+    monetlite.simulate(profile, schedule)
+    monetlite.sweep(profile, ["100%"], time_limit=1)
+    schedule.save("own.yaml")
+    assert isinstance(monetlite.load_schedule("own.yaml"), monetlite.Schedule)
+    assert monetlite.verify(model, "own.yaml", inputs).ok
+    wrapped = monetlite.MONeTWrapper(model, "own.yaml")
+    wrapped(inputs).sum().backward()
+    monetlite.optimize(model, inputs, budget="100%", device="t4", time_limit=1)
+    monetlite.compare(model, inputs, ["90%"], time_limit=1, repeats=1, peers=["checkpoint"])
+    try:
+        monetlite.limit_reserved("6GB")
+    except monetlite.MonetliteError as error:
+        assert "GPU" in str(error) or "CUDA" in str(error), error  # there is none
+    for name in monetlite.__all__:
+        getattr(monetlite, name)
+
+
+def main_program() -> None:
+    """Use the names, then the commands."""
+    assert REPOSITORY not in Path(monetlite.__file__).resolve().parents or "site-packages" in monetlite.__file__
+    use_every_name()
+    Path("own.py").write_text(OWN_MODEL, encoding="utf-8")
+    Path("schedules").mkdir()
+    sample = next(REPOSITORY.glob(f"tests/**/{MONETS}"))
+    Path(MONETS).write_bytes(sample.read_bytes())
+    unused = {name for name in commands() if not any(line.startswith(f"{name} ") for line in (*COMMANDS, "zoo list "))}
+    assert not unused, f"no use of {unused}"
+    program = Path(sys.executable).with_name("monetlite")
+    for line in COMMANDS:
+        print(f"$ monetlite {line}", flush=True)
+        done = subprocess.run([program, *line.split()], capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+
+
+def commands() -> set[str]:
+    """Return the names of the commands, those of `zoo` with it."""
+    return {*main.commands, *(f"zoo {name}" for name in main.commands["zoo"].commands)}
+
+
+if __name__ == "__main__":
+    main_program()
