@@ -5,6 +5,7 @@ Run it with the Python of an environment in which only the wheel is installed, f
     python installed.py REPOSITORY
 """
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -61,10 +62,8 @@ def use_every_name() -> None:
     wrapped(inputs).sum().backward()
     monetlite.optimize(model, inputs, budget="100%", device="t4", time_limit=1)
     monetlite.compare(model, inputs, ["90%"], time_limit=1, repeats=1, peers=["checkpoint"])
-    try:
+    with contextlib.suppress(monetlite.MonetliteError):  # where there is no GPU
         monetlite.limit_reserved("6GB")
-    except monetlite.MonetliteError as error:
-        assert "GPU" in str(error) or "CUDA" in str(error), error  # there is none
     for name in monetlite.__all__:
         getattr(monetlite, name)
 
@@ -77,7 +76,9 @@ def main_program() -> None:
     Path("schedules").mkdir()
     sample = next(REPOSITORY.glob(f"tests/**/{MONETS}"))
     Path(MONETS).write_bytes(sample.read_bytes())
-    unused = {name for name in commands() if not any(line.startswith(f"{name} ") for line in (*COMMANDS, "zoo list "))}
+    unused = {
+        name for name in commands() if not any(line.startswith(f"{name} ") for line in (*COMMANDS, "zoo list "))
+    }
     assert not unused, f"no use of {unused}"
     program = Path(sys.executable).with_name("monetlite")
     for line in COMMANDS:
