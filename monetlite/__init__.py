@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from monetlite.checking.comparison import compare
     from monetlite.checking.verify import verify
     from monetlite.core.files.profiles import load_profile
-    from monetlite.core.schedule import Schedule, simulate
+    from monetlite.core.schedule import Schedule
+    from monetlite.core.simulate import simulate
     from monetlite.planning.pipeline import optimize, profile, solve, sweep
     from monetlite.runtime.reserved_memory import limit_reserved
     from monetlite.runtime.wrapper import MONeTWrapper
@@ -33,7 +34,7 @@ _HOME = {
     "load_schedule": "monetlite.zoo",
     "optimize": "monetlite.planning.pipeline",
     "profile": "monetlite.planning.pipeline",
-    "simulate": "monetlite.core.schedule",
+    "simulate": "monetlite.core.simulate",
     "solve": "monetlite.planning.pipeline",
     "sweep": "monetlite.planning.pipeline",
     "trace": "monetlite.tracing",

@@ -27,7 +27,9 @@ from monetlite.checking.trainee import Trainee, default_loss, step_times_ms
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import CHANNELS_LAST, Implementation
-from monetlite.core.schedule import Schedule, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.models import build_model
 from monetlite.planning.layouts import layouts_to_try, solve_layouts
 from monetlite.profiling.meters import meter_for

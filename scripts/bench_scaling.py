@@ -22,7 +22,8 @@ from bench_solver import commit, hardware
 from synthetic_steps import chain_step, transformer_step
 
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving import baselines
 from monetlite.solving.race import Progress
 from monetlite.solving.solve import solve_profile

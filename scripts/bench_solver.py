@@ -28,7 +28,8 @@ from solve_instance import GIB, instance_steps
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.schedule import Step, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.solving import baselines
 from monetlite.solving.instances import instance_profile
 from monetlite.solving.search import search

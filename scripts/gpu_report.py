@@ -48,7 +48,9 @@ from monetlite.checking.comparison.data import TITLES, Peer, Run  # noqa: E402
 from monetlite.checking.comparison.environment import environment  # noqa: E402
 from monetlite.checking.comparison.scheduled import scheduled  # noqa: E402
 from monetlite.checking.trainee import default_loss  # noqa: E402
-from monetlite.core.schedule import Schedule, plain_steps, simulate  # noqa: E402
+from monetlite.core.schedule import Schedule  # noqa: E402
+from monetlite.core.simulate import simulate  # noqa: E402
+from monetlite.core.steps import plain_steps  # noqa: E402
 from monetlite.core.units import format_bytes, parse_budget  # noqa: E402
 
 PEAK_WITHIN, LATENCY_WITHIN = 0.02, 0.05

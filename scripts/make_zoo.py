@@ -15,8 +15,10 @@ from pathlib import Path
 
 import monetlite
 from monetlite.core.errors import InfeasibleBudget
-from monetlite.core.schedule import Schedule, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
 from monetlite.core.source import ModelSource
+from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.zoo import Shelf
 from monetlite.zoo.check import Checked, Checker

@@ -14,7 +14,9 @@ from pathlib import Path
 from monetlite.allocator import least_limit, reserve
 from monetlite.checking.comparison.environment import environment
 from monetlite.core.costs import Profile
-from monetlite.core.schedule import Schedule, Step, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, plain_steps
 from monetlite.zoo import Entry, shipped
 from monetlite.zoo.check import Checker
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from monetlite.core.schedule import Step
+from monetlite.core.steps import Step
 from monetlite.solving.instances import instance_profile
 from monetlite.solving.solve import solve_profile
 

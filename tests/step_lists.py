@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import OperatorGraph, Phase
-from monetlite.core.schedule import Schedule, Status, Step, simulate
+from monetlite.core.schedule import Schedule, Status
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 
 
 def free_profile(graph: OperatorGraph) -> Profile:

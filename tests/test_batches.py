@@ -12,7 +12,8 @@ from torch import nn, randn
 import monetlite
 from monetlite.allocator import reserve
 from monetlite.core.errors import DeviceError, InfeasibleBudget, ModelError
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.planning.batches import Fit, _bisect, largest_batch
 from monetlite.solving.smallest import smallest_budget
 

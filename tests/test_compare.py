@@ -24,7 +24,8 @@ from monetlite.checking.comparison.environment import environment
 from monetlite.checking.comparison.segments import counts, cut
 from monetlite.checking.comparison.verdict import standings
 from monetlite.core.errors import ModelError
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.models import build_model
 from monetlite.planning import layouts

@@ -12,7 +12,7 @@ from torch import nn
 import monetlite
 from monetlite.cli import main
 from monetlite.core.files.schema import schema
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```python\n(.*?)```\n<!-- end -->", re.DOTALL)

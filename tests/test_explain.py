@@ -13,9 +13,9 @@ from step_lists import drop_once, free_profile, recompute, recompute_everything,
 from torch import nn
 
 import monetlite
-from monetlite.core.choices import stored_values
 from monetlite.core.graph import Phase
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps, stored_values
 from monetlite.reporting.alternatives import stored_by_one
 from monetlite.reporting.explain import story
 from monetlite.reporting.explanation import Fate, explain
@@ -104,13 +104,8 @@ def test_tensors_stay_from_where_they_are_written_to_where_they_are_last_read():
     for profile, steps, found in random_explanations(60):
         graph = profile.graph
         value_of = {value.name: index for index, value in enumerate(graph.values)}
-        forward = max(
-            at
-            for at, (index, _) in enumerate(steps)
-            if graph.operators[index].phase is Phase.FORWARD
-            and not graph.operators[index].optional
-            and index not in {earlier for earlier, _ in steps[:at]}
-        )
+        backward = (at for at, (index, _) in enumerate(steps) if graph.operators[index].phase is Phase.BACKWARD)
+        begins = next(backward, len(steps))
         for tensor in found.tensors:
             fates.add(tensor.fate)
             if tensor.fate is Fate.HELD:
@@ -119,14 +114,14 @@ def test_tensors_stay_from_where_they_are_written_to_where_they_are_last_read():
             assert [(stay.begin, stay.end) for stay in tensor.stays] == [(begin, end) for begin, end, _ in expected]
             for stay, (begin, _, readers) in zip(tensor.stays, expected, strict=True):
                 assert stay.readers == tuple(graph.operators[steps[at][0]].name for at in readers)
-                assert (stay.before is not None) == (begin > forward)
+                assert (stay.before is not None) == (begin >= begins)
                 if stay.before is not None:
                     after = [graph.operators[index] for index, _ in steps[begin:]]
                     assert stay.before == next(item.name for item in after if item.phase is Phase.BACKWARD)
-            crossing = any(begin <= forward < end for begin, end, _ in expected)
+            crossing = any(begin < begins <= end for begin, end, _ in expected)
             assert (tensor.fate is Fate.STORED) == crossing
             if tensor.fate is Fate.UNNEEDED:
-                assert max(end for _, end, _ in expected) <= forward
+                assert max(end for _, end, _ in expected) < begins
             if tensor.fate is Fate.NEVER_MADE:
                 assert expected == []
     assert {Fate.STORED, Fate.RECOMPUTED, Fate.UNNEEDED} <= fates

@@ -15,7 +15,8 @@ import monetlite
 from monetlite.checking.measuring import Line, Mode, Run, Setting, fit, largest_batch, measure, probes
 from monetlite.checking.measuring.results import Growth, Loading, Measurements, Memory, Place, tells_enough
 from monetlite.checking.verify import Trainee, default_loss
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.models.built import BuiltModel
 from monetlite.profiling import memory_use
 from monetlite.profiling.memory_use import is_out_of_memory

@@ -9,8 +9,10 @@ from step_lists import free_profile, recompute
 from torch import nn
 
 import monetlite
-from monetlite.core.schedule import plain_steps, simulate
-from monetlite.reporting.memory import Holding, break_down
+from monetlite.core.graph import Phase, ValueKind
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
+from monetlite.reporting.memory import Holding, break_down, holding_of
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -38,7 +40,6 @@ def test_each_value_is_alive_from_its_writer_to_its_last_reader():
     steps = recompute(graph, drop=lambda _: True)
     timeline = simulate(profile, steps)
     parts = break_down(profile, timeline)
-    names = [graph.operators[index].name for index, _ in steps]
     assert len(steps) > len(plain_steps(graph))
     for stay in parts.lifetimes:
         assert graph.writer[stay.value] == steps[stay.begin][0]
@@ -48,11 +49,15 @@ def test_each_value_is_alive_from_its_writer_to_its_last_reader():
             assert stay.begin < read <= stay.end
         held = graph.values[stay.value].held
         assert stay.end == (len(steps) - 1 if held else max((stay.begin, *stay.reads)))
-    again = [stay for stay in parts.lifetimes if stay.holding is Holding.RECOMPUTED]
-    assert again
-    assert all(stay.begin >= parts.backward_begins for stay in again)
-    assert all(parts.bytes_of[Holding.RECOMPUTED][at] == 0 for at in range(parts.backward_begins))
-    assert names[parts.backward_begins - 1] != names[parts.backward_begins]
+    begins = next(at for at, (index, _) in enumerate(steps) if graph.operators[index].phase is Phase.BACKWARD)
+    assert parts.backward_begins == begins
+    assert len({stay.backward for stay in parts.lifetimes}) == 2
+    for stay in parts.lifetimes:
+        assert stay.backward == (stay.begin >= begins)
+        if graph.values[stay.value].kind in (ValueKind.ACTIVATION, ValueKind.INTERMEDIATE):
+            assert holding_of(graph, stay) is (Holding.RECOMPUTED if stay.backward else Holding.STORED)
+    assert all(parts.bytes_of[Holding.RECOMPUTED][at] == 0 for at in range(begins))
+    assert any(parts.bytes_of[Holding.RECOMPUTED])
 
 
 def test_what_is_always_there_is_counted_at_every_step():

@@ -17,8 +17,9 @@ from monetlite.core.choices import Choices
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.errors import IllegalSchedule, ScheduleMismatch
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
-from monetlite.core.schedule import check_order, plain_steps, simulate
-from monetlite.runtime.binding import bind, check_legal
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import check_legal, check_order, plain_steps
+from monetlite.runtime.binding import bind
 
 HELD = {ValueKind.OUTPUT, ValueKind.TANGENT, ValueKind.PARAM_GRAD}
 

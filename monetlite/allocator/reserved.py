@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from monetlite.allocator.allocator import PAGE_BYTES, Allocator
 from monetlite.core.costs import Profile
-from monetlite.core.schedule import Schedule, Step, deaths, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, deaths
 
 _STEPS = 3
 """Training steps that are run: what the first has reserved, the second finds, and reserves more."""

@@ -17,7 +17,8 @@ from torch import fx, nn
 
 from monetlite.checking.comparing import difference, negligible
 from monetlite.core.graph import AS_TRACED, DELIVERY, OperatorGraph, Phase
-from monetlite.core.schedule import Schedule, Step, plain_steps
+from monetlite.core.schedule import Schedule
+from monetlite.core.steps import Step, plain_steps
 from monetlite.fx import storages
 from monetlite.operators.random import drawing_from, rng_state
 from monetlite.runtime.lowering import CAPTURED, RUN, OperatorRun

@@ -12,7 +12,8 @@ from monetlite.core.errors import ModelError, ScheduleMismatch
 
 if TYPE_CHECKING:
     from monetlite.core.costs import Profile
-    from monetlite.core.schedule import Schedule, Step
+    from monetlite.core.schedule import Schedule
+    from monetlite.core.steps import Step
     from monetlite.models import BuiltModel
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

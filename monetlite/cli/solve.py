@@ -77,7 +77,8 @@ def solve_command(
     """Find the fastest schedule of a model's training step within a memory budget."""
 
     def run() -> None:
-        from monetlite.core.schedule import plain_steps, simulate
+        from monetlite.core.simulate import simulate
+        from monetlite.core.steps import plain_steps
         from monetlite.core.units import parse_budget
         from monetlite.planning.layouts import layouts_to_try, solve_layouts
         from monetlite.reporting import solve as reporting

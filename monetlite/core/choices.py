@@ -5,11 +5,12 @@ operators in order.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from monetlite.core.errors import ScheduleMismatch
-from monetlite.core.graph import OperatorGraph, Phase
+from monetlite.core.graph import OperatorGraph
+from monetlite.core.steps import Step, stored_values
 
 DEFAULT = "default"
 
@@ -34,7 +35,7 @@ class Choices:
     stored: tuple[str, ...] = ()
 
     @classmethod
-    def of_steps(cls, graph: OperatorGraph, steps: Sequence[tuple[int, int]]) -> "Choices":
+    def of_steps(cls, graph: OperatorGraph, steps: Sequence[Step]) -> "Choices":
         """The choices that a legal sequence of steps makes."""
         before: dict[str, list[Run]] = defaultdict(list)
         implementations: dict[str, str] = {}
@@ -55,12 +56,10 @@ class Choices:
         return cls(
             before={name: tuple(runs) for name, runs in before.items()},
             implementations=implementations,
-            stored=tuple(
-                graph.values[value].name for value in stored_values(graph, steps) if not graph.values[value].held
-            ),
+            stored=tuple(graph.values[value].name for value in stored_values(graph, steps)),
         )
 
-    def steps(self, graph: OperatorGraph) -> tuple[tuple[int, int], ...]:
+    def steps(self, graph: OperatorGraph) -> tuple[Step, ...]:
         """The sequence of steps these choices make of a graph.
 
         Raises:
@@ -70,7 +69,7 @@ class Choices:
         for name in (*self.before, *self.implementations):
             if name not in known:
                 raise ScheduleMismatch(f"the schedule names operator {name!r}, which this graph does not have")
-        steps: list[tuple[int, int]] = []
+        steps: list[Step] = []
         for index, operator in enumerate(graph.operators):
             if operator.optional:
                 continue
@@ -80,33 +79,7 @@ class Choices:
         return tuple(steps)
 
 
-def stored_values(graph: OperatorGraph, steps: Sequence[tuple[int, int]]) -> list[int]:
-    """Values written in the forward part that the backward part reads before it writes them again."""
-    split = first_backward(graph, steps)
-    written = {value for index, _ in steps[:split] for value in graph.operators[index].writes}
-    return sorted(written & reads_before_writes(graph, steps[split:]))
-
-
-def reads_before_writes(graph: OperatorGraph, steps: Iterable[tuple[int, int]]) -> set[int]:
-    """Values that steps read before they write them."""
-    read: set[int] = set()
-    written: set[int] = set()
-    for index, choice in steps:
-        implementation = graph.operators[index].implementations[choice]
-        read.update(value for value in implementation.reads if value not in written)
-        written.update(implementation.writes)
-    return read
-
-
-def first_backward(graph: OperatorGraph, steps: Sequence[tuple[int, int]]) -> int:
-    """Position of the first step that runs a backward operator."""
-    return next(
-        (at for at, (index, _) in enumerate(steps) if graph.operators[index].phase is Phase.BACKWARD),
-        len(steps),
-    )
-
-
-def _step(graph: OperatorGraph, name: str, implementation: str | None, index: int | None = None) -> tuple[int, int]:
+def _step(graph: OperatorGraph, name: str, implementation: str | None, index: int | None = None) -> Step:
     if index is None:
         index = graph.by_name.get(name)
     if index is None:

@@ -8,7 +8,9 @@ from monetlite.core.choices import Choices, Run
 from monetlite.core.costs import without_costs
 from monetlite.core.errors import ScheduleMismatch
 from monetlite.core.graph import Operator, OperatorGraph
-from monetlite.core.schedule import Schedule, Step, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.core.units import format_bytes
 
 

@@ -13,7 +13,9 @@ from monetlite.allocator import least_limit
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError
 from monetlite.core.interrupts import interrupts_kept
-from monetlite.core.schedule import Schedule, Step, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, plain_steps
 from monetlite.solving.reserved.solving import refuse_without_gpu
 
 _MOST_PROBES = 64

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError
 from monetlite.core.graph import AS_TRACED, CHANNELS_LAST
-from monetlite.core.schedule import Schedule, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.core.units import parse_budget
 from monetlite.planning import pipeline as api
 

@@ -10,7 +10,9 @@ from monetlite.core.costs import Profile
 from monetlite.core.errors import DeviceError, InfeasibleBudget, ModelError, ScheduleMismatch
 from monetlite.core.graph import OperatorGraph
 from monetlite.core.interrupts import interrupts_kept
-from monetlite.core.schedule import Schedule, Status, Step, Timeline, plain_steps, simulate
+from monetlite.core.schedule import Schedule, Status
+from monetlite.core.simulate import Timeline, simulate
+from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.planning.unplanned import unplanned_loss
 

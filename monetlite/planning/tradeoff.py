@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
-from monetlite.core.schedule import Status, Step, plain_steps, simulate
+from monetlite.core.schedule import Status
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, plain_steps
 from monetlite.solving import baselines
 from monetlite.solving.compiling import ensure_compiled, is_cached
 from monetlite.solving.race import Progress

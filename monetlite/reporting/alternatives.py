@@ -5,10 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from monetlite.core.choices import stored_values
 from monetlite.core.costs import Profile
 from monetlite.core.graph import OperatorGraph
-from monetlite.core.schedule import Status, Step, simulate
+from monetlite.core.schedule import Status
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, stored_values
 from monetlite.reporting.explanation import Peak, peak_of
 from monetlite.reporting.memory import break_down
 
@@ -112,7 +113,6 @@ def stored_by_one(graph: OperatorGraph, one: tuple[Step, ...], other: tuple[Step
             recomputed=runs.get(graph.writer[value], 0) > 1,
         )
         for value in differing
-        if not graph.values[value].held
     ]
     return tuple(sorted(kept, key=lambda item: (-item.size_bytes, item.name)))
 

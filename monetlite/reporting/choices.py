@@ -8,7 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from monetlite.core.graph import Operator, OperatorGraph, Phase
-from monetlite.reporting.memory import Breakdown, Lifetime
+from monetlite.core.steps import Lifetime
+from monetlite.reporting.memory import Breakdown
 from monetlite.reporting.subject import Side, Subject
 
 MOST_COLUMNS = 240
@@ -110,9 +111,8 @@ def _fates(graph: OperatorGraph, breakdown: Breakdown) -> dict[int, Fate]:
             stays.setdefault(stay.value, []).append(stay)
     fates = {}
     for value, found in stays.items():
-        begins = breakdown.backward_begins
-        recomputed = any(stay.begin >= begins for stay in found)
-        stored = any(stay.begin < begins <= stay.end for stay in found)
+        recomputed = any(stay.backward for stay in found)
+        stored = any(not stay.backward and stay.end >= breakdown.backward_begins for stay in found)
         if stored:
             fates[value] = Fate.STORED_THEN_RECOMPUTED if recomputed else Fate.STORED
         else:

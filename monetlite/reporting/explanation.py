@@ -10,8 +10,10 @@ from enum import StrEnum
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, ValueKind
-from monetlite.core.schedule import Schedule, Step, Timeline, plain_steps, simulate
-from monetlite.reporting.memory import Breakdown, Holding, Lifetime, break_down
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import Timeline, simulate
+from monetlite.core.steps import Lifetime, Step, plain_steps
+from monetlite.reporting.memory import Breakdown, Holding, break_down, holding_of
 from monetlite.reporting.overhead import Overhead, overhead
 
 LARGEST_TENSORS = 10
@@ -200,7 +202,7 @@ def peak_of(profile: Profile, parts: Breakdown) -> Peak:
                 name=size[stay.value].name,
                 operator=graph.operators[graph.writer[stay.value]].name,
                 size_bytes=size[stay.value].size_bytes,
-                holding=stay.holding,
+                holding=holding_of(graph, stay),
             )
             for stay in sorted(there, key=lambda stay: -size[stay.value].size_bytes)[:LARGEST_AT_PEAK]
         ),
@@ -247,9 +249,9 @@ def _fate(held: bool, stays: list[Lifetime], backward_begins: int) -> Fate:
         return Fate.NEVER_MADE
     if held:
         return Fate.HELD
-    if any(stay.begin < backward_begins <= stay.end for stay in stays):
+    if any(not stay.backward and stay.end >= backward_begins for stay in stays):
         return Fate.STORED
-    if stays[-1].begin >= backward_begins:
+    if stays[-1].backward:
         return Fate.RECOMPUTED
     return Fate.UNNEEDED
 
@@ -266,7 +268,7 @@ def _stay(graph: OperatorGraph, parts: Breakdown, stay: Lifetime) -> Stay:
         writer=name(stay.begin),
         until=name(stay.end),
         readers=tuple(name(at) for at in stay.reads),
-        before=None if stay.begin < parts.backward_begins else _next_backward(graph, timeline, stay.begin),
+        before=_next_backward(graph, timeline, stay.begin) if stay.backward else None,
         latency_ms=timeline.latencies_ms[stay.begin],
         overwritten=stay.overwritten,
     )

@@ -9,8 +9,9 @@ from enum import StrEnum
 from itertools import accumulate
 
 from monetlite.core.costs import Profile
-from monetlite.core.graph import OperatorGraph, Phase, Resident, ValueKind
-from monetlite.core.schedule import Timeline
+from monetlite.core.graph import OperatorGraph, Resident, ValueKind
+from monetlite.core.simulate import Timeline
+from monetlite.core.steps import Lifetime, border, lifetimes
 
 
 class Holding(StrEnum):
@@ -40,30 +41,12 @@ _OF_KIND = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lifetime:
-    """One stay of a value in memory.
-
-    Attributes:
-        value: its index in the graph; holding: what it is held for.
-        begin: the step that writes it; end: the last step that it is in memory at.
-        reads: the steps that read it while it is there.
-        overwritten: whether the step `end` takes its memory over for a result.
-    """
-
-    value: int
-    holding: Holding
-    begin: int
-    end: int
-    reads: tuple[int, ...]
-    overwritten: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class Breakdown:
     """The memory of a schedule, split.
 
     `bytes_of[holding][i]` is what step i holds for one purpose; over all of them they sum to the timeline's
-    `memory_bytes[i]`. `backward_begins` is the first step of the backward part.
+    `memory_bytes[i]`. `lifetimes` are in the order in which they begin.
+    `backward_begins` is the border.
     """
 
     timeline: Timeline
@@ -75,13 +58,13 @@ class Breakdown:
 def break_down(profile: Profile, timeline: Timeline) -> Breakdown:
     """Split what each step of a simulated schedule holds, by what it is held for."""
     graph = profile.graph
-    begins = backward_begins(graph, timeline)
-    stays = lifetimes(graph, timeline)
+    stays = lifetimes(graph, timeline.steps)
     changes = {holding: [0] * (len(timeline.steps) + 1) for holding in Holding}
     for stay in stays:
         size_bytes = graph.values[stay.value].size_bytes
-        changes[stay.holding][stay.begin] += size_bytes
-        changes[stay.holding][stay.end if stay.overwritten else stay.end + 1] -= size_bytes
+        held = changes[holding_of(graph, stay)]
+        held[stay.begin] += size_bytes
+        held[stay.end if stay.overwritten else stay.end + 1] -= size_bytes
     always = always_there(graph.resident)
     bytes_of = {
         holding: tuple(held + always.get(holding, 0) for held in accumulate(changes[holding][:-1]))
@@ -89,7 +72,9 @@ def break_down(profile: Profile, timeline: Timeline) -> Breakdown:
     }
     libraries = always[Holding.WORKSPACE]
     bytes_of[Holding.WORKSPACE] = tuple(libraries + taken for taken in workspaces(profile, timeline))
-    return Breakdown(timeline=timeline, lifetimes=stays, bytes_of=bytes_of, backward_begins=begins)
+    return Breakdown(
+        timeline=timeline, lifetimes=stays, bytes_of=bytes_of, backward_begins=border(graph, timeline.steps)
+    )
 
 
 def always_there(resident: Resident) -> dict[Holding, int]:
@@ -103,39 +88,10 @@ def always_there(resident: Resident) -> dict[Holding, int]:
     }
 
 
-def lifetimes(graph: OperatorGraph, timeline: Timeline) -> tuple[Lifetime, ...]:
-    """Every stay of a value in memory, in the order in which they begin."""
-    begins = backward_begins(graph, timeline)
-    last = len(timeline.steps) - 1
-    there: dict[int, tuple[int, list[int]]] = {}
-    found: list[Lifetime] = []
-
-    def leave(value: int, at: int, overwritten: bool) -> None:
-        begin, reads = there.pop(value)
-        kept = Holding.RECOMPUTED if begin >= begins else Holding.STORED
-        found.append(
-            Lifetime(
-                value=value,
-                holding=_OF_KIND.get(graph.values[value].kind, kept),
-                begin=begin,
-                end=at,
-                reads=tuple(reads),
-                overwritten=overwritten,
-            )
-        )
-
-    for at, (index, choice) in enumerate(timeline.steps):
-        implementation = graph.operators[index].implementations[choice]
-        for value in implementation.reads:
-            there[value][1].append(at)
-        for value in implementation.writes:
-            there.setdefault(value, (at, []))
-        for value in timeline.frees[at]:
-            if value in there:
-                leave(value, at, value in implementation.overwrites)
-    for value in tuple(there):
-        leave(value, last, False)
-    return tuple(sorted(found, key=lambda stay: (stay.begin, stay.value)))
+def holding_of(graph: OperatorGraph, stay: Lifetime) -> Holding:
+    """What a value is held for during one stay in memory."""
+    kept = Holding.RECOMPUTED if stay.backward else Holding.STORED
+    return _OF_KIND.get(graph.values[stay.value].kind, kept)
 
 
 def workspaces(profile: Profile, timeline: Timeline) -> tuple[int, ...]:
@@ -148,27 +104,11 @@ def workspaces(profile: Profile, timeline: Timeline) -> tuple[int, ...]:
     return tuple(taken)
 
 
-def backward_begins(graph: OperatorGraph, timeline: Timeline) -> int:
-    """The first step after the forward pass: the number of steps, if nothing comes after it."""
-    waiting = {
-        index
-        for index, operator in enumerate(graph.operators)
-        if operator.phase is Phase.FORWARD and not operator.optional
-    }
-    for at, (index, _) in enumerate(timeline.steps):
-        if not waiting:
-            return at
-        waiting.discard(index)
-    return len(timeline.steps)
-
-
 __all__ = [
     "Breakdown",
     "Holding",
-    "Lifetime",
     "always_there",
-    "backward_begins",
     "break_down",
-    "lifetimes",
+    "holding_of",
     "workspaces",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from monetlite.core.costs import Profile
-from monetlite.core.schedule import Timeline
+from monetlite.core.simulate import Timeline
 
 
 class Cause(StrEnum):

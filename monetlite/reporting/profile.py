@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from monetlite.core.costs import Profile
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.solve import cost_source
 

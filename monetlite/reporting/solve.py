@@ -10,7 +10,8 @@ from monetlite.allocator import least_limit, reserve
 from monetlite.core.choices import DEFAULT
 from monetlite.core.costs import Profile
 from monetlite.core.graph import CHANNELS_LAST
-from monetlite.core.schedule import Schedule, Timeline
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import Timeline
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.planning.unplanned import unplanned_loss
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from monetlite.core.costs import Profile
-from monetlite.core.schedule import Schedule, Step, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.memory import Breakdown, break_down
 from monetlite.reporting.solve import cost_source

@@ -7,7 +7,8 @@ from monetlite.core.differences import first_difference
 from monetlite.core.errors import IllegalSchedule, ScheduleMismatch
 from monetlite.core.graph import OperatorGraph
 from monetlite.core.porting import keeping_for, ported_steps
-from monetlite.core.schedule import Schedule, Step, check_order, deaths
+from monetlite.core.schedule import Schedule
+from monetlite.core.steps import Step, check_legal
 from monetlite.operators.cudnn import with_named_plans
 from monetlite.runtime.inputs import autocast_problem
 from monetlite.tracing.build import Traced
@@ -56,29 +57,3 @@ def avoiding(graph: OperatorGraph, steps: tuple[Step, ...], operators: Collectio
         and graph.operators[index].implementations[choice].guard is not None
     }
     return keeping_for(graph, steps, guarded)
-
-
-def check_legal(graph: OperatorGraph, steps: tuple[Step, ...]) -> None:
-    """Check everything `simulate` checks that does not need costs.
-
-    Raises:
-        IllegalSchedule: names the step.
-    """
-    check_order(graph, [index for index, _ in steps])
-    live: set[int] = set()
-    for at, ((index, choice), dying) in enumerate(zip(steps, deaths(graph, steps), strict=True)):
-        implementation = graph.operators[index].implementations[choice]
-        for value in implementation.reads:
-            if value not in live:
-                raise IllegalSchedule(
-                    f"step {at} ({graph.operators[index].name}): reads {graph.values[value].name}, "
-                    "which is not in memory there"
-                )
-        for value in implementation.overwrites:
-            if value not in dying:
-                raise IllegalSchedule(
-                    f"step {at} ({graph.operators[index].name}): overwrites {graph.values[value].name}, "
-                    "which is read later"
-                )
-        live |= set(implementation.writes)
-        live -= dying

@@ -12,7 +12,9 @@ from monetlite.core.costs import without_costs
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import OperatorGraph
 from monetlite.core.porting import lacking
-from monetlite.core.schedule import Schedule, Step, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.core.units import format_bytes
 from monetlite.profiling.step_additions import with_accumulation, with_optimizer
 

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import OperatorGraph
-from monetlite.core.schedule import Step
+from monetlite.core.steps import Step
 from monetlite.fx.calls import fake_mode
 from monetlite.operators import is_random, resolve
 from monetlite.operators.batch_norm_backward import require_invertible

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetlite.core.choices import first_backward
 from monetlite.core.graph import Argument, Call, TensorRef
-from monetlite.core.schedule import Step
+from monetlite.core.steps import Step, border
 from monetlite.fx import storages
 from monetlite.fx.calls import decode_argument
 from monetlite.operators import resolve, returns_tensor
@@ -82,7 +81,7 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
 def _runs(traced: Traced, steps: Sequence[Step]) -> tuple[list[OperatorRun], list[OperatorRun]]:
     """The calls that the forward and the backward part of a sequence of steps become."""
     parts: tuple[list[OperatorRun], list[OperatorRun]] = ([], [])
-    split = first_backward(traced.graph, steps)
+    split = border(traced.graph, steps)
     ran: Counter[int] = Counter()
     for at, (index, choice) in enumerate(steps):
         traced_operator = traced.graph.operators[index]

@@ -17,7 +17,9 @@ from torch import fx, nn
 from monetlite.core.costs import without_costs
 from monetlite.core.errors import ModelError, ScheduleMismatch
 from monetlite.core.graph import OperatorGraph
-from monetlite.core.schedule import Schedule, Step, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.operators.guards import GuardFailed
 from monetlite.operators.random import forked_state

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy
 
-from monetlite.core.schedule import Step
+from monetlite.core.steps import Step
 from monetlite.solving.genomes import as_arrays, decode, keep_everything
 from monetlite.solving.kernel import anneal
 from monetlite.solving.layout import (

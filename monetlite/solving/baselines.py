@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import Implementation, OperatorGraph, Phase, ValueKind
-from monetlite.core.schedule import Step, plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, plain_steps
 
 
 def store_all(profile: Profile) -> tuple[Step, ...]:

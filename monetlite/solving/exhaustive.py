@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from monetlite.core.costs import Profile
-from monetlite.core.schedule import Step, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.solving.options import Option, Outline
 
 _CHECK_EVERY = 512

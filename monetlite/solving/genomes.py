@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy
 
 from monetlite.core.graph import Phase
-from monetlite.core.schedule import Step
+from monetlite.core.steps import Step
 from monetlite.solving.kernel import evaluate
 from monetlite.solving.layout import (
     EARLY,

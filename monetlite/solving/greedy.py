@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy
 
-from monetlite.core.schedule import Step
+from monetlite.core.steps import Step
 from monetlite.solving.genomes import decode, keep_everything
 from monetlite.solving.kernel import evaluate, evaluate_interpreted
 from monetlite.solving.layout import (

@@ -6,7 +6,7 @@ legal as it is; but it sees the whole problem at once, and what it stores is mos
 
 from collections.abc import Iterator
 
-from monetlite.core.schedule import Step
+from monetlite.core.steps import Step
 from monetlite.solving.options import Option, Outline
 from monetlite.solving.relaxation import Meaning
 from monetlite.solving.zero_one import Floats

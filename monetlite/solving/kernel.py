@@ -1,7 +1,7 @@
 """Everything that is compiled: the evaluation of a genome, the moves of simulated annealing, and its loop.
 
 `layout` says what a genome is. `generate` walks the agenda and recomputes what is missing right where it is
-read, depth first; `price` goes back over the steps, derives from the rules of `monetlite.core.schedule` when each
+read, depth first; `price` goes back over the steps, derives from the rules of `monetlite.core.steps` when each
 version of each value dies, and gives each step the option with the least latency + penalty · overflow.
 
 All in one file, since numba's cache does not notice when a compiled function of another file changes.

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.schedule import Step, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.solving import baselines
 from monetlite.solving.annealing import Walker, Workspace, round_down
 from monetlite.solving.compiling import ensure_compiled

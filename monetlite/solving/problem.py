@@ -22,7 +22,8 @@ import numpy
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import OperatorGraph, Phase
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving.layout import (
     BACKWARD,
     EARLY,

@@ -30,7 +30,9 @@ from scipy import sparse
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule, SolverError
-from monetlite.core.schedule import Status, Step, simulate
+from monetlite.core.schedule import Status
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.solving.options import Option, Outline
 from monetlite.solving.templates import Slot, full_template
 

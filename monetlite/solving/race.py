@@ -9,7 +9,9 @@ from typing import Self
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.schedule import Status, Step, simulate
+from monetlite.core.schedule import Status
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.solving.bounds import smallest_budget_bound, trivial_bound_ms
 from monetlite.solving.guide import guided_steps
 from monetlite.solving.layout import Integers

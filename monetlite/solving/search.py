@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.schedule import Step, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.solving import baselines
 from monetlite.solving.annealing import Workspace
 from monetlite.solving.compiling import ensure_compiled

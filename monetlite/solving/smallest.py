@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from monetlite.core.costs import Profile
-from monetlite.core.schedule import Step, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.solving.bounds import smallest_budget_bound
 from monetlite.solving.exhaustive import SmallestPeak, exhaustive_smallest_peak
 from monetlite.solving.options import Outline

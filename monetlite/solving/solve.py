@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from monetlite.core.costs import Profile
 from monetlite.core.errors import SolverError
 from monetlite.core.interrupts import BOUND_THREAD, ends_everything
-from monetlite.core.schedule import Status, Step, plain_steps
+from monetlite.core.schedule import Status
+from monetlite.core.steps import Step, plain_steps
 from monetlite.solving import baselines
 from monetlite.solving.bounds import integer_bound, latency_bound, trivial_bound_ms
 from monetlite.solving.compiling import is_cached, still_compiling

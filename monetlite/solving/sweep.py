@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from monetlite.core.costs import Profile
-from monetlite.core.schedule import Status, Step
+from monetlite.core.schedule import Status
+from monetlite.core.steps import Step
 from monetlite.solving.race import PROVEN_GAP, Progress, Solution
 from monetlite.solving.solve import solve_profile
 

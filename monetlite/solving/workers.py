@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from monetlite.core.schedule import Step
+from monetlite.core.steps import Step
 from monetlite.solving.annealing import CHUNK_SECONDS, Walker, Workspace, round_down
 from monetlite.solving.genomes import keep_everything
 from monetlite.solving.layout import Integers

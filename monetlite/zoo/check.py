@@ -14,7 +14,9 @@ from monetlite.core.differences import first_difference
 from monetlite.core.errors import IllegalSchedule, MonetliteError
 from monetlite.core.files.schedules import load_schedule
 from monetlite.core.files.schema import schema_problems
-from monetlite.core.schedule import Schedule, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.zoo.entries import file_name
 
 if TYPE_CHECKING:

@@ -7,7 +7,9 @@ from monetlite.core.choices import Choices
 from monetlite.core.differences import first_difference
 from monetlite.core.errors import ScheduleMismatch
 from monetlite.core.porting import ported_steps
-from monetlite.core.schedule import Schedule, Status, plain_steps, simulate
+from monetlite.core.schedule import Schedule, Status
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving.bounds import smallest_budget_bound, trivial_bound_ms
 
 if TYPE_CHECKING:

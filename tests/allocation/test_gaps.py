@@ -16,7 +16,8 @@ from monetlite.allocator.allocator import SMALL
 from monetlite.allocator.reserved import requests_of
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.schedule import Step, plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, plain_steps
 from monetlite.models import build_model
 from monetlite.solving.reserved.arranging import arrange
 from monetlite.solving.reserved.gaps import requests_of_graph, reserved_bytes

@@ -17,7 +17,8 @@ from monetlite.allocator import least_limit, reserve
 from monetlite.core.costs import Profile
 from monetlite.core.errors import DeviceError, IllegalSchedule, InfeasibleBudget
 from monetlite.core.graph import Implementation
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.models import build_model
 from monetlite.reporting.solve import _reserved
 

@@ -13,8 +13,9 @@ from small_models import SmallCNN, tiny_transformer
 import monetlite
 from monetlite.core.errors import ScheduleFileError
 from monetlite.core.files.profiles import profile_text
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
 from monetlite.core.source import ModelSource
+from monetlite.core.steps import plain_steps
 
 MODELS = {
     "cnn": lambda: (SmallCNN(), (torch.randn(4, 3, 16, 16),)),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import monetlite
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 
 
 class Losses(nn.Module):

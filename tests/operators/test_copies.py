@@ -7,7 +7,7 @@ from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 
 
 class Layer(nn.Module):

@@ -12,7 +12,7 @@ import monetlite
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.errors import CudnnError, ProfileError
-from monetlite.core.schedule import simulate
+from monetlite.core.simulate import simulate
 from monetlite.operators import cudnn
 from monetlite.profiling import measured
 from monetlite.profiling.plans import on_front, pareto

@@ -16,10 +16,10 @@ from torch import nn
 import monetlite
 from monetlite.core.choices import Choices
 from monetlite.core.errors import CudnnError, ScheduleMismatch
+from monetlite.core.steps import check_legal
 from monetlite.operators import cudnn
 from monetlite.operators.cudnn import library
 from monetlite.runtime import binding
-from monetlite.runtime.binding import check_legal
 
 needs_cudnn = pytest.mark.skipif(not cudnn.available(), reason=f"no cuDNN to ask: {cudnn.problem()}")
 

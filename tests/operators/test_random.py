@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import monetlite
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 from monetlite.operators.random import replay, rng_state
 from monetlite.runtime.inductor import with_draws
 

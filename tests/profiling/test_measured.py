@@ -20,7 +20,8 @@ from monetlite.core.graph import (
     TensorRef,
     TensorSpec,
 )
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.profiling import measured, meters
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.memory_use import high_water_growth_bytes, peak_growth_bytes, running_totals

@@ -7,7 +7,8 @@ from torch import nn
 import monetlite
 from monetlite.core.errors import ProfileError
 from monetlite.core.files.profiles import load_profile
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.profiling import measured
 from monetlite.reporting.memory import Holding, break_down
 

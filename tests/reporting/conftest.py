@@ -8,7 +8,8 @@ from commands import run
 from step_lists import schedule_of
 
 from monetlite.cli.opening import open_schedule
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.planning.tradeoff import trade_off
 from monetlite.reporting.html import write_report
 from monetlite.reporting.memory import break_down

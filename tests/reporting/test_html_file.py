@@ -1,16 +1,19 @@
 """HTML reports as files: what they say, how large they are, and that nothing gets in or out, whatever names are."""
 
 import json
+import random
 import re
 from dataclasses import replace
 
 import pytest
 from browsers import Page
+from random_graphs import random_profile
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from step_lists import drop_once, schedule_of
 
 from monetlite.core.errors import ScheduleFileError
+from monetlite.core.graph import Phase
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.html import write_report
 from monetlite.reporting.memory import Holding
@@ -156,12 +159,47 @@ def test_plain_training_with_its_images_laid_out_otherwise(resnet, runs, tmp_pat
     plain = replace(plain, graph=replace(plain.graph, operators=operators))
     path = tmp_path / "layouts.html"
     write_report(path, resnet.schedule, resnet.profile, plain)
-    data = json.loads(re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)[1])
+    data = data_of(path)
     modules = {
         run: data["texts"][data["graphs"][data[run]["graph"]]["operators"]["module"][0]]
         for run in ("scheduled", "plain")
     }
     assert modules == {"scheduled": "conv1", "plain": "as traced conv1"}
+
+
+def test_a_mask_that_is_made_between_the_last_forward_and_the_first_backward_operator_is_stored(tmp_path):
+    """The border is at the first backward operator, wherever the last forward operator is."""
+    masks = 0
+    for seed in range(30):
+        profile = random_profile(random.Random(seed))
+        graph = profile.graph
+        forward = [(index, 0) for index, op in enumerate(graph.operators) if op.phase is Phase.FORWARD]
+        forward.sort(key=lambda step: graph.operators[step[0]].optional)
+        made = {
+            value for index, _ in forward for value in graph.operators[index].writes if value_is_mask(graph, value)
+        }
+        backward = [
+            (index, next((at for at, item in enumerate(op.implementations) if made.intersection(item.reads)), 0))
+            for index, op in enumerate(graph.operators)
+            if op.phase is Phase.BACKWARD
+        ]
+        read = {value for index, at in backward for value in graph.operators[index].implementations[at].reads}
+        path = tmp_path / f"{seed}.html"
+        write_report(path, schedule_of(profile, [*forward, *backward]), profile, profile)
+        data = data_of(path)
+        for mask in made & read:
+            masks += 1
+            assert data["texts"][data["fates"][mask]] == "stored"
+    assert masks > 5
+
+
+def value_is_mask(graph, value):
+    return graph.operators[graph.writer[value]].optional
+
+
+def data_of(path):
+    """The figures that a page's script draws."""
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)[1])
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(resnet, tmp_path):

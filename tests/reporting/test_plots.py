@@ -20,7 +20,8 @@ from step_lists import recompute_everything, schedule_of
 
 import monetlite
 from monetlite.core.graph import Phase
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.reporting.choices import Fate, columns_of, in_at_most
 from monetlite.reporting.memory import Holding
 from monetlite.reporting.plots.choices import draw_choices

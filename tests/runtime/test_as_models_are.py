@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import monetlite
 from monetlite.checking.trainee import default_loss
 from monetlite.core.errors import BudgetError, ModelError, ScheduleMismatch
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 from monetlite.profiling import meters
 
 

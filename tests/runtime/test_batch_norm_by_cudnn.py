@@ -11,7 +11,7 @@ from torch import nn
 from torch._C import DispatchKey
 
 import monetlite
-from monetlite.core.schedule import simulate
+from monetlite.core.simulate import simulate
 from monetlite.tracing import fused
 
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)

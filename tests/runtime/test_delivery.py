@@ -9,7 +9,8 @@ from torch import nn
 import monetlite
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import DELIVERY
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.runtime import gradient_delivery
 from monetlite.tracing import builder

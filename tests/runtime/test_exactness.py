@@ -30,7 +30,7 @@ from torch import nn
 
 import monetlite
 from monetlite.core.graph import Phase
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 from monetlite.models import build_model
 from monetlite.models.densenet import DenseNet
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import monetlite
 from monetlite.core.errors import InfeasibleBudget, ModelError
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 from monetlite.profiling.step_additions import with_accumulation, with_optimizer
 
 

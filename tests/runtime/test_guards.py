@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import monetlite
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 from monetlite.operators.batch_norm_backward import FROM_OUTPUT_TOLERANCE, LARGEST_RATIO, require_invertible
 from monetlite.operators.guards import GuardFailed, require
 

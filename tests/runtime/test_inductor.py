@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import monetlite
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 from monetlite.runtime.inductor import _as_captured, as_inductor_fuses, inductor
 from monetlite.tracing.capture import flat_outputs
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import monetlite
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.models.densenet import DenseNet
 from monetlite.profiling import meters
 from monetlite.profiling.memory_use import peak_growth_bytes

@@ -13,7 +13,8 @@ from torch import nn
 import monetlite
 from monetlite.core.graph import Implementation
 from monetlite.core.porting import ported_steps
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 
 
 def network():

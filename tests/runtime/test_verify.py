@@ -15,8 +15,8 @@ from torch import nn
 import monetlite
 from monetlite.checking.report import Limits
 from monetlite.checking.trainee import Peak, Trainee, default_loss
-from monetlite.core.schedule import plain_steps
 from monetlite.core.source import ModelSource
+from monetlite.core.steps import plain_steps
 from monetlite.operators import registry, resolve
 from monetlite.profiling.meters import meter_for
 from monetlite.profiling.step_additions import with_optimizer

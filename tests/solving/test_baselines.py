@@ -8,7 +8,8 @@ import pytest
 from random_graphs import random_profile
 
 from monetlite.core.graph import Phase, ValueKind
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving import baselines
 from monetlite.solving.search import search
 

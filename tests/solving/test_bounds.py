@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from random_graphs import random_profile
 
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving.bounds import (
     dual_bound_ms,
     integer_bound,

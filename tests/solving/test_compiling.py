@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from random_graphs import random_profile
 
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving import compiling, greedy, kernel
 from monetlite.solving.genomes import keep_everything
 from monetlite.solving.greedy import Greedy

@@ -6,7 +6,8 @@ import pytest
 from oracle import fastest, judge
 from random_graphs import random_profile
 
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 
 

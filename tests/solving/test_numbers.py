@@ -11,7 +11,9 @@ from random_graphs import random_profile
 
 from monetlite.core.costs import Cost, Profile
 from monetlite.core.graph import Implementation, Operator, Phase, Resident, Value, ValueKind
-from monetlite.core.schedule import Status, plain_steps, simulate
+from monetlite.core.schedule import Status
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving.exhaustive import exhaustive_smallest_peak
 from monetlite.solving.race import Solution
 from monetlite.solving.solve import solve_profile

@@ -8,7 +8,8 @@ from random_graphs import random_profile
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving.genomes import LEAN_FACTOR, decode, encode, keep_everything, read_least
 from monetlite.solving.layout import (
     GROUP_OPTIONS,

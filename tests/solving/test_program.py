@@ -7,7 +7,9 @@ import pytest
 from random_graphs import random_profile
 
 from monetlite.core.errors import SolverError
-from monetlite.core.schedule import Status, plain_steps, simulate
+from monetlite.core.schedule import Status
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.program import solve_program
 

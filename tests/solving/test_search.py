@@ -10,7 +10,8 @@ from random_graphs import random_profile
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving import baselines
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.leanest import minimise_peak

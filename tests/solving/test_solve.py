@@ -8,7 +8,9 @@ from random_graphs import random_profile
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import Resident
-from monetlite.core.schedule import Status, plain_steps, simulate
+from monetlite.core.schedule import Status
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.race import Progress
 from monetlite.solving.solve import solve_profile

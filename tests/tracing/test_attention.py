@@ -10,7 +10,8 @@ import monetlite
 from monetlite.core.costs import without_costs
 from monetlite.core.devices import known_devices
 from monetlite.core.errors import ScheduleMismatch
-from monetlite.core.schedule import plain_steps, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.tracing.attention import _kernel
 
 AMPERE, ADA, HOPPER, TURING, PASCAL = (8, 0), (8, 9), (9, 0), (7, 5), (6, 0)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import monetlite
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 from monetlite.models import build_model
 
 WITHIN = 1e-3

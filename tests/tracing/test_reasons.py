@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import monetlite
 from monetlite.core.errors import TraceError
-from monetlite.core.schedule import plain_steps
+from monetlite.core.steps import plain_steps
 
 
 class Net(nn.Module):

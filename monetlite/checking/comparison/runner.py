@@ -19,7 +19,9 @@ from monetlite.checking.comparison.verdict import duels, fastest_within, standin
 from monetlite.checking.trainee import default_loss
 from monetlite.core.costs import Profile
 from monetlite.core.errors import BudgetError, DeviceError, ModelError
-from monetlite.core.schedule import Schedule, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.operators.random import forked_state
 from monetlite.planning import pipeline as api

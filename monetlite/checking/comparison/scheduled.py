@@ -10,7 +10,9 @@ from monetlite.checking.comparison.data import TITLES, Peer
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.interrupts import interrupts_kept
-from monetlite.core.schedule import Schedule, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes
 from monetlite.planning import layouts
 from monetlite.planning import pipeline as api

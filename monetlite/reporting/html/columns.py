@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from monetlite.core.choices import stored_values
 from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, OperatorGraph, Value, ValueKind
+from monetlite.core.steps import stored_values
 from monetlite.reporting.html.steps import Pair, Part, Run
-from monetlite.reporting.memory import Holding, always_there
+from monetlite.reporting.memory import Holding, always_there, holding_of
 from monetlite.tracing.builder import LOSS
 
 HELD_BECAUSE = {
@@ -127,7 +127,7 @@ def _run(texts: _Texts, run: Run) -> dict[str, Any]:
         "always_bytes": [always.get(holding, 0) for holding in _HOLDINGS],
         "stays": {
             "value": [stay.value for stay in stays],
-            "holding": [_HOLDINGS.index(stay.holding) for stay in stays],
+            "holding": [_HOLDINGS.index(holding_of(run.graph, stay)) for stay in stays],
             "begin": [stay.begin for stay in stays],
             "end": [stay.end for stay in stays],
             "overwritten": [int(stay.overwritten) for stay in stays],

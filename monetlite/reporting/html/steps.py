@@ -5,7 +5,9 @@ from enum import StrEnum
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import OperatorGraph, Phase
-from monetlite.core.schedule import Schedule, Timeline, plain_steps, simulate
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import Timeline, simulate
+from monetlite.core.steps import plain_steps
 from monetlite.reporting.memory import Breakdown, break_down
 
 

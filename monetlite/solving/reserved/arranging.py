@@ -17,7 +17,8 @@ from monetlite.allocator.reserved import reserve
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.interrupts import ends_everything
-from monetlite.core.schedule import Step, simulate
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.solving.annealing import Workspace
 from monetlite.solving.compiling import ensure_compiled
 from monetlite.solving.genomes import encode, keep_everything

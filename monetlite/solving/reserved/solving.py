@@ -15,7 +15,8 @@ from monetlite.allocator.allocator import PAGE_BYTES
 from monetlite.allocator.reserved import Reserved, least_limit, reserve
 from monetlite.core.costs import Profile
 from monetlite.core.errors import DeviceError, IllegalSchedule, InfeasibleBudget
-from monetlite.core.schedule import Schedule, Status, Step
+from monetlite.core.schedule import Schedule, Status
+from monetlite.core.steps import Step
 from monetlite.core.units import format_bytes
 from monetlite.solving.reserved.arranging import arrange
 

@@ -1,0 +1,100 @@
+"""Simulation of a schedule: the one definition of its memory and latency.
+
+A step's memory is what is live (`monetlite.core.steps`), plus its new outputs, plus its workspace, less what it
+overwrites. The rules are those of the solver instances made from the measurements of MONeT's authors.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.schedule import Schedule
+from monetlite.core.steps import Step, check_legal
+from monetlite.core.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Memory and latency of a schedule, step by step.
+
+    `memory_bytes[i]` is the most that step i holds; `latencies_ms[i]` how long it takes; `writes[i]` the values
+    it writes; `frees[i]` what dies at it.
+    """
+
+    steps: tuple[Step, ...]
+    memory_bytes: tuple[int, ...]
+    latencies_ms: tuple[float, ...]
+    writes: tuple[tuple[int, ...], ...]
+    frees: tuple[frozenset[int], ...]
+    resident_bytes: int
+
+    @cached_property
+    def live(self) -> tuple[frozenset[int], ...]:
+        """For each step, the values in memory before it starts. Takes memory quadratic in the steps."""
+        live: set[int] = set()
+        before: list[frozenset[int]] = []
+        for writes, frees in zip(self.writes, self.frees, strict=True):
+            before.append(frozenset(live))
+            live = (live | set(writes)) - frees
+        return tuple(before)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.memory_bytes, default=self.resident_bytes)
+
+    @property
+    def peak_step(self) -> int:
+        return max(range(len(self.memory_bytes)), key=self.memory_bytes.__getitem__)
+
+    @property
+    def latency_ms(self) -> float:
+        return sum(self.latencies_ms)
+
+
+def simulate(profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes: int | None = None) -> Timeline:
+    """Run a schedule on paper: check that it is legal, and return its memory and latency step by step.
+
+    Args:
+        profile: the graph and its costs.
+        schedule: a schedule, or its steps alone.
+        budget_bytes: if given, no step may need more.
+
+    Raises:
+        IllegalSchedule: a rule of legality is broken, or the budget exceeded; names the step.
+    """
+    graph = profile.graph
+    steps = schedule.steps(graph) if isinstance(schedule, Schedule) else tuple(schedule)
+    frees = check_legal(graph, steps)
+    size = [value.size_bytes for value in graph.values]
+    live: set[int] = set()
+    ran: set[int] = set()
+    held_bytes = graph.resident.total
+    memory: list[int] = []
+    latencies: list[float] = []
+    for at, (index, choice) in enumerate(steps):
+        implementation = graph.operators[index].implementations[choice]
+        latency_ms, workspace_bytes = profile.costs[index][choice].of_run(again=index in ran)
+        ran.add(index)
+        new_bytes = sum(size[value] for value in implementation.writes if value not in live)
+        overwritten_bytes = sum(size[value] for value in implementation.overwrites)
+        here = held_bytes + new_bytes + workspace_bytes - overwritten_bytes
+        if budget_bytes is not None and here > budget_bytes:
+            raise IllegalSchedule(
+                f"step {at} ({graph.operators[index].name}): needs {format_bytes(here)} ({here} bytes), "
+                f"over the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes)"
+            )
+        memory.append(here)
+        latencies.append(latency_ms)
+        live.update(implementation.writes)
+        held_bytes += new_bytes - sum(size[value] for value in frees[at])
+        live -= frees[at]
+    return Timeline(
+        steps=steps,
+        memory_bytes=tuple(memory),
+        latencies_ms=tuple(latencies),
+        writes=tuple(graph.operators[index].implementations[choice].writes for index, choice in steps),
+        frees=frees,
+        resident_bytes=graph.resident.total,
+    )

@@ -1,0 +1,199 @@
+"""Sequences of steps on an operator graph: which are legal, when values die, and where the forward part ends.
+
+The rules:
+
+1. every forward operator that is not optional runs once, in order; optional ones run anywhere after what they
+   read;
+2. then every backward operator runs once, in order, with re-runs of forward operators anywhere between;
+3. a step finds everything it reads in memory;
+4. a step overwrites only values that are not read later.
+
+A version of a value dies at its last read before it is next written. A value that is held to the end of the
+training step (an output, a gradient of a weight) never dies.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.graph import OperatorGraph, Phase
+
+Step: TypeAlias = tuple[int, int]
+"""(operator, index of the implementation it runs with)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lifetime:
+    """One stay of a value in memory.
+
+    Attributes:
+        value: its index in the graph.
+        begin: the step that writes it; end: the last step that it is in memory at.
+        reads: the steps that read it.
+        backward: `begin` is in the backward part.
+        overwritten: the step `end` takes its memory over for a result.
+    """
+
+    value: int
+    begin: int
+    end: int
+    reads: tuple[int, ...]
+    backward: bool
+    overwritten: bool
+
+
+def border(graph: OperatorGraph, steps: Iterable[Step]) -> int:
+    """Position of the first step that runs a backward operator: the number of steps, if none does."""
+    at = -1
+    for at, (index, _) in enumerate(steps):
+        if graph.operators[index].phase is Phase.BACKWARD:
+            return at
+    return at + 1
+
+
+def deaths(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[frozenset[int], ...]:
+    """For each step, the values whose present version is not read after it."""
+    held = {index for index, value in enumerate(graph.values) if value.held}
+    needed = set(held)
+    dying: list[frozenset[int]] = []
+    for index, choice in reversed(steps):
+        implementation = graph.operators[index].implementations[choice]
+        here = {value for value in implementation.writes if value not in needed}
+        needed.difference_update(set(implementation.writes) - held)
+        here.update(value for value in implementation.reads if value not in needed)
+        needed.update(implementation.reads)
+        dying.append(frozenset(here))
+    return tuple(reversed(dying))
+
+
+def lifetimes(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Lifetime, ...]:
+    """Every stay of a value in memory under legal steps, in the order in which they begin."""
+    backward_from = border(graph, steps)
+    there: dict[int, tuple[int, list[int]]] = {}
+    found: list[Lifetime] = []
+
+    def leave(value: int, at: int, overwritten: bool) -> None:
+        begin, reads = there.pop(value)
+        found.append(
+            Lifetime(
+                value=value,
+                begin=begin,
+                end=at,
+                reads=tuple(reads),
+                backward=begin >= backward_from,
+                overwritten=overwritten,
+            )
+        )
+
+    for at, ((index, choice), dying) in enumerate(zip(steps, deaths(graph, steps), strict=True)):
+        implementation = graph.operators[index].implementations[choice]
+        for value in implementation.reads:
+            there[value][1].append(at)
+        for value in implementation.writes:
+            there.setdefault(value, (at, []))
+        for value in dying:
+            leave(value, at, value in implementation.overwrites)
+    for value in tuple(there):
+        leave(value, len(steps) - 1, False)
+    return tuple(sorted(found, key=lambda stay: (stay.begin, stay.value)))
+
+
+def stored_values(graph: OperatorGraph, steps: Sequence[Step]) -> list[int]:
+    """Values that cross the border under legal steps, but for those that are held to the end anyway."""
+    at = border(graph, steps)
+    return sorted(
+        stay.value
+        for stay in lifetimes(graph, steps)
+        if stay.begin < at <= stay.end and not graph.values[stay.value].held
+    )
+
+
+def check_legal(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[frozenset[int], ...]:
+    """Check the rules; return what dies at each step.
+
+    Raises:
+        IllegalSchedule: a rule is broken; names the step.
+    """
+    check_order(graph, [index for index, _ in steps])
+    for at, (index, choice) in enumerate(steps):
+        if not 0 <= choice < len(graph.operators[index].implementations):
+            raise IllegalSchedule(f"step {at} ({graph.operators[index].name}): there is no implementation {choice}")
+    frees = deaths(graph, steps)
+    live: set[int] = set()
+    for at, ((index, choice), dying) in enumerate(zip(steps, frees, strict=True)):
+        operator = graph.operators[index]
+        implementation = operator.implementations[choice]
+        if missing := [value for value in implementation.reads if value not in live]:
+            names = ", ".join(graph.values[value].name for value in missing)
+            raise IllegalSchedule(f"step {at} ({operator.name}): reads {names}, which is not in memory there")
+        if needed := [value for value in implementation.overwrites if value not in dying]:
+            names = ", ".join(graph.values[value].name for value in needed)
+            raise IllegalSchedule(
+                f"step {at} ({operator.name}, {implementation.name}): overwrites {names}, which is read later"
+            )
+        live.update(implementation.writes)
+        live -= dying
+    return frees
+
+
+def check_order(graph: OperatorGraph, operators: Iterable[int]) -> None:
+    """Check rules 1 and 2 on a sequence of operators.
+
+    Raises:
+        IllegalSchedule: an operator is missing, out of place, or re-run though it can't be.
+    """
+    mandatory = [i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
+    backward = [i for i, op in enumerate(graph.operators) if op.phase is Phase.BACKWARD]
+    expected = iter(mandatory)
+    waiting = next(expected, None)
+    at_backward = 0
+    ran: set[int] = set()
+    for at, index in enumerate(operators):
+        if not 0 <= index < len(graph.operators):
+            raise IllegalSchedule(f"step {at}: there is no operator {index}")
+        operator = graph.operators[index]
+        if operator.phase is Phase.BACKWARD:
+            if waiting is not None:
+                raise IllegalSchedule(
+                    f"step {at} ({operator.name}): backward begins before {graph.operators[waiting].name} has run"
+                )
+            if at_backward >= len(backward) or backward[at_backward] != index:
+                raise IllegalSchedule(
+                    f"step {at} ({operator.name}): backward operators must run once each, in order"
+                )
+            at_backward += 1
+        elif index == waiting:
+            waiting = next(expected, None)
+        elif not operator.optional and waiting is not None:
+            raise IllegalSchedule(f"step {at} ({operator.name}): the forward pass must run once, in order")
+        elif index in ran and not operator.rerunnable:
+            raise IllegalSchedule(f"step {at} ({operator.name}): can't be run again (random, or a side effect)")
+        ran.add(index)
+    if waiting is not None:
+        raise IllegalSchedule(f"{graph.operators[waiting].name} is never run")
+    if at_backward < len(backward):
+        raise IllegalSchedule(f"{graph.operators[backward[at_backward]].name} is never run")
+
+
+def plain_steps(graph: OperatorGraph) -> tuple[Step, ...]:
+    """The steps of plain training: everything once, with the default implementations.
+
+    An optional operator runs right before the first backward operator that needs it, as autograd's own
+    formulas do.
+    """
+    steps: list[Step] = []
+    live: set[int] = set()
+
+    def run(index: int) -> None:
+        implementation = graph.operators[index].implementations[0]
+        for value in implementation.reads:
+            if value not in live:
+                run(graph.writer[value])
+        steps.append((index, 0))
+        live.update(implementation.writes)
+
+    for index, operator in enumerate(graph.operators):
+        if not operator.optional:
+            run(index)
+    return tuple(steps)
