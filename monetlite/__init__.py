@@ -13,7 +13,7 @@ from monetlite.core.errors import MonetliteError
 
 if TYPE_CHECKING:
     from monetlite.checking.comparison import compare
-    from monetlite.checking.verify import verify
+    from monetlite.checking.verification import verify
     from monetlite.core.files.profiles import load_profile
     from monetlite.core.schedule import Schedule
     from monetlite.core.simulate import simulate
@@ -38,7 +38,7 @@ _HOME = {
     "solve": "monetlite.planning.pipeline",
     "sweep": "monetlite.planning.pipeline",
     "trace": "monetlite.tracing",
-    "verify": "monetlite.checking.verify",
+    "verify": "monetlite.checking.verification",
 }
 
 __all__ = [

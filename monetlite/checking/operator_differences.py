@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from monetlite.checking.comparing import difference, negligible
+from monetlite.checking.step_differences import difference, negligible
 from monetlite.core.graph import AS_TRACED, DELIVERY, OperatorGraph, Phase
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step, plain_steps

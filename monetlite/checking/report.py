@@ -1,22 +1,21 @@
-"""What `verify` found, and whether that is what the schedule promises."""
+"""The report of `verify`, and the judgement whether a schedule keeps its promises."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from monetlite.checking.comparing import REORDERED_SUMS, SLACK
 from monetlite.checking.operator_differences import OperatorComparison, OperatorDifference
+from monetlite.checking.step_differences import REORDERED_SUMS, SLACK, StepDifferences
 from monetlite.core.units import format_bytes, format_ms
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a step has to keep to; None leaves a figure unjudged, or as `verify` finds right.
+class VerificationLimits:
+    """Limits that a step has to keep to.
 
     Attributes:
-        difference: of any gradient, buffer or loss, relative.
-        budget: whether the measured peak, and on CUDA what the allocator reserved for it, have to be within it.
-        peak_error, latency_error: how far the measured peak and step time may be from the predicted ones, as
-            fractions of those.
+        difference: largest relative one of any gradient, buffer or loss; None for the one that `verify` computes.
+        budget: True if the measured peak, and on CUDA what the allocator reserved for it, have to be within it.
+        peak_error, latency_error: largest distance of the measured peak and step time from the predicted ones, as
+            fractions of those; None for any.
     """
 
     difference: float | None = None
@@ -27,7 +26,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why a schedule did not pass: which check, in words, and by the numbers (None where there are none)."""
+    """A check that a schedule did not pass, in words and in numbers (None where there are none)."""
 
     check: str
     message: str
@@ -36,38 +35,30 @@ class Reason:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What `verify` found. Differences are the largest absolute one over the largest absolute value.
+class Report(StepDifferences):
+    """Results of `verify`, beside the differences from plain training.
 
     Attributes:
-        gradients: for each parameter and input with a gradient, its difference from plain training's.
-        buffers: the same for the module's buffers after the step.
-        loss: the same for the output.
-        random_state: whether the generator is left as plain training leaves it.
         peak_bytes, plain_peak_bytes: measured peak of the step, resident memory (and an optimizer's state, if the
             schedule counts one) included.
-        reserved_bytes, plain_reserved_bytes: what torch's CUDA allocator took from the GPU to hold those peaks,
-            freed blocks that it keeps and what falls between blocks included; None on a CPU.
-        budget_bytes: what the schedule was asked for.
+        reserved_bytes, plain_reserved_bytes: memory that torch's CUDA allocator took from the GPU for those peaks,
+            with freed blocks that it keeps and gaps between blocks; None on a CPU.
+        budget_bytes: the schedule's budget.
         step_ms, plain_step_ms: median measured step times, taken in turn.
-        predicted_peak_bytes, predicted_plain_peak_bytes, predicted_step_ms, predicted_plain_step_ms: what the
-            schedule says of the same, on the device and for the inputs that it was solved for.
-        kind, device: where those predictions come from (`measured` on, or `estimated` for, a device).
-        same_shapes: whether the inputs are those the schedule was solved for.
-        incomparable: why the predictions are not of this step here; empty where they are.
-        unrepeated: how far the loss and gradients of two plain steps from one seed are apart, where some kernel
-            adds up in no fixed order, as on CUDA; 0 where none does.
-        allowed_difference: what the largest difference may be: rounding; `SLACK` times `unrepeated` where that is
+        predicted_peak_bytes, predicted_plain_peak_bytes, predicted_step_ms, predicted_plain_step_ms: the same, as
+            the schedule predicts it on the device and for the inputs that it was solved for.
+        kind, device: source of those predictions (`measured` on, or `estimated` for, a device).
+        same_shapes: True if the inputs are those the schedule was solved for.
+        incomparable: reasons why the predictions are not of this step here.
+        unrepeated: difference between two plain steps from one seed, where some kernel adds up in no fixed order
+            (on CUDA); 0 where none does.
+        allowed_difference: limit of the largest difference: rounding; `SLACK` times `unrepeated` where that is
             more; or, for a schedule with a tolerance, `SLACK` times what plain training's gradients move by when
-            every weight is off by that much, up to `MOST_ALLOWED`.
-        operators: what the comparison operator by operator found; None where there was none.
-        limits: what is judged.
+            every weight is off by that much, up to `MAX_ALLOWED`.
+        operators: the comparison operator by operator; None where there was none.
+        limits: what else is judged.
     """
 
-    gradients: Mapping[str, float]
-    buffers: Mapping[str, float]
-    loss: float
-    random_state: bool
     peak_bytes: int
     plain_peak_bytes: int
     budget_bytes: int
@@ -86,27 +77,16 @@ class Report:
     unrepeated: float = 0.0
     allowed_difference: float = REORDERED_SUMS
     operators: OperatorComparison | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: VerificationLimits = field(default_factory=VerificationLimits)
 
     @property
     def exact(self) -> bool:
-        """Whether everything is bit for bit as plain training's."""
+        """True if everything is bit for bit as plain training's."""
         return self.random_state and self.largest_difference == 0.0
 
     @property
-    def differences(self) -> dict[str, float]:
-        """What differs from plain training's, by name, the largest difference first."""
-        everything = {"the loss": self.loss, **self.gradients, **self.buffers}
-        differing = [(name, difference) for name, difference in everything.items() if difference > 0]
-        return dict(sorted(differing, key=lambda item: -item[1]))
-
-    @property
-    def largest_difference(self) -> float:
-        return max(self.differences.values(), default=0.0)
-
-    @property
     def within_budget(self) -> bool:
-        """Whether the peak is; what was reserved for it is judged apart."""
+        """True if the peak is; what was reserved for it is judged apart."""
         return self.peak_bytes <= self.budget_bytes
 
     @property
@@ -142,12 +122,12 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Same training, up to `allowed_difference`, within the budget, and within `limits`."""
+        """True for the same training, up to `allowed_difference`, within the budget and the `limits`."""
         return not self.reasons
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """Why it did not pass, the worst kind first; empty where it did."""
+        """Checks that it did not pass, the worst kind first."""
         return (*self._of_training(), *self._of_operators(), *self._of_figures())
 
     def _of_training(self) -> list[Reason]:
@@ -246,6 +226,3 @@ def describe(item: OperatorDifference) -> str:
 
 def _error(measured: float, predicted: float) -> float:
     return measured / predicted - 1 if predicted > 0 else 0.0
-
-
-__all__ = ["Limits", "Reason", "Report", "describe"]

@@ -1,4 +1,4 @@
-"""One training step, taken again and again: what it leaves behind, how long it takes, and its peak."""
+"""A model that takes training steps. Whatever monetlite measures of whole steps, it measures of a `Trainee`."""
 
 import contextlib
 import copy
@@ -11,9 +11,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from monetlite.checking.measurements import StepMemory
 from monetlite.core.errors import ModelError
-from monetlite.operators.random import forked_state
-from monetlite.profiling.memory_use import page_faults, peak_growth_bytes, release_workspaces, releases, steady_heap
+from monetlite.operators.random import forked_state, rng_state
+from monetlite.profiling.memory_use import (
+    high_water_bytes,
+    page_faults,
+    peak_growth_bytes,
+    release_workspaces,
+    releases,
+    steady_heap,
+    trim_heap,
+)
 from monetlite.profiling.meters import MAX_PAGE_FAULTS
 from monetlite.profiling.step_additions import make_optimizer
 from monetlite.runtime.reserved_memory import reserved_within
@@ -23,32 +32,34 @@ from monetlite.tracing.build import resident_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What one step leaves behind: the loss, gradients and buffers by name, and the generator's state."""
+    """Results of a step, on the CPU: loss, gradients and buffers by name, and the generator's state.
+
+    `drew` tells whether the step drew random numbers.
+    """
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     random_state: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peak:
-    """The most memory of a step, resident memory included, in bytes.
-
-    `allocated_bytes`: of tensors and workspaces, as asked for; a block of the CUDA allocator that holds one may be
-    larger, by up to a megabyte without expandable segments. `reserved_bytes`: what that allocator took from the GPU
-    to hold them, which is what nvidia-smi shows beside the context; None on a CPU.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int | None = None
+    drew: bool
 
 
 class Trainee:
-    """A model that takes training steps, always from no gradients, or to `accumulate` from gradients of zero.
+    """A model that takes training steps, or forward passes alone.
 
-    An optimizer's step is part of the peak, as in a prediction, and of nothing else; it changes no weight. With
-    `limit_bytes`, what torch's CUDA allocator reserves for the step is kept within that, while it is measured.
+    A step begins without gradients or, to `accumulate`, with gradients of zero. The optimizer's step counts in the
+    peak, as in a prediction. It changes no weight.
+
+    Args:
+        model: the module, or a wrapper of it.
+        args, kwargs: arguments of its call. Their gradients are cleared at each step.
+        objective: makes the loss of the model's output.
+        device: `cpu` or `cuda`.
+        training: False for forward passes without gradients.
+        accumulate: keep gradients between steps.
+        autocast: dtype of `torch.autocast` around forward and loss; empty for none.
+        optimizer: name of an optimizer.
+        limit_bytes: what torch's CUDA allocator may reserve for a step while it is measured.
     """
 
     def __init__(
@@ -59,162 +70,146 @@ class Trainee:
         objective: Callable[[Any], torch.Tensor],
         device: str,
         *,
+        training: bool = True,
         accumulate: bool = False,
         autocast: str = "",
         optimizer: str | None = None,
         limit_bytes: int | None = None,
     ) -> None:
-        self.accumulate = accumulate
-        self.releases: list[int] = []
-        """Of each step that was timed on a GPU: how often its allocator gave memory back."""
-        self.limit_bytes = limit_bytes
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.objective, self.device, self.training = objective, device, training
+        self.accumulate, self.limit_bytes = accumulate, limit_bytes
         self.autocast = getattr(torch, autocast) if autocast else None
-        self.model, self.objective, self.device = model, objective, device
-        copies: dict[int, torch.Tensor] = {}
-        self.args, self.kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda tensor: _fresh(tensor, copies), (args, kwargs)
-        )
-        self.inputs = [
-            item for item in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(item, torch.Tensor)
-        ]
+        self.releases: list[int] = []
+        """Times that the CUDA allocator gave memory back, for each step that was timed on a GPU."""
+        self.inputs = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
         self.optimizer = None
         if optimizer is not None:
-            # At a learning rate of zero weights stay as they are, bit for bit, and memory is what it always is.
+            # At a learning rate of zero weights stay as they are, bit for bit; memory and time are as always.
             self.optimizer = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad], 0.0)
 
     def step(self) -> torch.Tensor:
-        self._clear()
-        # A training loop holds the model's output until the step ends; the schedule counts on that.
-        with torch.autocast(self.device, self.autocast, enabled=self.autocast is not None):
-            output = self.model(*self.args, **self.kwargs)
-            loss = self.objective(output)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        """Run forward and backward from cleared gradients, and return the loss."""
+        self.clear()
+        with torch.set_grad_enabled(self.training):
+            # A training loop holds the model's output until the step ends; the schedule counts on that.
+            with torch.autocast(self.device, self.autocast, enabled=self.autocast is not None):
+                output = self.model(*self.args, **self.kwargs)
+                if not self.training:
+                    return torch.zeros(())
+                loss = self.objective(output)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         return loss.detach()
 
-    def snapshot(self, seed: int) -> Snapshot:
-        """What one step leaves behind, from a seed."""
-        with forked_state(self.device), reserved_within(self._limit_bytes, self._own_bytes()):
-            torch.manual_seed(seed)
-            loss = self.step()
-            random_state = torch.cuda.get_rng_state() if self.device == "cuda" else torch.get_rng_state()
-        named = [
-            *self.model.named_parameters(),
-            *((f"input {i}", item) for i, item in enumerate(self.inputs)),
-        ]
-        return Snapshot(
-            loss=loss.clone(),
-            gradients={name: tensor.grad.clone() for name, tensor in named if tensor.grad is not None},
-            buffers={name: tensor.clone() for name, tensor in self.model.named_buffers()},
-            random_state=random_state,
-        )
-
-    def time_ms(self) -> float:
-        with self._limited():
-            before = releases()
-            self._synchronize()
-            start = time.perf_counter()
-            self.step()
-            self._synchronize()
-            taken = time.perf_counter() - start
-        if self.device == "cuda":
-            self.releases.append(releases() - before)
-        return taken * 1000
-
-    @contextlib.contextmanager
-    def _limited(self) -> Iterator[None]:
-        """Keep a step within the limit, if there is one, in an allocator that such a step has left behind."""
-        if self._limit_bytes is None:
-            yield
-            return
-        self._clear()
-        torch.cuda.empty_cache()
-        with reserved_within(self._limit_bytes, self._own_bytes()):
-            self.step()
-            yield
-
-    @property
-    def _limit_bytes(self) -> int | None:
-        return self.limit_bytes if self.device == "cuda" else None
-
-    def peak(self) -> Peak:
-        """Resident memory of the step, and the most it takes beyond that.
-
-        What else is on the GPU, such as another model, doesn't count; libraries' workspaces do.
-        """
-        if self.optimizer is not None and not self.optimizer.state:
-            self._whole_step()  # which makes the optimizer's state
-        self._clear()
-        own_bytes = self._own_bytes()
-        if self.device != "cuda":
-            return Peak(allocated_bytes=own_bytes + peak_growth_bytes(self._whole_step, self.device))
-        release_workspaces(self.device)
-        torch.cuda.empty_cache()
-        reserved_bytes = torch.cuda.memory_reserved()
-        with reserved_within(self._limit_bytes, own_bytes):
-            allocated_bytes = own_bytes + peak_growth_bytes(self._whole_step, self.device)
-        grown_bytes = torch.cuda.max_memory_reserved() - reserved_bytes
-        return Peak(allocated_bytes=allocated_bytes, reserved_bytes=own_bytes + grown_bytes)
-
-    def _own_bytes(self) -> int:
-        """What of the step is in memory before it begins."""
-        model = self.model.model if isinstance(self.model, MONeTWrapper) else self.model
-        own_bytes: int = resident_bytes(model, self.inputs).total
-        own_bytes += sum(tensor.grad.nbytes for tensor in self._leaves() if tensor.grad is not None)
-        states = self.optimizer.state.values() if self.optimizer is not None else ()
-        return own_bytes + sum(
-            item.nbytes for state in states for item in state.values() if isinstance(item, torch.Tensor)
-        )
-
-    def _whole_step(self) -> None:
+    def run(self) -> None:
+        """Take a step, with the optimizer's."""
         self.step()
         if self.optimizer is not None:
             self.optimizer.step()
 
-    def _clear(self) -> None:
+    def snapshot(self, seed: int) -> Snapshot:
+        """Take a step from a seed, and return its results."""
+        with forked_state(self.device), self._limited():
+            torch.manual_seed(seed)
+            before = rng_state(self.device)
+            loss = self.step()
+            after = rng_state(self.device)
+        inputs = ((f"input {number}", item) for number, item in enumerate(self.inputs))
+        named = [*self.model.named_parameters(), *inputs]
+        return Snapshot(
+            loss=_on_cpu(loss),
+            gradients={name: _on_cpu(tensor.grad) for name, tensor in named if tensor.grad is not None},
+            buffers={name: _on_cpu(tensor) for name, tensor in self.model.named_buffers()},
+            random_state=after,
+            drew=not torch.equal(before, after),
+        )
+
+    def time_ms(self, *, with_optimizer: bool = False) -> float:
+        """Duration of a step, in ms."""
+        limited = self.limit_bytes is not None and self.device == "cuda"
+        if limited:
+            self.clear()
+            torch.cuda.empty_cache()
+        with self._limited():
+            if limited:
+                self.step()  # leaves the allocator's cache as such a step finds it
+            released = releases()
+            self._synchronize()
+            start = time.perf_counter()
+            (self.run if with_optimizer else self.step)()
+            self._synchronize()
+            taken = time.perf_counter() - start
+        if self.device == "cuda":
+            self.releases.append(releases() - released)
+        return taken * 1000
+
+    def memory(self) -> StepMemory:
+        """Measure the memory of a step with the optimizer's.
+
+        Libraries' workspaces count; other tensors on the GPU, such as another model, don't.
+        """
+        if self.optimizer is not None and not self.optimizer.state:
+            self.run()  # makes the optimizer's state
+        self.clear()
+        own_bytes = self._own_bytes()
+        if self.device != "cuda":
+            return StepMemory(peak_bytes=own_bytes + peak_growth_bytes(self.run), resident_bytes=own_bytes)
+        release_workspaces(self.device)
+        torch.cuda.empty_cache()
+        reserved_bytes = torch.cuda.memory_reserved()
+        with self._limited():
+            peak_bytes = own_bytes + peak_growth_bytes(self.run, self.device)
+        grown_bytes = torch.cuda.max_memory_reserved() - reserved_bytes
+        return StepMemory(peak_bytes=peak_bytes, resident_bytes=own_bytes, reserved_bytes=own_bytes + grown_bytes)
+
+    def in_use_bytes(self) -> int | None:
+        """Memory that the system reports: of this process during a step on the CPU, of the whole GPU after a step.
+
+        None where Linux does not say.
+        """
+        self.clear()
+        if self.device != "cuda":
+            trim_heap()
+            return high_water_bytes(self.run)
+        self.run()
+        self._synchronize()
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        return total_bytes - free_bytes
+
+    def clear(self) -> None:
+        """Drop all gradients or, to accumulate, set them to zero."""
         for tensor in self._leaves():
             if not self.accumulate:
                 tensor.grad = None
             elif tensor.requires_grad:
                 tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.zero_()
 
+    def _limited(self) -> contextlib.AbstractContextManager[None]:
+        """Keep what the allocator reserves within the limit, if there is one."""
+        limit_bytes = self.limit_bytes if self.device == "cuda" else None
+        return reserved_within(limit_bytes, self._own_bytes())
+
+    def _own_bytes(self) -> int:
+        """Bytes of the step that are in memory before it begins."""
+        model = self.model.model if isinstance(self.model, MONeTWrapper) else self.model
+        gradients = [tensor.grad for tensor in self._leaves()]
+        state = [] if self.optimizer is None else pytree.tree_leaves(list(self.optimizer.state.values()))
+        return resident_bytes(model, [*self.inputs, *gradients, *state]).total
+
     def _leaves(self) -> list[torch.Tensor]:
-        return [*self.model.parameters(), *self.inputs]
+        """Tensors that gradients are of."""
+        return [*self.model.parameters(), *(item for item in self.inputs if item.is_leaf)]
 
     def _synchronize(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
 
-def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy of a model, but for what `memo` has, as `copy.deepcopy` takes it.
-
-    Raises:
-        ModelError: it can't be copied.
-    """
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise ModelError(
-            f"the model can't be copied, and steps are compared on copies: copy.deepcopy(model) raises "
-            f"{type(error).__name__}: {reason}. Old torch.nn.utils.weight_norm is a known cause; "
-            "torch.nn.utils.parametrizations has one for models that can be copied"
-        ) from error
-
-
-def _fresh(tensor: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
-    """A copy that is a leaf; a tensor that is passed twice is copied once."""
-    if id(tensor) not in copies:
-        fresh = tensor.detach().clone(memory_format=torch.preserve_format)
-        copies[id(tensor)] = fresh.requires_grad_(tensor.requires_grad)
-    return copies[id(tensor)]
-
-
 def step_times_ms(trainees: Sequence[Trainee], repeats: int) -> list[list[float]]:
     """Step times of several ways to train, taken in turn, in ms.
 
-    On the CPU, freed memory is kept in the process, and steps in which more is taken from the system all the same
-    (each way to train leaves it in other pieces) are repeated, up to three times as often as asked for.
+    On the CPU, freed memory is kept in the process. Steps that take more from the system all the same (each way to
+    train leaves it in other pieces) are repeated, up to three times as often as asked for.
     """
     times: list[list[float]] = [[] for _ in trainees]
     undisturbed: list[list[float]] = [[] for _ in trainees]
@@ -232,8 +227,39 @@ def step_times_ms(trainees: Sequence[Trainee], repeats: int) -> list[list[float]
     return [good or every for good, every in zip(undisturbed, times, strict=True)]
 
 
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of a model, except for what `memo` has, as `copy.deepcopy` takes it.
+
+    Raises:
+        ModelError: it can't be copied.
+    """
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ModelError(
+            f"the model can't be copied, and steps are compared on copies: copy.deepcopy(model) raises "
+            f"{type(error).__name__}: {reason}. Old torch.nn.utils.weight_norm is a known cause; "
+            "torch.nn.utils.parametrizations has one for models that can be copied"
+        ) from error
+
+
+def leaf_copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copies of a call's tensors that are leaves. A tensor that is passed twice is copied once."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            made = tensor.detach().clone(memory_format=torch.preserve_format)
+            copies[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
+
+    made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, copy_of, (args, kwargs))
+    return made
+
+
 def default_loss(output: Any) -> torch.Tensor:
-    """A scalar to train on: an output's `loss`, or the mean of the squares of all its floating-point tensors.
+    """An output's `loss`, or the mean of the squares of all its floating-point tensors.
 
     The latter takes no memory beside the outputs and their gradients, which is what a schedule counts of a loss.
 
@@ -250,7 +276,7 @@ def default_loss(output: Any) -> torch.Tensor:
 
 
 class _MeanSquare(torch.autograd.Function):
-    """The mean of a tensor's squares, in at least float32, and nothing of its size in between."""
+    """Mean of a tensor's squares, in at least float32, without an intermediate of the tensor's size."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -268,11 +294,11 @@ class _MeanSquare(torch.autograd.Function):
 
 @contextlib.contextmanager
 def changed_weights(model: nn.Module, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Train with other weights for a while, then have them, and buffers that steps change, as they were.
+    """Train with other weights for a while. Afterwards weights and buffers are as they were.
 
-    `change` makes a parameter, by its name, of its value (at least float32), on the CPU.
+    `change` makes a parameter of its name and its value (at least float32, on the CPU).
     """
-    kept = {name: item.detach().cpu().clone() for name, item in (*model.named_parameters(), *model.named_buffers())}
+    kept = {name: _on_cpu(item) for name, item in (*model.named_parameters(), *model.named_buffers())}
     try:
         with torch.no_grad():
             for name, weights in model.named_parameters():
@@ -285,7 +311,7 @@ def changed_weights(model: nn.Module, change: Callable[[str, torch.Tensor], torc
 
 
 def off_by(fraction: float, seed: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """For `changed_weights`: every weight off by a fraction of itself, up or down at random."""
+    """A change for `changed_weights`: every weight off by a fraction of itself, up or down at random."""
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def change(_: str, weights: torch.Tensor) -> torch.Tensor:
@@ -295,4 +321,5 @@ def off_by(fraction: float, seed: int) -> Callable[[str, torch.Tensor], torch.Te
     return change
 
 
-__all__ = ["Peak", "Snapshot", "Trainee", "changed_weights", "copied", "default_loss", "off_by", "step_times_ms"]
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -130,7 +130,8 @@ def measure_command(
     def run() -> None:
         import torch
 
-        from monetlite.checking.measuring import Mode, Setting, measure
+        from monetlite.checking.measurements import Mode
+        from monetlite.checking.measuring import measure
         from monetlite.core.errors import DeviceError
         from monetlite.core.files.atomic import write_atomically
         from monetlite.models import build_model
@@ -155,8 +156,12 @@ def measure_command(
                 build,
                 batches or (None,),
                 [Mode(mode) for mode in modes],
-                Setting(device=chosen, optimizer=optimizer, autocast=autocast, warmup=warmup, repeats=repeats),
-                progress,
+                device=chosen,
+                optimizer=optimizer,
+                autocast=autocast,
+                warmup=warmup,
+                repeats=repeats,
+                progress=progress,
             )
         found = replace(found, model=found.model or spec)  # not even the smallest batch may have fitted
         if output is not None:

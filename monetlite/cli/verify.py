@@ -68,8 +68,8 @@ def verify_command(
     def run() -> None:
         import torch
 
-        from monetlite.checking.report import Limits
-        from monetlite.checking.verify import verify
+        from monetlite.checking.report import VerificationLimits
+        from monetlite.checking.verification import verify
         from monetlite.models import build_model
         from monetlite.reporting.verify import print_report, report_facts
         from monetlite.zoo import load_schedule
@@ -90,7 +90,7 @@ def verify_command(
                 repeats=repeats,
                 seed=seed,
                 operators=None if operators is None else operators > 0,
-                limits=Limits(
+                limits=VerificationLimits(
                     difference=max_difference,
                     budget=not no_budget_check,
                     peak_error=max_peak_error,

@@ -8,6 +8,7 @@ CPU figures can be checked against the process's high-water mark (`VmHWM`), whic
 import contextlib
 import ctypes
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from operator import itemgetter
@@ -149,6 +150,21 @@ def _allocator_count(name: str) -> int:
     return int(torch.cuda.memory_stats().get(name, 0)) if torch.cuda.is_available() else 0
 
 
+def gpu_in_use_bytes() -> int | None:
+    """Memory in use on the current GPU by nvidia-smi, even before CUDA is started; None if it does not say."""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    reported = nvidia_smi("memory.used", f"--id=GPU-{uuid}")
+    return int(reported) * 2**20 if reported.isdecimal() else None
+
+
+def nvidia_smi(field: str, *options: str) -> str:
+    """A field that nvidia-smi reports; empty where it reports none."""
+    command = ["nvidia-smi", *options, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return ""
+
+
 def high_water_growth_bytes(function: Callable[[], Any]) -> int | None:
     """Largest growth of the process's resident set while a function runs; None where Linux does not say."""
     before = process_bytes()
@@ -157,13 +173,14 @@ def high_water_growth_bytes(function: Callable[[], Any]) -> int | None:
 
 
 def high_water_bytes(function: Callable[[], Any]) -> int | None:
-    """Largest resident set of the process while a function runs; None, and no run, where Linux does not say."""
+    """Largest resident set of the process while a function runs; None where Linux does not say."""
+    cleared = True
     try:
         (_PROCESS / "clear_refs").write_text("5")
     except OSError:
-        return None
+        cleared = False
     function()
-    return _status_bytes("VmHWM")
+    return _status_bytes("VmHWM") if cleared else None
 
 
 def process_bytes() -> int | None:

@@ -4,7 +4,6 @@ import contextlib
 import platform
 import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from monetlite.core.errors import DeviceError
 from monetlite.profiling.memory_use import (
     high_water_growth_bytes,
+    nvidia_smi,
     page_faults,
     peak_growth_bytes,
     release_workspaces,
@@ -177,14 +177,6 @@ def driver_version() -> str:
         if found := re.search(r"\b\d+\.\d+(\.\d+)?\b", line):
             return found.group()
     return nvidia_smi("driver_version").partition("\n")[0]
-
-
-def nvidia_smi(field: str, *options: str) -> str:
-    """A field that nvidia-smi reports; empty where it reports none."""
-    command = ["nvidia-smi", *options, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    return ""
 
 
 def _touch(tensor: torch.Tensor | None) -> None:

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from monetlite.checking.measuring.results import (
+from monetlite.checking.measurements import (
+    BatchRun,
     Line,
     Measurements,
     Mode,
     Place,
-    Run,
     fit,
     largest_batch,
     tells_enough,
@@ -42,7 +42,7 @@ def measurement_facts(found: Measurements) -> dict[str, Any]:
     }
 
 
-def _run_facts(run: Run) -> dict[str, Any]:
+def _run_facts(run: BatchRun) -> dict[str, Any]:
     return {
         "mode": str(run.mode),
         "batch": run.batch,
@@ -67,7 +67,7 @@ def _line_facts(found: Measurements, mode: Mode) -> dict[str, Any] | None:
     return {**asdict(line), "largest_batch": largest}
 
 
-def _outcome(run: Run) -> str:
+def _outcome(run: BatchRun) -> str:
     if run.out_of_memory:
         return "out of memory"
     return "ran" if run.tried else "not tried"
@@ -171,7 +171,7 @@ def _columns(place: Place) -> tuple[str, ...]:
     return ("batch", *memory, "time", "spread", "samples/s")
 
 
-def _cells(run: Run, place: Place) -> tuple[str, ...]:
+def _cells(run: BatchRun, place: Place) -> tuple[str, ...]:
     columns = len(_columns(place))
     if run.memory is None:
         why = "out of memory" if run.tried else "not tried"

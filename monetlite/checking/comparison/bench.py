@@ -21,7 +21,7 @@ from monetlite.checking.comparison.compiled import settings
 from monetlite.checking.comparison.contenders import Contender, Task, Unsupported, copy_of
 from monetlite.checking.comparison.data import Peer, Run
 from monetlite.checking.comparison.exactness import Examiner
-from monetlite.checking.trainee import Trainee, copied, step_times_ms
+from monetlite.checking.trainee import Trainee, copied, leaf_copies, step_times_ms
 from monetlite.core.errors import MonetliteError
 from monetlite.profiling.memory_use import is_out_of_memory, refusals
 
@@ -55,7 +55,9 @@ class Bench:
         seed: int = 0,
     ) -> None:
         moved = copied(model).to(device)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        args, kwargs = leaf_copies(
+            *pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        )
         self._trainee = Trainee(moved, args, kwargs, objective, device, autocast=autocast)
         self._seed = seed
         self._coarse = bool(autocast) or any(item.element_size() < 4 for item in moved.parameters())
@@ -110,10 +112,10 @@ class Bench:
             difference, faults = self._examiner.examine(trainee)
             run = replace(run, gradient_difference=difference, faults=faults)
         self._tidy()
-        peak = trainee.peak()
+        memory = trainee.memory()
         if refusals() > refused:
             run = replace(run, faults=(*run.faults, REFUSED))
-        return replace(run, peak_bytes=peak.allocated_bytes, reserved_bytes=peak.reserved_bytes)
+        return replace(run, peak_bytes=memory.peak_bytes, reserved_bytes=memory.reserved_bytes)
 
     def time(self, entrants: Sequence[Entrant], repeats: int) -> list[Run]:
         """The runs with their step times, taken in turn."""
@@ -159,7 +161,7 @@ class _Timed(Trainee):
                 self.failure = reason(error)
         return torch.zeros(())
 
-    def time_ms(self) -> float:
+    def time_ms(self, *, with_optimizer: bool = False) -> float:
         if self.device == "cuda" and self.limit_bytes is None:
             # What the one before left in the allocator's cache doesn't fit this one: a step, to fill it anew.
             torch.cuda.empty_cache()

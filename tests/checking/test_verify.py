@@ -13,8 +13,9 @@ from step_lists import free_profile, recompute, recompute_everything, schedule_o
 from torch import nn
 
 import monetlite
-from monetlite.checking.report import Limits
-from monetlite.checking.trainee import Peak, Trainee, default_loss
+from monetlite.checking.measurements import StepMemory
+from monetlite.checking.report import VerificationLimits
+from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.source import ModelSource
 from monetlite.core.steps import plain_steps
 from monetlite.operators import registry, resolve
@@ -240,14 +241,14 @@ def test_figures_are_judged_where_that_is_asked_for(measured):
     assert off.peak_error == pytest.approx(-0.2, abs=1e-4)
     assert off.latency_error == pytest.approx(2.0)
     for limits, failing in (
-        (Limits(peak_error=0.25, latency_error=2.1), []),
-        (Limits(peak_error=0.1, latency_error=2.1), ["peak_error"]),
-        (Limits(peak_error=0.1, latency_error=0.5), ["peak_error", "latency_error"]),
+        (VerificationLimits(peak_error=0.25, latency_error=2.1), []),
+        (VerificationLimits(peak_error=0.1, latency_error=2.1), ["peak_error"]),
+        (VerificationLimits(peak_error=0.1, latency_error=0.5), ["peak_error", "latency_error"]),
     ):
         judged = replace(off, limits=limits)
         assert [reason.check for reason in judged.reasons] == failing
         assert judged.passed == (not failing)
-    elsewhere = replace(off, incomparable=("measured on another",), limits=Limits(latency_error=100.0))
+    elsewhere = replace(off, incomparable=("measured on another",), limits=VerificationLimits(latency_error=100.0))
     assert elsewhere.latency_error is None
     (reason,) = elsewhere.reasons
     assert "measured on another" in reason.message
@@ -257,9 +258,9 @@ def test_what_the_allocator_reserves_is_held_to_the_budget_too(measured):
     report, _ = measured
     budget_bytes = report.peak_bytes + 1000
     for reserved_bytes, limits, failing in (
-        (budget_bytes, Limits(), []),
-        (budget_bytes + 1, Limits(), ["reserved"]),
-        (budget_bytes + 1, Limits(budget=False), []),
+        (budget_bytes, VerificationLimits(), []),
+        (budget_bytes + 1, VerificationLimits(), ["reserved"]),
+        (budget_bytes + 1, VerificationLimits(budget=False), []),
     ):
         judged = replace(
             report,
@@ -300,7 +301,7 @@ def test_plain_training_that_does_not_repeat_itself_is_no_schedules_fault(measur
         return noisy
 
     monkeypatch.setattr(Trainee, "snapshot", off(lambda _: True))
-    report = verify(model, schedule, torch.randn(16, 64), limits=Limits(budget=False))
+    report = verify(model, schedule, torch.randn(16, 64), limits=VerificationLimits(budget=False))
     assert report.passed
     assert 1e-6 < report.largest_difference <= report.allowed_difference
     assert report.unrepeated == pytest.approx(2e-5, rel=0.01)
@@ -309,7 +310,7 @@ def test_plain_training_that_does_not_repeat_itself_is_no_schedules_fault(measur
     print_report(console, report, 0)
     assert "plain, twice" in console.file.getvalue()
     monkeypatch.setattr(Trainee, "snapshot", off(lambda trainee: isinstance(trainee.model, monetlite.MONeTWrapper)))
-    report = verify(model, schedule, torch.randn(16, 64), limits=Limits(budget=False))
+    report = verify(model, schedule, torch.randn(16, 64), limits=VerificationLimits(budget=False))
     assert not report.passed
     assert report.unrepeated == 0.0
 
@@ -354,7 +355,9 @@ def test_a_peak_on_cuda_is_that_of_the_step_with_its_workspaces_and_nothing_else
     trainee.device = "cuda"
     allocator = Allocator(monkeypatch, others_bytes=own_bytes + 10_000)
     monkeypatch.setattr(trainee, "step", allocator.step)
-    assert trainee.peak() == Peak(allocated_bytes=own_bytes + 700, reserved_bytes=own_bytes + 900)
+    assert trainee.memory() == StepMemory(
+        peak_bytes=own_bytes + 700, resident_bytes=own_bytes, reserved_bytes=own_bytes + 900
+    )
 
 
 def test_predictions_of_other_devices_threads_and_shapes_are_not_compared(measured):

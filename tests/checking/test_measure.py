@@ -12,9 +12,22 @@ from small_models import WithLoss
 from torch import nn
 
 import monetlite
-from monetlite.checking.measuring import Line, Mode, Run, Setting, fit, largest_batch, measure, probes
-from monetlite.checking.measuring.results import Growth, Loading, Measurements, Memory, Place, tells_enough
-from monetlite.checking.verify import Trainee, default_loss
+from monetlite.checking import measuring
+from monetlite.checking.measurements import (
+    BatchRun,
+    Growth,
+    Line,
+    Loading,
+    Measurements,
+    Mode,
+    Place,
+    StepMemory,
+    fit,
+    largest_batch,
+    tells_enough,
+)
+from monetlite.checking.measuring import measure, measured_place
+from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.models.built import BuiltModel
@@ -82,11 +95,11 @@ def test_a_training_steps_peak_is_what_simulate_and_verify_say():
             return {"loss": self.layers(x).mean()}
 
     inputs, model = (torch.randn(256, 64),), Net()
-    found = measure(lambda _: built(model, inputs, 256), [256], [Mode.TRAINING], Setting(repeats=1))
+    found = measure(lambda _: built(model, inputs, 256), [256], [Mode.TRAINING], repeats=1)
     measured = found.runs[0].memory.peak_bytes
     trainee = Trainee(model, inputs, {}, default_loss, "cpu")
     trainee.step()
-    assert measured == pytest.approx(trainee.peak().allocated_bytes, rel=0.01)
+    assert measured == pytest.approx(trainee.memory().peak_bytes, rel=0.01)
     profile = monetlite.profile(monetlite.trace(model, inputs), "cpu")
     assert measured == pytest.approx(simulate(profile, plain_steps(profile.graph)).peak_bytes, rel=0.01)
 
@@ -104,7 +117,7 @@ def test_inference_takes_no_gradients_and_runs_in_evaluation_mode():
             return self.layers(x)
 
     inputs = (torch.randn(4096, 256),)
-    found = measure(lambda _: built(Watching(), inputs, 4096), [4096], setting=Setting(repeats=1))
+    found = measure(lambda _: built(Watching(), inputs, 4096), [4096], repeats=1)
     inference, training = (found.of(mode)[0].memory for mode in (Mode.INFERENCE, Mode.TRAINING))
     assert set(seen) == {(False, False), (True, True)}
     activation = 4096 * 256 * 4
@@ -119,8 +132,8 @@ def test_an_optimizers_state_is_there_before_the_step(name):
     def build(_):
         return built(nn.Linear(512, 512, bias=False), (torch.randn(1, 512),), 1)
 
-    without = measure(build, [1], [Mode.TRAINING], Setting(repeats=1)).runs[0].memory
-    stepping = measure(build, [1], [Mode.TRAINING], Setting(repeats=1, optimizer=name)).runs[0].memory
+    without = measure(build, [1], [Mode.TRAINING], repeats=1).runs[0].memory
+    stepping = measure(build, [1], [Mode.TRAINING], repeats=1, optimizer=name).runs[0].memory
     added = stepping.resident_bytes - without.resident_bytes
     assert added == pytest.approx(OPTIMIZERS[name].state * MIB, abs=64)
     assert stepping.peak_bytes >= without.peak_bytes + added
@@ -146,7 +159,7 @@ def test_each_batch_begins_with_a_new_model_without_gradients():
         made.append(model)
         return built(model, (torch.randn(batch, 8),), batch)
 
-    measure(build, [1, 2], setting=Setting(repeats=1, optimizer="adam"))
+    measure(build, [1, 2], repeats=1, optimizer="adam")
     assert len(made) == 2
     assert all(parameter.grad is None for model in made for parameter in model.parameters())
 
@@ -160,24 +173,24 @@ def test_labels_are_for_training():
             return super().forward(x, torch.zeros(len(x), dtype=torch.long) if labels is None else labels)
 
     inputs = {"x": torch.randn(4, 6), "labels": torch.zeros(4, dtype=torch.long)}
-    found = measure(lambda _: built(Optional(), inputs, 4), [4], setting=Setting(repeats=1))
+    found = measure(lambda _: built(Optional(), inputs, 4), [4], repeats=1)
     assert found.labels_left_out
     assert set(seen) == {(False, False), (True, True)}
-    required = measure(lambda _: built(WithLoss(), inputs, 4), [4], [Mode.INFERENCE], Setting(repeats=1))
+    required = measure(lambda _: built(WithLoss(), inputs, 4), [4], [Mode.INFERENCE], repeats=1)
     assert not required.labels_left_out
 
 
 def runs_of(needed, reserved=None, out=()):
     ran = [
-        Run(
+        BatchRun(
             mode=Mode.TRAINING,
             batch=batch,
-            memory=Memory(peak_bytes=size, resident_bytes=0, reserved_bytes=reserved and size * reserved),
+            memory=StepMemory(peak_bytes=size, resident_bytes=0, reserved_bytes=reserved and size * reserved),
             times_ms=(1.0,),
         )
         for batch, size in needed.items()
     ]
-    return [*ran, *(Run(mode=Mode.TRAINING, batch=batch) for batch in out)]
+    return [*ran, *(BatchRun(mode=Mode.TRAINING, batch=batch) for batch in out)]
 
 
 def test_the_line_is_through_the_largest_batches_as_the_peak_only_gets_steeper():
@@ -375,10 +388,10 @@ def test_a_gpus_table_tells_its_memory_apart(capsys):
             growth=Growth(kept_bytes=gib, peak_bytes=gib),
         ),
         runs=tuple(
-            Run(
+            BatchRun(
                 mode=Mode.TRAINING,
                 batch=batch,
-                memory=Memory(
+                memory=StepMemory(
                     peak_bytes=(2 + batch) * gib,
                     resident_bytes=gib,
                     reserved_bytes=(2 + batch) * gib * 5 // 4,
@@ -421,9 +434,9 @@ def test_the_context_is_what_the_first_tensor_brings(monkeypatch):
             start()
             return {"device": "a GPU"}
 
-    monkeypatch.setattr(probes, "meter_for", lambda _: Meter())
-    monkeypatch.setattr(probes, "_reported_bytes", lambda: 600 * MIB + there["context"])
-    monkeypatch.setattr(probes.torch, "zeros", start)
+    monkeypatch.setattr(measuring, "meter_for", lambda _: Meter())
+    monkeypatch.setattr(memory_use, "gpu_in_use_bytes", lambda: 600 * MIB + there["context"])
+    monkeypatch.setattr(torch, "zeros", start)
     for name, answer in (
         ("synchronize", None),
         ("empty_cache", None),
@@ -431,4 +444,4 @@ def test_the_context_is_what_the_first_tensor_brings(monkeypatch):
         ("mem_get_info", (7 * 2**30, 8 * 2**30)),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
-    assert probes.CudaProbe().place.context_bytes == 500 * MIB
+    assert measured_place("cuda").context_bytes == 500 * MIB

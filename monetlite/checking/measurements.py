@@ -1,10 +1,13 @@
-"""What `monetlite measure` finds, as data: no torch, no printing."""
+"""Results of `monetlite measure`, and predictions from them. Without torch."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+_MIN_BATCH_SHARE = 0.2
+"""Least share of the peak that has to be due to the batch before larger batches are predicted from it."""
 
 
 class Mode(StrEnum):
@@ -14,8 +17,23 @@ class Mode(StrEnum):
     """Forward, loss and backward in training mode, and the optimizer's step if there is one."""
 
 
-_TELLING_SHARE = 0.2
-"""Of the peak, what has to be due to the batch before larger ones are predicted from it."""
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Memory of one training step, or of one forward pass, in bytes.
+
+    Attributes:
+        peak_bytes: most that tensors and workspaces take at once, as asked for. A block of the CUDA allocator may
+            be larger than its tensor, by up to a megabyte without expandable segments.
+        resident_bytes: the part of it that is there before the step: parameters, buffers, inputs, optimizer state.
+        reserved_bytes: what the CUDA allocator took from the GPU for the peak; None on a CPU.
+        in_use_bytes: on a CPU, the process at its highest, Python and libraries included; on CUDA, what the GPU
+            reports in use after the step, other programs included. None where it is not known.
+    """
+
+    peak_bytes: int
+    resident_bytes: int
+    reserved_bytes: int | None = None
+    in_use_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +41,11 @@ class Place:
     """The device before the model is on it.
 
     Attributes:
-        device: `cpu` or `cuda`; environment: its name, and the versions that matter.
-        total_bytes: its memory; None where that can't be known.
-        available_bytes: what this process could still take of it, once the device was started.
-        process_bytes: what the process held by then (CPU); None where the system won't say.
-        context_bytes: what starting the device took of its memory (CUDA), as nvidia-smi counts it.
+        device: `cpu` or `cuda`. environment: its name, and the versions that matter.
+        total_bytes: its memory. available_bytes: what this process can still take of it once the device is started.
+        process_bytes: memory of the process by then (CPU).
+        context_bytes: memory that starting the device took (CUDA), as nvidia-smi counts it.
+            Each size is None where the system does not say.
     """
 
     device: str
@@ -40,8 +58,10 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """What memory grew by while something ran, and by how much more at its highest: of the process for a model on
-    the CPU, of the allocator's tensors on CUDA."""
+    """Growth of memory while something ran, at the end and at its highest.
+
+    It is the process's on the CPU, and that of the allocator's tensors on CUDA.
+    """
 
     kept_bytes: int
     peak_bytes: int
@@ -52,7 +72,7 @@ class Loading:
     """Building the model on the device, with inputs of the smallest batch.
 
     `times_ms` has a build for each batch size; the other figures are of the first. `growth` is None where the
-    system won't say.
+    system does not say.
     """
 
     times_ms: tuple[float, ...]
@@ -63,34 +83,15 @@ class Loading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """The memory of one run.
-
-    Attributes:
-        peak_bytes: the most that tensors take at once: weights, inputs, optimizer state, and all that the run
-            allocates.
-        resident_bytes: of those, what is there before the run: parameters, buffers, inputs, optimizer state.
-        reserved_bytes: what the allocator took from the device for them (CUDA).
-        in_use_bytes: on the CPU, the process at its highest, Python and libraries included; on CUDA, what the
-            device reports in use afterwards, by everybody. None where the system won't say.
-    """
-
-    peak_bytes: int
-    resident_bytes: int
-    reserved_bytes: int | None = None
-    in_use_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One batch size in one mode. `memory` is None, and there are no times, where memory did not suffice.
+class BatchRun:
+    """One batch size in one mode. Where memory did not suffice, `memory` is None and there are no times.
 
     `tried` is False where a smaller batch had run out of memory already.
     """
 
     mode: Mode
     batch: int
-    memory: Memory | None = None
+    memory: StepMemory | None = None
     times_ms: tuple[float, ...] = ()
     tried: bool = True
 
@@ -108,10 +109,35 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """Peak memory as `fixed_bytes` and so much for each sample, through the two largest batches that ran.
+class Measurements:
+    """A model on a device, at several batch sizes.
 
-    `deviation` is how far the smaller ones are off it, at most, as a fraction of their peaks.
+    `runs` has every batch of a mode in ascending order, mode by mode. `loading` is None if the model and the
+    smallest batch's inputs don't fit. `labels_left_out` tells whether inference ran without the labels.
+    """
+
+    model: str
+    description: str
+    place: Place
+    loading: Loading | None
+    runs: tuple[BatchRun, ...]
+    optimizer: str | None = None
+    autocast: str | None = None
+    labels_left_out: bool = False
+
+    def of(self, mode: Mode) -> tuple[BatchRun, ...]:
+        return tuple(run for run in self.runs if run.mode is mode)
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        return tuple(dict.fromkeys(run.mode for run in self.runs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Peak memory as a straight line in the batch, through the two largest batches that ran.
+
+    `deviation` is the largest distance of a smaller batch from it, as a fraction of its peak.
     """
 
     bytes_per_sample: float
@@ -120,32 +146,7 @@ class Line:
     deviation: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurements:
-    """A model on a device, at several batch sizes.
-
-    `runs` has every batch of a mode in ascending order, mode by mode. `loading` is None if not even the smallest
-    batch's inputs and the model fit. `labels_left_out` says whether inference ran without the labels.
-    """
-
-    model: str
-    description: str
-    place: Place
-    loading: Loading | None
-    runs: tuple[Run, ...]
-    optimizer: str | None = None
-    autocast: str | None = None
-    labels_left_out: bool = False
-
-    def of(self, mode: Mode) -> tuple[Run, ...]:
-        return tuple(run for run in self.runs if run.mode is mode)
-
-    @property
-    def modes(self) -> tuple[Mode, ...]:
-        return tuple(dict.fromkeys(run.mode for run in self.runs))
-
-
-def fit(runs: Sequence[Run]) -> Line | None:
+def fit(runs: Sequence[BatchRun]) -> Line | None:
     """The line through the peaks of the two largest batches that ran; None for fewer than two.
 
     Each operator's memory is a straight line in the batch, and the peak is the largest of them: it can only get
@@ -166,19 +167,19 @@ def fit(runs: Sequence[Run]) -> Line | None:
 
 
 def tells_enough(line: Line) -> bool:
-    """Whether the batches make up enough of the peak for the line to hold beyond them.
+    """Tell whether the batches make up enough of the peak for the line to hold beyond them.
 
-    While weights, gradients and the optimizer's step are nearly all there is, the operator that will set the peak
-    at larger batches doesn't show yet.
+    While weights, gradients and the optimizer's step are nearly all of it, the operator that will set the peak at
+    larger batches doesn't show yet.
     """
     grown = line.bytes_per_sample * line.batches[1]
-    return grown >= _TELLING_SHARE * (grown + line.fixed_bytes)
+    return grown >= _MIN_BATCH_SHARE * (grown + line.fixed_bytes)
 
 
-def largest_batch(line: Line, runs: Sequence[Run], available_bytes: int) -> int | None:
-    """The largest batch that memory would hold by a line, never contradicting what ran or ran out of memory.
+def largest_batch(line: Line, runs: Sequence[BatchRun], available_bytes: int) -> int | None:
+    """The largest batch that memory holds by a line, in agreement with what ran and what ran out of memory.
 
-    What an allocator reserves beyond the peak is taken to grow with it. None if the line doesn't tell.
+    Reserved memory is taken to grow with the peak. None if the line doesn't tell enough.
     """
     if not tells_enough(line):
         return None
@@ -189,18 +190,3 @@ def largest_batch(line: Line, runs: Sequence[Run], available_bytes: int) -> int 
     most = math.floor((usable - line.fixed_bytes) / line.bytes_per_sample)
     most = min([most, *(run.batch - 1 for run in runs if run.out_of_memory)])
     return max(most, ran[-1].batch)
-
-
-__all__ = [
-    "Growth",
-    "Line",
-    "Loading",
-    "Measurements",
-    "Memory",
-    "Mode",
-    "Place",
-    "Run",
-    "fit",
-    "largest_batch",
-    "tells_enough",
-]

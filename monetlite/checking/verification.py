@@ -4,25 +4,16 @@ import contextlib
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import nn
 
-from monetlite.checking.comparing import REORDERED_SUMS, SLACK, difference, differences, negligible
 from monetlite.checking.operator_differences import OperatorComparison, PlainStep, ScheduledStep
-from monetlite.checking.report import Limits, Report
-from monetlite.checking.trainee import (
-    Snapshot,
-    Trainee,
-    changed_weights,
-    copied,
-    default_loss,
-    off_by,
-    step_times_ms,
-)
+from monetlite.checking.report import Report, VerificationLimits
+from monetlite.checking.step_differences import REORDERED_SUMS, SLACK, Reference
+from monetlite.checking.trainee import Trainee, copied, default_loss, leaf_copies, step_times_ms
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.schedule import Schedule
@@ -31,8 +22,10 @@ from monetlite.runtime.wrapper import MONeTWrapper, loaded
 from monetlite.tracing.build import Inputs, split_inputs
 from monetlite.tracing.signature import tensors_in_order
 
-MOST_ALLOWED = 0.5
-"""What no tolerance reaches: a gradient that is zero everywhere is off by 1."""
+MAX_ALLOWED = 0.5
+"""Largest difference that any tolerance allows: a gradient that is zero everywhere is off by 1."""
+ROUNDING = 1.0
+"""Tolerance at which two plain steps are compared: all that differs is rounding."""
 
 
 def verify(
@@ -44,11 +37,11 @@ def verify(
     repeats: int = 3,
     seed: int = 0,
     operators: bool | None = None,
-    limits: Limits | None = None,
+    limits: VerificationLimits | None = None,
 ) -> Report:
-    """Run one training step plainly and by the schedule, and compare everything they leave behind.
+    """Run one training step plainly and by the schedule, and compare their results.
 
-    The model itself is not changed: both run on copies.
+    Both run on copies of the model.
 
     Args:
         model: the module the schedule is for, in training mode (a wrapped one is unwrapped).
@@ -58,9 +51,9 @@ def verify(
             every floating-point output.
         repeats: timed steps of each.
         seed: of the random numbers of both.
-        operators: whether to compare what every operator writes, too, which keeps all of plain training's values in
-            main memory for a step; by default only where something differs by more than is allowed.
-        limits: what else has to hold for a pass, or need not.
+        operators: compare what every operator writes, too, which keeps all of plain training's values in main
+            memory for a step; by default only where something differs by more than is allowed.
+        limits: what else is required for a pass.
 
     Raises:
         ScheduleMismatch, ModelError: as `MONeTWrapper`.
@@ -70,41 +63,43 @@ def verify(
     schedule = loaded(schedule)
     if isinstance(model, MONeTWrapper):
         model = model.model
-    limits = limits or Limits()
+    limits = limits or VerificationLimits()
     args, kwargs = split_inputs(example_inputs)
     device = "cuda" if any(item.is_cuda for item in model.parameters()) else "cpu"
-    trainee = partial(
-        Trainee,
-        args=args,
-        kwargs=kwargs,
-        objective=loss or default_loss,
-        device=device,
-        accumulate=schedule.accumulate,
-        autocast=schedule.autocast,
-        optimizer=schedule.optimizer,
-    )
-    plain = trainee(copied(model))
-    scheduled = trainee(
-        MONeTWrapper(copied(model), schedule),
-        limit_bytes=schedule.budget_bytes if schedule.reserved_bytes is not None else None,
-    )
-    expected, found = plain.snapshot(seed), scheduled.snapshot(seed)
-    unrepeated = _unrepeated(expected, trainee(copied(model)).snapshot(seed))
+
+    def trainee(model: nn.Module) -> Trainee:
+        return Trainee(
+            model,
+            *leaf_copies(args, kwargs),
+            loss or default_loss,
+            device,
+            accumulate=schedule.accumulate,
+            autocast=schedule.autocast,
+            optimizer=schedule.optimizer,
+        )
+
+    plain, scheduled = trainee(copied(model)), trainee(MONeTWrapper(copied(model), schedule))
+    if schedule.reserved_bytes is not None:
+        scheduled.limit_bytes = schedule.budget_bytes
+    reference = Reference(plain, seed)
+    differences = reference.compare(scheduled.snapshot(seed), schedule.tolerance)
+    repeated = reference.compare(reference.take(plain), ROUNDING)
+    unrepeated = max(repeated.loss, repeated.largest_of_gradients)
     allowed = limits.difference
     if allowed is None:
         allowed = max(REORDERED_SUMS, SLACK * unrepeated)
         if schedule.tolerance > 0:
-            moved = _sensitivity(plain, expected, schedule.tolerance, seed)
-            allowed = min(max(allowed, SLACK * moved), MOST_ALLOWED)
+            moved = reference.nudged(schedule.tolerance, schedule.tolerance).largest_of_gradients
+            allowed = min(max(allowed, SLACK * moved), MAX_ALLOWED)
     plain_ms, scheduled_ms = map(statistics.median, step_times_ms((plain, scheduled), repeats))
     shapes = [tuple(item.shape) for item in tensors_in_order(model, args, kwargs)]
-    peak, plain_peak = scheduled.peak(), plain.peak()
+    memory, plain_memory = scheduled.memory(), plain.memory()
     report = Report(
-        **compare(expected, found, schedule.tolerance),
-        peak_bytes=peak.allocated_bytes,
-        plain_peak_bytes=plain_peak.allocated_bytes,
-        reserved_bytes=peak.reserved_bytes,
-        plain_reserved_bytes=plain_peak.reserved_bytes,
+        **vars(differences),
+        peak_bytes=memory.peak_bytes,
+        plain_peak_bytes=plain_memory.peak_bytes,
+        reserved_bytes=memory.reserved_bytes,
+        plain_reserved_bytes=plain_memory.reserved_bytes,
         budget_bytes=schedule.budget_bytes,
         step_ms=scheduled_ms,
         plain_step_ms=plain_ms,
@@ -121,37 +116,24 @@ def verify(
         limits=limits,
     )
     if operators or (operators is None and report.largest_difference > allowed):
-        del plain, scheduled, found  # whose memory is needed
-        report = replace(report, operators=_by_operator(model, schedule, trainee, expected, seed))
+        del plain, scheduled, reference.plain  # whose memory is needed
+        report = replace(report, operators=_by_operator(model, schedule, trainee, reference))
     return report
 
 
-def compare(expected: Snapshot, found: Snapshot, tolerance: float = 0.0) -> dict[str, Any]:
-    """What one step leaves behind beside what another does, as `Report` has it."""
-    return {
-        "gradients": differences(
-            expected.gradients, found.gradients, negligible(expected.gradients.values(), tolerance)
-        ),
-        "buffers": differences(expected.buffers, found.buffers, negligible(expected.buffers.values(), tolerance)),
-        "loss": difference(expected.loss, found.loss),
-        "random_state": torch.equal(expected.random_state, found.random_state),
-    }
-
-
 def _by_operator(
-    model: nn.Module, schedule: Schedule, trainee: Callable[..., Trainee], expected: Snapshot, seed: int
+    model: nn.Module, schedule: Schedule, trainee: Callable[[nn.Module], Trainee], reference: Reference
 ) -> OperatorComparison:
     """Run both steps again, node by node."""
     plain = PlainStep()
-    captured = compare(expected, trainee(plain.wrap(copied(model), schedule)).snapshot(seed))
-    scheduled = ScheduledStep(plain, schedule.tolerance, expected.gradients.values())
-    trainee(scheduled.wrap(copied(model), schedule)).snapshot(seed)
-    left = (captured["loss"], *captured["gradients"].values(), *captured["buffers"].values())
+    captured = reference.compare(reference.take(trainee(plain.wrap(copied(model), schedule))))
+    scheduled = ScheduledStep(plain, schedule.tolerance, reference.expected.gradients.values())
+    reference.take(trainee(scheduled.wrap(copied(model), schedule)))
     return OperatorComparison(
         runs=scheduled.runs,
         again=scheduled.again,
         differing=tuple(sorted(scheduled.differing, key=lambda item: -item.difference)),
-        captured=max(left),
+        captured=captured.largest_difference,
     )
 
 
@@ -160,7 +142,7 @@ def _priced_on(schedule: Schedule) -> str:
 
 
 def _incomparable(schedule: Schedule, shapes: list[tuple[int, ...]], device: str) -> tuple[str, ...]:
-    """Why a schedule's predictions are not of a step here, each as what the predictions are."""
+    """Reasons why a schedule's predictions are not of a step here, each as what the predictions are."""
     found = []
     here, there = meter_for(device).environment(), _priced_on(schedule)
     if schedule.kind == "estimated":
@@ -177,20 +159,3 @@ def _incomparable(schedule: Schedule, shapes: list[tuple[int, ...]], device: str
     if shapes != solved:
         found.append(f"for inputs of {', '.join('×'.join(map(str, shape)) for shape in solved)}")
     return tuple(found)
-
-
-def _unrepeated(first: Snapshot, second: Snapshot) -> float:
-    """How far the gradients of two plain steps are apart, where kernels add up in no fixed order."""
-    apart = differences(first.gradients, second.gradients, negligible(first.gradients.values(), 1.0))
-    return max(difference(first.loss, second.loss), *apart.values(), 0.0)
-
-
-def _sensitivity(plain: Trainee, expected: Snapshot, tolerance: float, seed: int) -> float:
-    """How far a plain step's gradients move when every weight is off by a fraction of itself, up or down."""
-    with changed_weights(plain.model, off_by(tolerance, seed)):
-        moved = plain.snapshot(seed)
-    least = negligible(expected.gradients.values(), tolerance)
-    return max(differences(expected.gradients, moved.gradients, least).values(), default=0.0)
-
-
-__all__ = ["REORDERED_SUMS", "Limits", "Report", "verify"]

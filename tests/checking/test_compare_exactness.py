@@ -48,7 +48,7 @@ def test_statistics_are_held_to_what_rounding_changes_in_this_model(way, faults)
     other = copy.deepcopy(plain)
     other.way = way
     examiner = Examiner(trainee(plain, inputs), 0, coarse=False)
-    expected = examiner._expected.buffers["norm.running_mean"]
+    expected = examiner.reference.expected.buffers["norm.running_mean"]
     _, found = examiner.examine(trainee(other, inputs))
     assert found == faults
     assert expected.abs().max() < 1e-6

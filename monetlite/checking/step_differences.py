@@ -1,0 +1,134 @@
+"""Differences of a step's results from plain training's."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from monetlite.checking.trainee import Snapshot, Trainee, changed_weights, off_by
+
+MISSING = float("inf")
+"""Difference of a tensor that only one of two steps has, or that has another shape."""
+REORDERED_SUMS = 1e-6
+"""Largest relative difference of a gradient that capturing a model can make: it orders some sums anew."""
+SLACK = 10
+"""Factor that is allowed over the differences of plain training from itself: of two steps, or of one from weights
+that are off by a tolerance."""
+NEGLIGIBLE = 1e-3
+"""Tensors this small beside the model's largest are compared on that scale where sums are reordered: gradients that
+cancel to nothing (of a weight in front of a normalisation) are rounding errors in plain training too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDifferences:
+    """Differences of a step's results from plain training's: the largest absolute one over the largest magnitude.
+
+    Attributes:
+        gradients: for each parameter and input with a gradient.
+        buffers: for each of the module's buffers after the step.
+        loss: of the loss.
+        random_state: True if the generator is left as plain training leaves it.
+    """
+
+    gradients: Mapping[str, float]
+    buffers: Mapping[str, float]
+    loss: float
+    random_state: bool
+
+    @property
+    def differences(self) -> dict[str, float]:
+        """Everything that differs, by name, the largest difference first."""
+        everything = {"the loss": self.loss, **self.gradients, **self.buffers}
+        differing = [(name, difference) for name, difference in everything.items() if difference > 0]
+        return dict(sorted(differing, key=lambda item: -item[1]))
+
+    @property
+    def largest_difference(self) -> float:
+        return max(self.differences.values(), default=0.0)
+
+    @property
+    def largest_of_gradients(self) -> float:
+        return max(self.gradients.values(), default=0.0)
+
+
+class Reference:
+    """A step of plain training from one seed, with which other steps are compared.
+
+    `expected` is its result. Every step that it takes begins with the same buffers.
+    """
+
+    def __init__(self, plain: Trainee, seed: int) -> None:
+        self.plain, self.seed = plain, seed
+        self._buffers = {name: buffer.detach().clone() for name, buffer in plain.model.named_buffers()}
+        self.expected = plain.snapshot(seed)
+
+    def take(self, trainee: Trainee, change: Callable[[str, torch.Tensor], torch.Tensor] | None = None) -> Snapshot:
+        """Take a step of a trainee, from weights that are changed meanwhile."""
+        self.restore(trainee.model)
+        with changed_weights(trainee.model, change) if change else contextlib.nullcontext():
+            return trainee.snapshot(self.seed)
+
+    def restore(self, model: nn.Module) -> None:
+        """Set a model's buffers to those that the reference began with."""
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in self._buffers:
+                    buffer.copy_(self._buffers[name])
+
+    def compare(self, found: Snapshot, tolerance: float = 0.0, other: Snapshot | None = None) -> StepDifferences:
+        """Compare a step's results with the expected ones, or with those of another step of plain training.
+
+        With a tolerance that allows for rounding, negligible gradients are compared on the scale of the largest,
+        and so are negligible buffers.
+        """
+        expected = other or self.expected
+        least_gradient = negligible(self.expected.gradients.values(), tolerance)
+        floating = (buffer for buffer in self.expected.buffers.values() if buffer.is_floating_point())
+        return StepDifferences(
+            gradients=differences(expected.gradients, found.gradients, least_gradient),
+            buffers=differences(expected.buffers, found.buffers, negligible(floating, tolerance)),
+            loss=difference(expected.loss, found.loss),
+            random_state=torch.equal(expected.random_state, found.random_state),
+        )
+
+    def nudged(self, fraction: float, tolerance: float) -> StepDifferences:
+        """Differences of plain training's step from itself when every weight is off by a fraction, up or down."""
+        return self.compare(self.take(self.plain, off_by(fraction, self.seed)), tolerance)
+
+
+def difference(expected: torch.Tensor, found: torch.Tensor, least: float = 0.0) -> float:
+    """The largest difference over the largest magnitude, or over `least` where that is more.
+
+    It is 0 if both have the same numbers, and the same ones of these are not a number.
+    """
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return MISSING
+    if torch.equal(expected, found):
+        return 0.0
+    if expected.is_complex():
+        expected, found = torch.view_as_real(expected), torch.view_as_real(found)
+    expected, found = expected.double(), found.double()
+    worst = (expected - found).abs().max().item()
+    largest = max(expected.abs().max().item(), least)
+    if worst != worst:
+        return 0.0 if torch.equal(expected.nan_to_num(), found.nan_to_num()) else MISSING
+    return worst / largest if largest > 0 else worst
+
+
+def differences(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], least: float = 0.0
+) -> dict[str, float]:
+    """The difference of each tensor; `MISSING` for one that only one of both has."""
+    return {
+        name: difference(expected[name], found[name], least) if name in expected and name in found else MISSING
+        for name in dict.fromkeys((*expected, *found))
+    }
+
+
+def negligible(tensors: Iterable[torch.Tensor], tolerance: float) -> float:
+    """Magnitude that is negligible beside the largest of some tensors; 0 if the tolerance allows no rounding."""
+    if tolerance <= REORDERED_SUMS:
+        return 0.0
+    return NEGLIGIBLE * max((item.double().abs().max().item() for item in tensors if item.numel()), default=0.0)
