@@ -16,10 +16,10 @@ import monetlite
 from monetlite.core.graph import Phase
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps, stored_values
-from monetlite.reporting.alternatives import stored_by_one
-from monetlite.reporting.explain import story
-from monetlite.reporting.explanation import Fate, explain
-from monetlite.reporting.overhead import Cause
+from monetlite.reporting.analysis_alternatives import stored_by_one
+from monetlite.reporting.analysis_overhead import Cause
+from monetlite.reporting.analysis_tensors import Fate, explain
+from monetlite.reporting.text_explain import story
 
 MODEL = """
 import torch

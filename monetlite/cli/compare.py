@@ -78,7 +78,7 @@ def compare_command(
 
         from monetlite.checking.comparison import PEERS, compare
         from monetlite.models import build_model
-        from monetlite.reporting.comparison import comparison_facts, print_comparison
+        from monetlite.reporting.text_comparison import comparison_facts, print_comparison
 
         console, quiet = open_console(as_json)
         writers = [_writer(Path(output)) for output in outputs]
@@ -129,7 +129,7 @@ def _writer(target: Path) -> Callable[[Any], None]:
         raise ModelError(f"{target} is none of {', '.join(WRITTEN_AS)}; a file's ending says what is written to it")
     check_folder(target)
     from monetlite.core.files.atomic import write_atomically
-    from monetlite.reporting.comparison import comparison_facts, comparison_markdown
+    from monetlite.reporting.text_comparison import comparison_facts, comparison_markdown
 
     if kind == ".md":
         return lambda comparison: write_atomically(target, comparison_markdown(comparison))
@@ -138,7 +138,7 @@ def _writer(target: Path) -> Callable[[Any], None]:
             target, json.dumps(comparison_facts(comparison), indent=1) + "\n"
         )
     try:
-        from monetlite.reporting.plots.comparison import save_comparison
+        from monetlite.reporting.plots.comparison_plot import save_comparison
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("matplotlib"):
             raise

@@ -39,9 +39,9 @@ def explain_command(
 
     def run() -> None:
         from monetlite.core.porting import ported_steps
-        from monetlite.reporting.alternatives import Alternative, alternative, limit
-        from monetlite.reporting.explain import Around, explanation_facts, print_explanation
-        from monetlite.reporting.explanation import explain
+        from monetlite.reporting.analysis_alternatives import Alternative, alternative, limit
+        from monetlite.reporting.analysis_tensors import explain
+        from monetlite.reporting.text_explain import Around, explanation_facts, print_explanation
         from monetlite.solving.compiling import ensure_compiled
 
         console, quiet = open_console(as_json)

@@ -58,7 +58,7 @@ def max_batch_command(
         from monetlite.core.errors import InfeasibleBudget
         from monetlite.core.units import parse_budget
         from monetlite.planning.batches import largest_batch
-        from monetlite.reporting.batches import batches_facts, print_batches
+        from monetlite.reporting.text_batches import batches_facts, print_batches
 
         console, quiet = open_console(as_json)
         budget_bytes = parse_budget(budget)

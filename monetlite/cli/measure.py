@@ -135,7 +135,7 @@ def measure_command(
         from monetlite.core.errors import DeviceError
         from monetlite.core.files.atomic import write_atomically
         from monetlite.models import build_model
-        from monetlite.reporting import measure as reporting
+        from monetlite.reporting import text_measure as reporting
 
         if output is not None:
             check_folder(output)

@@ -107,7 +107,7 @@ def plot_command(
         else:
             facts = _picture(opened, kind, output, table, by == "time")
         if as_json:
-            from monetlite.reporting.solve import schedule_facts
+            from monetlite.reporting.text_solve import schedule_facts
 
             click.echo(json.dumps({"kind": kind, **schedule_facts(opened.schedule, output), "csv": table, **facts}))
         else:
@@ -153,19 +153,19 @@ def _check_folder(option: str, path: Path) -> None:
 
 def _picture(opened: Opened, kind: str, output: str, table: str | None, by_time: bool) -> dict[str, Any]:
     """Draw what takes no solving; the facts behind it."""
-    from monetlite.reporting import choices, timeline
-    from monetlite.reporting.plots.choices import draw_choices
-    from monetlite.reporting.plots.style import save_figure
-    from monetlite.reporting.plots.timeline import draw_timeline
+    from monetlite.reporting import model_columns, step_columns
+    from monetlite.reporting.plots.choices_plot import draw_choices
+    from monetlite.reporting.plots.drawing import save_figure
+    from monetlite.reporting.plots.timeline_plot import draw_timeline
     from monetlite.reporting.subject import subject_of
 
     subject = subject_of(opened.schedule, opened.profile, opened.plain, opened.steps)
     if kind == TIMELINE:
-        figure, rows = draw_timeline(subject, by_time=by_time), timeline.timeline_rows(subject)
-        facts = timeline.timeline_facts(subject)
+        figure, rows = draw_timeline(subject, by_time=by_time), step_columns.timeline_rows(subject)
+        facts = step_columns.timeline_facts(subject)
     else:
-        figure, rows = draw_choices(subject), choices.choices_rows(subject)
-        facts = choices.choices_facts(subject)
+        figure, rows = draw_choices(subject), model_columns.choices_rows(subject)
+        facts = model_columns.choices_facts(subject)
     save_figure(figure, output, f"{subject.title}: {kind}")
     _write_table(table, rows)
     return facts
@@ -184,10 +184,10 @@ def _trade_off(
 ) -> dict[str, Any]:
     """Solve for one budget after the other, print and draw what was found."""
     from monetlite.planning.tradeoff import trade_off
-    from monetlite.reporting.plots.style import save_figure
-    from monetlite.reporting.plots.tradeoff import draw_tradeoff
+    from monetlite.reporting.plots.drawing import save_figure
+    from monetlite.reporting.plots.tradeoff_plot import draw_tradeoff
     from monetlite.reporting.subject import subject_of
-    from monetlite.reporting.tradeoff import print_tradeoff, tradeoff_facts, tradeoff_rows
+    from monetlite.reporting.text_tradeoff import print_tradeoff, tradeoff_facts, tradeoff_rows
 
     with Sweeping(quiet) as progress:
         found = trade_off(

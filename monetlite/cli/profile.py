@@ -44,7 +44,7 @@ def profile_command(
     """Show what each operator of a model's training step costs."""
 
     def run() -> None:
-        from monetlite.reporting.profile import print_profile, profile_facts
+        from monetlite.reporting.text_profile import print_profile, profile_facts
 
         console, quiet = open_console(as_json)
         if output is not None:

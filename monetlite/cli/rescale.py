@@ -41,8 +41,8 @@ def rescale_command(
     """
 
     def run() -> None:
-        from monetlite.reporting.solve import schedule_facts
-        from monetlite.reporting.zoo import print_rescaled
+        from monetlite.reporting.text_solve import schedule_facts
+        from monetlite.reporting.text_zoo import print_rescaled
         from monetlite.zoo import load_schedule
         from monetlite.zoo.rescale import rescale
 

@@ -81,7 +81,7 @@ def solve_command(
         from monetlite.core.steps import plain_steps
         from monetlite.core.units import parse_budget
         from monetlite.planning.layouts import layouts_to_try, solve_layouts
-        from monetlite.reporting import solve as reporting
+        from monetlite.reporting import text_solve as reporting
 
         console, quiet = open_console(as_json)
         # Read the budget, and see that the output can be written, before spending a minute on it.

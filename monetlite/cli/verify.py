@@ -71,7 +71,7 @@ def verify_command(
         from monetlite.checking.report import VerificationLimits
         from monetlite.checking.verification import verify
         from monetlite.models import build_model
-        from monetlite.reporting.verify import print_report, report_facts
+        from monetlite.reporting.text_verify import print_report, report_facts
         from monetlite.zoo import load_schedule
 
         console, _ = open_console(as_json)

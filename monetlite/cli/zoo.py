@@ -48,7 +48,7 @@ def list_command(
     """List schedules: memory against overhead."""
 
     def run() -> None:
-        from monetlite.reporting.zoo import print_entries
+        from monetlite.reporting.text_zoo import print_entries
         from monetlite.zoo.queries import Query, matching
 
         console, _ = open_console(as_json)
@@ -74,8 +74,8 @@ def show_command(name: str, folder: Path | None, as_json: bool, debug: bool) -> 
     """Show one schedule: NAME as zoo:resnet50@6GB, or a file."""
 
     def run() -> None:
-        from monetlite.reporting.solve import schedule_facts
-        from monetlite.reporting.zoo import print_shared
+        from monetlite.reporting.text_solve import schedule_facts
+        from monetlite.reporting.text_zoo import print_shared
 
         console, _ = open_console(as_json)
         file, schedule = _find(name, folder)
@@ -119,7 +119,7 @@ def check_command(files: tuple[Path, ...], folder: Path | None, as_json: bool, d
     """
 
     def run() -> None:
-        from monetlite.reporting.zoo import print_checked
+        from monetlite.reporting.text_zoo import print_checked
         from monetlite.zoo.check import Checked, Checker, check_all
 
         console, _ = open_console(as_json)
@@ -175,8 +175,8 @@ def import_command(file: Path, ours: str | None, folder: Path | None, as_json: b
     def run() -> None:
         from dataclasses import asdict
 
-        from monetlite.reporting.solve import schedule_facts
-        from monetlite.reporting.zoo import print_monet
+        from monetlite.reporting.text_solve import schedule_facts
+        from monetlite.reporting.text_zoo import print_monet
         from monetlite.zoo.monet import read_monet
 
         console, _ = open_console(as_json)

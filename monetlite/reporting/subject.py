@@ -10,7 +10,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.memory import Breakdown, break_down
-from monetlite.reporting.solve import cost_source
+from monetlite.reporting.text_solve import cost_source
 
 
 @dataclass(frozen=True, kw_only=True)

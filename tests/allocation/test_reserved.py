@@ -20,7 +20,7 @@ from monetlite.core.graph import Implementation
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.models import build_model
-from monetlite.reporting.solve import _reserved
+from monetlite.reporting.text_solve import _reserved
 
 BUDGET = 480 * 10**6
 

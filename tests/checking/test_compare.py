@@ -29,8 +29,8 @@ from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.models import build_model
 from monetlite.planning import layouts
-from monetlite.reporting.comparison import comparison_markdown, print_comparison
-from monetlite.reporting.plots.comparison import draw_comparison, save_comparison
+from monetlite.reporting.plots.comparison_plot import draw_comparison, save_comparison
+from monetlite.reporting.text_comparison import comparison_markdown, print_comparison
 
 MODEL = """
 import torch

@@ -34,7 +34,7 @@ from monetlite.models.built import BuiltModel
 from monetlite.profiling import memory_use
 from monetlite.profiling.memory_use import is_out_of_memory
 from monetlite.profiling.step_additions import OPTIMIZERS, make_optimizer
-from monetlite.reporting.measure import as_text, print_measurements
+from monetlite.reporting.text_measure import as_text, print_measurements
 
 MIB = 2**20
 MODEL = """

@@ -21,7 +21,7 @@ from monetlite.core.steps import plain_steps
 from monetlite.operators import registry, resolve
 from monetlite.profiling.meters import meter_for
 from monetlite.profiling.step_additions import with_optimizer
-from monetlite.reporting.verify import print_report, report_facts
+from monetlite.reporting.text_verify import print_report, report_facts
 from monetlite.tracing import trace
 from monetlite.tracing.build import resident_bytes
 from monetlite.zoo.rebuild import build

@@ -22,13 +22,13 @@ import monetlite
 from monetlite.core.graph import Phase
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.reporting.choices import Fate, columns_of, in_at_most
 from monetlite.reporting.memory import Holding
-from monetlite.reporting.plots.choices import draw_choices
-from monetlite.reporting.plots.style import FILLS, save_figure
-from monetlite.reporting.plots.timeline import draw_timeline
+from monetlite.reporting.model_columns import Fate, columns_of, in_at_most
+from monetlite.reporting.plots.choices_plot import draw_choices
+from monetlite.reporting.plots.drawing import FILLS, save_figure
+from monetlite.reporting.plots.timeline_plot import draw_timeline
+from monetlite.reporting.step_columns import MOST_COLUMNS, columns
 from monetlite.reporting.subject import subject_of
-from monetlite.reporting.timeline import MOST_COLUMNS, columns
 
 STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 

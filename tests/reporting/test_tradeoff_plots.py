@@ -12,7 +12,7 @@ from pictures import assert_readable, plot, words_of_svg
 
 from monetlite.core.schedule import Status
 from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, BudgetPoint, Point, Tradeoff
-from monetlite.reporting.plots.tradeoff import draw_tradeoff
+from monetlite.reporting.plots.tradeoff_plot import draw_tradeoff
 
 
 def test_a_trade_off_is_consistent(traded, opened):

@@ -10,7 +10,7 @@ from monetlite.core.costs import Profile
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.solve import cost_source
+from monetlite.reporting.text_solve import cost_source
 
 
 def profile_facts(profile: Profile) -> dict[str, Any]:

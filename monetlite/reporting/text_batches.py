@@ -8,7 +8,7 @@ from rich.table import Table
 from monetlite.core.costs import Profile
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.planning.batches import Batches
-from monetlite.reporting.solve import cost_source
+from monetlite.reporting.text_solve import cost_source
 
 
 def batches_facts(name: str, profile: Profile, found: Batches) -> dict[str, Any]:

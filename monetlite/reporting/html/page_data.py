@@ -10,7 +10,7 @@ from typing import Any
 
 from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, OperatorGraph, Value, ValueKind
 from monetlite.core.steps import stored_values
-from monetlite.reporting.html.steps import Pair, Part, Run
+from monetlite.reporting.html.page_steps import Pair, Part, Run
 from monetlite.reporting.memory import Holding, always_there, holding_of
 from monetlite.tracing.builder import LOSS
 

@@ -9,9 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from monetlite.checking.comparison.data import BY_MONETLITE, TITLES, Comparison, Peer, Run
-from monetlite.reporting.comparison import heading as lines_of
-from monetlite.reporting.plots.labels import Label, place_labels
-from monetlite.reporting.plots.style import (
+from monetlite.reporting.plots.drawing import (
     INK,
     PALE,
     PAPER,
@@ -23,6 +21,8 @@ from monetlite.reporting.plots.style import (
     save_figure,
     styled,
 )
+from monetlite.reporting.plots.point_labels import Label, place_labels
+from monetlite.reporting.text_comparison import heading as lines_of
 
 WIDTH, HEIGHT = 10.0, 6.8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.8, 0.35, 1.4, 0.85

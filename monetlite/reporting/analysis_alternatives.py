@@ -10,7 +10,7 @@ from monetlite.core.graph import OperatorGraph
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, stored_values
-from monetlite.reporting.explanation import Peak, peak_of
+from monetlite.reporting.analysis_tensors import Peak, peak_of
 from monetlite.reporting.memory import break_down
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from matplotlib.patches import Patch
 
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.memory import Holding
-from monetlite.reporting.plots.style import (
+from monetlite.reporting.plots.drawing import (
     BUDGET,
     FILLS,
     INK,
@@ -20,8 +20,8 @@ from monetlite.reporting.plots.style import (
     styled,
     time_axis,
 )
+from monetlite.reporting.step_columns import Columns, columns_of, extent_of
 from monetlite.reporting.subject import Side, Subject
-from monetlite.reporting.timeline import Columns, columns_of, extent_of
 
 WIDTH, HEIGHT = 11.0, 7.0
 _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 0.75, 2.35, 1.35, 0.55, 0.6

@@ -9,8 +9,7 @@ from matplotlib.ticker import FuncFormatter
 
 from monetlite.core.units import format_bytes
 from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, Point, Tradeoff
-from monetlite.reporting.plots.labels import Label, place_labels
-from monetlite.reporting.plots.style import (
+from monetlite.reporting.plots.drawing import (
     INK,
     PALE,
     PAPER,
@@ -20,8 +19,9 @@ from monetlite.reporting.plots.style import (
     new_figure,
     styled,
 )
+from monetlite.reporting.plots.point_labels import Label, place_labels
 from monetlite.reporting.subject import Subject
-from monetlite.reporting.tradeoff import OURS, smallest_in_words
+from monetlite.reporting.text_tradeoff import OURS, smallest_in_words
 
 WIDTH, HEIGHT = 10.0, 6.4
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.8, 2.4, 1.2, 0.65

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from numpy.typing import NDArray
 
-from monetlite.reporting.plots.style import renderer_of
+from monetlite.reporting.plots.drawing import renderer_of
 
 Boxes = NDArray[np.float64]
 """Rows of left, bottom, right and top, in pixels."""

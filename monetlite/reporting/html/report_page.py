@@ -12,9 +12,9 @@ from string import Template
 from monetlite.core.costs import Profile
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.schedule import Schedule
-from monetlite.reporting.html import facts
-from monetlite.reporting.html.columns import columns_of
-from monetlite.reporting.html.steps import Pair, pair_up
+from monetlite.reporting.html import page_facts as facts
+from monetlite.reporting.html.page_data import columns_of
+from monetlite.reporting.html.page_steps import Pair, pair_up
 
 _SCRIPTS = (
     "format.js",

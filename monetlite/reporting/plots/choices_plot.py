@@ -9,9 +9,18 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from monetlite.core.units import format_bytes
-from monetlite.reporting.choices import Column, Fate, Stretch, When, columns_of, depth_of, in_at_most, stretches_at
 from monetlite.reporting.memory import Holding
-from monetlite.reporting.plots.style import (
+from monetlite.reporting.model_columns import (
+    Column,
+    Fate,
+    Stretch,
+    When,
+    columns_of,
+    depth_of,
+    in_at_most,
+    stretches_at,
+)
+from monetlite.reporting.plots.drawing import (
     FILLS,
     INK,
     PALE,

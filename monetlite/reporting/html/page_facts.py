@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from monetlite.core.graph import CHANNELS_LAST, TensorSpec
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.html.steps import Pair, Run
+from monetlite.reporting.html.page_steps import Pair, Run
 from monetlite.reporting.memory import Holding
-from monetlite.reporting.solve import cost_source
+from monetlite.reporting.text_solve import cost_source
 
 
 @dataclass(frozen=True, kw_only=True)

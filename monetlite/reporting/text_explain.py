@@ -15,10 +15,10 @@ from monetlite.core.choices import DEFAULT
 from monetlite.core.graph import CHANNELS_LAST
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.alternatives import Alternative, Kept, Limit
-from monetlite.reporting.explanation import Explanation, Fate, Peak, Spared, Stay, Tensor
-from monetlite.reporting.overhead import Cause, Overhead, Share
-from monetlite.reporting.solve import cost_source
+from monetlite.reporting.analysis_alternatives import Alternative, Kept, Limit
+from monetlite.reporting.analysis_overhead import Cause, Overhead, Share
+from monetlite.reporting.analysis_tensors import Explanation, Fate, Peak, Spared, Stay, Tensor
+from monetlite.reporting.text_solve import cost_source
 
 _MOST_NAMES = 4
 """Names in a list within a sentence."""

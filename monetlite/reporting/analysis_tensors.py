@@ -13,8 +13,8 @@ from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase,
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Lifetime, Step, plain_steps
+from monetlite.reporting.analysis_overhead import Overhead, overhead
 from monetlite.reporting.memory import Breakdown, Holding, break_down, holding_of
-from monetlite.reporting.overhead import Overhead, overhead
 
 LARGEST_TENSORS = 10
 LARGEST_AT_PEAK = 5

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.solve import cost_source
+from monetlite.reporting.text_solve import cost_source
 from monetlite.zoo.check import Checked
 from monetlite.zoo.entries import Entry
 from monetlite.zoo.monet import MonetSolution
