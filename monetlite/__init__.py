@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from monetlite.core.files.profiles import load_profile
     from monetlite.core.schedule import Schedule
     from monetlite.core.simulate import simulate
-    from monetlite.planning.pipeline import optimize, profile, solve, sweep
+    from monetlite.planning.budgets import solve, sweep
+    from monetlite.planning.pipeline import optimize
+    from monetlite.planning.pricing import profile
     from monetlite.runtime.reserved_memory import limit_reserved
     from monetlite.runtime.wrapper import MONeTWrapper
     from monetlite.tracing import trace
@@ -33,10 +35,10 @@ _HOME = {
     "load_profile": "monetlite.core.files.profiles",
     "load_schedule": "monetlite.zoo",
     "optimize": "monetlite.planning.pipeline",
-    "profile": "monetlite.planning.pipeline",
     "simulate": "monetlite.core.simulate",
-    "solve": "monetlite.planning.pipeline",
-    "sweep": "monetlite.planning.pipeline",
+    "profile": "monetlite.planning.pricing",
+    "solve": "monetlite.planning.budgets",
+    "sweep": "monetlite.planning.budgets",
     "trace": "monetlite.tracing",
     "verify": "monetlite.checking.verification",
 }

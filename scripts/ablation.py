@@ -27,6 +27,7 @@ from monetlite.checking.trainee import Trainee, default_loss, step_times_ms
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import CHANNELS_LAST, Implementation
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -153,7 +154,7 @@ def measure(name: str, percents: list[int], time_limit: float, repeats: int) -> 
             rows.append(row)
             try:
                 schedules[kind] = solve_layouts(
-                    candidates(profiles, kind), budget, tolerance=TOLERANCE, time_limit=time_limit
+                    candidates(profiles, kind), budget, SolvingOptions(tolerance=TOLERANCE, time_limit=time_limit)
                 )
             except InfeasibleBudget as error:
                 row.infeasible = f"{(error.reached_bytes or 0) / 2**20:.0f}"

@@ -22,11 +22,12 @@ from bench_solver import commit, hardware
 from synthetic_steps import chain_step, transformer_step
 
 from monetlite.core.errors import IllegalSchedule
+from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving import baselines
+from monetlite.solving.front_door import solve_profile
 from monetlite.solving.race import Progress
-from monetlite.solving.solve import solve_profile
 
 
 def point(kind: str, size: int, share: float, time_limit: float, seed: int) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def point(kind: str, size: int, share: float, time_limit: float, seed: int) -> d
             history.append((state.seconds, state.latency_ms))
 
     began = time.monotonic()
-    solution = solve_profile(profile, budget_bytes, time_limit=time_limit, seed=seed, progress=note)
+    solution = solve_profile(profile, budget_bytes, SolvingOptions(time_limit=time_limit, seed=seed), progress=note)
     seconds = time.monotonic() - began
     final_ms = math.inf if solution.latency_ms is None else solution.latency_ms
 

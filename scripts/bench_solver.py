@@ -28,12 +28,13 @@ from solve_instance import GIB, instance_steps
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
+from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
 from monetlite.solving import baselines
+from monetlite.solving.front_door import solve_profile
 from monetlite.solving.instances import instance_profile
 from monetlite.solving.search import search
-from monetlite.solving.solve import solve_profile
 
 
 def judged(judge: Path, instance: Path, steps: list[tuple[Any, str]], budget_gib: float) -> float:
@@ -97,7 +98,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             )
             for seed in arguments.seeds:
                 began = time.monotonic()
-                solution = solve_profile(profile, budget_bytes, time_limit=arguments.time_limit, seed=seed)
+                solution = solve_profile(
+                    profile, budget_bytes, SolvingOptions(time_limit=arguments.time_limit, seed=seed)
+                )
                 seconds = time.monotonic() - began
                 reached = None
                 if solution.steps is not None:

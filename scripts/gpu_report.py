@@ -104,6 +104,7 @@ def profile(args: argparse.Namespace) -> int:
 def solve(args: argparse.Namespace) -> int:
     """The second step: a schedule for each model and budget that there is one for."""
     from monetlite.core.errors import InfeasibleBudget
+    from monetlite.core.options import SolvingOptions
     from monetlite.planning.layouts import solve_layouts
 
     args.output.mkdir(parents=True, exist_ok=True)
@@ -121,9 +122,11 @@ def solve(args: argparse.Namespace) -> int:
                 schedule = solve_layouts(
                     profiles[:1] if args.tolerance < 1e-5 else profiles,
                     int(parse_budget(budget, plain.peak_bytes) * (1 - args.margin)),
-                    tolerance=args.tolerance,
-                    reserved=profiles[0].device != "cpu",
-                    time_limit=args.time_limit,
+                    SolvingOptions(
+                        tolerance=args.tolerance,
+                        reserved=profiles[0].device != "cpu",
+                        time_limit=args.time_limit,
+                    ),
                     starts=found,
                 )
             except InfeasibleBudget as error:

@@ -12,6 +12,7 @@ from torch import nn, randn
 import monetlite
 from monetlite.allocator import reserve
 from monetlite.core.errors import DeviceError, InfeasibleBudget, ModelError
+from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.planning.batches import Fit, _bisect, largest_batch
@@ -59,7 +60,7 @@ def needs(batch):
 @pytest.mark.parametrize("first", [1, 700])
 def test_brute_force_agrees(first):
     budget_bytes = 8_000_000
-    found = largest_batch(price, budget_bytes, first=first, time_limit=10)
+    found = largest_batch(price, budget_bytes, first=first, options=SolvingOptions(time_limit=10))
     assert needs(found.largest)[1] <= budget_bytes < needs(found.largest + 1)[1]
     assert needs(found.plain_largest)[0] <= budget_bytes < needs(found.plain_largest + 1)[0]
     assert found.plain_largest < found.largest
@@ -76,22 +77,22 @@ def test_brute_force_agrees(first):
 
 
 def test_multiples_only():
-    found = largest_batch(price, 8_000_000, first=8, step=8, time_limit=5)
+    found = largest_batch(price, 8_000_000, first=8, step=8, options=SolvingOptions(time_limit=5))
     assert all(point.batch % 8 == 0 for point in found.points)
     assert needs(found.largest + 8)[1] > 8_000_000
 
 
 def test_where_to_begin_is_only_that():
-    assert largest_batch(price, 8_000_000, first=10**9, time_limit=1).largest == (
-        largest_batch(price, 8_000_000, first=700, time_limit=1).largest
+    assert largest_batch(price, 8_000_000, first=10**9, options=SolvingOptions(time_limit=1)).largest == (
+        largest_batch(price, 8_000_000, first=700, options=SolvingOptions(time_limit=1)).largest
     )
 
 
 def test_a_budget_for_nothing_and_one_for_everything():
     with pytest.raises(InfeasibleBudget, match="a batch of 1 needs"):
-        largest_batch(price, 1_500_000, first=4, time_limit=2)
+        largest_batch(price, 1_500_000, first=4, options=SolvingOptions(time_limit=2))
     with pytest.raises(ModelError, match="not what limits this model"):
-        largest_batch(lambda _: price(2), 2**40, first=4, time_limit=2)
+        largest_batch(lambda _: price(2), 2**40, first=4, options=SolvingOptions(time_limit=2))
 
 
 def test_names_of_fits_are_for_people():
@@ -142,8 +143,14 @@ def test_a_budget_of_reserved_memory():
         layers = [module for _ in range(6) for module in (nn.Linear(512, 512), nn.Tanh())]
         return monetlite.profile(monetlite.trace(nn.Sequential(*layers), randn(batch, 512)), "rtx-3090")
 
-    found = largest_batch(wide, budget_bytes, first=512, step=64, reserved=True, time_limit=2)
-    by_peaks = largest_batch(wide, budget_bytes, first=512, step=64, time_limit=2)
+    found = largest_batch(
+        wide,
+        budget_bytes,
+        first=512,
+        step=64,
+        options=SolvingOptions(reserved=True, time_limit=2),
+    )
+    by_peaks = largest_batch(wide, budget_bytes, first=512, step=64, options=SolvingOptions(time_limit=2))
     assert 0 < found.plain_largest < found.largest < by_peaks.largest
     for point in found.points:
         profile = wide(point.batch)
@@ -161,4 +168,9 @@ def test_nothing_is_reserved_on_a_cpu():
         return free_profile(monetlite.trace(network(), randn(batch, 256)))
 
     with pytest.raises(DeviceError, match="--reserved"):
-        largest_batch(on_the_cpu, 8_000_000, first=8, reserved=True, time_limit=2)
+        largest_batch(
+            on_the_cpu,
+            8_000_000,
+            first=8,
+            options=SolvingOptions(reserved=True, time_limit=2),
+        )

@@ -5,13 +5,13 @@ give them. What a page takes for granted (a model, a file of somebody's) is laid
 quoted, and the commands that CI itself runs, have tests of their own.
 """
 
-import functools
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from torch import nn
 
 import monetlite
 from monetlite.cli import main
-from monetlite.planning import pipeline as api
+from monetlite.planning import pipeline
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -131,9 +131,13 @@ def things_of_the_zoo(folder, monkeypatch):
 @pytest.mark.parametrize("page", programming())
 def test_snippets(page, folder, monkeypatch):
     """Pieces of one page share their names, beginning from a model and what it is called with."""
-    quick = functools.partial(api.optimize, device="rtx-4090", time_limit=1)
-    for module in (api, monetlite):
-        monkeypatch.setattr(module, "optimize", quick)
+    solve_model = pipeline.solve_model
+
+    def quick(model, inputs, budget, pricing, solving, **more):
+        pricing = replace(pricing, device=pricing.device or "rtx-4090")
+        return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=1), **more)
+
+    monkeypatch.setattr(pipeline, "solve_model", quick)
     monkeypatch.setattr(monetlite, "limit_reserved", lambda budget: None)  # there is no GPU
     model = Small()
     names = {"torch": torch, "monetlite": monetlite, "model": model, "example_inputs": torch.randn(4, 8)}

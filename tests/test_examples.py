@@ -6,12 +6,13 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import monetlite
-from monetlite.planning import pipeline as api
+from monetlite.planning import pipeline
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "examples"
@@ -24,11 +25,14 @@ BY_TEST = {"plain", "within_budget", "torchrun_ddp", "model"}
 def run(monkeypatch, capsys):
     """Runs an example, solved for a second with estimated costs; its variables and what it prints at last."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    optimize = functools.partial(api.optimize, device="rtx-4090", time_limit=1)
-    solve = functools.partial(api.solve, time_limit=1)
-    for module in (api, monetlite):
-        monkeypatch.setattr(module, "optimize", optimize)
-        monkeypatch.setattr(module, "solve", solve)
+    solve_model = pipeline.solve_model
+
+    def quick(model, inputs, budget, pricing, solving, **more):
+        pricing = replace(pricing, device=pricing.device or "rtx-4090")
+        return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=1), **more)
+
+    monkeypatch.setattr(pipeline, "solve_model", quick)
+    monkeypatch.setattr(monetlite, "solve", functools.partial(monetlite.solve, time_limit=1))
 
     def run(name):
         found = runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")

@@ -13,6 +13,7 @@ from torch import nn
 
 import monetlite
 from monetlite.core.interrupts import BOUND_THREAD, interrupts_kept
+from monetlite.core.options import SolvingOptions
 from monetlite.planning.batches import largest_batch
 from monetlite.solving.race import Race
 
@@ -50,7 +51,7 @@ def test_a_solve_returns_what_it_has(pressed):
     "run",
     [
         lambda: monetlite.sweep(price(512), ["100%", "90%", "80%"], time_limit=30),
-        lambda: largest_batch(price, 2_000_000, first=512, step=64, time_limit=60),
+        lambda: largest_batch(price, 2_000_000, first=512, step=64, options=SolvingOptions(time_limit=60)),
         lambda: monetlite.optimize(
             nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
             torch.randn(64, 8),

@@ -56,6 +56,7 @@ def max_batch_command(
     def run() -> None:
         from monetlite.core.costs import Profile
         from monetlite.core.errors import InfeasibleBudget
+        from monetlite.core.options import SolvingOptions
         from monetlite.core.units import parse_budget
         from monetlite.planning.batches import largest_batch
         from monetlite.reporting.text_batches import batches_facts, print_batches
@@ -84,10 +85,7 @@ def max_batch_command(
                 budget_bytes,
                 first=shape.get("batch") or 32,
                 step=step,
-                tolerance=tolerance,
-                reserved=reserved,
-                time_limit=time_limit,
-                seed=seed,
+                options=SolvingOptions(tolerance=tolerance, reserved=reserved, time_limit=time_limit, seed=seed),
                 progress=progress,
             )
 

@@ -183,6 +183,7 @@ def _trade_off(
     as_json: bool,
 ) -> dict[str, Any]:
     """Solve for one budget after the other, print and draw what was found."""
+    from monetlite.core.options import SolvingOptions
     from monetlite.planning.tradeoff import trade_off
     from monetlite.reporting.plots.drawing import save_figure
     from monetlite.reporting.plots.tradeoff_plot import draw_tradeoff
@@ -194,10 +195,8 @@ def _trade_off(
             opened.profile,
             opened.plain,
             opened.steps,
-            tolerance=opened.schedule.tolerance,
+            options=SolvingOptions(tolerance=opened.schedule.tolerance, time_limit=time_limit, seed=seed),
             points=points,
-            time_limit=time_limit,
-            seed=seed,
             progress=progress,
         )
     subject = subject_of(opened.schedule, opened.profile, opened.plain, opened.steps)

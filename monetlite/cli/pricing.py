@@ -44,7 +44,7 @@ def price_layouts(
     import torch
 
     from monetlite.models import build_model
-    from monetlite.planning import pipeline as api
+    from monetlite.planning.pricing import profile
     from monetlite.tracing import trace
 
     chosen = device
@@ -64,7 +64,7 @@ def price_layouts(
             graph = trace(built.model, built.example_inputs, device=chosen, meta_device=device_type, layout=layout)
         with Measuring(quiet) as progress:
             named = replace(graph, name=built.name)
-            made = api.profile(
+            made = profile(
                 named, chosen, optimizer=optimizer, accumulate=accumulate, tolerance=tolerance, progress=progress
             )
         profiles.append(replace(made, source=built.source))

@@ -77,6 +77,7 @@ def solve_command(
     """Find the fastest schedule of a model's training step within a memory budget."""
 
     def run() -> None:
+        from monetlite.core.options import SolvingOptions
         from monetlite.core.simulate import simulate
         from monetlite.core.steps import plain_steps
         from monetlite.core.units import parse_budget
@@ -108,13 +109,15 @@ def solve_command(
             schedule = solve_layouts(
                 costs,
                 budget,
-                tolerance=tolerance,
+                SolvingOptions(
+                    tolerance=tolerance,
+                    implementations=implementations,
+                    reserved=reserved,
+                    time_limit=time_limit,
+                    solver=solver,
+                    seed=seed,
+                ),
                 layout=layout,
-                implementations=implementations,
-                reserved=reserved,
-                time_limit=time_limit,
-                solver=solver,
-                seed=seed,
                 progress=progress,
             )
         replaced = " (in place of an earlier file)" if target.exists() else ""

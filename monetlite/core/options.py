@@ -5,10 +5,11 @@ explanations from here, and every layer passes the two objects on whole.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from monetlite.core.costs import Profile
 from monetlite.core.errors import ModelError
 
 ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS = "all", "default"
@@ -72,9 +73,20 @@ class SolvingOptions:
         if not 0 < self.time_limit < math.inf:
             raise ModelError(f"time_limit {self.time_limit}: seconds, more than 0")
 
+    def allowed(self, profile: Profile) -> Profile:
+        """A profile with only the implementations that may be chosen, beside the defaults."""
+        everything = self.implementations == ALL_IMPLEMENTATIONS
+        return profile.restricted(lambda item: everything and item.tolerance <= self.tolerance)
 
-def split_options(options: Mapping[str, Any]) -> tuple[PricingOptions, SolvingOptions]:
+
+def split_options(
+    options: Mapping[str, Any], others: Collection[str] = ()
+) -> tuple[PricingOptions, SolvingOptions]:
     """Make the two option objects from keyword arguments.
+
+    Args:
+        options: values by name.
+        others: further names that the caller takes, for the message.
 
     Raises:
         ModelError: a name that is no option, or a value that is out of range.
@@ -82,7 +94,8 @@ def split_options(options: Mapping[str, Any]) -> tuple[PricingOptions, SolvingOp
     pricing = {item.name for item in fields(PricingOptions)}
     solving = {item.name for item in fields(SolvingOptions)}
     if unknown := set(options) - pricing - solving:
-        raise ModelError(f"there is no option {min(unknown)!r}; there are {', '.join(sorted(pricing | solving))}")
+        known = ", ".join(sorted({*pricing, *solving, *others}))
+        raise ModelError(f"there is no option {min(unknown)!r}; there are {known}")
     return (
         PricingOptions(**{name: value for name, value in options.items() if name in pricing}),
         SolvingOptions(**{name: value for name, value in options.items() if name in solving}),

@@ -13,9 +13,11 @@ from monetlite.allocator import least_limit
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError
 from monetlite.core.interrupts import interrupts_kept
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
+from monetlite.planning.budgets import as_schedule, solve_budget
 from monetlite.solving.reserved.solving import refuse_without_gpu
 
 _MOST_PROBES = 64
@@ -91,10 +93,7 @@ def largest_batch(
     *,
     first: int,
     step: int = 1,
-    tolerance: float = 0.0,
-    reserved: bool = False,
-    time_limit: float = 120.0,
-    seed: int = 0,
+    options: SolvingOptions,
     progress: Callable[[int, str], None] | None = None,
 ) -> Batches:
     """Find the largest batch that fits a budget, and what batches up to it are worth.
@@ -104,8 +103,7 @@ def largest_batch(
         budget_bytes: of the whole step.
         first: the batch to begin from.
         step: look at multiples of this only.
-        tolerance, reserved, seed: as in `monetlite.solve`.
-        time_limit: seconds for searching and solving; tracing comes on top.
+        options: as in `monetlite.solve`; the time limit is of searching and solving, and tracing comes on top.
         progress: told (batch, what was found of it).
 
     Raises:
@@ -113,9 +111,7 @@ def largest_batch(
         DeviceError: `reserved`, and costs that are not a GPU's.
         ModelError: the budget holds a million samples; something else is the matter.
     """
-    from monetlite.planning.pipeline import solve
-
-    prober = _Prober(price, budget_bytes, tolerance, reserved, time_limit * _PROBE_SHARE / 10, seed, progress)
+    prober = _Prober(price, budget_bytes, options, progress)
     first = min(first, _LARGEST_BATCH)
     largest = _bisect(max(step, first // step * step), step, prober.fits_somehow, prober.guess)
     if largest == 0:
@@ -137,21 +133,14 @@ def largest_batch(
         if prober.plain_fits(batch):
             schedule = None
             peak_bytes, latency_ms = plain.peak_bytes, plain.latency_ms
-            reserved_bytes = prober.plain_bytes[batch] if reserved else None
+            reserved_bytes = prober.plain_bytes[batch] if options.reserved else None
         else:
-            seconds = time_limit * (1 - _PROBE_SHARE) / max(1, len(wanted) - (plain_largest > 0))
+            seconds = options.time_limit * (1 - _PROBE_SHARE) / max(1, len(wanted) - (plain_largest > 0))
+            each = replace(options, time_limit=seconds)
             try:
-                schedule = solve(
-                    profile,
-                    budget_bytes,
-                    tolerance=tolerance,
-                    reserved=reserved,
-                    time_limit=seconds,
-                    seed=seed,
-                    starts=prober.known(batch),
-                )
+                schedule = solve_budget(profile, budget_bytes, each, starts=prober.known(batch))
             except InfeasibleBudget:
-                if batch == largest or not reserved:
+                if batch == largest or not options.reserved:
                     raise
                 continue  # the gaps between its requests happen to be larger than at the largest batch
             peak_bytes, latency_ms = schedule.peak_bytes, schedule.latency_ms
@@ -171,7 +160,7 @@ def largest_batch(
     impossible = [batch for batch, fit in prober.fits.items() if fit is Fit.IMPOSSIBLE]
     return Batches(
         budget_bytes=budget_bytes,
-        reserved=reserved,
+        reserved=options.reserved,
         step=step,
         plain_largest=plain_largest,
         largest=largest,
@@ -187,14 +176,11 @@ class _Prober:
         self,
         price: Callable[[int], Profile],
         budget_bytes: int,
-        tolerance: float,
-        reserved: bool,
-        seconds: float,
-        seed: int,
+        options: SolvingOptions,
         progress: Callable[[int, str], None] | None,
     ) -> None:
-        self._price, self._budget_bytes, self._tolerance = price, budget_bytes, tolerance
-        self._reserved, self._seconds, self._seed, self._progress = reserved, seconds, seed, progress
+        self._price, self._budget_bytes, self._progress = price, budget_bytes, progress
+        self._options = replace(options, time_limit=options.time_limit * _PROBE_SHARE / 10)
         self._profiles: dict[int, Profile] = {}
         self._leanest: dict[int, Schedule] = {}
         self.fits: dict[int, Fit] = {}
@@ -208,7 +194,7 @@ class _Prober:
             )
         if batch not in self._profiles:
             profile = self._price(batch)
-            if self._reserved:
+            if self._options.reserved:
                 refuse_without_gpu(profile)
             self._profiles[batch] = profile
             self.plain_bytes[batch] = self._takes(profile, plain_steps(profile.graph))
@@ -216,7 +202,7 @@ class _Prober:
 
     def _takes(self, profile: Profile, steps: Sequence[Step]) -> int:
         """What some steps need of the budget, in bytes."""
-        return least_limit(profile, steps) if self._reserved else simulate(profile, steps).peak_bytes
+        return least_limit(profile, steps) if self._options.reserved else simulate(profile, steps).peak_bytes
 
     def fits_somehow(self, batch: int) -> bool:
         if batch not in self.fits:
@@ -235,19 +221,19 @@ class _Prober:
         return [self._leanest[min(serving)]] if serving else []
 
     def _fit(self, batch: int) -> Fit:
-        from monetlite.planning.pipeline import as_schedule
         from monetlite.solving.bounds import smallest_budget_bound
         from monetlite.solving.race import Solution
         from monetlite.solving.smallest import smallest_budget
 
-        profile = self.profile(batch).within(self._tolerance)
+        profile = self._options.allowed(self.profile(batch))
         bound_bytes = smallest_budget_bound(profile)
         self.needed_bytes[batch] = bound_bytes
         if self.plain_bytes[batch] <= self._budget_bytes:
             return Fit.PLAIN
         if bound_bytes > self._budget_bytes:
             return Fit.IMPOSSIBLE
-        found = smallest_budget(profile, seconds=self._seconds, seed=self._seed)
+        seconds = self._options.time_limit
+        found = smallest_budget(profile, seconds=seconds, seed=self._options.seed)
         if found.reached_bytes is None or found.steps is None:
             return Fit.NOT_FOUND
         self.needed_bytes[batch] = self._takes(profile, found.steps)
@@ -255,27 +241,15 @@ class _Prober:
             return Fit.IMPOSSIBLE if found.proven_bytes > self._budget_bytes else Fit.NOT_FOUND
         if self.needed_bytes[batch] > self._budget_bytes:
             return self._fit_with_gaps(batch)
-        solution = Solution.of_steps(profile, found.steps, solver="search", seconds=self._seconds)
+        solution = Solution.of_steps(profile, found.steps, solver="search", seconds=seconds)
         solution = replace(solution, smallest_proven_bytes=found.proven_bytes)
-        plain = simulate(profile, plain_steps(profile.graph))
-        self._leanest[batch] = as_schedule(
-            profile, plain, self._budget_bytes, solution, found.steps, self._tolerance
-        )
+        self._leanest[batch] = as_schedule(profile, self._budget_bytes, solution, self._options.tolerance)
         return Fit.SCHEDULED
 
     def _fit_with_gaps(self, batch: int) -> Fit:
         """Whether some schedule's requests leave small enough gaps, where those of the smallest peak don't."""
-        from monetlite.planning.pipeline import solve
-
         try:
-            self._leanest[batch] = solve(
-                self.profile(batch),
-                self._budget_bytes,
-                tolerance=self._tolerance,
-                reserved=True,
-                time_limit=self._seconds,
-                seed=self._seed,
-            )
+            self._leanest[batch] = solve_budget(self.profile(batch), self._budget_bytes, self._options)
         except InfeasibleBudget:
             return Fit.NOT_FOUND
         return Fit.SCHEDULED

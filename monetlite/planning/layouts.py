@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError
 from monetlite.core.graph import AS_TRACED, CHANNELS_LAST
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import parse_budget
-from monetlite.planning import pipeline as api
+from monetlite.planning.budgets import solve_budget
 
 if TYPE_CHECKING:
     from monetlite.solving.race import Progress
 
-REORDERED = 1e-5
-"""The tolerance from which sums may be in another order."""
+REORDERED_SUMS = 1e-5
+"""Smallest tolerance that allows sums in another order."""
 TRIAL_SHARE = 0.15
-"""What part of the time each layout is tried for."""
+"""Share of the time limit for which each layout is tried."""
 
 
 def layouts_to_try(layout: str | None, tolerance: float) -> list[str]:
@@ -28,27 +29,22 @@ def layouts_to_try(layout: str | None, tolerance: float) -> list[str]:
     Raises:
         ModelError: a layout that orders sums anew, with a tolerance that forbids it.
     """
-    if layout == CHANNELS_LAST and tolerance < REORDERED:
+    if layout == CHANNELS_LAST and tolerance < REORDERED_SUMS:
         raise ModelError(
             f"layout {CHANNELS_LAST!r} adds in another order than the model as it is, which tolerance "
-            f"{tolerance:g} rules out; allow {REORDERED:g} or more"
+            f"{tolerance:g} rules out; allow {REORDERED_SUMS:g} or more"
         )
     if layout is None:
-        return [AS_TRACED] if tolerance < REORDERED else [AS_TRACED, CHANNELS_LAST]
+        return [AS_TRACED] if tolerance < REORDERED_SUMS else [AS_TRACED, CHANNELS_LAST]
     return list(dict.fromkeys((AS_TRACED, layout)))
 
 
 def solve_layouts(
     profiles: Sequence[Profile],
     budget: str | int | float,
+    options: SolvingOptions,
     *,
-    tolerance: float = 0.0,
     layout: str | None = None,
-    implementations: str = api.ALL,
-    reserved: bool = False,
-    time_limit: float = 60.0,
-    solver: str = "SCIP",
-    seed: int = 0,
     starts: Iterable[Schedule] = (),
     progress: "Callable[[Progress], None] | None" = None,
 ) -> Schedule:
@@ -59,9 +55,10 @@ def solve_layouts(
     Args:
         profiles: of the same model, the first as plain training runs it: budgets in percent and overheads are
             relative to that one.
+        budget, progress: as in `solve`.
+        options: how each layout is solved; the time limit is of all of them together.
         layout: the only one to solve for, if given.
         starts: schedules to begin from; those for another graph are left aside.
-        budget, tolerance, implementations, reserved, time_limit, solver, seed, progress: as in `solve`.
 
     Raises:
         Those of `solve`.
@@ -73,23 +70,18 @@ def solve_layouts(
     distinct = list({item.graph.fingerprint: item for item in reversed(wanted)}.values())[::-1]
 
     def run(item: Profile, seconds: float, found: Iterable[Schedule] = ()) -> Schedule:
-        solved = api.solve(
+        solved = solve_budget(
             item,
             budget_bytes,
-            tolerance=tolerance,
-            implementations=implementations,
-            reserved=reserved,
-            time_limit=seconds,
-            solver=solver,
-            seed=seed,
+            replace(options, time_limit=seconds),
             starts=[*found, *(start for start in known if start.structure == item.graph.structure)],
             progress=progress,
         )
         return replace(solved, plain_peak_bytes=plain.peak_bytes, plain_latency_ms=plain.latency_ms)
 
     if len(distinct) == 1:
-        return run(distinct[0], time_limit)
-    trial = time_limit * TRIAL_SHARE
+        return run(distinct[0], options.time_limit)
+    trial = options.time_limit * TRIAL_SHARE
     found: list[tuple[Schedule, Profile]] = []
     refused: list[tuple[InfeasibleBudget, Profile]] = []
     for item in distinct:
@@ -97,7 +89,7 @@ def solve_layouts(
             found.append((run(item, trial), item))
         except InfeasibleBudget as error:
             refused.append((error, item))
-    remaining = time_limit - trial * len(distinct)
+    remaining = options.time_limit - trial * len(distinct)
     if found:
         best, item = min(found, key=lambda pair: pair[0].latency_ms)
         return run(item, remaining, [best])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
@@ -81,10 +82,8 @@ def trade_off(
     plain: Profile,
     steps: Sequence[Step],
     *,
-    tolerance: float = 0.0,
+    options: SolvingOptions,
     points: int = 8,
-    time_limit: float = 10.0,
-    seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Tradeoff:
     """Solve for budgets between the smallest feasible one and plain training's peak, and try the baselines.
@@ -92,16 +91,15 @@ def trade_off(
     Args:
         profile: what to solve for; plain: the costs of plain training, and of the baselines.
         steps: a schedule's, as steps of `profile`: every solve may begin from them.
-        tolerance: which implementations may be chosen, as in `solve`.
-        points: how many budgets.
-        time_limit: seconds for each budget; baselines come on top.
-        seed: of the searches.
+        options: tolerance, time limit of each budget, and seed; baselines come on top of the time.
+        points: number of budgets.
         progress: told what is being done, and how many of how many pieces of work are done.
 
     Raises:
         ScheduleMismatch: the steps use an implementation that the tolerance rules out.
     """
-    allowed, plain = profile.within(tolerance), plain.within(tolerance)
+    allowed, plain = options.allowed(profile), options.allowed(plain)
+    time_limit, seed = options.time_limit, options.seed
     own = _made(allowed, Choices.of_steps(profile.graph, steps).steps(allowed.graph))
     plain_point = _made(plain, plain_steps(plain.graph)).point
     work = _Work(progress, total=2 + 4 * points)
@@ -127,8 +125,7 @@ def trade_off(
     solutions = sweep_profile(
         allowed,
         budgets,
-        time_limit=time_limit,
-        seed=seed,
+        options,
         starts=list(dict.fromkeys(made.steps for made in starts)),
         progress=solving,
     )

@@ -81,11 +81,11 @@ def alternative(
         known_bound_ms: no schedule within that budget is faster, as is known already.
         progress: as in `monetlite.solve`.
     """
-    from monetlite.solving.solve import solve_profile
+    from monetlite.core.options import SolvingOptions
+    from monetlite.solving.front_door import solve_profile
 
-    solution = solve_profile(
-        profile, budget_bytes, time_limit=time_limit, seed=seed, starts=[steps], progress=progress
-    )
+    options = SolvingOptions(time_limit=time_limit, seed=seed)
+    solution = solve_profile(profile, budget_bytes, options, starts=[steps], progress=progress)
     there = solution.steps
     return Alternative(
         budget_bytes=budget_bytes,

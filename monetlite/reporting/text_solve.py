@@ -13,7 +13,7 @@ from monetlite.core.graph import CHANNELS_LAST
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import Timeline
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.planning.unplanned import unplanned_loss
+from monetlite.planning.pipeline import unplanned_loss
 
 
 def cost_source(device: str, kind: str, environment: Mapping[str, str]) -> str:

@@ -5,10 +5,12 @@ on. What one process has solved is kept for as long as it lives; with `schedule`
 """
 
 import contextlib
+import copy
+import functools
 import importlib.util
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +18,21 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from monetlite.core.errors import ModelError, ScheduleMismatch
+from monetlite.core.errors import ModelError
 from monetlite.core.graph import AS_TRACED, OperatorGraph
+from monetlite.core.options import PricingOptions, SolvingOptions, split_options
 from monetlite.core.schedule import Schedule
 from monetlite.runtime.binding import bind, on_this_device
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
-from monetlite.tracing.build import autocast_dtype, build_graph, device_of, gpu_of, on_its_gpu
+from monetlite.runtime.reserved_memory import warn_if_unlimited
+from monetlite.tracing.build import Traced, autocast_dtype, build_graph, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.capture import Joint, log_settings_quietly, logging_methods
 from monetlite.tracing.fused import kernels_kept_whole
 from monetlite.tracing.names import Namer
 from monetlite.tracing.reasons import DRAW_OTHERWISE, NUMPY_DRAWS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What `options=` of `torch.compile` may hold; as in `monetlite.optimize`.
-
-    Attributes:
-        budget: of the whole step; may be left out where `schedule` is a file that exists.
-        schedule: a schedule file, written when there is none, read when there is.
-        device: what operators are priced for; by default measured on the device the model is on.
-        optimizer, accumulate, tolerance, implementations, time_limit, solver, seed: as in `monetlite.optimize`.
-    """
-
-    budget: str | int | float | None = None
-    schedule: str | None = None
-    device: str | None = None
-    optimizer: str | None = None
-    accumulate: bool = False
-    tolerance: float = 0.0
-    implementations: str = "all"
-    time_limit: float = 60.0
-    solver: str = "SCIP"
-    seed: int = 0
-
 
 # Messages in a model's code (transformers warns of much) would take its graph apart; TorchDynamo leaves loggers out
 # and has warnings come afterwards where it is told to, which it has to be before it begins.
@@ -64,7 +44,23 @@ if importlib.util.find_spec("transformers") is not None:
 torch._dynamo.config.ignore_logging_functions |= logging_methods()
 torch._dynamo.config.reorderable_logging_functions |= {print, warnings.warn}
 
-_solved: dict[tuple[str, str, Options], Schedule] = {}
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """Contents of `options=` of `torch.compile`: budget, schedule, and the options of `monetlite.optimize`.
+
+    Attributes:
+        budget: of the whole step; may be left out where `schedule` is a file that exists.
+        schedule: a schedule file, read if it exists, else written; or a name such as zoo:resnet50@6GB.
+    """
+
+    budget: str | int | float | None
+    schedule: str | None
+    pricing: PricingOptions
+    solving: SolvingOptions
+
+
+_solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
 
 
 def monetlite(
@@ -76,7 +72,7 @@ def monetlite(
         ModelError: unknown options, no budget, or a model that TorchDynamo takes apart.
         Those of `monetlite.optimize`.
     """
-    chosen = _options(options, others)
+    chosen = _options({**(options or {}), **others})
     _refuse_breaks(graph)
     _refuse_numpy_draws(graph)
     if any(isinstance(item, torch.SymInt) for item in inputs):
@@ -87,8 +83,16 @@ def monetlite(
     autocast = autocast_dtype(device_of(graph, inputs))
 
     def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
-        traced = build_graph(joint, graph, (tuple(inputs), {}), autocast=autocast)
-        schedule = _schedule(replace(traced.graph, name="compiled"), chosen)
+        @functools.cache
+        def traced_in(layout: str) -> Traced:
+            # Building a graph changes the joint graph, which every layout begins from.
+            own = replace(joint, graph=fx.GraphModule(joint.graph, copy.deepcopy(joint.graph.graph)))
+            built = build_graph(own, graph, (tuple(inputs), {}), layout=layout, autocast=autocast)
+            return replace(built, graph=replace(built.graph, name="compiled"))
+
+        schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)
+        traced = traced_in(schedule.layout)
+        warn_if_unlimited(schedule, traced.graph.device)
         if schedule.structure == traced.graph.structure:
             traced, schedule = on_this_device(traced, schedule)
         steps = bind(schedule, traced.graph)
@@ -113,12 +117,12 @@ def on_gpu(step: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
     return run
 
 
-def _options(options: Mapping[str, Any] | None, others: Mapping[str, Any]) -> Options:
-    known = [item.name for item in fields(Options)]
-    unknown = [name for name in (*(options or {}), *others) if name not in known]
-    if unknown:
-        raise ModelError(f"backend 'monetlite' has no option {unknown[0]!r}; it has {', '.join(known)}")
-    chosen = Options(**(options or {}))
+def _options(given: Mapping[str, Any]) -> CompileOptions:
+    own = ("budget", "schedule")
+    pricing, solving = split_options({name: value for name, value in given.items() if name not in own}, own)
+    chosen = CompileOptions(
+        budget=given.get("budget"), schedule=given.get("schedule"), pricing=pricing, solving=solving
+    )
     if chosen.budget is None and (chosen.schedule is None or not Path(chosen.schedule).exists()):
         raise ModelError(
             "backend 'monetlite' needs a budget: torch.compile(model, backend='monetlite', "
@@ -150,50 +154,36 @@ def _refuse_numpy_draws(graph: fx.GraphModule) -> None:
             raise ModelError(f"{where} can't be captured: {NUMPY_DRAWS}. {DRAW_OTHERWISE}")
 
 
-def _schedule(graph: OperatorGraph, options: Options) -> Schedule:
+def _schedule(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) -> Schedule:
+    """The schedule of a graph, of which `graph_in` makes the operator graph in a layout."""
+    graph = graph_in(AS_TRACED)
     key = (graph.fingerprint, graph.device, options)
     if key in _solved:
         return _solved[key]
-    path = None if options.schedule is None else Path(options.schedule)
-    if options.schedule is not None and (options.schedule.startswith("zoo:") or Path(options.schedule).exists()):
+    path = options.schedule
+    if path is not None and (path.startswith("zoo:") or Path(path).exists()):
         from monetlite.zoo import load_schedule
 
-        schedule = load_schedule(options.schedule)
-        if schedule.layout != AS_TRACED:
-            raise ScheduleMismatch(
-                f"{path} is for layout {schedule.layout!r}, which torch.compile's graphs are not rewritten for; "
-                "use MONeTWrapper, or solve again with layout='as_traced'"
-            )
+        schedule = load_schedule(path)
     else:
-        schedule = _solve(graph, options)
+        schedule = _solve(graph_in, options)
         if path is not None:
             schedule.save(path)
     _solved[key] = schedule
     return schedule
 
 
-def _solve(graph: OperatorGraph, options: Options) -> Schedule:
-    from monetlite.planning import pipeline as api
+def _solve(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) -> Schedule:
+    from monetlite.planning.layouts import layouts_to_try, solve_layouts
+    from monetlite.planning.pricing import price
 
     assert options.budget is not None
+    pricing, solving = options.pricing, options.solving
+    graphs = [graph_in(layout) for layout in layouts_to_try(pricing.layout, solving.tolerance)]
     # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones.
     with _disable_current_modes():
-        profile = api.price(
-            graph,
-            options.device,
-            optimizer=options.optimizer,
-            accumulate=options.accumulate,
-            tolerance=options.tolerance,
-        )
-        return api.solve(
-            profile,
-            options.budget,
-            tolerance=options.tolerance,
-            implementations=options.implementations,
-            time_limit=options.time_limit,
-            solver=options.solver,
-            seed=options.seed,
-        )
+        profiles = [price(graph, pricing, solving) for graph in graphs]
+        return solve_layouts(profiles, options.budget, solving, layout=pricing.layout)
 
 
-__all__ = ["Options", "monetlite"]
+__all__ = ["monetlite"]

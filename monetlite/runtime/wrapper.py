@@ -17,6 +17,7 @@ from torch import fx, nn
 from monetlite.core.costs import without_costs
 from monetlite.core.errors import ModelError, ScheduleMismatch
 from monetlite.core.graph import OperatorGraph
+from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
@@ -50,21 +51,6 @@ from monetlite.tracing.signature import tensors_in_order
 PLAIN_SHARE = 0.8
 """Of the budget: what plain training may store for inputs that a schedule can't be applied to. The rest is for
 workspace."""
-OPTIONS = frozenset(
-    {
-        "device",
-        "optimizer",
-        "accumulate",
-        "tolerance",
-        "layout",
-        "implementations",
-        "reserved",
-        "time_limit",
-        "solver",
-        "seed",
-    }
-)
-"""Arguments of `monetlite.optimize` that a wrapper with a budget passes on."""
 _AMOUNT = re.compile(r"[\d.]+\s*(%|[kmgt]?i?b)", re.IGNORECASE)
 _CAPTURING = threading.RLock()
 """Held while a program is made, which is not for two threads at a time."""
@@ -143,8 +129,7 @@ class MONeTWrapper(Delegating):
         given = [loaded(item) for item in several]
         if not given and budget is None:
             raise ModelError("give a schedule, or a budget to solve one for: MONeTWrapper(model, budget='6GB')")
-        if unknown := set(options) - OPTIONS:
-            raise ModelError(f"there is no option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
+        split_options(options)
         if options and budget is None:
             raise ModelError(f"{min(options)!r} is an option of solving, which needs a budget")
         if isinstance(model, MONeTWrapper):
@@ -267,11 +252,15 @@ class MONeTWrapper(Delegating):
             del self.__dict__["_example"]
 
     def _solve(self, args: tuple[Any, ...], kwargs: dict[str, Any], starts: Sequence[Schedule]) -> Schedule:
-        from monetlite.planning.pipeline import optimize
+        from monetlite.planning.pipeline import solve_model
 
+        options = dict(self._solving)
+        budget = options.pop("budget")
         # Measuring draws random numbers; the step that waits for it must not notice.
         with forked_state(device_of(self.model, (args, kwargs))):
-            return optimize(self.model, Arguments(args, kwargs), starts=starts, runs_here=True, **self._solving)
+            return solve_model(
+                self.model, Arguments(args, kwargs), budget, *split_options(options), starts=starts, runs_here=True
+            )
 
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         traced, steps = self._plan(joint)

@@ -52,6 +52,8 @@ class Solution:
         smallest_proven_bytes: no budget below it is feasible.
         smallest_reached_bytes, smallest_reached_steps: the smallest peak of any schedule that was seen.
         solver: the methods that contributed. seconds: how long it took.
+        reserved_bytes: the limit on reserved memory that the steps keep to; without steps, that of the leanest
+            schedule seen. None for a budget of the peak.
     """
 
     status: Status
@@ -64,6 +66,7 @@ class Solution:
     smallest_reached_steps: tuple[Step, ...] | None
     solver: str
     seconds: float
+    reserved_bytes: int | None = None
 
     @classmethod
     def of_steps(cls, profile: Profile, steps: tuple[Step, ...], *, solver: str, seconds: float = 0.0) -> Self:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from monetlite.core.costs import Profile
 from monetlite.core.errors import SolverError
 from monetlite.core.interrupts import BOUND_THREAD, ends_everything
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving import baselines
@@ -47,37 +48,33 @@ _PASSES = 2
 """How often each stage of the program offers its candidates; two leave out next to nothing."""
 
 
-def solve_profile(
+def solve_peak(
     profile: Profile,
     budget_bytes: int,
+    options: SolvingOptions,
     *,
-    time_limit: float = 60.0,
-    seed: int = 0,
-    solver: str = "SCIP",
     starts: Iterable[tuple[Step, ...]] = (),
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Find the fastest schedule within a memory budget, and bound how much faster any could be.
+    """Find the fastest schedule within a budget of the peak, and bound how much faster any could be.
 
     Args:
-        profile: the graph and its costs.
+        profile: the graph and its costs, with only the implementations that the options allow.
         budget_bytes: no step may need more memory.
-        time_limit: seconds after which the best so far is returned; Ctrl-C does the same at once, outside of
-            `interrupts_kept`.
-        seed: of the searches.
-        solver: which solver takes the boolean program: SCIP, HIGHS or GUROBI.
+        options: time limit, seed and solver. After the time limit the best so far is returned; Ctrl-C does the
+            same at once, outside of `interrupts_kept`.
         starts: steps to begin from, such as a schedule for another budget; illegal ones are ignored.
         progress: told whenever the incumbent or the bound improves.
 
     Raises:
-        SolverError: `solver` is unknown or not installed.
+        SolverError: the solver is unknown or not installed.
     """
-    solver = check_solver(solver)
-    closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * time_limit)
-    race = Race(profile, budget_bytes, time.monotonic() + time_limit - closing, progress)
+    solver = check_solver(options.solver)
+    closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * options.time_limit)
+    race = Race(profile, budget_bytes, time.monotonic() + options.time_limit - closing, progress)
     infeasible = False
     try:
-        infeasible = _run(race, seed=seed, solver=solver, starts=tuple(starts))
+        infeasible = _run(race, seed=options.seed, solver=solver, starts=tuple(starts))
     except KeyboardInterrupt:
         if ends_everything():
             raise

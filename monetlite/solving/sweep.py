@@ -4,19 +4,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from monetlite.core.costs import Profile
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.steps import Step
+from monetlite.solving.front_door import solve_profile
 from monetlite.solving.race import PROVEN_GAP, Progress, Solution
-from monetlite.solving.solve import solve_profile
 
 
 def sweep_profile(
     profile: Profile,
     budgets_bytes: Sequence[int],
+    options: SolvingOptions,
     *,
-    time_limit: float = 60.0,
-    seed: int = 0,
-    solver: str = "SCIP",
     starts: Sequence[tuple[Step, ...]] = (),
     progress: Callable[[int, Progress], None] | None = None,
 ) -> dict[int, Solution]:
@@ -29,13 +28,12 @@ def sweep_profile(
     Args:
         profile: the graph and its costs.
         budgets_bytes: the budgets, in any order.
-        time_limit: seconds for each budget.
-        seed, solver: as in `solve_profile`.
+        options: as in `solve_profile`; the time limit is of each budget.
         starts: steps that every solve begins from, beside what the smaller budgets found.
         progress: told the budget, and how its solve stands.
 
     Raises:
-        SolverError: `solver` is unknown or not installed.
+        SolverError: the solver is unknown or not installed.
     """
     ascending = sorted(set(budgets_bytes))
     solutions: dict[int, Solution] = {}
@@ -44,9 +42,7 @@ def sweep_profile(
         solution = solve_profile(
             profile,
             budget_bytes,
-            time_limit=time_limit,
-            seed=seed,
-            solver=solver,
+            options,
             starts=[*starts, *found[-2:]],
             progress=None if progress is None else _of(budget_bytes, progress),
         )

@@ -67,7 +67,7 @@ def estimated(graph: "OperatorGraph", device: str, optimizer: str | None, accumu
         ModelError: an unknown optimizer.
     """
     from monetlite.core.devices import find_device
-    from monetlite.planning.pipeline import profile
+    from monetlite.planning.pricing import profile
 
     return profile(graph, find_device(device).name, optimizer=optimizer, accumulate=accumulate)
 

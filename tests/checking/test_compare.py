@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison import PEERS, Peer, Run, compiled, runner
+from monetlite.checking.comparison import PEERS, Peer, Run, compiled, runner, scheduled
 from monetlite.checking.comparison.bench import Bench
 from monetlite.checking.comparison.blocks import wrap_blocks
 from monetlite.checking.comparison.contenders import Contender
@@ -28,7 +28,6 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.models import build_model
-from monetlite.planning import layouts
 from monetlite.reporting.plots.comparison_plot import draw_comparison, save_comparison
 from monetlite.reporting.text_comparison import comparison_markdown, print_comparison
 
@@ -168,7 +167,7 @@ def test_what_is_refused_before_anything_runs(folder, monkeypatch, arguments, co
 
 def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
     """A solve takes Ctrl-C for the end of its time; the comparison ends."""
-    solve_layouts = layouts.solve_layouts
+    solve_layouts = scheduled.solve_layouts
 
     def interrupted(*args, **kwargs):
         try:
@@ -177,7 +176,7 @@ def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
             return solve_layouts(*args, **kwargs)
         pytest.fail("not interrupted")
 
-    monkeypatch.setattr("monetlite.planning.layouts.solve_layouts", interrupted)
+    monkeypatch.setattr(scheduled, "solve_layouts", interrupted)
     before = signal.getsignal(signal.SIGINT)
     result = run("--model", "net.py:build", "--peers", "gist", *QUICK, "--output", "t.md", "--output", "p.png")
     assert result.exit_code == 4

@@ -8,6 +8,7 @@ from commands import run
 from step_lists import schedule_of
 
 from monetlite.cli.opening import open_schedule
+from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.planning.tradeoff import trade_off
@@ -113,4 +114,4 @@ def large(synthetic):
 
 @pytest.fixture(scope="session")
 def traded(opened):
-    return trade_off(opened.profile, opened.plain, opened.steps, points=4, time_limit=1)
+    return trade_off(opened.profile, opened.plain, opened.steps, options=SolvingOptions(time_limit=1), points=4)

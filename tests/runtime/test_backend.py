@@ -83,7 +83,7 @@ def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
     assert monetlite.load_schedule(file).budget_bytes > 0
     torch._dynamo.reset()
     monkeypatch.setattr("monetlite.runtime.backend._solved", {})
-    monkeypatch.setattr("monetlite.planning.pipeline.solve", lambda *_, **__: pytest.fail("solved again"))
+    monkeypatch.setattr("monetlite.planning.layouts.solve_layouts", lambda *_, **__: pytest.fail("solved again"))
     second = compiled(twin(model), schedule=str(file))
     assert_same(step(second, (x,)), step(model, (x,)))
 
@@ -93,7 +93,7 @@ def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
     [
         ({}, "needs a budget"),
         ({"schedule": "not-there.yaml"}, "needs a budget"),
-        ({"budget": "1GB", "colour": "red"}, "has no option 'colour'; it has budget"),
+        ({"budget": "1GB", "colour": "red"}, "there is no option 'colour'; there are accumulate, budget"),
         ({"budget": "much"}, "much"),
         ({"budget": 200, "device": "rtx-4090"}, "too small"),
     ],

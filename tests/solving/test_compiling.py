@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from random_graphs import random_profile
 
+from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving import compiling, greedy, kernel
+from monetlite.solving.front_door import solve_profile
 from monetlite.solving.genomes import keep_everything
 from monetlite.solving.greedy import Greedy
 from monetlite.solving.kernel import evaluate, evaluate_interpreted
@@ -19,7 +21,6 @@ from monetlite.solving.layout import new_scratch
 from monetlite.solving.leanest import minimise_peak
 from monetlite.solving.problem import build_problem
 from monetlite.solving.search import search
-from monetlite.solving.solve import solve_profile
 
 
 class NeverDone:
@@ -48,7 +49,7 @@ def test_a_first_solve_in_no_time(nothing_compiled: list[list[str]]) -> None:
     profile = random_profile(random.Random(3), forward_operators=40)
     budget_bytes = int(0.9 * simulate(profile, plain_steps(profile.graph)).peak_bytes)
     with pytest.warns(UserWarning, match="solve again for a better schedule"):
-        solution = solve_profile(profile, budget_bytes, time_limit=0.5)
+        solution = solve_profile(profile, budget_bytes, SolvingOptions(time_limit=0.5))
     assert nothing_compiled
     assert solution.steps is not None
     assert simulate(profile, solution.steps, budget_bytes).latency_ms == solution.latency_ms
@@ -71,7 +72,7 @@ def test_what_is_compiled_is_not_interpreted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(greedy, "evaluate_interpreted", refuse)
     profile = random_profile(random.Random(3), forward_operators=40)
     budget_bytes = int(0.9 * simulate(profile, plain_steps(profile.graph)).peak_bytes)
-    assert solve_profile(profile, budget_bytes, time_limit=1).steps is not None
+    assert solve_profile(profile, budget_bytes, SolvingOptions(time_limit=1)).steps is not None
 
 
 def test_known_schedules_are_kept(nothing_compiled: list[list[str]]) -> None:

@@ -11,12 +11,13 @@ from random_graphs import random_profile
 
 from monetlite.core.costs import Cost, Profile
 from monetlite.core.graph import Implementation, Operator, Phase, Resident, Value, ValueKind
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving.exhaustive import exhaustive_smallest_peak
+from monetlite.solving.front_door import solve_profile
 from monetlite.solving.race import Solution
-from monetlite.solving.solve import solve_profile
 
 
 def checked(profile: Profile, budget_bytes: int, solution: Solution) -> None:
@@ -96,7 +97,7 @@ def test_one_byte_either_side_of_feasible(
         return
     for difference in (-1, 0, 1):
         budget_bytes = smallest.reached_bytes + difference
-        solution = solve_profile(profile, budget_bytes, time_limit=1.0)
+        solution = solve_profile(profile, budget_bytes, SolvingOptions(time_limit=1.0))
         checked(profile, budget_bytes, solution)
         assert (solution.steps is None) == (difference < 0)
 
@@ -107,7 +108,7 @@ def test_larger_graphs_of_any_size(seed: int, largest: int, share: float) -> Non
     """Beyond the exhaustive search: the other methods, with coefficients over thirteen orders of magnitude."""
     profile = random_profile(random.Random(seed), forward_operators=22, largest_bytes=largest)
     budget_bytes = max(1, int(share * simulate(profile, plain_steps(profile.graph)).peak_bytes))
-    checked(profile, budget_bytes, solve_profile(profile, budget_bytes, time_limit=0.8, seed=seed))
+    checked(profile, budget_bytes, solve_profile(profile, budget_bytes, SolvingOptions(time_limit=0.8, seed=seed)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -115,7 +116,7 @@ def test_graphs_that_hang_together_by_nothing(seed: int) -> None:
     rng = random.Random(seed)
     profile = beside(random_profile(rng, forward_operators=3), random_profile(rng, forward_operators=3))
     budget_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes * 3 // 4
-    checked(profile, budget_bytes, solve_profile(profile, budget_bytes, time_limit=1.0, seed=seed))
+    checked(profile, budget_bytes, solve_profile(profile, budget_bytes, SolvingOptions(time_limit=1.0, seed=seed)))
 
 
 def test_values_of_no_size_and_operators_that_write_nothing_big() -> None:
@@ -123,7 +124,7 @@ def test_values_of_no_size_and_operators_that_write_nothing_big() -> None:
     values = tuple(replace(value, size_bytes=0) for value in profile.graph.values)
     empty = replace(profile, graph=replace(profile.graph, values=values))
     plain = simulate(empty, plain_steps(empty.graph))
-    solution = solve_profile(empty, plain.peak_bytes, time_limit=1.0)
+    solution = solve_profile(empty, plain.peak_bytes, SolvingOptions(time_limit=1.0))
     checked(empty, plain.peak_bytes, solution)
     assert solution.steps is not None
     assert any(value.kind is ValueKind.ACTIVATION for value in empty.graph.values)

@@ -8,12 +8,13 @@ from random_graphs import random_profile
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import Resident
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
+from monetlite.solving.front_door import solve_profile
 from monetlite.solving.race import Progress
-from monetlite.solving.solve import solve_profile
 
 
 def scaled(profile: Profile, factor: int) -> Profile:
@@ -44,7 +45,7 @@ def test_small_graphs_are_solved_to_optimality(seed: int, factor: int) -> None:
     smallest = exhaustive_smallest_peak(profile)
     assert smallest.reached_bytes is not None
     best = exhaustive(profile, smallest.reached_bytes)
-    solution = solve_profile(profile, smallest.reached_bytes, time_limit=20)
+    solution = solve_profile(profile, smallest.reached_bytes, SolvingOptions(time_limit=20))
     assert solution.status is Status.OPTIMAL
     assert solution.steps is not None
     assert solution.latency_ms == pytest.approx(best.latency_ms)
@@ -52,7 +53,7 @@ def test_small_graphs_are_solved_to_optimality(seed: int, factor: int) -> None:
     assert (timeline.latency_ms, timeline.peak_bytes) == (solution.latency_ms, solution.peak_bytes)
     assert solution.lower_bound_ms <= timeline.latency_ms
 
-    below = solve_profile(profile, smallest.reached_bytes - 1, time_limit=20)
+    below = solve_profile(profile, smallest.reached_bytes - 1, SolvingOptions(time_limit=20))
     assert below.status is Status.INFEASIBLE
     assert below.steps is None
     assert below.latency_ms is None
@@ -63,7 +64,7 @@ def test_small_graphs_are_solved_to_optimality(seed: int, factor: int) -> None:
 
 def test_plenty_of_memory_is_optimal_at_once() -> None:
     profile = random_profile(random.Random(5), zero_latencies=False)
-    solution = solve_profile(profile, 10**9, time_limit=20)
+    solution = solve_profile(profile, 10**9, SolvingOptions(time_limit=20))
     assert solution.status is Status.OPTIMAL
     assert solution.latency_ms is not None
     assert solution.latency_ms <= simulate(profile, plain_steps(profile.graph)).latency_ms
@@ -78,7 +79,7 @@ def test_zero_latencies() -> None:
             for choices in profile.costs
         ),
     )
-    solution = solve_profile(free, 10**6, time_limit=10)
+    solution = solve_profile(free, 10**6, SolvingOptions(time_limit=10))
     assert solution.status is Status.OPTIMAL
     assert solution.latency_ms == 0.0
 
@@ -90,7 +91,7 @@ def test_progress_is_monotonic_and_starts_help() -> None:
     assert smallest.reached_bytes is not None
     seen: list[Progress] = []
     solution = solve_profile(
-        profile, smallest.reached_bytes, time_limit=3, starts=[smallest.steps], progress=seen.append
+        profile, smallest.reached_bytes, SolvingOptions(time_limit=3), starts=[smallest.steps], progress=seen.append
     )
     assert solution.steps is not None
     assert seen
@@ -107,7 +108,7 @@ def test_interrupt_returns_the_best_so_far() -> None:
         raise KeyboardInterrupt
 
     peak = simulate(profile, plain_steps(profile.graph)).peak_bytes
-    solution = solve_profile(profile, peak, time_limit=20, progress=interrupt)
+    solution = solve_profile(profile, peak, SolvingOptions(time_limit=20), progress=interrupt)
     assert calls
     assert solution.steps is not None
     assert solution.status in (Status.FEASIBLE, Status.OPTIMAL)

@@ -8,11 +8,12 @@ from random_graphs import random_profile
 
 import monetlite
 from monetlite.core.errors import ScheduleMismatch
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
-from monetlite.solving.solve import solve_profile
+from monetlite.solving.front_door import solve_profile
 from monetlite.solving.sweep import sweep_profile
 
 
@@ -26,7 +27,7 @@ def test_latencies_and_bounds_fall_as_budgets_rise(seed: int) -> None:
     budgets = [plain.peak_bytes, smallest.reached_bytes - 1, middle, smallest.reached_bytes]
     told: set[int] = set()
     solutions = sweep_profile(
-        profile, budgets, time_limit=4, progress=lambda budget_bytes, _: told.add(budget_bytes)
+        profile, budgets, SolvingOptions(time_limit=4), progress=lambda budget_bytes, _: told.add(budget_bytes)
     )
     assert set(solutions) == set(budgets)
     assert told >= set(budgets) - {smallest.reached_bytes - 1}
@@ -72,6 +73,6 @@ def test_bounds_of_larger_budgets_serve_smaller_ones() -> None:
     profile = random_profile(random.Random(9), forward_operators=4)
     smallest = exhaustive_smallest_peak(profile)
     assert smallest.reached_bytes is not None
-    solutions = sweep_profile(profile, [smallest.reached_bytes, 10**6], time_limit=3)
-    alone = solve_profile(profile, 10**6, time_limit=3)
+    solutions = sweep_profile(profile, [smallest.reached_bytes, 10**6], SolvingOptions(time_limit=3))
+    alone = solve_profile(profile, 10**6, SolvingOptions(time_limit=3))
     assert solutions[smallest.reached_bytes].lower_bound_ms >= alone.lower_bound_ms

@@ -10,6 +10,7 @@ import pytest
 import monetlite
 import monetlite.planning.pipeline
 from monetlite.core.choices import Choices
+from monetlite.core.options import SolvingOptions
 from monetlite.core.source import ModelSource
 from monetlite.planning.layouts import solve_layouts
 from monetlite.zoo import Shelf, file_name
@@ -106,7 +107,7 @@ def test_channels_last_is_compared_with_the_model_as_it_is(checker, tmp_path):
         estimated(traced(SOURCE, layout=layout), "rtx-3090", None, False)
         for layout in ("as_traced", "channels_last")
     ]
-    schedule = solve_layouts(layouts, "80%", tolerance=1e-5, layout="channels_last", time_limit=3)
+    schedule = solve_layouts(layouts, "80%", SolvingOptions(tolerance=1e-5, time_limit=3), layout="channels_last")
     assert checked(checker, replace(schedule, source=SOURCE), tmp_path).problems == ()
 
 

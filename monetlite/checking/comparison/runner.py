@@ -19,13 +19,14 @@ from monetlite.checking.comparison.verdict import duels, fastest_within, standin
 from monetlite.checking.trainee import default_loss
 from monetlite.core.costs import Profile
 from monetlite.core.errors import BudgetError, DeviceError, ModelError
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.operators.random import forked_state
-from monetlite.planning import pipeline as api
 from monetlite.planning.layouts import layouts_to_try
+from monetlite.planning.pricing import profile
 from monetlite.tracing import split_inputs, trace
 from monetlite.tracing.build import Arguments, Inputs, device_of
 
@@ -114,7 +115,8 @@ def compare(
         if isinstance(plain, Entrant):
             plain_bytes = plain.run.peak_bytes or plain_bytes
         limits = {budget: parse_budget(budget, plain_bytes) for budget in asked}
-        planner = Planner(profiles=profiles, tolerance=tolerance, time_limit=time_limit, seed=seed)
+        options = SolvingOptions(tolerance=tolerance, time_limit=time_limit, seed=seed)
+        planner = Planner(profiles=profiles, options=options)
         contest = _Contest(bench=bench, planner=planner, budgets_bytes=sorted(set(limits.values())), say=say)
         contest.add(plain)
         for peer in chosen:
@@ -313,7 +315,7 @@ def _price(bench: Bench, layout: str, tolerance: float) -> Profile:
     dtype = getattr(torch, autocast or "bfloat16")
     with torch.autocast(bench.device, dtype, enabled=bool(autocast)):
         graph = trace(task.model, Arguments(task.args, dict(task.kwargs)), layout=layout)
-    return api.profile(graph, bench.device, tolerance=tolerance)
+    return profile(graph, bench.device, tolerance=tolerance)
 
 
 def _described(args: Sequence[object], kwargs: dict[str, object]) -> str:

@@ -1,7 +1,7 @@
 """Contenders that run by a schedule: monetlite's own, and what Checkmate and Gist may do, by the same runtime."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -10,12 +10,11 @@ from monetlite.checking.comparison.data import TITLES, Peer
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.interrupts import interrupts_kept
+from monetlite.core.options import DEFAULT_IMPLEMENTATIONS, SolvingOptions
 from monetlite.core.schedule import Schedule
-from monetlite.core.simulate import simulate
-from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes
-from monetlite.planning import layouts
-from monetlite.planning import pipeline as api
+from monetlite.planning.budgets import as_schedule, solve_budget
+from monetlite.planning.layouts import solve_layouts
 from monetlite.runtime import MONeTWrapper
 from monetlite.solving.baselines import restrict_gist
 
@@ -26,13 +25,11 @@ class Planner:
 
     Attributes:
         profiles: of the step in every layout that may be chosen, the first as plain training runs it.
-        tolerance, time_limit, seed: as for `monetlite.solve`.
+        options: how monetlite's own are solved; the others have its time limit and seed.
     """
 
     profiles: Sequence[Profile]
-    tolerance: float
-    time_limit: float
-    seed: int
+    options: SolvingOptions
 
     def monetlite(self, budget_bytes: int, starts: Iterable[Schedule] = ()) -> Schedule:
         """Whatever is fastest.
@@ -40,16 +37,7 @@ class Planner:
         Raises:
             Unsupported: nothing fits.
         """
-        return self._solve(
-            lambda: layouts.solve_layouts(
-                self.profiles,
-                budget_bytes,
-                tolerance=self.tolerance,
-                time_limit=self.time_limit,
-                seed=self.seed,
-                starts=starts,
-            )
-        )
+        return self._solve(lambda: solve_layouts(self.profiles, budget_bytes, self.options, starts=starts))
 
     def checkmate(self, budget_bytes: int) -> Schedule:
         """Storing and recomputing, every operator running as it was traced.
@@ -57,15 +45,8 @@ class Planner:
         Raises:
             Unsupported: nothing fits.
         """
-        return self._solve(
-            lambda: api.solve(
-                self.profiles[0],
-                budget_bytes,
-                implementations=api.DEFAULT_ONLY,
-                time_limit=self.time_limit,
-                seed=self.seed,
-            )
-        )
+        options = replace(self.options, implementations=DEFAULT_IMPLEMENTATIONS, tolerance=0.0)
+        return self._solve(lambda: solve_budget(self.profiles[0], budget_bytes, options))
 
     def gist(self, budget_bytes: int) -> Schedule:
         """Compact intermediates that lose nothing, and no recomputation.
@@ -73,18 +54,16 @@ class Planner:
         Raises:
             Unsupported: nothing fits.
         """
-        from monetlite.solving.solve import solve_profile
+        from monetlite.solving.front_door import solve_profile
 
         profile = self.profiles[0].within(0.0)
         restriction = restrict_gist(profile)
         with interrupts_kept():
-            solution = solve_profile(restriction.profile, budget_bytes, time_limit=self.time_limit, seed=self.seed)
+            solution = solve_profile(restriction.profile, budget_bytes, self.options)
         if solution.steps is None:
             raise _nothing_fits(solution.smallest_reached_bytes)
-        plain = simulate(profile, plain_steps(profile.graph))
-        return api.as_schedule(
-            profile, plain, budget_bytes, solution, restriction.steps(solution.steps), tolerance=0.0
-        )
+        found = replace(solution, steps=restriction.steps(solution.steps))
+        return as_schedule(profile, budget_bytes, found, tolerance=0.0)
 
     def _solve(self, solve: Callable[[], Schedule]) -> Schedule:
         try:

@@ -6,19 +6,20 @@ peak is lowered until that is enough.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeAlias
 
 from monetlite.allocator.allocator import PAGE_BYTES
-from monetlite.allocator.reserved import Reserved, least_limit, reserve
+from monetlite.allocator.reserved import least_limit, reserve
 from monetlite.core.costs import Profile
-from monetlite.core.errors import DeviceError, IllegalSchedule, InfeasibleBudget
-from monetlite.core.schedule import Schedule, Status
+from monetlite.core.errors import DeviceError, IllegalSchedule
+from monetlite.core.options import SolvingOptions
+from monetlite.core.schedule import Status
 from monetlite.core.steps import Step
-from monetlite.core.units import format_bytes
+from monetlite.solving.race import Progress, Solution
 from monetlite.solving.reserved.arranging import arrange
+from monetlite.solving.solve import solve_peak
 
 RELEASE_MS = 10.0
 """What giving memory back once is taken to cost, where schedules are compared: it waits for the GPU, and gigabytes
@@ -31,12 +32,6 @@ _LESS = 0.87
 """Of the budget: the second peak that is solved for."""
 _STEP = 0.004
 """Of the budget: by how much more than the last schedule was over it, it is lowered from round to round."""
-
-SolveOnce: TypeAlias = Callable[[int, float, Sequence[Schedule]], Schedule]
-"""Solves for a peak in bytes, in so many seconds, from schedules to begin with."""
-AsSchedule: TypeAlias = Callable[[tuple[Step, ...], str], Schedule]
-"""Makes a schedule of steps, and of the name of what found them. Raises `IllegalSchedule` where they are not one
-within the budget."""
 
 
 def refuse_without_gpu(profile: Profile) -> None:
@@ -54,99 +49,117 @@ def refuse_without_gpu(profile: Profile) -> None:
 def solve_reserved(
     profile: Profile,
     budget_bytes: int,
-    time_limit: float,
-    solve: SolveOnce,
-    as_schedule: AsSchedule,
+    options: SolvingOptions,
     *,
     starts: Iterable[tuple[Step, ...]] = (),
-    seed: int = 0,
-) -> Schedule:
-    """The fastest schedule found that runs within a budget of reserved memory, `starts` included.
+    progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """Find the fastest schedule that runs within a budget of reserved memory, `starts` included.
 
     Its bound is that of all schedules whose peak is within the budget, which are more. Where nothing fits in the
     time limit, lowered budgets of the peak take up to twice that again.
 
+    Args:
+        profile, starts, progress: as in `solve_peak`.
+        budget_bytes: of reserved memory.
+        options: time limit, seed and solver.
+
     Raises:
-        InfeasibleBudget: nothing fits, or nothing was found.
+        DeviceError: the costs are a CPU's.
+        SolverError: the solver is unknown or not installed.
     """
+    refuse_without_gpu(profile)
     began = time.monotonic()
-    given = list(_legal(starts, "start", as_schedule))
+    known = list(starts)
+
+    def solve(peak_bytes: int, share: float, found: Iterable[tuple[Step, ...]] = ()) -> Solution:
+        shorter = replace(options, time_limit=share * options.time_limit)
+        return solve_peak(profile, peak_bytes, shorter, starts=[*known, *found], progress=progress)
+
+    given = list(_legal(profile, budget_bytes, known, "start"))
     target_bytes = budget_bytes
-    found = solve(target_bytes, time_limit * FOR_THE_PEAK, given)
-    bound_ms = found.lower_bound_ms
+    first = found = solve(target_bytes, FOR_THE_PEAK)
+    if found.steps is None:
+        return found
     candidates = [*given, found]
-    within = _reserved(profile, found, budget_bytes)
+    within = reserve(profile, found.steps, expandable=True, limit_bytes=budget_bytes)
     if within.fits and not within.releases:
-        candidates.append(solve(budget_bytes, time_limit * (1 - FOR_THE_PEAK), [found]))
-        bound_ms = max(bound_ms, candidates[-1].lower_bound_ms)
+        candidates.append(solve(budget_bytes, 1 - FOR_THE_PEAK, [found.steps]))
+        bound_ms = max(first.lower_bound_ms, candidates[-1].lower_bound_ms)
     else:
-        with suppress(InfeasibleBudget):
-            candidates.append(solve(int(budget_bytes * _LESS), time_limit * FOR_LESS, ()))
-        steps = [item.steps(profile.graph) for item in candidates]
-        arranged = arrange(profile, steps, budget_bytes, seconds=time_limit * ARRANGING, seed=seed)
-        how = f"{found.solver} + arranging"
-        candidates += _legal([] if arranged is None else [arranged], how, as_schedule)
-    reached_bytes = [item.smallest_reached_bytes for item in candidates if item.smallest_reached_bytes is not None]
+        candidates.append(solve(int(budget_bytes * _LESS), FOR_LESS))
+        bound_ms = first.lower_bound_ms
+        steps = [item.steps for item in candidates if item.steps is not None]
+        arranged = arrange(profile, steps, budget_bytes, seconds=options.time_limit * ARRANGING, seed=options.seed)
+        if arranged is not None:
+            candidates += _legal(profile, budget_bytes, [arranged], f"{found.solver} + arranging")
+    candidates = [item for item in candidates if item.steps is not None]
     best = _best_within(profile, budget_bytes, candidates)
-    least_bytes = min(least_limit(profile, item) for item in candidates)
+    least_bytes = min(_least_limit(profile, item) for item in candidates)
     for _ in range(MOST_ROUNDS):
         if best is not None:
             break
-        over_bytes = max(0, least_limit(profile, found) - budget_bytes) + int(budget_bytes * _STEP)
+        over_bytes = max(0, _least_limit(profile, found) - budget_bytes) + int(budget_bytes * _STEP)
+        assert found.peak_bytes is not None
         target_bytes = min(found.peak_bytes, target_bytes) - over_bytes
-        try:
-            found = solve(target_bytes, time_limit * FOR_THE_PEAK, ())
-        except InfeasibleBudget as error:
-            raise _no_room(budget_bytes, least_bytes, error) from error
-        least_bytes = min(least_bytes, least_limit(profile, found))
+        found = solve(target_bytes, FOR_THE_PEAK)
+        if found.steps is None:
+            break
+        least_bytes = min(least_bytes, _least_limit(profile, found))
         best = _best_within(profile, budget_bytes, [found])
-    if best is None:
-        raise _no_room(budget_bytes, least_bytes, None)
-    status = Status.OPTIMAL if best.latency_ms <= bound_ms else Status.FEASIBLE
+    proven_bytes = max(item.smallest_proven_bytes for item in candidates)
+    seconds = time.monotonic() - began
+    if best is None or best.latency_ms is None:
+        return replace(
+            first,
+            status=Status.TIMEOUT,
+            steps=None,
+            latency_ms=None,
+            peak_bytes=None,
+            smallest_proven_bytes=proven_bytes,
+            reserved_bytes=least_bytes,
+            seconds=seconds,
+        )
+    reached = [item.smallest_reached_bytes for item in candidates if item.smallest_reached_bytes is not None]
     return replace(
         best,
-        budget_bytes=budget_bytes,
         lower_bound_ms=bound_ms,
-        status=status,
-        smallest_proven_bytes=max(item.smallest_proven_bytes for item in candidates),
-        smallest_reached_bytes=min(reached_bytes, default=best.peak_bytes),
-        seconds=time.monotonic() - began,
+        status=Status.OPTIMAL if best.latency_ms <= bound_ms else Status.FEASIBLE,
+        smallest_proven_bytes=proven_bytes,
+        smallest_reached_bytes=min(reached, default=best.peak_bytes),
+        seconds=seconds,
     )
 
 
-def _legal(steps: Iterable[tuple[Step, ...]], solver: str, as_schedule: AsSchedule) -> Iterator[Schedule]:
+def _legal(
+    profile: Profile, budget_bytes: int, steps: Iterable[tuple[Step, ...]], solver: str
+) -> Iterator[Solution]:
+    """The steps that are a schedule for these sizes, with a peak within the budget."""
     for item in steps:
-        with suppress(IllegalSchedule):  # over the budget, or not for these sizes
-            yield as_schedule(item, solver)
+        with suppress(IllegalSchedule):
+            solution = Solution.of_steps(profile, item, solver=solver)
+            if solution.peak_bytes is not None and solution.peak_bytes <= budget_bytes:
+                yield solution
 
 
-def _reserved(profile: Profile, schedule: Schedule, budget_bytes: int) -> Reserved:
-    return reserve(profile, schedule, expandable=True, limit_bytes=budget_bytes)
+def _least_limit(profile: Profile, solution: Solution) -> int:
+    assert solution.steps is not None
+    return least_limit(profile, solution.steps)
 
 
-def _best_within(profile: Profile, budget_bytes: int, schedules: Iterable[Schedule]) -> Schedule | None:
-    """The best of some schedules that runs within a budget of reserved memory, counting what releases may cost."""
+def _best_within(profile: Profile, budget_bytes: int, solutions: Iterable[Solution]) -> Solution | None:
+    """The best of some solutions that runs within a budget of reserved memory, counting what releases may cost."""
     found = [
-        (item, _reserved(profile, item, budget_bytes)) for item in schedules if item.peak_bytes <= budget_bytes
+        (item, reserve(profile, item.steps, expandable=True, limit_bytes=budget_bytes))
+        for item in solutions
+        if item.steps is not None and item.peak_bytes is not None and item.peak_bytes <= budget_bytes
     ]
     fitting = [(item, within) for item, within in found if within.fits]
     if not fitting:
         return None
-    best, within = min(fitting, key=lambda pair: pair[0].latency_ms + RELEASE_MS * pair[1].releases)
-    needed_bytes = least_limit(profile, best) if within.releases else within.peak_bytes + PAGE_BYTES
+    best, within = min(fitting, key=lambda pair: (pair[0].latency_ms or 0.0) + RELEASE_MS * pair[1].releases)
+    needed_bytes = _least_limit(profile, best) if within.releases else within.peak_bytes + PAGE_BYTES
     return replace(best, reserved_bytes=min(needed_bytes, budget_bytes))
 
 
-def _no_room(budget_bytes: int, least_bytes: int, error: InfeasibleBudget | None) -> InfeasibleBudget:
-    asked = f"a budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) of reserved memory"
-    least = f"; the least that a schedule was found for is {format_bytes(least_bytes)}"
-    return InfeasibleBudget(
-        f"no schedule was found for {asked}, though peaks are within it{least}. Raise the budget, or lower the "
-        "batch or the input size",
-        budget_bytes=budget_bytes,
-        proven_bytes=error.proven_bytes if error is not None else 0,
-        reached_bytes=least_bytes,
-    )
-
-
-__all__ = ["AsSchedule", "SolveOnce", "refuse_without_gpu", "solve_reserved"]
+__all__ = ["refuse_without_gpu", "solve_reserved"]
