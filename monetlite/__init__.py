@@ -14,7 +14,7 @@ from monetlite.core.errors import MonetliteError
 if TYPE_CHECKING:
     from monetlite.checking.comparison import compare
     from monetlite.checking.verification import verify
-    from monetlite.core.files.profiles import load_profile
+    from monetlite.core.costs import load_profile
     from monetlite.core.schedule import Schedule
     from monetlite.core.simulate import simulate
     from monetlite.planning.budgets import solve, sweep
@@ -32,7 +32,7 @@ _HOME = {
     "Schedule": "monetlite.core.schedule",
     "compare": "monetlite.checking.comparison",
     "limit_reserved": "monetlite.runtime",
-    "load_profile": "monetlite.core.files.profiles",
+    "load_profile": "monetlite.core.costs",
     "load_schedule": "monetlite.zoo",
     "optimize": "monetlite.planning.pipeline",
     "simulate": "monetlite.core.simulate",

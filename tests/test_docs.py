@@ -11,7 +11,7 @@ from torch import nn
 
 import monetlite
 from monetlite.cli import main
-from monetlite.core.files.schema import schema
+from monetlite.core.schedule import schedule_schema
 from monetlite.core.steps import plain_steps
 
 ROOT = Path(__file__).parent.parent
@@ -57,16 +57,18 @@ def test_a_slope_that_turns_the_sign_is_left_alone():
     assert not any("from_output" in item.name for item in backward.implementations)
 
 
-def paths_of_schema(properties, prefix=""):
-    for name, described in properties.items():
+def paths_of_schema(described, shared, prefix=""):
+    for name, item in described.get("properties", {}).items():
         yield prefix + name
-        for part in (described, *described.get("anyOf", [])):
-            yield from paths_of_schema(part.get("properties", {}), f"{prefix}{name}.")
+        for part in (item, *item.get("anyOf", [])):
+            yield from paths_of_schema(shared.get(part.get("$ref"), {}), shared, f"{prefix}{name}.")
 
 
 def test_every_field_of_a_schedule_file_is_documented():
     text = (ROOT / "docs" / "schedule-files.md").read_text(encoding="utf-8")
-    paths = list(paths_of_schema(schema()["properties"]))
+    schema = schedule_schema()
+    shared = {f"#/$defs/{name}": item for name, item in schema["$defs"].items()}
+    paths = list(paths_of_schema(schema, shared))
     assert len(paths) > 30
     assert [path for path in paths if f"| `{path}` |" not in text] == []
 

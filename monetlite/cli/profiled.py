@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from monetlite.core.costs import Profile
+from monetlite.core.costs import Profile, load_profile
 from monetlite.core.errors import ModelError
-from monetlite.core.files.profiles import load_profile
 from monetlite.core.graph import AS_TRACED
 
 

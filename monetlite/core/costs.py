@@ -1,12 +1,35 @@
-"""A `Profile`: an operator graph with what each implementation of each operator costs on one device."""
+"""A `Profile`: an operator graph with what each implementation of each operator costs on one device.
 
+A profile file is JSON, an operator or a value to a line. It has what solving needs: what operators read and write,
+sizes, costs. It does not say how operators are called: a schedule is lowered from the model itself, where it runs.
+"""
+
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from os import PathLike
+from typing import Annotated, Any, Literal
 
-from monetlite.core.graph import Implementation, OperatorGraph
+import msgspec
+from msgspec import Meta
+
+from monetlite.core.files.atomic import write_atomically
+from monetlite.core.files.documents import Document, common_fields, plain_data, read_document
+from monetlite.core.files.plain_data import PlainData, load_json
+from monetlite.core.graph import (
+    AS_TRACED,
+    Implementation,
+    Operator,
+    OperatorGraph,
+    Phase,
+    Resident,
+    TensorSpec,
+    Value,
+    ValueKind,
+)
 from monetlite.core.source import ModelSource
+from monetlite.core.units import MAX_INTEGER, Amount, Count
 
 
 class ProfileKind(StrEnum):
@@ -62,9 +85,7 @@ class Profile:
         Raises:
             ScheduleFileError: the file can't be written; what was there before is unchanged.
         """
-        from monetlite.core.files.profiles import save_profile
-
-        save_profile(self, path)
+        write_atomically(path, profile_text(self))
 
     def __post_init__(self) -> None:
         assert [len(costs) for costs in self.costs] == [len(op.implementations) for op in self.graph.operators]
@@ -95,3 +116,164 @@ def without_costs(graph: OperatorGraph) -> Profile:
         kind=ProfileKind.ESTIMATED,
         costs=tuple(tuple(nothing for _ in operator.implementations) for operator in graph.operators),
     )
+
+
+_Signed = Annotated[int, Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
+_MAX_ITEMS = Meta(max_length=100_000)
+
+
+class _ValueRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    name: str
+    kind: ValueKind
+    size_bytes: Count
+    shape: tuple[Count, ...]
+    dtype: str
+    note: bool = False
+
+
+class _ImplementationRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    name: str
+    reads: tuple[Count, ...]
+    writes: tuple[Count, ...]
+    latency_ms: Amount
+    workspace_bytes: _Signed
+    overwrites: tuple[Count, ...] = ()
+    tolerance: Amount = 0.0
+    devices: tuple[str, ...] = ()
+    recompute_latency_ms: Amount | None = None
+    recompute_workspace_bytes: _Signed | None = None
+
+
+class _OperatorRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    name: str
+    family: str
+    phase: Phase
+    optional: bool = False
+    rerunnable: bool = True
+    derived: bool = False
+    module: str = ""
+    source: str = ""
+    implementations: Annotated[tuple[_ImplementationRow, ...], Meta(min_length=1)]
+
+
+class _CostSource(msgspec.Struct, frozen=True, kw_only=True):
+    device: str
+    kind: ProfileKind
+    environment: dict[str, str]
+
+
+class ProfileFile(Document, frozen=True, kw_only=True, tag="monetlite-profile"):
+    """A profile file. Fields that may be missing have a default."""
+
+    VERSIONS = range(1, 2)
+    REMEDY = "Profile the model again"
+
+    version: Literal[1]
+    model: str
+    source: ModelSource | None = None
+    fingerprint: str
+    inputs: dict[str, TensorSpec]
+    device: str
+    layout: Literal["as_traced", "channels_last"] = AS_TRACED
+    autocast: str | None = None
+    optimizer: str | None = None
+    accumulate: bool
+    costs: _CostSource
+    resident: Resident
+    values: Annotated[tuple[_ValueRow, ...], _MAX_ITEMS]
+    operators: Annotated[tuple[_OperatorRow, ...], _MAX_ITEMS]
+
+
+def profile_text(profile: Profile) -> str:
+    """Write a profile as the text of its file."""
+    graph = profile.graph
+    differing = {
+        "model": graph.name,
+        "device": graph.device,
+        "autocast": graph.autocast or None,
+        "costs": _CostSource(**common_fields(_CostSource, profile)),
+        "values": tuple(_ValueRow(**common_fields(_ValueRow, value)) for value in graph.values),
+        "operators": tuple(
+            _row(operator, costs) for operator, costs in zip(graph.operators, profile.costs, strict=True)
+        ),
+    }
+    document = ProfileFile(version=1, **common_fields(ProfileFile, graph, profile) | differing)
+    lines = [f"{json.dumps(name)}: {_lines(value)}" for name, value in plain_data(document).items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _row(operator: Operator, costs: tuple[Cost, ...]) -> _OperatorRow:
+    implementations = tuple(
+        _ImplementationRow(**common_fields(_ImplementationRow, *pair))
+        for pair in zip(operator.implementations, costs, strict=True)
+    )
+    return _OperatorRow(**common_fields(_OperatorRow, operator) | {"implementations": implementations})
+
+
+def _lines(value: Any) -> str:
+    """JSON on one line, or a list of mappings with one on each."""
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
+        return "[\n " + ",\n ".join(json.dumps(item) for item in value) + "\n]"
+    return json.dumps(value)
+
+
+def load_profile(path: str | PathLike[str]) -> Profile:
+    """Read a profile file. Nothing in it is executed.
+
+    The graph of the profile can be solved and simulated, not run: its implementations have no calls.
+
+    Raises:
+        ScheduleFileError: the file is missing, truncated, malformed, or of another version; says where.
+    """
+    data = load_json(path)
+    file = read_document(data, ProfileFile)
+    _check_rows(data, file)
+    graph = OperatorGraph(
+        **common_fields(OperatorGraph, file)
+        | {
+            "name": file.model,
+            "autocast": file.autocast or "",
+            "values": tuple(Value(**common_fields(Value, row)) for row in file.values),
+            "operators": tuple(_operator(row) for row in file.operators),
+        }
+    )
+    if graph.fingerprint != file.fingerprint:
+        raise data.error(("fingerprint",), "is not that of the operators in the file: it has been changed")
+    costs = tuple(
+        tuple(Cost(**common_fields(Cost, item)) for item in row.implementations) for row in file.operators
+    )
+    return Profile(**common_fields(Profile, file, file.costs) | {"graph": graph, "costs": costs})
+
+
+def _operator(row: _OperatorRow) -> Operator:
+    implementations = tuple(Implementation(**common_fields(Implementation, item)) for item in row.implementations)
+    return Operator(**common_fields(Operator, row) | {"implementations": implementations})
+
+
+def _check_rows(data: PlainData, file: ProfileFile) -> None:
+    """Check that the rows make a graph: names are unique, each value has one writer, forward comes first."""
+    writers: dict[int, str] = {}
+    names: set[str] = set()
+    seen_backward = False
+    for number, row in enumerate(file.operators):
+        place = ("operators", number)
+        seen_backward |= row.phase is Phase.BACKWARD
+        if seen_backward and row.phase is Phase.FORWARD:
+            raise data.error((*place, "phase"), "is forward, after a backward operator")
+        if row.name in names:
+            raise data.error((*place, "name"), f"is {row.name!r:.80}, which another operator has")
+        names.add(row.name)
+        if len({item.name for item in row.implementations}) != len(row.implementations):
+            raise data.error((*place, "implementations"), "should be one or more, of different names")
+        written = row.implementations[0].writes
+        for at, item in enumerate(row.implementations):
+            here = (*place, "implementations", at)
+            for field_name in ("reads", "writes", "overwrites"):
+                if (largest := max(getattr(item, field_name), default=0)) >= len(file.values):
+                    raise data.error((*here, field_name), f"has {largest}, and there are {len(file.values)} values")
+            if not set(item.writes) <= set(written):
+                raise data.error((*here, "writes"), "has a value that the first implementation does not write")
+        for value in written:
+            if value in writers:
+                raise data.error(place, f"writes value {value}, which {writers[value]!r:.80} writes")
+            writers[value] = row.name

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from monetlite.core.units import Count
 
 DELIVERY = "monetlite.delivery"
 """Family of the operators that hand gradients over to autograd, some at a time: not part of the model either."""
@@ -20,7 +22,8 @@ OPTIMIZER_STEP = "monetlite.optimizer_step"
 """Family of the operator that stands for the optimizer's step: priced with the rest, but not part of the model."""
 
 
-AS_TRACED, CHANNELS_LAST = "as_traced", "channels_last"
+AS_TRACED: Literal["as_traced"] = "as_traced"
+CHANNELS_LAST: Literal["channels_last"] = "channels_last"
 """Layouts of a graph's images: as the model has them, or with the channels innermost throughout."""
 
 
@@ -57,8 +60,8 @@ class TensorSpec:
     `shape` and `stride` count elements; `dtype` is torch's name without the `torch.` prefix.
     """
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: tuple[Count, ...]
+    stride: tuple[Count, ...]
     dtype: str
     requires_grad: bool = False
 
@@ -212,13 +215,13 @@ class Value:
 class Resident:
     """Bytes that are in memory all through the step."""
 
-    parameters: int = 0
-    buffers: int = 0
-    inputs: int = 0
-    optimizer: int = 0
-    gradients: int = 0
+    parameters: Count = 0
+    buffers: Count = 0
+    inputs: Count = 0
+    optimizer: Count = 0
+    gradients: Count = 0
     """Of earlier batches, to which those of this step are added."""
-    libraries: int = 0
+    libraries: Count = 0
     """What libraries keep between their calls: cuBLAS's workspaces on CUDA, where measured."""
 
     @property

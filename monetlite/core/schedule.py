@@ -4,11 +4,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from os import PathLike
+from typing import Annotated, Any, Literal
 
-from monetlite.core.choices import Choices
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from monetlite.core.choices import DEFAULT, Choices, Run
+from monetlite.core.costs import ProfileKind
+from monetlite.core.files.atomic import write_atomically
+from monetlite.core.files.documents import (
+    Document,
+    common_fields,
+    json_schema,
+    plain_data,
+    read_document,
+    unknown_fields,
+)
+from monetlite.core.files.plain_data import dump_yaml, load_yaml
 from monetlite.core.graph import AS_TRACED, OperatorGraph, TensorSpec
 from monetlite.core.source import ModelSource
 from monetlite.core.steps import Step
+from monetlite.core.units import Amount, Count, Positive, format_bytes
 
 
 class Status(StrEnum):
@@ -100,6 +117,156 @@ class Schedule:
         Raises:
             ScheduleFileError: the file can't be written; what was there before is left as it was.
         """
-        from monetlite.core.files.schedules import save_schedule
+        write_atomically(path, schedule_text(self))
 
-        save_schedule(self, path)
+
+class _Costs(msgspec.Struct, frozen=True, kw_only=True):
+    device: Annotated[str, Meta(description="what the costs are of")]
+    kind: ProfileKind
+    environment: Annotated[dict[str, str], Meta(description="versions behind measured costs")]
+
+
+class _Predicted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    peak_bytes: Count
+    latency_ms: Amount
+    reserved_bytes: Count | None = None
+
+
+class _Plain(msgspec.Struct, frozen=True, kw_only=True):
+    peak_bytes: Count
+    latency_ms: Amount
+
+
+class _Solve(msgspec.Struct, frozen=True, kw_only=True):
+    status: Status
+    lower_bound_ms: Annotated[Amount, Meta(description="no schedule within the budget is faster")]
+    gap: Annotated[Amount, Meta(description="(latency - bound) / latency")]
+    solver: str
+    seconds: Amount
+    smallest_proven_bytes: Annotated[Count, Meta(description="no budget below it is feasible")]
+    smallest_reached_bytes: Annotated[Count | None, Meta(description="smallest peak of any schedule seen")] = None
+
+
+_RUN = str | Annotated[dict[str, str], Meta(min_length=1, max_length=1)]
+
+
+class ScheduleFile(Document, frozen=True, kw_only=True, tag="monetlite-schedule"):
+    """A training step's schedule, version 2. Sizes are in bytes, times in milliseconds."""
+
+    VERSIONS = range(1, 3)
+    REMEDY = "Update monetlite, or solve the schedule again"
+
+    version: Literal[2]
+    name: Annotated[str, Meta(description="name of the model, for people")] = msgspec.field(name="model")
+    source: Annotated[
+        ModelSource | None, Meta(description="what to build the model from again; null for a person's own code")
+    ] = None
+    fingerprint: Annotated[str, Meta(description="of the operator graph: operators, edges, sizes, dtypes")]
+    structure: Annotated[str, Meta(description="the fingerprint without sizes, which other batch sizes share")]
+    operators: Annotated[Count, Meta(description="how many operators the graph has")]
+    inputs: Annotated[dict[str, TensorSpec], Meta(description="layouts of the input tensors")]
+    optimizer: Annotated[str | None, Meta(description="whose state the peak counts")] = None
+    accumulate: Annotated[bool, Meta(description="whether the peak counts gradients of earlier batches")] = False
+    tolerance: Annotated[
+        float,
+        Meta(ge=0, lt=1, description="the most that an implementation's result may differ from the default's"),
+    ] = 0.0
+    layout: Annotated[Literal["as_traced", "channels_last"], Meta(description="of images")] = AS_TRACED
+    autocast: Annotated[
+        Literal["bfloat16", "float16"] | None, Meta(description="dtype of torch.autocast around the model")
+    ] = None
+    costs: _Costs
+    budget_bytes: Annotated[Positive, Meta(description="what was asked for")]
+    predicted: _Predicted
+    plain: Annotated[_Plain, Meta(description="plain training")]
+    solve: _Solve
+    stored: Annotated[
+        tuple[str, ...],
+        Meta(description="values kept from the forward to the backward pass; it follows from the rest"),
+    ]
+    before: Annotated[
+        dict[str, tuple[_RUN, ...]],
+        Meta(description="what runs right before an operator's own run: names, or {name: implementation}"),
+    ]
+    implementations: Annotated[
+        dict[str, str], Meta(description="how operators run the first time, where that is not the default")
+    ]
+    operator_digests: Annotated[
+        Annotated[str, Meta(pattern="^[0-9a-f]{4}( [0-9a-f]{4})*$", title="groups of four hexadecimal digits")]
+        | None,
+        Meta(description="four digits for each operator, to say which one differs"),
+    ] = None
+
+
+def schedule_text(schedule: Schedule) -> str:
+    """Write a schedule as the text of its file."""
+    choices = schedule.choices
+    solve = msgspec.convert(schedule, _Solve, from_attributes=True)
+    differing = {
+        "tolerance": float(schedule.tolerance),
+        "autocast": schedule.autocast or None,
+        "costs": _Costs(**common_fields(_Costs, schedule)),
+        "predicted": msgspec.convert(schedule, _Predicted, from_attributes=True),
+        "plain": _Plain(peak_bytes=schedule.plain_peak_bytes, latency_ms=float(schedule.plain_latency_ms)),
+        "solve": replace(solve, gap=round(solve.gap, 6), seconds=round(solve.seconds, 1)),
+        "stored": choices.stored,
+        "before": {
+            name: tuple(operator if how == DEFAULT else {operator: how} for operator, how in runs)
+            for name, runs in choices.before.items()
+        },
+        "implementations": choices.implementations,
+        "operator_digests": " ".join(schedule.operator_digests) or None,
+    }
+    document = ScheduleFile(version=2, **common_fields(ScheduleFile, schedule) | differing)
+    header = (
+        f"{schedule.name} within {format_bytes(schedule.budget_bytes)}: peak {format_bytes(schedule.peak_bytes)}, "
+        f"{schedule.overhead:+.1%} step time ({schedule.kind} for {schedule.device}).\n"
+        "stored: kept from the forward to the backward pass. before: what is run again right before an operator.\n"
+        "implementations: how operators run the first time, where that is not the default."
+    )
+    return dump_yaml(plain_data(document), header)
+
+
+def read_schedule(path: str | PathLike[str]) -> Schedule:
+    """Read a schedule file. Nothing in it is executed; what it names is checked against the model later.
+
+    Raises:
+        ScheduleFileError: the file is missing, truncated, malformed, or of another version; says where.
+    """
+    file = read_document(load_yaml(path), ScheduleFile)
+    return Schedule(
+        **common_fields(Schedule, file, file.costs, file.predicted, file.solve)
+        | {
+            "kind": str(file.costs.kind),
+            "autocast": file.autocast or "",
+            "plain_peak_bytes": file.plain.peak_bytes,
+            "plain_latency_ms": file.plain.latency_ms,
+            "choices": Choices(
+                before={name: tuple(map(_run, runs)) for name, runs in file.before.items()},
+                implementations=file.implementations,
+                stored=file.stored,
+            ),
+            "operator_digests": tuple((file.operator_digests or "").split()),
+        }
+    )
+
+
+def schedule_problems(path: str | PathLike[str]) -> tuple[str, ...]:
+    """Find what a schedule file has that its description lacks; reading skips it.
+
+    Raises:
+        ScheduleFileError: it is not YAML of our kind at all.
+    """
+    return tuple(
+        f"{place} is not a field of a schedule" for place in unknown_fields(load_yaml(path).data, ScheduleFile)
+    )
+
+
+def schedule_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of schedule files, for other people's tools."""
+    return json_schema(ScheduleFile, "monetlite schedule", (ScheduleFile.__doc__ or "").partition("\n")[0])
+
+
+def _run(run: str | dict[str, str]) -> Run:
+    """The operator and its implementation: a name stands for the default."""
+    return (run, DEFAULT) if isinstance(run, str) else next(iter(run.items()))

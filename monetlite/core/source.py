@@ -2,32 +2,34 @@
 
 import re
 from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
 
-_SHAREABLE = re.compile(r"(?:(?:hf|timm|torchvision):)?[A-Za-z0-9][A-Za-z0-9_.-]*")
+from msgspec import Meta
+
+from monetlite.core.units import Positive
+
+Dtype: TypeAlias = Literal["float32", "float64", "bfloat16", "float16"]
+_SHAREABLE = r"^(?!.*\.(json|py)$)((hf|timm|torchvision):)?[A-Za-z0-9][A-Za-z0-9_.-]*$(?!\n)"
+_NAMES = "a built-in model, or hf:, timm: or torchvision: and a name"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
     """A model by the name that commands know it by, and the sizes it was built with.
 
-    Attributes:
-        model: a built-in model's name, or one of a library's (`hf:gpt2`). Never a path or a function of
-            somebody's: a file that was downloaded must not run code by naming it.
-        batch: of the inputs. input_size: height and width of images; sequence_length: of sequences, in tokens;
-            None where the model has none.
-        dtype: of weights and inputs, as torch names it; None as the model is built.
+    It is never a path or a function of somebody's: a file that was downloaded must not run code by naming it.
     """
 
-    model: str
-    batch: int
-    input_size: tuple[int, int] | None = None
-    sequence_length: int | None = None
-    dtype: str | None = None
+    model: Annotated[str, Meta(pattern=_SHAREABLE, title=_NAMES)]
+    batch: Annotated[Positive, Meta(description="the inputs' first dimension")]
+    input_size: Annotated[tuple[Positive, Positive] | None, Meta(description="height and width, pixels")] = None
+    sequence_length: Annotated[Positive | None, Meta(description="tokens")] = None
+    dtype: Annotated[Dtype | None, Meta(description="of weights and inputs; null as the model is built")] = None
 
 
 def is_shareable(model: str) -> bool:
     """Whether a name means the same model everywhere: not a path, nor a function, nor something on a hub."""
-    return _SHAREABLE.fullmatch(model) is not None and not model.endswith((".json", ".py"))
+    return re.search(_SHAREABLE, model) is not None
 
 
-__all__ = ["ModelSource", "is_shareable"]
+__all__ = ["Dtype", "ModelSource", "is_shareable"]

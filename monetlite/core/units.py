@@ -1,8 +1,19 @@
 """Bytes as people write them, in and out. Everywhere else a size is an integer number of bytes."""
 
 import re
+from typing import Annotated
+
+from msgspec import Meta
 
 from monetlite.core.errors import BudgetError
+
+MAX_INTEGER = 2**62
+"""The largest whole number that a file may hold."""
+Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+"""A whole number of bytes, elements or operators."""
+Positive = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
+Amount = Annotated[float, Meta(ge=0, le=MAX_INTEGER)]
+"""A number that is not negative, such as milliseconds."""
 
 _FACTORS = {
     "": 1,

@@ -4,10 +4,10 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from monetlite.core.errors import ModelError
-from monetlite.core.source import ModelSource, is_shareable
+from monetlite.core.source import Dtype, ModelSource, is_shareable
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def finish(
             batch=int(tensors[0][1].shape[0]),
             input_size=None if images is None else (int(images[2]), int(images[3])),
             sequence_length=None if images is not None or tokens is None else int(tokens[1]),
-            dtype=None if options.dtype is None else str(options.dtype).removeprefix("torch."),
+            dtype=None if options.dtype is None else cast(Dtype, str(options.dtype).removeprefix("torch.")),
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     inputs = ", ".join(

@@ -12,9 +12,7 @@ from monetlite.allocator import reserve
 from monetlite.core.costs import ProfileKind, without_costs
 from monetlite.core.differences import first_difference
 from monetlite.core.errors import IllegalSchedule, MonetliteError
-from monetlite.core.files.schedules import load_schedule
-from monetlite.core.files.schema import schema_problems
-from monetlite.core.schedule import Schedule
+from monetlite.core.schedule import Schedule, read_schedule, schedule_problems
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.zoo.entries import file_name
@@ -59,8 +57,8 @@ class Checker:
             expected_name: its path in a collection, if it is in one.
         """
         try:
-            schedule = load_schedule(path)
-            problems = list(schema_problems(path))
+            schedule = read_schedule(path)
+            problems = list(schedule_problems(path))
             if expected_name is not None and file_name(schedule) != expected_name:
                 problems.append(f"belongs at {file_name(schedule)}, by what it says")
             problems += self._problems(schedule)

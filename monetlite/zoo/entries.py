@@ -1,20 +1,20 @@
 """One schedule file of a collection, in the few figures by which people choose."""
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from monetlite.core.errors import ScheduleFileError
-from monetlite.core.files.safe_yaml import Record
 from monetlite.core.schedule import Schedule
-from monetlite.core.units import format_bytes
+from monetlite.core.units import MAX_INTEGER, Amount, Positive, format_bytes
 
-_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,150}")
-"""Of a path: nothing that leads elsewhere, or that some file system refuses."""
+_FILE = r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,150}/(?=.{1,151}\Z)[A-Za-z0-9][A-Za-z0-9._+-]*\.yaml\Z"
+"""A path in a collection: nothing that leads elsewhere, or that some file system refuses."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """A file of a collection.
 
     Attributes:
@@ -27,21 +27,21 @@ class Entry:
         seconds: how long it was solved for.
     """
 
-    file: str
+    file: Annotated[str, Meta(pattern=_FILE, title="DEVICE/NAME.yaml")]
     model: str
     sizes: str
-    batch: int
+    batch: Positive
     device: str
     kind: str
-    budget_bytes: int
-    peak_bytes: int
-    plain_peak_bytes: int
-    overhead: float
-    gap: float
-    seconds: float
+    budget_bytes: Positive
+    peak_bytes: Positive
+    plain_peak_bytes: Positive
+    overhead: Annotated[float, Meta(ge=-1, le=MAX_INTEGER)]
+    gap: Amount
+    seconds: Amount
     optimizer: str | None = None
     autocast: str = ""
-    tolerance: float = 0.0
+    tolerance: Amount = 0.0
 
     @property
     def name(self) -> str:
@@ -50,41 +50,12 @@ class Entry:
 
     def data(self) -> dict[str, Any]:
         """Plain data for an index."""
-        return asdict(self)
-
-    @classmethod
-    def read(cls, record: Record) -> "Entry":
-        """The reverse of `data`.
-
-        Raises:
-            ScheduleFileError: a field is missing or has another type.
-        """
-        file = record.text("file")
-        if not is_inside(file):
-            raise record.error("file", f"is {file!r:.80}, which is not DEVICE/NAME.yaml")
-        return cls(
-            file=file,
-            model=record.text("model"),
-            sizes=record.text("sizes"),
-            batch=record.integer("batch", least=1),
-            device=record.text("device"),
-            kind=record.text("kind"),
-            budget_bytes=record.integer("budget_bytes", least=1),
-            peak_bytes=record.integer("peak_bytes", least=1),
-            plain_peak_bytes=record.integer("plain_peak_bytes", least=1),
-            overhead=record.signed("overhead"),
-            gap=record.number("gap"),
-            seconds=record.number("seconds"),
-            optimizer=record.text("optimizer") if record.optional("optimizer") else None,
-            autocast=record.text("autocast") if record.optional("autocast") else "",
-            tolerance=record.number("tolerance"),
-        )
+        return msgspec.structs.asdict(self)
 
 
 def is_inside(file: str) -> bool:
     """Whether a name is that of a file in a device's folder: no way out of the collection."""
-    parts = file.split("/")
-    return len(parts) == 2 and file.endswith(".yaml") and all(_PART.fullmatch(part) for part in parts)
+    return re.search(_FILE, file) is not None
 
 
 def entry_of(schedule: Schedule, file: str) -> Entry:

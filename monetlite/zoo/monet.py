@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from monetlite.core.errors import ScheduleFileError
-from monetlite.core.files.safe_yaml import shown
+from monetlite.core.files.plain_data import shown
 
 LARGEST_FILE_BYTES = 256 * 2**20
 _MS_PER_UNIT = 0.01

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from os import PathLike
 
 from monetlite.core.errors import MonetliteError, ScheduleFileError
-from monetlite.core.files.schedules import load_schedule as load_file
-from monetlite.core.schedule import Schedule
+from monetlite.core.schedule import Schedule, read_schedule
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.zoo.entries import Entry
 from monetlite.zoo.shelf import Shelf, shipped
@@ -140,7 +139,7 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
     """
     if isinstance(path, str) and path.startswith("zoo:"):
         return find(path)
-    return load_file(path)
+    return read_schedule(path)
 
 
 __all__ = ["PREFIX", "Query", "find", "find_entry", "matching"]

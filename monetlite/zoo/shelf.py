@@ -5,13 +5,18 @@ from pathlib import Path
 
 from monetlite.core.errors import ScheduleFileError
 from monetlite.core.files.atomic import write_atomically
-from monetlite.core.files.safe_yaml import Record, dump_yaml, load_yaml
-from monetlite.core.files.schedules import load_schedule, save_schedule
-from monetlite.core.schedule import Schedule
+from monetlite.core.files.documents import Document, plain_data, read_document
+from monetlite.core.files.plain_data import dump_yaml, load_yaml
+from monetlite.core.schedule import Schedule, read_schedule
 from monetlite.zoo.entries import Entry, entry_of, file_name
 
 INDEX = "index.yaml"
-FORMAT = "monetlite-zoo"
+
+
+class ZooIndex(Document, frozen=True, kw_only=True, tag="monetlite-zoo"):
+    """The index of a collection."""
+
+    entries: tuple[Entry, ...]
 
 
 class Shelf:
@@ -30,10 +35,7 @@ class Shelf:
         Raises:
             ScheduleFileError: the index is missing or malformed.
         """
-        record = Record(load_yaml(self.folder / INDEX), self.folder / INDEX)
-        if record.text("format") != FORMAT:
-            raise record.error("format", f"is {record.text('format')!r:.80}; an index has {FORMAT!r}")
-        return tuple(Entry.read(item) for item in record.records("entries"))
+        return read_document(load_yaml(self.folder / INDEX), ZooIndex).entries
 
     def load(self, entry: Entry) -> Schedule:
         """The schedule of an entry.
@@ -41,7 +43,7 @@ class Shelf:
         Raises:
             ScheduleFileError: as `monetlite.load_schedule`.
         """
-        return load_schedule(self.folder / entry.file)
+        return read_schedule(self.folder / entry.file)
 
     def files(self) -> tuple[str, ...]:
         """The schedule files that are there, indexed or not."""
@@ -59,7 +61,7 @@ class Shelf:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ScheduleFileError(f"{target.parent} can't be made: {error.strerror}") from error
-        save_schedule(schedule, target)
+        schedule.save(target)
         entry = entry_of(schedule, file)
         known = self.entries() if (self.folder / INDEX).exists() else ()
         self.write_index([*(item for item in known if item.file != file), entry])
@@ -74,9 +76,9 @@ class Shelf:
         ordered = sorted(
             entries, key=lambda item: (item.model, item.device, item.batch, item.tolerance, -item.budget_bytes)
         )
-        data = {"format": FORMAT, "entries": [item.data() for item in ordered]}
+        index = plain_data(ZooIndex(entries=tuple(ordered)))
         header = "The schedule files of this folder. Written by `monetlite zoo add` and scripts/make_zoo.py."
-        write_atomically(self.folder / INDEX, dump_yaml(data, header))
+        write_atomically(self.folder / INDEX, dump_yaml(index, header))
 
     def indexed_again(self) -> tuple[Entry, ...]:
         """What the index should list, from the files themselves.
@@ -84,7 +86,7 @@ class Shelf:
         Raises:
             ScheduleFileError: a file can't be read, or can't be shared by name.
         """
-        return tuple(entry_of(load_schedule(self.folder / file), file) for file in self.files())
+        return tuple(entry_of(read_schedule(self.folder / file), file) for file in self.files())
 
     def stale(self) -> bool:
         """Whether the index is not that of the files.
@@ -108,4 +110,4 @@ def shipped() -> Shelf:
     raise ScheduleFileError(f"this installation has no schedules beside {package}; install monetlite again")
 
 
-__all__ = ["FORMAT", "INDEX", "Shelf", "shipped"]
+__all__ = ["INDEX", "Shelf", "shipped"]

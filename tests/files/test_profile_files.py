@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from small_models import SmallCNN, tiny_transformer
 
 import monetlite
+from monetlite.core.costs import profile_text
 from monetlite.core.errors import ScheduleFileError
-from monetlite.core.files.profiles import profile_text
 from monetlite.core.simulate import simulate
 from monetlite.core.source import ModelSource
 from monetlite.core.steps import plain_steps
@@ -103,7 +103,7 @@ def test_a_changed_file_is_an_error_or_another_profile(at, value, how, tmp_path_
         ("[" * 100_000, "not a complete JSON file"),
         (TEXT.replace('"latency_ms": 0.0', '"latency_ms": NaN', 1), "NaN is not a number|not a complete"),
         (TEXT.replace('"version": 1', '"version": 2'), "reads version 1"),
-        (TEXT.replace("monetlite-profile", "monetlite-schedule"), "a profile file has"),
+        (TEXT.replace("monetlite-profile", "monetlite-schedule"), "it should be 'monetlite-profile'"),
         (TEXT.replace('"version": 1', '"version": 1, "version": 1'), "twice"),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -18,9 +19,8 @@ from schedule_files import full_schedule
 import monetlite
 from monetlite.core.choices import Choices
 from monetlite.core.errors import ScheduleFileError
-from monetlite.core.files import safe_yaml
-from monetlite.core.files.schedules import schedule_text
-from monetlite.core.files.schema import schema, schema_problems
+from monetlite.core.files import documents, plain_data
+from monetlite.core.schedule import schedule_problems, schedule_schema, schedule_text
 
 
 def load_text(text, tmp_path):
@@ -185,8 +185,8 @@ ODD = [
     datetime.date(2020, 1, 1),
     b"bytes",
 ]
-IGNORED = {("solve", "gap")}
-"""For the reader only: derived from what is beside it."""
+IGNORED = {("solve", "gap"), ("inputs", "input1", "requires_grad")}
+"""Derived from what is beside it, or what it is where it is missing."""
 
 
 def test_every_field_of_every_wrong_type(tmp_path, text):
@@ -270,7 +270,7 @@ def test_a_file_of_version_1_is_brought_forward(text, tmp_path):
     assert schedule == full_schedule(source=None, operator_digests=())
     schedule.save(tmp_path / "s.yaml")
     assert "version: 2\n" in (tmp_path / "s.yaml").read_text()
-    assert not list(schema_problems(tmp_path / "s.yaml"))
+    assert_follows_schema(tmp_path / "s.yaml")
 
 
 @pytest.mark.parametrize(
@@ -281,11 +281,15 @@ def test_no_file_or_function_can_be_named_as_a_model(text, tmp_path, model):
         load_text(text.replace("hf:vit", json.dumps(model)), tmp_path)
 
 
+def assert_follows_schema(path):
+    Draft202012Validator(schedule_schema()).validate(yaml.safe_load(path.read_text()))
+
+
 class TestSchema:
     """The JSON Schema says of files what reading them says."""
 
     def test_it_is_a_schema(self):
-        Draft202012Validator.check_schema(schema())
+        Draft202012Validator.check_schema(schedule_schema())
 
     def test_what_is_written_follows_it(self, tmp_path):
         for schedule in (
@@ -293,13 +297,27 @@ class TestSchema:
             full_schedule(source=None, operator_digests=(), optimizer=None, autocast=""),
         ):
             schedule.save(tmp_path / "s.yaml")
-            assert not list(schema_problems(tmp_path / "s.yaml"))
+            assert_follows_schema(tmp_path / "s.yaml")
 
-    def test_every_field_is_described(self, text):
-        data = yaml.safe_load(text)
-        assert set(data) == set(schema()["properties"])
+    def test_every_field_is_described(self, text, tmp_path):
+        described, data = schedule_schema(), yaml.safe_load(text)
+        assert set(data) == set(described["properties"])
         for part in ("costs", "predicted", "plain", "solve"):
-            assert set(data[part]) == set(schema()["properties"][part]["properties"]), part
+            name = described["properties"][part]["$ref"].rpartition("/")[2]
+            assert set(data[part]) == set(described["$defs"][name]["properties"]), part
+        data["costs"]["price"] = data["extra"] = data["inputs"]["input0"]["extra"] = 1
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump(data, explicit_end=True))
+        assert monetlite.load_schedule(tmp_path / "s.yaml") == full_schedule(), (
+            "a later version may have written it"
+        )
+        places = {problem.partition(" ")[0] for problem in schedule_problems(tmp_path / "s.yaml")}
+        assert places == {"costs.price", "extra", "inputs.input0.extra"}
+
+    def test_the_published_schema_is_the_present_one(self):
+        published = Path(__file__).parents[2] / "docs" / "schedule.schema.json"
+        assert published.read_text() == json.dumps(schedule_schema(), indent=2) + "\n", (
+            "write it again: json.dumps(monetlite.core.schedule.schedule_schema(), indent=2)"
+        )
 
     def test_what_it_allows_can_be_read(self, text, tmp_path):
         """Each place of the file, with some of the odd values; JSON has no infinite or undefined numbers."""
@@ -308,7 +326,7 @@ class TestSchema:
         for number, path in enumerate(paths_of(data)):
             for odd in [odd_values[(number * 5 + step) % len(odd_values)] for step in range(5)]:
                 mutated = changed(data, path, lambda _, odd=odd: odd)
-                if Draft202012Validator(schema()).is_valid(mutated):
+                if Draft202012Validator(schedule_schema()).is_valid(mutated):
                     allowed += 1
                     load_text(yaml.safe_dump(mutated, sort_keys=False, explicit_end=True), tmp_path)
         assert allowed > 10
@@ -323,13 +341,14 @@ def test_whole_numbers_that_no_file_has_are_refused_wherever_they_stand(text, tm
 
 
 def test_a_larger_file_than_any_schedule_is_not_read(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(safe_yaml, "LARGEST_FILE_BYTES", len(text) // 2)
+    monkeypatch.setattr(plain_data, "MAX_YAML_BYTES", len(text) // 2)
     with pytest.raises(ScheduleFileError, match="larger than"):
         load_text(text, tmp_path)
 
 
-def test_many_names_take_no_longer_than_they_must(tmp_path):
-    """A large file is read in one pass over its names, not in one per name."""
+@pytest.mark.parametrize("wrong", [False, True])
+def test_many_names_take_no_longer_than_they_must(tmp_path, monkeypatch, wrong):
+    """A large file is read in one pass over its names, not in one per name; so is one whose last name is wrong."""
     many = 2_000
     choices = Choices(
         before={f"op{i}": ((f"op{i + 1}", "default"),) for i in range(many)},
@@ -337,20 +356,21 @@ def test_many_names_take_no_longer_than_they_must(tmp_path):
         stored=(),
     )
     schedule = replace(full_schedule(), choices=choices)
-    schedule.save(tmp_path / "s.yaml")
-    made = []
-    original = safe_yaml.Record.__init__
-
-    def counted(self, *arguments):
-        made.append(1)
-        original(self, *arguments)
-
-    safe_yaml.Record.__init__ = counted
-    try:
-        assert monetlite.load_schedule(tmp_path / "s.yaml") == schedule
-    finally:
-        safe_yaml.Record.__init__ = original
-    assert len(made) < 100
+    path = tmp_path / "s.yaml"
+    schedule.save(path)
+    converted = []
+    original = documents.msgspec.convert
+    monkeypatch.setattr(documents.msgspec, "convert", lambda *a, **k: converted.append(1) or original(*a, **k))
+    if wrong:
+        text = path.read_text()
+        path.write_text(text.replace(f"  op{many - 1}: inplace\n", f"  op{many - 1}: 5\n"))
+        line = text[: text.index(f"  op{many - 1}: inplace\n")].count("\n") + 1
+        message = rf"line {line}: implementations\.op{many - 1} should be text, not 5"
+        with pytest.raises(ScheduleFileError, match=message):
+            monetlite.load_schedule(path)
+    else:
+        assert monetlite.load_schedule(path) == schedule
+    assert 0 < len(converted) < 2 * many
 
 
 @pytest.mark.parametrize("what", ["absent", "folder", "unreadable name"])
@@ -365,7 +385,7 @@ def test_paths_that_cannot_be_read(what, tmp_path):
     [
         ("autocast: bfloat16", "autocast: foo", "autocast"),
         ("tolerance: ", "tolerance: 5\nx_tolerance: ", "tolerance"),
-        ("model: ", 'model: "\\e[31mred\\e]0;title\\a"\nx_model: ', "model"),
+        ("model: ", 'model: "\\e[31mred\\e]0;title\\a"\nx_model: ', "line 6.* control characters"),
     ],
 )
 def test_what_no_step_is_run_with_is_refused(written, instead, where, tmp_path):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import monetlite
+from monetlite.core.costs import load_profile
 from monetlite.core.errors import ProfileError
-from monetlite.core.files.profiles import load_profile
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.profiling import measured

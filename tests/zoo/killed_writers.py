@@ -11,24 +11,24 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from files.schedule_files import full_schedule
+from files.schedule_files import full_schedule  # noqa: E402
 
-from monetlite.core.files.schedules import load_schedule, save_schedule
+from monetlite.core.schedule import read_schedule  # noqa: E402
 
 
 def killed(file, kills):
     """The names of the schedules that were found in the file, one after each kill."""
     rng = random.Random(0)
     versions = (full_schedule(), full_schedule(name="another", budget_bytes=7 * 10**9))
-    save_schedule(versions[0], file)
+    versions[0].save(file)
     for number in range(kills):
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
             for turn in itertools.count(number):
-                save_schedule(versions[turn % 2], file)
+                versions[turn % 2].save(file)
                 os.write(writing, b".")
         os.read(reading, 1)  # the first write is done, so that kills fall into any part of the next ones
         time.sleep(rng.uniform(0, 0.01))
@@ -36,7 +36,7 @@ def killed(file, kills):
         os.close(reading)
         os.close(writing)
         os.waitpid(child, 0)
-        found = load_schedule(file)
+        found = read_schedule(file)
         assert found in versions, number
         yield found.name
 

@@ -11,8 +11,7 @@ import yaml
 from files.schedule_files import full_schedule
 
 from monetlite.core.errors import MonetliteError
-from monetlite.core.files.schedules import load_schedule, schedule_text
-from monetlite.core.files.schema import schema_problems
+from monetlite.core.schedule import read_schedule, schedule_problems, schedule_text
 from monetlite.core.source import ModelSource
 from monetlite.zoo import Shelf
 from monetlite.zoo.check import Checker
@@ -106,8 +105,8 @@ def test_hostile_files_make_errors_and_nothing_else(text, tmp_path, part):
         file.write_bytes(hostile(text, rng, tmp_path))
         began = time.process_time()
         try:
-            schedule = load_schedule(file)
-            list(schema_problems(file))
+            schedule = read_schedule(file)
+            schedule_problems(file)
             shelf.add(schedule)
         except MonetliteError as error:
             messages.append(str(error))
@@ -127,7 +126,7 @@ def test_a_file_larger_than_memory_should_be_is_not_read(tmp_path):
         sparse.truncate(2**40)
     began = time.process_time()
     with pytest.raises(MonetliteError, match="is larger than"):
-        load_schedule(file)
+        read_schedule(file)
     assert time.process_time() - began < SLOWEST_SECONDS
 
 
@@ -138,7 +137,7 @@ def test_millions_of_values_are_refused_before_they_are_built(tmp_path, line):
     file.write_text(line.format(", ".join(items)) + "...\n")
     began = time.process_time()
     with pytest.raises(MonetliteError, match="more than 500000 values"):
-        load_schedule(file)
+        read_schedule(file)
     assert time.process_time() - began < 2 * SLOWEST_SECONDS
 
 

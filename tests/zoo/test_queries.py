@@ -163,7 +163,7 @@ def test_nothing_is_written_outside_of_the_collection(shelf, tmp_path, changes):
 def test_an_index_that_lies_is_not_followed_outside(shelf):
     index = shelf.folder / "index.yaml"
     index.write_text(index.read_text().replace("p100/resnet50_184_6GB.yaml", "../../secret.yaml"))
-    with pytest.raises(ScheduleFileError, match="which is not DEVICE"):
+    with pytest.raises(ScheduleFileError, match=r"entries\[2\]\.file is .* it should be DEVICE"):
         shelf.entries()
 
 
