@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison.environment import environment
+from monetlite.checking.comparison.bench import environment
 
 WARM_UP = 10
 

@@ -20,12 +20,9 @@ from bench_compare import gpt2
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison import Peer, Run
-from monetlite.checking.comparison.bench import Bench, Entrant
-from monetlite.checking.comparison.checkpointing import every_block
-from monetlite.checking.comparison.compiled import inductor
-from monetlite.checking.comparison.contenders import Contender
-from monetlite.checking.comparison.environment import environment
+from monetlite.checking.comparison import Peer
+from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
+from monetlite.checking.comparison.peers import every_block, inductor
 from monetlite.checking.trainee import default_loss
 from monetlite.tracing import split_inputs
 
@@ -49,15 +46,15 @@ def run(name: str, repeats: int, time_limit: float, shares: list[float]) -> list
 
     def enter(contender: Contender) -> int:
         """A contender's peak in bytes; 0 if it fails."""
-        entered = bench.enter(contender)
-        if isinstance(entered, Run):
-            print(f"{name}, {entered.title}: {entered.failure}", flush=True)
+        entrant = bench.enter(contender)
+        if entrant.run.failure:
+            print(f"{name}, {entrant.run.title}: {entrant.run.failure}", flush=True)
             return 0
-        entrants.append(entered)
-        return entered.run.peak_bytes or 0
+        entrants.append(entrant)
+        return entrant.run.peak_bytes or 0
 
-    plain_bytes = enter(Contender(peer=Peer.PLAIN, setting="", prepare=lambda copied: copied))
-    others = [*every_block(bench.task), *(inductor(bench.task, shares) if shares else [])]
+    plain_bytes = enter(Contender(peer=Peer.PLAIN))
+    others = [*every_block(bench.plain), *(inductor(bench.plain, shares) if shares else [])]
     peaks = {f"{contender.peer}, {contender.setting}": enter(contender) for contender in others}
     profile = monetlite.profile(monetlite.trace(model, inputs))
     budgets: dict[str, str | int] = {"no pressure": "1000%"}

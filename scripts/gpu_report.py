@@ -41,11 +41,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from gpu_report_models import SMALL, SUBJECTS, Built  # noqa: E402  # beside this file
 
 import monetlite  # noqa: E402  # from this checkout, installed or not
-from monetlite.checking.comparison import checkpointing, compiled  # noqa: E402
-from monetlite.checking.comparison.bench import Bench, Entrant, reason  # noqa: E402
-from monetlite.checking.comparison.contenders import Contender  # noqa: E402
-from monetlite.checking.comparison.data import TITLES, Peer, Run  # noqa: E402
-from monetlite.checking.comparison.environment import environment  # noqa: E402
+from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment, reason  # noqa: E402
+from monetlite.checking.comparison.peer_runs import TITLES, Peer, PeerRun  # noqa: E402
+from monetlite.checking.comparison.peers import every_block, inductor  # noqa: E402
 from monetlite.checking.comparison.scheduled import scheduled  # noqa: E402
 from monetlite.checking.trainee import default_loss  # noqa: E402
 from monetlite.core.schedule import Schedule  # noqa: E402
@@ -210,32 +208,32 @@ def measured(
         contender = scheduled(Peer.MONETLITE, schedule, parse_budget(budget, schedule.plain_peak_bytes))
         of_schedule[contender.setting] = (budget, schedule)
         ours.append(contender)
-    plain = Contender(peer=Peer.PLAIN, setting="beside torch.compile" * beside_compiled, prepare=lambda it: it)
-    entered: list[Entrant | Run] = []
+    plain = Contender(peer=Peer.PLAIN, setting="beside torch.compile" * beside_compiled)
+    entered: list[Entrant] = []
 
-    def rows(runs: list[Run]) -> list[dict[str, Any]]:
+    def rows(runs: list[PeerRun]) -> list[dict[str, Any]]:
         return [
             row(run, runs[0], of_schedule.get(run.setting) if run.peer is Peer.MONETLITE else None) for run in runs
         ]
 
-    def enter(contender: Contender) -> Run:
+    def enter(contender: Contender) -> PeerRun:
         if entered and time.monotonic() > until:
-            entered.append(Run(peer=contender.peer, setting=contender.setting, failure="no time left"))
+            late = PeerRun(peer=contender.peer, setting=contender.setting, failure="no time left")
+            entered.append(Entrant(run=late))
         else:
             entered.append(bench.enter(contender))
-        so_far = [item.run if isinstance(item, Entrant) else item for item in entered]
+        so_far = [item.run for item in entered]
         show(rows(so_far))
         return so_far[-1]
 
     enter(plain)
     if beside_compiled:
-        peaks = [enter(contender).peak_bytes for contender in compiled.inductor(bench.task, shares=(SHARE,))]
+        peaks = [enter(contender).peak_bytes for contender in inductor(bench.plain, shares=(SHARE,))]
         at_most = [item for item in ours if (item.asked_bytes or 0) <= max(peak or 0 for peak in peaks)]
         ours = at_most[:1]  # whose budget is the largest of those
-    for contender in [*ours, *(() if beside_compiled else checkpointing.every_block(bench.task))]:
+    for contender in [*ours, *(() if beside_compiled else every_block(bench.plain))]:
         enter(contender)
-    times = iter(bench.time([item for item in entered if isinstance(item, Entrant)], args.repeats))
-    runs = [next(times) if isinstance(item, Entrant) else item for item in entered]
+    runs = bench.time(entered, args.repeats)
     show(rows(runs))
     published = dict(zip(SUBJECTS[name].budgets, SUBJECTS[name].published, strict=False))
     return {
@@ -244,7 +242,7 @@ def measured(
     }
 
 
-def row(run: Run, plain: Run, promised: tuple[str, Schedule] | None) -> dict[str, Any]:
+def row(run: PeerRun, plain: PeerRun, promised: tuple[str, Schedule] | None) -> dict[str, Any]:
     """One way to train: what was measured, and what is held against it."""
     plain_ms = plain.step_ms
     found: dict[str, Any] = {

@@ -12,7 +12,7 @@ import datetime
 from pathlib import Path
 
 from monetlite.allocator import least_limit, reserve
-from monetlite.checking.comparison.environment import environment
+from monetlite.checking.comparison.bench import environment
 from monetlite.core.costs import Profile
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate

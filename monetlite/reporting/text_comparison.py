@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from monetlite.checking.comparison.data import TITLES, Comparison, Duel, Run, Standing
+from monetlite.checking.comparison.peer_runs import TITLES, Comparison, Duel, PeerRun, Standing
 from monetlite.core.units import format_bytes, format_ms
 
 NOTES = (
@@ -25,7 +25,7 @@ OURS_THERE = "monetlite"
 def comparison_facts(comparison: Comparison) -> dict[str, Any]:
     """The figures for `--json`: bytes, milliseconds, and fractions of plain training's median step."""
 
-    def facts(run: Run) -> dict[str, Any]:
+    def facts(run: PeerRun) -> dict[str, Any]:
         spread = comparison.spread(run)
         return {
             **asdict(run),
@@ -37,7 +37,7 @@ def comparison_facts(comparison: Comparison) -> dict[str, Any]:
             "exact": None if run.gradient_difference is None else run.gradient_difference == 0 and not run.faults,
         }
 
-    def of(run: Run | None) -> int | None:
+    def of(run: PeerRun | None) -> int | None:
         return None if run is None else comparison.runs.index(run)
 
     def duel_facts(duel: Duel) -> dict[str, Any]:
@@ -236,14 +236,14 @@ def _title(comparison: Comparison, standing: Standing) -> str:
     return f"Within {share}{size}: {ours}"
 
 
-def _step(comparison: Comparison, run: Run) -> str:
+def _step(comparison: Comparison, run: PeerRun) -> str:
     ratio = comparison.ratio(run)
     if ratio is not None:
         return f"×{ratio:.2f}"
     return format_ms(run.step_ms) if run.times_ms else ""
 
 
-def _peak(run: Run) -> str:
+def _peak(run: PeerRun) -> str:
     return "" if run.peak_bytes is None else format_bytes(run.peak_bytes)
 
 

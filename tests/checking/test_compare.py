@@ -15,14 +15,11 @@ from rich.console import Console
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison import PEERS, Peer, Run, compiled, runner, scheduled
-from monetlite.checking.comparison.bench import Bench
-from monetlite.checking.comparison.blocks import wrap_blocks
-from monetlite.checking.comparison.contenders import Contender
-from monetlite.checking.comparison.data import Comparison
-from monetlite.checking.comparison.environment import environment
-from monetlite.checking.comparison.segments import counts, cut
-from monetlite.checking.comparison.verdict import standings
+from monetlite.checking.comparison import PEERS, Peer, PeerRun, runner, scheduled
+from monetlite.checking.comparison import peers as other_ways
+from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
+from monetlite.checking.comparison.peer_runs import Comparison, standings
+from monetlite.checking.comparison.peers import counts, cut, wrap_blocks
 from monetlite.core.errors import ModelError
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -198,7 +195,7 @@ def test_wrong_gradients_are_told_from_other_masks(monkeypatch):
     def others(_):
         return [Contender(peer=Peer.SEGMENTS, setting="with masks of its own", prepare=shifted)]
 
-    monkeypatch.setattr(compiled, "SHARES", (0.1,))
+    monkeypatch.setattr(other_ways, "SHARES", (0.1,))
     monkeypatch.setitem(runner.FAMILIES, Peer.SEGMENTS, others)
     config = transformers.GPT2Config(
         vocab_size=90, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
@@ -324,7 +321,7 @@ def test_where_plain_training_does_not_fit_the_rest_is_still_measured(monkeypatc
 
     def too_large(bench, contender):
         if contender.peer is Peer.PLAIN:
-            return Run(peer=Peer.PLAIN, failure="out of memory")
+            return Entrant(run=PeerRun(peer=Peer.PLAIN, failure="out of memory"))
         return enter(bench, contender)
 
     monkeypatch.setattr(Bench, "enter", too_large)
@@ -344,9 +341,9 @@ def test_where_plain_training_does_not_fit_the_rest_is_still_measured(monkeypatc
 
 
 def test_schedules_that_are_compiled_have_a_line_and_a_label_of_their_own():
-    eager = [Run(peer=Peer.MONETLITE, peak_bytes=10**6 * at, times_ms=(1000.0 / at,)) for at in (9, 5)]
+    eager = [PeerRun(peer=Peer.MONETLITE, peak_bytes=10**6 * at, times_ms=(1000.0 / at,)) for at in (9, 5)]
     compiled = [replace(run, label="monetlite, compiled", times_ms=(40.0,)) for run in eager]
-    runs = (Run(peer=Peer.PLAIN, peak_bytes=10**7, times_ms=(100.0,)), eager[0], *compiled, eager[1])
+    runs = (PeerRun(peer=Peer.PLAIN, peak_bytes=10**7, times_ms=(100.0,)), eager[0], *compiled, eager[1])
     figure = draw_comparison(
         Comparison(
             model="a model",
@@ -371,11 +368,11 @@ def test_schedules_that_are_compiled_have_a_line_and_a_label_of_their_own():
 
 
 def test_a_verdict_says_no_where_another_is_faster():
-    plain = Run(peer=Peer.PLAIN, peak_bytes=1000, times_ms=(10.0,))
-    quick = Run(peer=Peer.INDUCTOR, setting="0.5", peak_bytes=600, times_ms=(8.0, 8.2, 8.1))
-    slow = Run(peer=Peer.CHECKPOINT, peak_bytes=500, times_ms=(14.0, 14.1, 14.2))
-    ours = Run(peer=Peer.MONETLITE, peak_bytes=500, times_ms=(9.0, 9.1, 9.2))
-    roomy = Run(peer=Peer.MONETLITE, peak_bytes=650, times_ms=(7.0, 7.1, 7.2))
+    plain = PeerRun(peer=Peer.PLAIN, peak_bytes=1000, times_ms=(10.0,))
+    quick = PeerRun(peer=Peer.INDUCTOR, setting="0.5", peak_bytes=600, times_ms=(8.0, 8.2, 8.1))
+    slow = PeerRun(peer=Peer.CHECKPOINT, peak_bytes=500, times_ms=(14.0, 14.1, 14.2))
+    ours = PeerRun(peer=Peer.MONETLITE, peak_bytes=500, times_ms=(9.0, 9.1, 9.2))
+    roomy = PeerRun(peer=Peer.MONETLITE, peak_bytes=650, times_ms=(7.0, 7.1, 7.2))
     over, under = standings({"70%": 700, "50%": 500}, [plain, quick, slow, ours, roomy])
     assert over.ours is roomy
     # What needs more memory than the peer is no answer to it.

@@ -1,8 +1,7 @@
 """`monetlite compare` where a measured peak is more than was asked for: solving again, for less."""
 
-from monetlite.checking.comparison import Peer, Run, runner
-from monetlite.checking.comparison.bench import Entrant
-from monetlite.checking.comparison.contenders import Unsupported
+from monetlite.checking.comparison import Peer, PeerRun, runner
+from monetlite.checking.comparison.bench import Entrant, Unsupported
 
 
 def test_a_run_over_its_budget_is_shown_where_nothing_takes_less():
@@ -16,7 +15,7 @@ def test_a_run_over_its_budget_is_shown_where_nothing_takes_less():
     class Measured:
         @staticmethod
         def enter(contender):
-            return Entrant(trainee=None, run=Run(peer=contender.peer, setting=contender.setting, peak_bytes=120))
+            return Entrant(run=PeerRun(peer=contender.peer, setting=contender.setting, peak_bytes=120))
 
     def solve(budget_bytes):
         solved.append(budget_bytes)

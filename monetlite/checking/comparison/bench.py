@@ -1,4 +1,4 @@
-"""Measuring contenders in one process, none in the way of another.
+"""Measuring contenders in one process, where none is in another's way.
 
 All train the same parameters, which no step changes, on the same inputs, and clear their gradients before a step:
 beside the one that is measured, others hold their buffers and programs only. So there is one copy of the weights on
@@ -8,40 +8,69 @@ a GPU however many contenders there are.
 import contextlib
 import copy
 import gc
+import platform
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from monetlite.checking.comparison.compiled import settings
-from monetlite.checking.comparison.contenders import Contender, Task, Unsupported, copy_of
-from monetlite.checking.comparison.data import Peer, Run
+import monetlite
 from monetlite.checking.comparison.exactness import Examiner
+from monetlite.checking.comparison.peer_runs import Peer, PeerRun
 from monetlite.checking.trainee import Trainee, copied, leaf_copies, step_times_ms
 from monetlite.core.errors import MonetliteError
 from monetlite.profiling.memory_use import is_out_of_memory, refusals
+from monetlite.profiling.meters import meter_for
 
-LONGEST_REASON = 200
+MAX_REASON_LENGTH = 200
+MAX_PROGRAMS = 256
+"""Programs that torch.compile may make of one function, for all contenders and graph breaks together."""
 OUT_OF_MEMORY = "out of memory"
 BEYOND_LIMIT = "out of memory within the limit, so measured without it"
 REFUSED = "libraries went without memory that was refused"
-"""In a step that a limit leaves less to than an operator asks for, whose library then runs another algorithm."""
+"""Fault of a step in which the limit left less than a library asked for, which then ran another algorithm."""
+
+
+class Unsupported(Exception):
+    """A way to train that this model, or this machine, doesn't allow; the message is the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to train in one setting.
+
+    Attributes:
+        setting: in words. label: in a word or two, for pictures.
+        prepare: makes what is trained of a copy of the model, which it may change, except for its parameters: those
+            are every contender's. Parameters and buffers keep their names.
+        asked_bytes: the budget, where it takes one.
+        limit_bytes: memory that torch's CUDA allocator may reserve for the step, where that is limited.
+    """
+
+    peer: Peer
+    setting: str = ""
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model
+    label: str = ""
+    asked_bytes: int | None = None
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entrant:
-    """A contender that runs, with what was measured of it alone."""
+    """A contender's run, as far as it is measured, and its trainee; None where the contender failed."""
 
-    trainee: Trainee
-    run: Run
+    run: PeerRun
+    trainee: Trainee | None = None
 
 
 class Bench:
-    """Where contenders train a copy of one model."""
+    """A bench on which contenders train copies of one model. `plain` is plain training of it."""
 
     def __init__(
         self,
@@ -55,10 +84,8 @@ class Bench:
         seed: int = 0,
     ) -> None:
         moved = copied(model).to(device)
-        args, kwargs = leaf_copies(
-            *pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-        )
-        self._trainee = Trainee(moved, args, kwargs, objective, device, autocast=autocast)
+        moved_inputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        self.plain = Trainee(moved, *leaf_copies(*moved_inputs), objective, device, autocast=autocast)
         self._seed = seed
         self._coarse = bool(autocast) or any(item.element_size() < 4 for item in moved.parameters())
         if device == "cuda":
@@ -66,14 +93,13 @@ class Bench:
             self._coarse |= "tf32" in (backends.cudnn.conv.fp32_precision, backends.cuda.matmul.fp32_precision)
         self._examiner: Examiner | None = None
         self.device, self.autocast = device, autocast
-        self.task = Task(model=moved, args=self._trainee.args, kwargs=self._trainee.kwargs)
 
-    def enter(self, contender: Contender) -> Entrant | Run:
-        """Prepare a contender and measure it alone; a run that says why, where that fails.
+    def enter(self, contender: Contender) -> Entrant:
+        """Prepare a contender and measure it alone.
 
         Plain training enters first: the others' steps are compared with its.
         """
-        run = Run(
+        run = PeerRun(
             peer=contender.peer,
             setting=contender.setting,
             label=contender.label,
@@ -81,9 +107,9 @@ class Bench:
         )
         try:
             with _prepared():
-                trainee = copy.copy(self._trainee)
+                trainee = copy.copy(self.plain)
                 trainee.releases = []
-                trainee.model = contender.prepare(copy_of(self.task.model))
+                trainee.model = contender.prepare(copy_of(self.plain.model))
                 trainee.limit_bytes = contender.limit_bytes
                 # Programs are made in the first step, and libraries choose their kernels.
                 trainee.step()
@@ -95,58 +121,48 @@ class Bench:
                     if trainee.limit_bytes is None or not is_out_of_memory(error):
                         raise
                     trainee.limit_bytes = None
-                    self._tidy()
+                    self._clean()
                     run = self._measured(trainee, run)
                     run = replace(run, faults=(*run.faults, BEYOND_LIMIT))
+            return Entrant(trainee=trainee, run=run)
         except Exception as error:
             run = replace(run, failure=reason(error))
-        if run.failure:
-            self._tidy()
-            return run
-        return Entrant(trainee=trainee, run=run)
+        self._clean()
+        return Entrant(run=run)
 
-    def _measured(self, trainee: Trainee, run: Run) -> Run:
-        """A run with what its step leaves behind, and with its peak."""
+    def _measured(self, trainee: Trainee, run: PeerRun) -> PeerRun:
+        """A run with its step's differences from plain training's, and with its peak."""
         refused = refusals()
         if self._examiner is not None:
             difference, faults = self._examiner.examine(trainee)
             run = replace(run, gradient_difference=difference, faults=faults)
-        self._tidy()
+        self._clean()
         memory = trainee.memory()
         if refusals() > refused:
             run = replace(run, faults=(*run.faults, REFUSED))
         return replace(run, peak_bytes=memory.peak_bytes, reserved_bytes=memory.reserved_bytes)
 
-    def time(self, entrants: Sequence[Entrant], repeats: int) -> list[Run]:
-        """The runs with their step times, taken in turn."""
-        if not entrants:
-            return []
-        timed = [_Timed(entrant.trainee) for entrant in entrants]
+    def time(self, entrants: Sequence[Entrant], repeats: int) -> list[PeerRun]:
+        """The entrants' runs, with step times taken in turn; those that failed as they are."""
+        timed = [_TimedTrainee(item.trainee) if item.trainee else None for item in entrants]
+        running = [item for item in timed if item is not None]
         with _prepared():
-            times = step_times_ms(timed, repeats)
+            times = iter(step_times_ms(running, repeats) if running else [])
         return [
-            replace(entrant.run, failure=item.failure)
-            if item.failure
-            else replace(
-                entrant.run,
-                times_ms=tuple(times_ms),
-                releases=_mean(item.releases),
-                faults=tuple(dict.fromkeys((*entrant.run.faults, *item.faults))),
-            )
-            for entrant, item, times_ms in zip(entrants, timed, times, strict=True)
+            entrant.run if item is None else item.finished(entrant.run, next(times))
+            for entrant, item in zip(entrants, timed, strict=True)
         ]
 
-    def _tidy(self) -> None:
-        """Free what the contender before has left: gradients, cycles, the allocator's cache."""
-        for tensor in (*self.task.model.parameters(), *self._trainee.inputs):
-            tensor.grad = None
+    def _clean(self) -> None:
+        """Free what the last contender has left: gradients, reference cycles, the allocator's cache."""
+        self.plain.clear()
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
 
-class _Timed(Trainee):
-    """A trainee that says why it failed, rather than end everybody's turns."""
+class _TimedTrainee(Trainee):
+    """A trainee that remembers why it failed, rather than end everybody's turns."""
 
     def __init__(self, trainee: Trainee) -> None:
         vars(self).update(vars(trainee))
@@ -163,7 +179,7 @@ class _Timed(Trainee):
 
     def time_ms(self, *, with_optimizer: bool = False) -> float:
         if self.device == "cuda" and self.limit_bytes is None:
-            # What the one before left in the allocator's cache doesn't fit this one: a step, to fill it anew.
+            # Blocks that the one before left in the allocator's cache don't fit this one: a step fills it anew.
             torch.cuda.empty_cache()
             self.step()
         taken = super().time_ms()
@@ -172,27 +188,52 @@ class _Timed(Trainee):
             taken = super().time_ms()
         return taken
 
+    def finished(self, run: PeerRun, times_ms: Sequence[float]) -> PeerRun:
+        if self.failure:
+            return replace(run, failure=self.failure)
+        return replace(
+            run,
+            times_ms=tuple(times_ms),
+            releases=sum(self.releases) / len(self.releases) if self.releases else None,
+            faults=tuple(dict.fromkeys((*run.faults, *self.faults))),
+        )
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A copy with modules and buffers of its own, and the same parameters."""
+    return copied(model, {id(parameter): parameter for parameter in model.parameters()})
+
 
 @contextlib.contextmanager
 def _prepared() -> Iterator[None]:
-    """What holds while contenders run; what libraries warn of is not a person's to see."""
-    with settings(), warnings.catch_warnings():
+    """Raise Dynamo's limit of programs, and silence the warnings of libraries."""
+    limits: Any = {"recompile_limit": MAX_PROGRAMS, "accumulated_recompile_limit": 4 * MAX_PROGRAMS}
+    with torch._dynamo.config.patch(limits), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def _mean(counts: Sequence[int]) -> float | None:
-    return sum(counts) / len(counts) if counts else None
-
-
 def reason(error: Exception) -> str:
-    """Why a contender has no figures, in a line."""
+    """The reason why a contender has no figures, in a line."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
     text = str(error).strip().partition("\n")[0].rstrip(".")
     if not isinstance(error, (MonetliteError, Unsupported)):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= LONGEST_REASON else f"{text[: LONGEST_REASON - 1]}…"
+    return text if len(text) <= MAX_REASON_LENGTH else f"{text[: MAX_REASON_LENGTH - 1]}…"
 
 
-__all__ = ["Bench", "Entrant", "reason"]
+def environment(device: str) -> dict[str, str]:
+    """The hardware, the versions of torch, Python and monetlite, and the commit where it is in a checkout."""
+    found = {
+        **meter_for(device).environment(),
+        "python": platform.python_version(),
+        "monetlite": monetlite.__version__,
+    }
+    folder = Path(monetlite.__file__).parent.parent
+    if (folder / ".git").exists():
+        command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+        with contextlib.suppress(OSError):
+            commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+            found |= {"commit": commit} if commit else {}
+    return found

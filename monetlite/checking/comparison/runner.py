@@ -9,14 +9,19 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from monetlite.checking.comparison import checkpointing, compiled, segments
-from monetlite.checking.comparison.bench import Bench, Entrant, reason
-from monetlite.checking.comparison.contenders import Contender, Task, Unsupported
-from monetlite.checking.comparison.data import TITLES, Comparison, Peer, Run
-from monetlite.checking.comparison.environment import environment
+from monetlite.checking.comparison import peers as others
+from monetlite.checking.comparison.bench import Bench, Contender, Entrant, Unsupported, environment, reason
+from monetlite.checking.comparison.peer_runs import (
+    TITLES,
+    Comparison,
+    Peer,
+    PeerRun,
+    duels,
+    fastest_within,
+    standings,
+)
 from monetlite.checking.comparison.scheduled import Planner, budget_setting, scheduled
-from monetlite.checking.comparison.verdict import duels, fastest_within, standings
-from monetlite.checking.trainee import default_loss
+from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.costs import Profile
 from monetlite.core.errors import BudgetError, DeviceError, ModelError
 from monetlite.core.options import SolvingOptions
@@ -38,12 +43,12 @@ NEAR = 0.995
 RETRIES = 2
 """How often a schedule whose measured peak is over the budget is solved for again, for as much less."""
 
-FAMILIES: dict[Peer, Callable[[Task], list[Contender]]] = {
-    Peer.CHECKPOINT: checkpointing.every_block,
-    Peer.SEGMENTS: segments.segments,
-    Peer.SELECTIVE: checkpointing.selective,
-    Peer.AOT_EAGER: compiled.aot_eager,
-    Peer.INDUCTOR: compiled.inductor,
+FAMILIES: dict[Peer, Callable[[Trainee], list[Contender]]] = {
+    Peer.CHECKPOINT: others.every_block,
+    Peer.SEGMENTS: others.segments,
+    Peer.SELECTIVE: others.selective,
+    Peer.AOT_EAGER: others.aot_eager,
+    Peer.INDUCTOR: others.inductor,
 }
 PEERS = (*FAMILIES, Peer.CHECKMATE, Peer.GIST)
 
@@ -110,20 +115,19 @@ def compare(
         say("tracing the model and measuring its operators")
         profiles = [_price(bench, layout, tolerance) for layout in layouts]
         say(f"measuring {TITLES[Peer.PLAIN]}")
-        plain = bench.enter(Contender(peer=Peer.PLAIN, setting="", prepare=lambda copied: copied))
-        plain_bytes = simulate(profiles[0], plain_steps(profiles[0].graph)).peak_bytes
-        if isinstance(plain, Entrant):
-            plain_bytes = plain.run.peak_bytes or plain_bytes
+        plain = bench.enter(Contender(peer=Peer.PLAIN))
+        plain_bytes = plain.run.peak_bytes or simulate(profiles[0], plain_steps(profiles[0].graph)).peak_bytes
         limits = {budget: parse_budget(budget, plain_bytes) for budget in asked}
         options = SolvingOptions(tolerance=tolerance, time_limit=time_limit, seed=seed)
         planner = Planner(profiles=profiles, options=options)
         contest = _Contest(bench=bench, planner=planner, budgets_bytes=sorted(set(limits.values())), say=say)
-        contest.add(plain)
+        contest.shown.append(plain)
         for peer in chosen:
             contest.add_peer(peer, min(TRIAL_REPEATS, repeats))
         contest.add_monetlite()
-        say(f"timing {len(contest.entrants)} ways to train, {repeats} steps of each, in turn")
-        runs = contest.timed(repeats)
+        running = [item for item in contest.shown if not item.run.failure]
+        say(f"timing {len(running)} ways to train, {repeats} steps of each, in turn")
+        runs = bench.time(contest.shown, repeats)
     return Comparison(
         model=name or type(model).__name__,
         inputs=_described(args, kwargs),
@@ -142,28 +146,16 @@ def compare(
 
 @dataclass(kw_only=True)
 class _Contest:
-    """Who takes part, as it grows: what ran, what failed, and what was tried and left out."""
+    """Ways to train that take part or have failed, and settings that were tried and left out."""
 
     bench: Bench
     planner: Planner
     budgets_bytes: list[int]
     say: Callable[[str], None]
-    shown: list[Entrant | Run] = field(default_factory=list)
-    tried: list[Run] = field(default_factory=list)
+    shown: list[Entrant] = field(default_factory=list)
+    tried: list[PeerRun] = field(default_factory=list)
     restricted: list[Schedule] = field(default_factory=list)
     """Checkmate's and Gist's schedules, which monetlite may choose, too: its search begins from those that fit."""
-
-    @property
-    def entrants(self) -> list[Entrant]:
-        return [item for item in self.shown if isinstance(item, Entrant)]
-
-    def add(self, *items: Entrant | Run) -> None:
-        self.shown.extend(items)
-
-    def timed(self, repeats: int) -> list[Run]:
-        """Every run in the order in which they were added, timed where there is something to time."""
-        times = iter(self.bench.time(self.entrants, repeats))
-        return [next(times) if isinstance(item, Entrant) else item for item in self.shown]
 
     def add_peer(self, peer: Peer, trial_repeats: int) -> None:
         """Measure a peer in every setting that it has, and let those take part that are best within a budget."""
@@ -171,48 +163,50 @@ class _Contest:
             solve = self.planner.checkmate if peer is Peer.CHECKMATE else self.planner.gist
             for budget_bytes in reversed(self.budgets_bytes):
                 try:
-                    item, schedule = self._scheduled(peer, budget_bytes, solve)
-                    self.add(item)
-                    if schedule is not None:
-                        self.restricted.append(schedule)
+                    entrant, schedule = self._scheduled(peer, budget_bytes, solve)
                 except Unsupported as error:
-                    self.add(_refused(peer, budget_bytes, error, less=budget_bytes > self.budgets_bytes[0]))
+                    self.shown.append(
+                        _refused(peer, budget_bytes, error, less=budget_bytes > self.budgets_bytes[0])
+                    )
                     break
+                self.shown.append(entrant)
+                self.restricted += [schedule] if schedule else []
             return
         try:
-            contenders = FAMILIES[peer](self.bench.task)
+            contenders = FAMILIES[peer](self.bench.plain)
         except Exception as error:
-            self.add(Run(peer=peer, failure=reason(error)))
+            self.shown.append(Entrant(run=PeerRun(peer=peer, failure=reason(error))))
             return
         entered = []
         for contender in contenders:
             self.say(f"measuring {TITLES[peer]}: {contender.setting}")
             entered.append(self.bench.enter(contender))
-        failed = [item for item in entered if isinstance(item, Run)]
-        entrants = [item for item in entered if isinstance(item, Entrant)]
-        if len(entered) > 1 and entrants:
-            self.say(f"timing {len(entrants)} settings of {TITLES[peer]}")
-            trials = self.bench.time(entrants, trial_repeats)
-            best = fastest_within(trials, self.budgets_bytes)
-            self.tried.extend(trial for trial in trials if trial not in best and not trial.failure)
+        failed = [item.run for item in entered if item.run.failure]
+        best = [item for item in entered if not item.run.failure]
+        if len(entered) > 1 and best:
+            self.say(f"timing {len(best)} settings of {TITLES[peer]}")
+            trials = self.bench.time(best, trial_repeats)
+            fastest = fastest_within(trials, self.budgets_bytes)
+            best = [item for item, trial in zip(best, trials, strict=True) if trial in fastest]
+            self.tried += [trial for trial in trials if trial not in fastest and not trial.failure]
             failed += [trial for trial in trials if trial.failure]
-            entrants = [entrant for entrant, trial in zip(entrants, trials, strict=True) if trial in best]
-        if entrants:
-            self.add(*entrants)
-            self.tried.extend(failed)
+        if best:
+            self.shown += best
+            self.tried += failed
         else:
-            self.add(replace(failed[0], setting=failed[0].setting if len(failed) == 1 else "every setting"))
+            setting = failed[0].setting if len(failed) == 1 else "every setting"
+            self.shown.append(Entrant(run=replace(failed[0], setting=setting)))
 
     def add_monetlite(self) -> None:
         """Solve within each budget, and within each peer's measured peak, from the smallest to the largest.
 
         Where Inductor takes part, schedules within its peaks run compiled by it, too.
         """
-        peaks = {item.run.peak_bytes or 0 for item in self.entrants if item.run.peer is not Peer.PLAIN}
-        fused = sorted({item.run.peak_bytes or 0 for item in self.entrants if item.run.peer is Peer.INDUCTOR})
+        rivals = [item.run for item in self.shown if not item.run.failure and item.run.peer is not Peer.PLAIN]
+        peaks = {run.peak_bytes or 0 for run in rivals}
         found: list[tuple[int, Schedule]] = []
-        added: list[Entrant | Run] = []
-        refused: list[Run] = []
+        added: list[Entrant] = []
+        refused: list[Entrant] = []
         for budget_bytes in sorted({*self.budgets_bytes, *peaks}):
             if found and found[-1][0] >= NEAR * budget_bytes:
                 continue
@@ -220,36 +214,36 @@ class _Contest:
             starts += [schedule for schedule in self.restricted if schedule.peak_bytes <= budget_bytes]
             try:
                 solve = partial(self.planner.monetlite, starts=starts)
-                item, schedule = self._scheduled(Peer.MONETLITE, budget_bytes, solve)
+                entrant, schedule = self._scheduled(Peer.MONETLITE, budget_bytes, solve)
             except Unsupported as error:
                 refused.append(_refused(Peer.MONETLITE, budget_bytes, error, less=bool(refused)))
                 continue
-            added.append(item)
+            added.append(entrant)
             if schedule is not None:
                 found.append((budget_bytes, schedule))
-        for budget_bytes in fused:
+        for budget_bytes in sorted({run.peak_bytes or 0 for run in rivals if run.peer is Peer.INDUCTOR}):
             starts = [schedule for within, schedule in found if within <= budget_bytes]
             added += self._compiled(budget_bytes, starts)
-        self.add(*reversed(added), *refused[-1:])
+        self.shown += [*reversed(added), *refused[-1:]]
 
     def _compiled(self, budget_bytes: int, starts: Sequence[Schedule]) -> Iterator[Entrant]:
         """Schedules within a budget, compiled by Inductor: of all implementations, and of those that it fuses best.
 
-        A refusal is set aside.
+        One that fails is set aside.
         """
         for with_defaults in (False, True):
             solve = self.planner.checkmate if with_defaults else partial(self.planner.monetlite, starts=starts)
             try:
-                item, _ = self._scheduled(
+                entrant, _ = self._scheduled(
                     Peer.MONETLITE, budget_bytes, solve, compiled=True, with_defaults=with_defaults
                 )
             except Unsupported as error:
                 setting = budget_setting(budget_bytes, compiled=True, with_defaults=with_defaults)
-                item = Run(peer=Peer.MONETLITE, setting=setting, asked_bytes=budget_bytes, failure=reason(error))
-            if isinstance(item, Entrant):
-                yield item
+                entrant = _failed(Peer.MONETLITE, setting, budget_bytes, error)
+            if entrant.run.failure:
+                self.tried.append(entrant.run)
             else:
-                self.tried.append(item)
+                yield entrant
 
     def _scheduled(
         self,
@@ -259,7 +253,7 @@ class _Contest:
         *,
         compiled: bool = False,
         with_defaults: bool = False,
-    ) -> tuple[Entrant | Run, Schedule | None]:
+    ) -> tuple[Entrant, Schedule | None]:
         """Solve within a budget and measure; again for less, where the measured peak is more than the budget.
 
         Raises:
@@ -277,24 +271,27 @@ class _Contest:
                 return found  # over the budget, as its figures say; nothing takes less
             except Exception as error:
                 setting = budget_setting(budget_bytes, compiled=compiled, with_defaults=with_defaults)
-                return Run(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=reason(error)), None
+                return _failed(peer, setting, budget_bytes, error), None
             contender = scheduled(peer, schedule, budget_bytes, compiled=compiled, with_defaults=with_defaults)
-            item = self.bench.enter(contender)
-            if isinstance(item, Run):
-                return item, None
-            found = item, schedule
-            excess_bytes = (item.run.peak_bytes or 0) - budget_bytes
-            if excess_bytes <= 0 or attempt == RETRIES:
+            entrant = self.bench.enter(contender)
+            if entrant.run.failure:
+                return entrant, None
+            found = entrant, schedule
+            excess_bytes = (entrant.run.peak_bytes or 0) - budget_bytes
+            if excess_bytes <= 0:
                 break
-            # What a compiler plans does not fall by as much as the schedule does.
+            # A compiled step's peak does not fall by as much as the schedule's does.
             within_bytes = schedule.peak_bytes - (attempt + 1) * excess_bytes
-        return item, schedule
+        return entrant, schedule
 
 
-def _refused(peer: Peer, budget_bytes: int, error: Unsupported, *, less: bool) -> Run:
-    """What stands for a budget that nothing fits, and with `less` for all below it that were asked for."""
-    setting = f"{budget_setting(budget_bytes)}{' and less' if less else ''}"
-    return Run(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=reason(error))
+def _refused(peer: Peer, budget_bytes: int, error: Unsupported, *, less: bool) -> Entrant:
+    """The entry of a budget that nothing fits, and with `less` of all below it that were asked for."""
+    return _failed(peer, f"{budget_setting(budget_bytes)}{' and less' if less else ''}", budget_bytes, error)
+
+
+def _failed(peer: Peer, setting: str, budget_bytes: int, error: Exception) -> Entrant:
+    return Entrant(run=PeerRun(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=reason(error)))
 
 
 def _peers(names: Iterable[str]) -> list[Peer]:
@@ -311,10 +308,10 @@ def _peers(names: Iterable[str]) -> list[Peer]:
 
 
 def _price(bench: Bench, layout: str, tolerance: float) -> Profile:
-    task, autocast = bench.task, bench.autocast
+    plain, autocast = bench.plain, bench.autocast
     dtype = getattr(torch, autocast or "bfloat16")
     with torch.autocast(bench.device, dtype, enabled=bool(autocast)):
-        graph = trace(task.model, Arguments(task.args, dict(task.kwargs)), layout=layout)
+        graph = trace(plain.model, Arguments(plain.args, plain.kwargs), layout=layout)
     return profile(graph, bench.device, tolerance=tolerance)
 
 
@@ -324,6 +321,3 @@ def _described(args: Sequence[object], kwargs: dict[str, object]) -> str:
     return ", ".join(
         f"{'×'.join(map(str, item.shape))} {str(item.dtype).removeprefix('torch.')}".strip() for item in tensors
     )
-
-
-__all__ = ["BUDGETS", "PEERS", "compare"]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from monetlite.checking.comparison.contenders import Contender, Unsupported
-from monetlite.checking.comparison.data import TITLES, Peer
+from monetlite.checking.comparison.bench import Contender, Unsupported
+from monetlite.checking.comparison.peer_runs import TITLES, Peer
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.interrupts import interrupts_kept
@@ -106,6 +106,3 @@ def budget_setting(budget_bytes: int, *, compiled: bool = False, with_defaults: 
 def _nothing_fits(reached_bytes: int | None) -> Unsupported:
     reached = f"; the smallest peak reached is {format_bytes(reached_bytes)}" if reached_bytes else ""
     return Unsupported(f"no schedule within it{reached}")
-
-
-__all__ = ["Planner", "budget_setting", "scheduled"]

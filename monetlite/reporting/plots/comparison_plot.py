@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from monetlite.checking.comparison.data import BY_MONETLITE, TITLES, Comparison, Peer, Run
+from monetlite.checking.comparison.peer_runs import BY_MONETLITE, TITLES, Comparison, Peer, PeerRun
 from monetlite.reporting.plots.drawing import (
     INK,
     PALE,
@@ -94,19 +94,19 @@ def draw_comparison(comparison: Comparison) -> Figure:
     return figure
 
 
-def _series(runs: Sequence[Run]) -> list[list[Run]]:
+def _series(runs: Sequence[PeerRun]) -> list[list[PeerRun]]:
     """Runs that look alike, by their peaks: a peer's, and of schedules those that are compiled apart."""
-    found: dict[tuple[Peer, str], list[Run]] = {}
+    found: dict[tuple[Peer, str], list[PeerRun]] = {}
     for run in sorted(runs, key=lambda run: (list(Peer).index(run.peer), run.label, run.peak_bytes or 0)):
         found.setdefault((run.peer, run.label if run.peer in BY_MONETLITE else ""), []).append(run)
     return list(found.values())
 
 
-def _look(run: Run) -> _Look:
+def _look(run: PeerRun) -> _Look:
     return _COMPILED if run.peer in BY_MONETLITE and run.label else _LOOKS[run.peer]
 
 
-def _limit(axes: Axes, runs: Sequence[Run], unit_ms: float, *, relative: bool) -> None:
+def _limit(axes: Axes, runs: Sequence[PeerRun], unit_ms: float, *, relative: bool) -> None:
     peaks = [run.peak_bytes or 0 for run in runs]
     times = [edge / unit_ms for run in runs for edge in (*run.middle_half_ms, run.step_ms)]
     wide = (max(peaks) - min(peaks)) or max(peaks)
@@ -144,7 +144,7 @@ def _mark_budgets(axes: Axes, comparison: Comparison) -> None:
             )
 
 
-def _mark_plain(axes: Axes, plain: Run, unit_ms: float) -> list[_Line]:
+def _mark_plain(axes: Axes, plain: PeerRun, unit_ms: float) -> list[_Line]:
     """Lines across the picture through plain training's point, which are returned."""
     if not plain.times_ms or plain.peak_bytes is None:
         return []
@@ -154,7 +154,7 @@ def _mark_plain(axes: Axes, plain: Run, unit_ms: float) -> list[_Line]:
     return [[(axes.get_xlim()[0], y), (axes.get_xlim()[1], y)], [(x, axes.get_ylim()[0]), (x, axes.get_ylim()[1])]]
 
 
-def _draw(axes: Axes, runs: Sequence[Run], unit_ms: float) -> list[_Line]:
+def _draw(axes: Axes, runs: Sequence[PeerRun], unit_ms: float) -> list[_Line]:
     """One series of runs, at least one; returns the lines that are drawn."""
     drawn: list[_Line] = []
     for run in runs:
@@ -181,7 +181,7 @@ def _draw(axes: Axes, runs: Sequence[Run], unit_ms: float) -> list[_Line]:
     return drawn
 
 
-def _labels(runs: Sequence[Run], unit_ms: float) -> list[Label]:
+def _labels(runs: Sequence[PeerRun], unit_ms: float) -> list[Label]:
     """One for each point; one for all that a line joins, at its smallest peak."""
     found = []
     for of in _series(runs):

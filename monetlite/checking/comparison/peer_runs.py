@@ -1,7 +1,7 @@
-"""What a comparison measured: frozen data that tables, pictures and JSON are made from."""
+"""Results of a comparison, and the verdict at each budget. Tables, pictures and JSON are made from them."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -31,28 +31,26 @@ TITLES: Mapping[Peer, str] = {
     Peer.GIST: "Gist mode",
     Peer.MONETLITE: "monetlite",
 }
-"""How they are called in tables."""
+"""Names in tables."""
 
 BY_MONETLITE = (Peer.CHECKMATE, Peer.GIST, Peer.MONETLITE)
-"""What runs by a schedule, in monetlite's own runtime."""
+"""Peers that run by a schedule, in monetlite's own runtime."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PeerRun:
     """One way to train in one setting, measured.
 
     Attributes:
-        peer, setting: what it is, and with what setting, in words.
-        label: the same in a word or two, for pictures.
+        setting: in words. label: peer and setting in a word or two, for pictures.
         asked_bytes: the budget it was given; None where it takes none.
         peak_bytes: measured peak of the step, resident memory included.
-        reserved_bytes: on CUDA, what the caching allocator held at most; None on the CPU.
-        releases: on CUDA, how often in its steps the allocator gave memory back to have what was asked for; None on
-            the CPU.
+        reserved_bytes: most that the CUDA allocator held; None on the CPU.
+        releases: mean number of times in a step that the CUDA allocator gave memory back; None on the CPU.
         times_ms: measured steps, taken in turn with every other way.
         gradient_difference: the largest of any gradient from plain training's; None where that didn't run.
-        faults: in words, what the step leaves otherwise than plain training does.
-        failure: why there are no figures; empty if it ran.
+        faults: results of the step that are not plain training's, in words.
+        failure: reason why there are no figures; empty if it ran.
     """
 
     peer: Peer
@@ -85,11 +83,11 @@ class Run:
         return low, high
 
     def within(self, budget_bytes: int) -> bool:
-        """Whether it ran, with a measured peak of at most so many bytes."""
+        """Tell whether it ran, with a measured peak of at most so many bytes."""
         return not self.failure and self.peak_bytes is not None and self.peak_bytes <= budget_bytes
 
-    def told_apart(self, other: "Run") -> bool:
-        """Whether the middle halves of two ways' step times don't overlap; of one step each nothing can be told."""
+    def told_apart(self, other: "PeerRun") -> bool:
+        """Tell whether the middle halves of two runs' step times are apart. One step each tells nothing."""
         (low, high), (least, most) = self.middle_half_ms, other.middle_half_ms
         return min(len(self.times_ms), len(other.times_ms)) > 1 and (high < least or most < low)
 
@@ -101,23 +99,23 @@ class Duel:
     `ours` is None where no schedule of monetlite's has such a peak.
     """
 
-    peer: Run
-    ours: Run | None
+    peer: PeerRun
+    ours: PeerRun | None
 
     @property
     def faster(self) -> bool:
-        """Whether monetlite's median step is the faster one."""
+        """True if monetlite's median step is the faster one."""
         return self.ours is not None and self.ours.step_ms < self.peer.step_ms
 
     @property
     def clear(self) -> bool:
-        """Whether the middle halves of both ways' step times don't overlap."""
+        """True if the middle halves of both runs' step times are apart."""
         return self.ours is None or self.ours.told_apart(self.peer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How things stand at one budget.
+    """The verdict at one budget.
 
     Attributes:
         budget: as it was asked for. budget_bytes: in bytes.
@@ -128,13 +126,13 @@ class Standing:
 
     budget: str
     budget_bytes: int
-    ours: Run | None
+    ours: PeerRun | None
     duels: tuple[Duel, ...]
-    too_large: tuple[Run, ...]
+    too_large: tuple[PeerRun, ...]
 
     @property
     def faster(self) -> bool:
-        """Whether monetlite is faster than every peer that fits, at an equal or smaller measured peak."""
+        """True if monetlite is faster than every peer that fits, at an equal or smaller measured peak."""
         return self.ours is not None and all(duel.faster for duel in self.duels)
 
 
@@ -146,7 +144,7 @@ class Comparison:
         model: its name. inputs: their shapes and dtypes, in words.
         device: `cpu` or `cuda`. environment: the hardware and the versions that figures depend on.
         repeats: timed steps of each. time_limit: seconds for each solve. tolerance, autocast: as for `solve`.
-        runs: what the tables show, plain training first.
+        runs: those in the tables, plain training first.
         tried: settings of peers that others beat at every budget; their times are of a few steps only.
         duels: every run of a peer that tables show, beside monetlite.
         standings: the verdict at each budget, from the largest to the smallest.
@@ -160,28 +158,75 @@ class Comparison:
     time_limit: float
     tolerance: float
     autocast: str
-    runs: tuple[Run, ...]
-    tried: tuple[Run, ...]
+    runs: tuple[PeerRun, ...]
+    tried: tuple[PeerRun, ...]
     duels: tuple[Duel, ...]
     standings: tuple[Standing, ...]
 
     @property
-    def plain(self) -> Run:
+    def plain(self) -> PeerRun:
         return self.runs[0]
 
-    def ratio(self, run: Run) -> float | None:
+    def ratio(self, run: PeerRun) -> float | None:
         """Step time over plain training's, medians; None where one of them did not run."""
         return run.step_ms / self.plain.step_ms if run.times_ms and self.plain.times_ms else None
 
-    def spread(self, run: Run) -> tuple[float, float] | None:
+    def spread(self, run: PeerRun) -> tuple[float, float] | None:
         """The fastest and the slowest step, over plain training's median."""
         if self.ratio(run) is None:
             return None
         return min(run.times_ms) / self.plain.step_ms, max(run.times_ms) / self.plain.step_ms
 
-    def of(self, peer: Peer) -> Iterator[Run]:
+    def of(self, peer: Peer) -> Iterator[PeerRun]:
         """The runs of one way that the tables show."""
         return (run for run in self.runs if run.peer is peer)
 
 
-__all__ = ["BY_MONETLITE", "TITLES", "Comparison", "Duel", "Peer", "Run", "Standing"]
+def fastest_within(runs: Sequence[PeerRun], budgets_bytes: Iterable[int]) -> list[PeerRun]:
+    """The fastest of one peer's runs within each budget; the one with the smallest peak if none fits any."""
+    ran = [run for run in runs if not run.failure]
+    found = [run for budget_bytes in budgets_bytes if (run := _fastest(ran, budget_bytes)) is not None]
+    return found or [min(ran, key=_peak_bytes)] if ran else []
+
+
+def standings(budgets: Mapping[str, int], runs: Sequence[PeerRun]) -> tuple[Standing, ...]:
+    """The verdict at each budget, from the largest to the smallest."""
+    return tuple(
+        _standing(budget, budget_bytes, runs)
+        for budget, budget_bytes in sorted(budgets.items(), key=lambda item: -item[1])
+    )
+
+
+def duels(runs: Sequence[PeerRun]) -> tuple[Duel, ...]:
+    """Every run of a peer beside monetlite's fastest at an equal or smaller measured peak."""
+    ours = [run for run in runs if run.peer is Peer.MONETLITE and run.times_ms]
+    theirs = [run for run in runs if run.peer not in (Peer.PLAIN, Peer.MONETLITE) and run.times_ms]
+    return tuple(Duel(peer=run, ours=_fastest(ours, _peak_bytes(run))) for run in theirs)
+
+
+def _standing(budget: str, budget_bytes: int, runs: Sequence[PeerRun]) -> Standing:
+    fought = {duel.peer: duel for duel in duels(runs)}
+    fitting: list[Duel] = []
+    too_large: list[PeerRun] = []
+    for peer in Peer:
+        theirs = [run for run in fought if run.peer is peer]
+        best = _fastest(theirs, budget_bytes)
+        if best is not None:
+            fitting.append(fought[best])
+        elif theirs:
+            too_large.append(min(theirs, key=_peak_bytes))
+    return Standing(
+        budget=budget,
+        budget_bytes=budget_bytes,
+        ours=_fastest((run for run in runs if run.peer is Peer.MONETLITE and run.times_ms), budget_bytes),
+        duels=tuple(fitting),
+        too_large=tuple(too_large),
+    )
+
+
+def _fastest(runs: Iterable[PeerRun], budget_bytes: int) -> PeerRun | None:
+    return min((run for run in runs if run.within(budget_bytes)), key=lambda run: run.step_ms, default=None)
+
+
+def _peak_bytes(run: PeerRun) -> int:
+    return run.peak_bytes or 0
