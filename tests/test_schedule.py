@@ -13,13 +13,13 @@ from step_lists import (
     with_random_implementations,
 )
 
+from monetlite.core.binding import bind
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.errors import IllegalSchedule, ScheduleMismatch
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import check_legal, check_order, plain_steps
-from monetlite.runtime.binding import bind
 
 HELD = {ValueKind.OUTPUT, ValueKind.TANGENT, ValueKind.PARAM_GRAD}
 

@@ -38,7 +38,7 @@ def explain_command(
     """
 
     def run() -> None:
-        from monetlite.core.porting import ported_steps
+        from monetlite.core.binding import bind
         from monetlite.reporting.analysis_alternatives import Alternative, alternative, limit
         from monetlite.reporting.analysis_tensors import explain
         from monetlite.reporting.text_explain import Around, explanation_facts, print_explanation
@@ -49,7 +49,7 @@ def explain_command(
         profile = opened.profile.within(opened.schedule.tolerance)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # opening it has told what this device lacks
-            steps = ported_steps(opened.schedule, profile.graph)
+            steps = bind(opened.schedule, profile.graph)
         found = explain(profile, steps, opened.plain)
         around = Around()
         if not no_solve:

@@ -70,7 +70,7 @@ def open_schedule(path: str, spec: str | None, device: str | None, quiet: bool, 
         ScheduleMismatch: it is for another model, or for other sizes.
         ModelError: the file doesn't say how to build its model, or was measured on another machine.
     """
-    from monetlite.runtime.binding import bind
+    from monetlite.core.binding import bind
     from monetlite.zoo import load_schedule
 
     schedule = load_schedule(path)

@@ -1,7 +1,9 @@
-"""A module in front of another: attributes that are set or read, and items, are those of the model behind it."""
+"""A module in front of another: attributes, items, modes and state are those of the model behind it."""
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, Self
 
 from torch import nn
 
@@ -11,20 +13,76 @@ OWN = frozenset(vars(nn.Module()))
 """Instance attributes that every module has."""
 
 
+class ForwardOfModel:
+    """The attribute `forward`: calls `_forward`, and has the model's own signature, which callers look at."""
+
+    def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
+        if instance is None:
+            found: Callable[..., Any] = owner._forward
+            return found
+        call = functools.partial(instance._forward)
+        functools.update_wrapper(call, instance.model.forward)
+        return call
+
+
+def _of_model(operation: Callable[..., Any]) -> Any:
+    """A method that applies an operation to the model."""
+
+    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return operation(self.__dict__["model"], *arguments, **keywords)
+
+    return method
+
+
 def _defines(model: nn.Module, name: str) -> bool:
-    """Whether a module has an attribute, without evaluating it."""
+    """Look for an attribute of a module without evaluating it."""
     registered = (model._parameters, model._buffers, model._modules)
     return name in vars(model) or hasattr(type(model), name) or any(name in items for items in registered)
 
 
 class Delegating(nn.Module):
-    """Has its model in `__dict__["model"]`, and shares its dictionaries of parameters, buffers and submodules."""
+    """A module in front of a model, which shares the model's parameters, buffers and submodules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        # Sharing the dictionaries, rather than registering the model as a child, makes names and state_dict
+        # keys the model's own and keeps both views consistent whatever is replaced in either.
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = model.__dict__[shared]
+        self.__dict__["training"] = model.training
+        self.__dict__["model"] = model
+
+    forward = ForwardOfModel()
+    __getitem__ = _of_model(operator.getitem)
+    __setitem__ = _of_model(operator.setitem)
+    __delitem__ = _of_model(operator.delitem)
+    __len__ = _of_model(len)
+    __iter__ = _of_model(iter)
+    __contains__ = _of_model(operator.contains)
+
+    def __bool__(self) -> bool:
+        return True  # whatever its length, and for models that have none
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        self.model.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.model._apply(fn, recurse)
+        return self
 
     def _keeps(self, name: str) -> bool:
-        """Whether an attribute of that name is the wrapper's own, and not the model's.
+        """Tell whether an attribute of that name is the wrapper's own, and not the model's.
 
-        Its own are what every module has, and what a library notes, under a private name that the model doesn't
-        have, about the module it was given.
+        Its own are those that every module has, and notes that a library makes about the module it was given, under
+        a private name that the model doesn't have.
         """
         model = self.__dict__.get("model")
         if model is None or name in OWN or hasattr(type(self), name):
@@ -60,33 +118,6 @@ class Delegating(nn.Module):
             if name == "model" or "model" not in self.__dict__:
                 raise
             return getattr(self.__dict__["model"], name)
-
-    def __getitem__(self, index: Any) -> Any:
-        container: Any = self.model
-        return container[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        container: Any = self.model
-        container[index] = value
-
-    def __delitem__(self, index: Any) -> None:
-        container: Any = self.model
-        del container[index]
-
-    def __len__(self) -> int:
-        container: Any = self.model
-        return len(container)
-
-    def __iter__(self) -> Iterator[Any]:
-        container: Any = self.model
-        return iter(container)
-
-    def __contains__(self, item: object) -> bool:
-        container: Any = self.model
-        return item in container
-
-    def __bool__(self) -> bool:
-        return True  # whatever its length, and for models that have none
 
 
 __all__ = ["Delegating"]

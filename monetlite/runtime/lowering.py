@@ -1,8 +1,8 @@
 """A schedule as two straight-line programs, forward and backward, that AOTAutograd runs as its partition.
 
-Each step of the schedule becomes one call; views are rebuilt right before the step that reads them. What the
-backward program reads of the forward program's values is saved for it. Generated code drops every name after
-its last use, so a value is freed exactly where `simulate` says that it dies.
+Each step of the schedule becomes one call; views are rebuilt right before the step that reads them. Values of the
+forward program that the backward program reads are saved for it. Generated code drops every name after its last
+use, so a value is freed exactly where `simulate` says that it dies.
 """
 
 import operator
@@ -27,18 +27,18 @@ from monetlite.operators.registry import name_of
 from monetlite.tracing.build import Traced
 from monetlite.tracing.builder import LOSS
 
-DELIVER = name_of(deliver)
-CAPTURED, RUN = "monetlite_captured", "monetlite_run"
-"""What the nodes of a program say in their `meta`: the tensor of the joint graph that a node is, by name; and for a
-node that runs an operator, which run it is (`OperatorRun`)."""
+_DELIVER = name_of(deliver)
+CAPTURED = "monetlite_captured"
+"""Key of a node's `meta`: the name of the tensor of the joint graph that the node stands for."""
+RUN = "monetlite_run"
+"""Key of a node's `meta`: the `OperatorRun` that the node is."""
 UPDATES = "monetlite_updates"
-"""What the output of a forward program says in its `meta`: for results that are new contents of an input, by their
-positions, the input's name."""
+"""Key of a forward output's `meta`: the input's name, by the position of the result with its new contents."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorRun:
-    """A call of a program: what step of a schedule it is, and whether the operator's first run (0) or a later."""
+    """A call of a program: the step of the schedule that it runs, and how often the operator has run before."""
 
     call: Call
     step: Step
@@ -56,30 +56,32 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     reach = storages.Reachability(joint.graph, traced.joint.forward_outputs)
     outputs = reach.output
     results, gradients = outputs[: traced.joint.forward_outputs], outputs[traced.joint.forward_outputs :]
-    inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    inputs = joint.graph.find_nodes(op="placeholder")
     tangents = [node for node in inputs if storages.is_tangent(node)]
     primals = [node for node in inputs if not storages.is_tangent(node)]
     forward_runs, backward_runs = _runs(traced, steps)
-    primal_of: dict[str, list[fx.Node]] = {}
+    primals_of: dict[str, list[fx.Node]] = {}
     for node, primal in zip(gradients, primals, strict=True):
         if node is not None:
-            primal_of.setdefault(node.name, []).append(primal)
-    backward_runs = _when_final(joint, backward_runs, primal_of)
+            primals_of.setdefault(node.name, []).append(primal)
+
+    backward_runs = _delivered_when_final(joint, backward_runs, primals_of)
     saved = _read_before_written(joint, (run.call for run in backward_runs), gradients, tangents)
 
-    backward = _Program(joint, [*saved, *tangents])
+    backward = ProgramBuilder(joint, [*saved, *tangents])
     backward.run(backward_runs)
-    forward = _Program(joint, primals)
+    forward = ProgramBuilder(joint, primals)
     forward.require(_guards(traced, steps))
     forward.run(forward_runs)
-    lowered = forward.finish([*results, *saved]), backward.finish(gradients)
+    forward_program, backward_program = forward.finish([*results, *saved]), backward.finish(gradients)
     if reach.takes_arguments:
-        lowered[0].graph.output_node().meta[UPDATES] = {at: node.name for at, node in reach.updates.items()}
-    return lowered
+        updates = {at: node.name for at, node in reach.updates.items()}
+        forward_program.graph.output_node().meta[UPDATES] = updates
+    return forward_program, backward_program
 
 
 def _runs(traced: Traced, steps: Sequence[Step]) -> tuple[list[OperatorRun], list[OperatorRun]]:
-    """The calls that the forward and the backward part of a sequence of steps become."""
+    """The calls of the forward and of the backward part of a sequence of steps."""
     parts: tuple[list[OperatorRun], list[OperatorRun]] = ([], [])
     split = border(traced.graph, steps)
     ran: Counter[int] = Counter()
@@ -95,29 +97,29 @@ def _runs(traced: Traced, steps: Sequence[Step]) -> tuple[list[OperatorRun], lis
     return parts
 
 
-def _when_final(
-    joint: fx.GraphModule, runs: Sequence[OperatorRun], primal_of: Mapping[str, Sequence[fx.Node]]
+def _delivered_when_final(
+    joint: fx.GraphModule, runs: Sequence[OperatorRun], primals_of: Mapping[str, Sequence[fx.Node]]
 ) -> list[OperatorRun]:
-    """The same runs, no gradient being delivered before the last call that reads what it is the gradient of.
+    """The same runs, each gradient delivered after the last call that reads its primal.
 
-    Once delivered, a parameter may change: an optimizer may step, its shards may be freed.
+    Once its gradient is delivered, a parameter may change: an optimizer may step, its shards may be freed.
     """
     nodes = {node.name: node for node in joint.graph.nodes}
     last_read: dict[fx.Node, int] = {}
     for at, run in enumerate(runs):
-        if run.call.target != DELIVER:
+        if run.call.target != _DELIVER:
             last_read.update((storages.base(nodes[ref.node]), at) for ref in run.call.tensors())
     waiting: list[Argument] = []
     changed: list[OperatorRun] = []
     for at, run in enumerate(runs):
-        if run.call.target != DELIVER:
+        if run.call.target != _DELIVER:
             changed.append(run)
             continue
         waiting += run.call.args
         ready = [
             ref
             for ref in waiting
-            if isinstance(ref, TensorRef) and all(last_read.get(primal, -1) < at for primal in primal_of[ref.node])
+            if isinstance(ref, TensorRef) and all(last_read.get(primal, -1) < at for primal in primals_of[ref.node])
         ]
         waiting = [ref for ref in waiting if ref not in ready]
         if ready:
@@ -158,7 +160,7 @@ def _read_before_written(
     return list(needed)
 
 
-class _Program:
+class ProgramBuilder:
     """A straight-line program under construction, over the tensors of a joint graph."""
 
     def __init__(self, joint: fx.GraphModule, inputs: Iterable[fx.Node]) -> None:
@@ -166,13 +168,13 @@ class _Program:
         self._nodes = {node.name: node for node in joint.graph.nodes}
         self._graph = fx.Graph()
         self._bases: dict[fx.Node, fx.Node] = {}
-        """For each base tensor of the joint graph, where its present version is in this program."""
+        """The present version, in this program, of each base tensor of the joint graph."""
         self._views: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             self._bases[node] = _described(self._graph.placeholder(node.name), node)
 
     def require(self, guards: Mapping[str, Call]) -> None:
-        """Append the check that guards, named after their operators, hold: with one look at those of a kind."""
+        """Append the check that guards, by operator, hold. Guards of batch norms are checked together."""
         alike = [name for name, guard in guards.items() if guard.target == name_of(is_invertible)]
         if alike:
             weights, biases = zip(*(self._arguments(guards[name].args) for name in alike), strict=True)
@@ -237,7 +239,7 @@ class _Program:
 
 
 def _described(created: fx.Node, node: fx.Node) -> fx.Node:
-    """A new node with what AOTAutograd reads of the captured one, its fake tensor, and with its name."""
+    """A new node with the captured one's name and its fake tensor, which AOTAutograd reads."""
     created.meta[CAPTURED] = node.name
     if isinstance(node.meta.get("val"), torch.Tensor):
         created.meta["val"] = node.meta["val"]

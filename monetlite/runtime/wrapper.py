@@ -1,38 +1,38 @@
-"""`MONeTWrapper`: a module that trains like the one it wraps, by a schedule."""
+"""`MONeTWrapper`: a module that trains like the one it wraps, by a schedule.
+
+A training step, in the order of this file: `_forward` finds a program for the inputs, or has one made
+(`_first`). For that, a schedule is found or solved for, and the step is captured as one graph. `_partition` turns
+the graph into two programs, forward and backward, by the schedule's steps (`_plan`). The programs run, and
+gradients reach autograd as they become ready (`gradient_delivery`).
+"""
 
 import contextlib
 import copy
-import functools
 import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
-from monetlite.core.costs import without_costs
 from monetlite.core.errors import ModelError, ScheduleMismatch
-from monetlite.core.graph import OperatorGraph
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
-from monetlite.core.simulate import simulate
-from monetlite.core.steps import Step, plain_steps
-from monetlite.core.units import format_bytes, parse_budget
+from monetlite.core.steps import Step
+from monetlite.core.units import parse_budget
 from monetlite.operators.guards import GuardFailed
 from monetlite.operators.random import forked_state
-from monetlite.runtime.binding import avoiding, bind, on_this_device
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.delegation import Delegating
-from monetlite.runtime.fitting import Fitting, TooLarge
 from monetlite.runtime.gradient_delivery import delivering_backend
-from monetlite.runtime.inputs import Schedules, layout_of
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.outputs import guard_outputs
 from monetlite.runtime.reserved_memory import warn_if_unlimited
+from monetlite.runtime.serving import ScheduleSet, TooLarge, input_signature, without_guards
 from monetlite.tracing.build import Arguments, Traced, autocast_dtype, build_graph, device_of, on_its_gpu
 from monetlite.tracing.capture import (
     Compiler,
@@ -46,26 +46,11 @@ from monetlite.tracing.capture import (
 )
 from monetlite.tracing.explaining import explain, own_error
 from monetlite.tracing.recording import install_recorders
-from monetlite.tracing.signature import tensors_in_order
 
-PLAIN_SHARE = 0.8
-"""Of the budget: what plain training may store for inputs that a schedule can't be applied to. The rest is for
-workspace."""
 _AMOUNT = re.compile(r"[\d.]+\s*(%|[kmgt]?i?b)", re.IGNORECASE)
 _CAPTURING = threading.RLock()
 """Held while a program is made, which is not for two threads at a time."""
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
-
-
-class Forward:
-    """The wrapped model's forward pass as an attribute: with the model's own signature, which callers look at."""
-
-    def __get__(self, wrapper: Any, owner: type) -> Callable[..., Any]:
-        if wrapper is None:
-            return MONeTWrapper._forward
-        call = functools.partial(wrapper._forward)
-        functools.update_wrapper(call, wrapper.model.forward)
-        return call
 
 
 class MONeTWrapper(Delegating):
@@ -81,10 +66,10 @@ class MONeTWrapper(Delegating):
         schedule: a `Schedule`, or the path of a schedule file; or several of them, for inputs of several sizes.
         budget: in place of a schedule, or beside: solve for a schedule when the first step is taken, for the
             inputs that it has, and again whenever inputs are larger than any before or the model has changed
-            (`MOST_SOLVED` times).
+            (`MAX_SOLVED` times).
         options: with a budget, further arguments of `monetlite.optimize`: device, optimizer, accumulate,
             tolerance, layout, implementations, reserved, time_limit, solver, seed.
-        compile: have Inductor compile what runs. The peak is then an estimate, and results differ in their last
+        compile: have Inductor compile the programs. The peak is then an estimate, and results differ in their last
             bits.
 
     Raises:
@@ -118,7 +103,6 @@ class MONeTWrapper(Delegating):
         compile: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__()
         if isinstance(schedule, str) and budget is None and _AMOUNT.fullmatch(schedule.strip()):
             raise ModelError(
                 f"{schedule!r} stands where a schedule goes; for a budget: MONeTWrapper(model, budget={schedule!r})"
@@ -136,22 +120,15 @@ class MONeTWrapper(Delegating):
             raise ModelError(
                 "the model is wrapped already; wrap the model itself: MONeTWrapper(wrapper.model, ...)"
             )
-        # Sharing the dictionaries, rather than registering the model as a child, makes names and state_dict
-        # keys the model's own and keeps both views consistent whatever is replaced in either.
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = model.__dict__[shared]
-        self.__dict__["model"] = model
-        self.__dict__["schedule"] = given[0] if given else None
-        self.__dict__["_solving"] = None if budget is None else {"budget": budget, **options}
-        self.__dict__["_schedules"] = Schedules(model, given, None if budget is None else self._solve)
-        self.__dict__["_fitting"] = Fitting()
-        self.__dict__["training"] = model.training
-        self.__dict__["_compile"] = compile
-        self.__dict__["_step"] = None
-        self.__dict__["_ready"] = set()
-        self.__dict__["_avoided"] = set()
-
-    forward = Forward()
+        super().__init__(model)
+        own = self.__dict__
+        own["schedule"] = given[0] if given else None
+        own["_budget"], own["_options"] = budget, options
+        own["_schedules"] = ScheduleSet(model, given, None if budget is None else self._solve)
+        own["_compile"] = compile
+        own["_step"] = None  # the compiled training step
+        own["_ready"] = set()  # signatures of inputs that it has a program for
+        own["_avoided"] = set()  # operators whose guarded implementations are not used
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         model: nn.Module = self.__dict__["model"]
@@ -167,35 +144,56 @@ class MONeTWrapper(Delegating):
                 try:
                     output, detached = self._train(args, kwargs)
                 except GuardFailed as failed:
-                    # Nothing of the step has run; what the weights rule out is left out from here on.
+                    # Nothing of the step has run; implementations that the weights rule out are not used again.
                     self._avoid(failed.operators)
                     output, detached = self._train(args, kwargs)
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise too_many_programs() from error
-        return output if detached is None else guard_outputs(output, detached)
+        return output if detached is None else _guard_outputs(output, detached)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layout = layout_of(args, kwargs)
-        if layout in self._ready:
+        signature = input_signature(args, kwargs)
+        if signature in self._ready:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
             with contextlib.suppress(torch._dynamo.exc.TorchDynamoException), program_limit():
                 return self._compiled()(*args, **kwargs)
-        return self._first(layout, args, kwargs)
+        return self._first(signature, args, kwargs)
 
-    def _avoid(self, operators: Sequence[str]) -> None:
-        """Make another program, without those operators' guarded implementations, for the steps to come."""
-        self._avoided.update(operators)
-        self.__dict__["_step"] = None
-        self._ready.clear()
-        listed = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
-        warnings.warn(
-            f"the weights of {listed} are zero, or too small beside their biases, to take the gradient of the "
-            "normalisation from its output as the schedule says; it is taken from the input from here on, which "
-            "is kept for that: the peak may be higher than predicted by its size. To hold the budget, solve "
-            "again with a tolerance below 1e-4",
-            stacklevel=4,
-        )
+    def _first(self, signature: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step for inputs of a new signature, which captures and lowers it."""
+        _refuse_shards(self.model)
+        refuse_uninitialized(self.model)
+        autocast = autocast_dtype(device_of(self.model, (args, kwargs)))
+        self.__dict__["schedule"] = self._schedules.find(args, kwargs, autocast)
+        try:
+            output = self._capture(args, kwargs)
+        except (ScheduleMismatch, TooLarge):
+            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
+            # something other than an input's shape is larger than any schedule was solved for.
+            if self._budget is None:
+                raise
+            self.__dict__["schedule"] = self._schedules.solve(args, kwargs)
+            output = self._capture(args, kwargs)
+        self._ready.add(signature)
+        return output
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step for which a program has to be made."""
+        with _CAPTURING:
+            self.__dict__["_example"] = (args, kwargs)
+            try:
+                with capture_settings():
+                    return self._compiled()(*args, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                if cause := own_error(error):
+                    raise cause from None
+                if install_recorders(self.model, error):
+                    with capture_settings():
+                        return self._compiled()(*args, **kwargs)
+                raise explain(error) from error
+            finally:
+                del self.__dict__["_example"]
 
     def _compiled(self) -> Callable[..., Any]:
         if self._step is None:
@@ -212,56 +210,6 @@ class MONeTWrapper(Delegating):
 
         return inductor
 
-    def _first(self, layout: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step with inputs of a layout not seen before, which captures and lowers it."""
-        refuse_shards(self.model)
-        refuse_uninitialized(self.model)
-        autocast = autocast_dtype(device_of(self.model, (args, kwargs)))
-        self.__dict__["schedule"] = self._schedules.find(args, kwargs, autocast)
-        try:
-            output = self._capture(args, kwargs)
-        except (ScheduleMismatch, TooLarge):
-            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
-            # something other than an input's shape is larger than any schedule was solved for.
-            if self._solving is None:
-                raise
-            self.__dict__["schedule"] = self._schedules.solve(args, kwargs)
-            output = self._capture(args, kwargs)
-        self._ready.add(layout)
-        return output
-
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step for which a program has to be made."""
-        with _CAPTURING:
-            return self._captured(args, kwargs)
-
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.__dict__["_example"] = (args, kwargs)
-        try:
-            with capture_settings():
-                return self._compiled()(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            cause = own_error(error)
-            if cause is not None:
-                raise cause from None
-            if install_recorders(self.model, error):
-                with capture_settings():
-                    return self._compiled()(*args, **kwargs)
-            raise explain(error) from error
-        finally:
-            del self.__dict__["_example"]
-
-    def _solve(self, args: tuple[Any, ...], kwargs: dict[str, Any], starts: Sequence[Schedule]) -> Schedule:
-        from monetlite.planning.pipeline import solve_model
-
-        options = dict(self._solving)
-        budget = options.pop("budget")
-        # Measuring draws random numbers; the step that waits for it must not notice.
-        with forked_state(device_of(self.model, (args, kwargs))):
-            return solve_model(
-                self.model, Arguments(args, kwargs), budget, *split_options(options), starts=starts, runs_here=True
-            )
-
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         traced, steps = self._plan(joint)
         warn_if_unlimited(self.schedule, traced.graph.device)
@@ -272,100 +220,53 @@ class MONeTWrapper(Delegating):
         return lower(traced, steps)
 
     def _plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
-        """The captured step as a graph, and what is to be run of it."""
+        """The captured step as a graph, and the steps to run of it."""
         if "_example" not in self.__dict__:
             raise _NotAsked
-        example, layout = self.__dict__["_example"], self.schedule.layout
-        traced = build_graph(joint, self.model, example, layout=layout, autocast=self.schedule.autocast)
-        found = self._fitting_schedule(traced)
-        if found is None:
-            if plain := self._plain_if_smaller(traced.graph):
-                return traced, plain
-            return traced, bind(self.schedule, traced.graph)
-        traced, steps = found
-        return traced, avoiding(traced.graph, steps, self._avoided) if self._avoided else steps
-
-    def _fitting_schedule(self, traced: Traced) -> tuple[Traced, tuple[Step, ...]] | None:
-        """The steps of the first schedule for this graph that keep to its budget; None where there is none for it.
-
-        Raises:
-            TooLarge: all that are for this graph would exceed their budgets.
-        """
         args, kwargs = self.__dict__["_example"]
-        resident = [*self.model.parameters(), *self.model.buffers(), *tensors_in_order(self.model, args, kwargs)]
-        refusal: TooLarge | None = None
-        for schedule in self._schedules.serving(args, kwargs, traced.graph.autocast):
-            if schedule.structure != traced.graph.structure:
-                continue
-            here, ported = on_this_device(traced, schedule)
-            steps = bind(ported, here.graph)
-            try:
-                problem = self._fitting.problem(ported, here.graph, steps, resident)
-            except TooLarge as error:
-                refusal = refusal or error
-                continue
-            if problem:
-                warnings.warn(problem, stacklevel=2)
-            self.__dict__["schedule"] = schedule
-            return here, steps
-        if refusal is not None:
-            raise refusal
-        return None
+        found = self.schedule
+        traced = build_graph(joint, self.model, (args, kwargs), layout=found.layout, autocast=found.autocast)
+        self.__dict__["schedule"], traced, steps = self._schedules.plan(traced, args, kwargs, found)
+        return traced, without_guards(traced.graph, steps, self._avoided)
 
-    def _plain_if_smaller(self, graph: OperatorGraph) -> tuple[Step, ...] | None:
-        """What plain training runs, where inputs are so small that torch runs other operators on them.
-
-        A batch or a sequence of one is not always computed as several are. Nothing has to be recomputed for it, if
-        what it stores is well within the budget.
-        """
-        schedule = self.schedule
-        found, expected = ([item.shape for item in of.inputs.values()] for of in (graph, schedule))
-        steps = plain_steps(graph)
-        peak_bytes = simulate(without_costs(graph), steps).peak_bytes
-        if found == expected or peak_bytes > PLAIN_SHARE * schedule.budget_bytes:
-            return None
+    def _avoid(self, operators: Sequence[str]) -> None:
+        """Make another program, without those operators' guarded implementations, for the steps to come."""
+        self._avoided.update(operators)
+        self.__dict__["_step"] = None
+        self._ready.clear()
+        listed = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
         warnings.warn(
-            f"for inputs of shapes {', '.join(map(str, found))} this model runs other operators than its schedule "
-            f"is for (as for a batch or a sequence of one). They run as in plain training, which stores "
-            f"{format_bytes(peak_bytes)} of the {format_bytes(schedule.budget_bytes)} budgeted",
-            stacklevel=2,
+            f"the weights of {listed} are zero, or too small beside their biases, to take the gradient of the "
+            "normalisation from its output as the schedule says; it is taken from the input from here on, which "
+            "is kept for that: the peak may be higher than predicted by its size. To hold the budget, solve "
+            "again with a tolerance below 1e-4",
+            stacklevel=4,
         )
-        return steps
 
-    def train(self, mode: bool = True) -> "MONeTWrapper":
-        self.model.train(mode)
-        self.__dict__["training"] = mode
-        return self
+    def _solve(self, args: tuple[Any, ...], kwargs: dict[str, Any], starts: Sequence[Schedule]) -> Schedule:
+        from monetlite.planning.pipeline import solve_model
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.load_state_dict(*args, **kwargs)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "MONeTWrapper":
-        self.model._apply(fn, recurse)
-        return self
+        inputs, options = Arguments(args, kwargs), split_options(self._options)
+        # Measuring draws random numbers; the step that waits for it must not notice.
+        with forked_state(device_of(self.model, (args, kwargs))):
+            return solve_model(self.model, inputs, self._budget, *options, starts=starts, runs_here=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["_step"], state["_ready"], state["_avoided"] = None, set(), set()
-        state["_schedules"], state["_fitting"] = self._schedules.all, Fitting()
-        return state
+        fresh: dict[str, Any] = {"_step": None, "_ready": set(), "_avoided": set()}
+        return {**self.__dict__, **fresh, "_schedules": self._schedules.all}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        solve = None if state["_solving"] is None else self._solve
-        schedules = Schedules(state["model"], state["_schedules"], solve)
+        solve = None if state["_budget"] is None else self._solve
+        schedules = ScheduleSet(state["model"], state["_schedules"], solve)
         super().__setstate__({**state, "_schedules": schedules})  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MONeTWrapper":
-        return MONeTWrapper(
-            copy.deepcopy(self.model, memo), self._schedules.all, compile=self._compile, **(self._solving or {})
-        )
+        model = copy.deepcopy(self.model, memo)
+        return MONeTWrapper(model, self._schedules.all, budget=self._budget, compile=self._compile, **self._options)
 
     def extra_repr(self) -> str:
         if self.schedule is None:
-            return f"budget={self._solving['budget']}"
+            return f"budget={self._budget}"
         return f"schedule={self.schedule.name}, budget_bytes={self.schedule.budget_bytes}"
 
 
@@ -382,7 +283,7 @@ def loaded(schedule: OneSchedule) -> Schedule:
     return load_schedule(schedule)
 
 
-def refuse_shards(model: nn.Module) -> None:
+def _refuse_shards(model: nn.Module) -> None:
     """Refuse a model that `fully_shard` has been applied to inside: its hooks would have to be captured.
 
     Raises:
@@ -395,6 +296,42 @@ def refuse_shards(model: nn.Module) -> None:
                 f"fully_shard has been applied to {name or 'the model'} inside of the wrapper, where its hooks "
                 "can't be captured. Wrap first, and shard what is wrapped: fully_shard(MONeTWrapper(block, ...))"
             )
+
+
+def _guard_outputs(output: Any, detached: Mapping[Any, Sequence[bool]]) -> Any:
+    """Make outputs beside the loss refuse a gradient, rather than lose it in silence.
+
+    Args:
+        output: a mapping made by `detach_all_but_loss`; its items are replaced.
+        detached: for each item beside the loss, by name, which of its tensors were detached.
+    """
+    anchor = torch.empty(0, requires_grad=True)
+
+    def guard(path: tuple[Any, ...], item: Any) -> Any:
+        if isinstance(item, torch.Tensor) and next(was_detached):
+            return _RefuseGradient.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]  # torch has no types for it
+        return item
+
+    for name, flags in detached.items():
+        was_detached = iter(flags)
+        output[name] = pytree.tree_map_with_path(guard, {name: output[name]})[name]
+    return output
+
+
+class _RefuseGradient(torch.autograd.Function):
+    """The same tensor to every reader: not a view to autograd, which would refuse changes in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ModelError(
+            f"a gradient reached output{ctx.name}, but a model that returns a loss is scheduled for that loss "
+            "alone. Compute everything that is trained on inside the model's loss, or call .detach() on the output"
+        )
 
 
 class _NotAsked(Exception):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monetlite.allocator import reserve
+from monetlite.core.binding import first_difference
 from monetlite.core.costs import ProfileKind, without_costs
-from monetlite.core.differences import first_difference
 from monetlite.core.errors import IllegalSchedule, MonetliteError
 from monetlite.core.schedule import Schedule, read_schedule, schedule_problems
 from monetlite.core.simulate import simulate

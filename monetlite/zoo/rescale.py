@@ -3,10 +3,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from monetlite.core.binding import bind
 from monetlite.core.choices import Choices
-from monetlite.core.differences import first_difference
-from monetlite.core.errors import ScheduleMismatch
-from monetlite.core.porting import ported_steps
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -31,13 +29,8 @@ def rescale(schedule: Schedule, profile: "Profile", plain: "Profile") -> Schedul
         ScheduleMismatch: the graph is another one; says where.
     """
     graph = profile.graph
-    if graph.structure != schedule.structure:
-        raise ScheduleMismatch(
-            f"the schedule of {schedule.name} is for another graph (structure {schedule.structure}, now "
-            f"{graph.structure}). {first_difference(schedule, graph)} Solve one for these sizes"
-        )
     profile = profile.within(schedule.tolerance)
-    steps = ported_steps(schedule, profile.graph)
+    steps = bind(schedule, profile.graph)
     timeline = simulate(profile, steps)
     before = simulate(plain, plain_steps(plain.graph))
     return replace(

@@ -82,7 +82,7 @@ def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
     assert_same(step(first, (x,)), step(model, (x,)))
     assert monetlite.load_schedule(file).budget_bytes > 0
     torch._dynamo.reset()
-    monkeypatch.setattr("monetlite.runtime.backend._solved", {})
+    monkeypatch.setattr("monetlite.runtime.torch_compile._solved", {})
     monkeypatch.setattr("monetlite.planning.layouts.solve_layouts", lambda *_, **__: pytest.fail("solved again"))
     second = compiled(twin(model), schedule=str(file))
     assert_same(step(second, (x,)), step(model, (x,)))
@@ -136,7 +136,7 @@ def test_a_model_that_is_taken_apart_is_refused():
 
 def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     """Operators that draw again look at the current GPU's generator."""
-    from monetlite.runtime.backend import (
+    from monetlite.runtime.torch_compile import (
         on_gpu,  # as torch.compile does: what logs is looked up when it is imported
     )
 
@@ -159,7 +159,7 @@ def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
 
 def test_what_transformers_logs_by_is_known_though_it_is_imported_later():
     program = (
-        "import monetlite.runtime.backend, torch, transformers, logging\n"
+        "import monetlite.runtime.torch_compile, torch, transformers, logging\n"
         "assert logging.Logger.warning_once in torch._dynamo.config.ignore_logging_functions"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

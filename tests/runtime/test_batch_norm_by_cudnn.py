@@ -42,7 +42,7 @@ def by_cudnn(monkeypatch):
                 native._dispatch_cache.clear()
 
     original = fused.kernels_kept_whole
-    for module in ("tracing.capture", "runtime.backend"):
+    for module in ("tracing.capture", "runtime.torch_compile"):
         monkeypatch.setattr(f"monetlite.{module}.kernels_kept_whole", kept_whole)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import monetlite
 from monetlite.core.errors import ModelError, ScheduleMismatch
-from monetlite.runtime import inputs as runtime_inputs
+from monetlite.runtime import serving
 
 SOLVING = {"device": "rtx-4090", "time_limit": 1}
 
@@ -170,7 +170,7 @@ def test_names_of_a_forward_pass_that_is_not_the_classes_own():
 
 
 def test_how_many_are_solved_is_bounded(monkeypatch):
-    monkeypatch.setattr(runtime_inputs, "MOST_SOLVED", 2)
+    monkeypatch.setattr(serving, "MAX_SOLVED", 2)
     model = Sequences()
     wrapper = monetlite.MONeTWrapper(model, budget="90%", **SOLVING)
     for length in (8, 16):

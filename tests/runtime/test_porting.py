@@ -11,8 +11,8 @@ from step_lists import free_profile, recompute_with_any_reads, schedule_of, with
 from torch import nn
 
 import monetlite
+from monetlite.core.binding import bind
 from monetlite.core.graph import Implementation
-from monetlite.core.porting import ported_steps
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 
@@ -51,7 +51,7 @@ def test_whatever_is_missing_the_schedule_stays_legal(seed):
     lacking = graph.restricted(kept)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ported = ported_steps(schedule, lacking)
+        ported = bind(schedule, lacking)
     simulate(free_profile(lacking), ported)
     assert [index for index, _ in ported] == [index for index, _ in steps]
 
@@ -111,5 +111,5 @@ def test_what_runs_on_another_device_only_is_not_run_here():
         steps.append((index, names.index("channels_last") if "channels_last" in names else 0))
     schedule = schedule_of(free_profile(graph), steps)
     with pytest.warns(UserWarning, match="channels_last"):
-        ported = ported_steps(schedule, elsewhere)
+        ported = bind(schedule, elsewhere)
     assert all(choice == 0 for _, choice in ported)

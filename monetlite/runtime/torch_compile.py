@@ -22,12 +22,11 @@ from monetlite.core.errors import ModelError
 from monetlite.core.graph import AS_TRACED, OperatorGraph
 from monetlite.core.options import PricingOptions, SolvingOptions, split_options
 from monetlite.core.schedule import Schedule
-from monetlite.runtime.binding import bind, on_this_device
 from monetlite.runtime.buffers import eager
-from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.reserved_memory import warn_if_unlimited
+from monetlite.runtime.serving import ScheduleSet
 from monetlite.tracing.build import Traced, autocast_dtype, build_graph, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.capture import Joint, log_settings_quietly, logging_methods
 from monetlite.tracing.fused import kernels_kept_whole
@@ -93,13 +92,8 @@ def monetlite(
         schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)
         traced = traced_in(schedule.layout)
         warn_if_unlimited(schedule, traced.graph.device)
-        if schedule.structure == traced.graph.structure:
-            traced, schedule = on_this_device(traced, schedule)
-        steps = bind(schedule, traced.graph)
         tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
-        if problem := Fitting().problem(schedule, traced.graph, steps, tensors):
-            warnings.warn(problem, stacklevel=2)
-        return lower(traced, steps)
+        return lower(*ScheduleSet(graph, [schedule]).fit(traced, schedule, tensors))
 
     gpu = gpu_of(graph, inputs)
     with on_its_gpu(graph, inputs), kernels_kept_whole():
