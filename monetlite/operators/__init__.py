@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from monetlite.core.graph import Call, TensorRef
-from monetlite.operators.kernel import Kernel
-from monetlite.operators.registry import alternatives, find_function, returns_tuple
+from monetlite.operators.implementations import TracedKernel, alternatives, find_function, returns_tuple
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -77,4 +76,4 @@ def returns_tensor(call: Call) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
-__all__ = ["Kernel", "again", "alternatives", "is_random", "merge", "resolve", "returns_tensor", "split"]
+__all__ = ["TracedKernel", "again", "alternatives", "is_random", "merge", "resolve", "returns_tensor", "split"]

@@ -12,9 +12,15 @@ from torch import fx
 
 from monetlite.core.graph import Call, Implementation, TensorRef
 from monetlite.fx.calls import spec_of
-from monetlite.operators.kernel import Kernel, is_dense, same_layout
+from monetlite.operators.implementations import (
+    Intermediate,
+    TracedKernel,
+    alternatives_for,
+    function,
+    intermediates_for,
+)
 from monetlite.operators.packing import in_order, over_in_order, piece_elements
-from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for, name_of
+from monetlite.operators.strides import is_dense, same_layout
 
 _BACKWARD = {"aten.gelu_backward.default": "gelu_backward", "aten.silu_backward.default": "silu_backward"}
 TOLERANCE = 2.0**-8
@@ -38,26 +44,15 @@ def rounded(node: fx.Node) -> Iterator[Intermediate]:
 
 
 @alternatives_for(*_BACKWARD)
-def backward_from_rounded(kernel: Kernel) -> Iterator[Implementation]:
+def backward_from_rounded(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from the rounded input."""
-    if "bfloat16" not in kernel.intermediates:
-        return
-    gradient = kernel.call.args[0]
-    assert isinstance(gradient, TensorRef)
-    approximate = dict(kernel.call.kwargs).get("approximate", "none")
-    rounded_input, aten_name = kernel.intermediates["bfloat16"], _BACKWARD[kernel.call.target]
-    args = (gradient, rounded_input, gradient.spec.stride, aten_name, approximate)
-    yield kernel.implement(
-        "from_bfloat16", target=name_of(backward_from_bfloat16), args=args, kwargs=(), tolerance=TOLERANCE
-    )
-    if overwrites := kernel.over(gradient):
-        yield kernel.implement(
-            "from_bfloat16_inplace",
-            target=name_of(backward_from_bfloat16_),
-            args=args,
-            kwargs=(),
-            overwrites=overwrites,
-            tolerance=TOLERANCE,
+    if rounded_input := kernel.intermediates.get("bfloat16"):
+        gradient = kernel.call.args[0]
+        assert isinstance(gradient, TensorRef)
+        approximate = dict(kernel.call.kwargs).get("approximate", "none")
+        args = (gradient, rounded_input, gradient.spec.stride, _BACKWARD[kernel.call.target], approximate)
+        yield from kernel.implement_over(
+            "from_bfloat16", backward_from_bfloat16, backward_from_bfloat16_, gradient, args, tolerance=TOLERANCE
         )
 
 
@@ -72,19 +67,19 @@ def _piece_bytes(call: Call) -> int:
 
 
 @function("backward_from_bfloat16", workspace_bytes=_piece_bytes)
-def backward_from_bfloat16(
-    gradient: torch.Tensor, source: torch.Tensor, strides: list[int], kernel: str, approximate: str
-) -> torch.Tensor:
-    """Gradient of GELU or SiLU from `to_bfloat16`'s result; `kernel` is ATen's name for it."""
-    copy = gradient.clone(memory_format=torch.preserve_format)
-    return backward_from_bfloat16_(copy, source, strides, kernel, approximate)
+def backward_from_bfloat16(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The same as `backward_from_bfloat16_`, as a new tensor."""
+    return backward_from_bfloat16_(gradient.clone(), *rest)
 
 
 @function("backward_from_bfloat16_", workspace_bytes=_piece_bytes)
 def backward_from_bfloat16_(
     gradient: torch.Tensor, source: torch.Tensor, strides: list[int], kernel: str, approximate: str
 ) -> torch.Tensor:
-    """The same, over the gradient."""
+    """Gradient of GELU or SiLU from the result of `to_bfloat16`, over the gradient that comes in.
+
+    `kernel` is ATen's name for it.
+    """
     run = {"gelu_backward": torch.ops.aten.gelu_backward, "silu_backward": torch.ops.aten.silu_backward}[kernel]
     options: dict[str, Any] = {"approximate": approximate} if kernel == "gelu_backward" else {}
     step = piece_elements(gradient.device)

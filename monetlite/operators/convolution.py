@@ -36,8 +36,8 @@ from monetlite.operators.convolution_kernels import (
     weight_gradient_multiplied,
     weight_gradient_unfolded,
 )
-from monetlite.operators.kernel import Kernel, is_channels_last, is_contiguous
-from monetlite.operators.registry import alternatives_for, name_of, returns_tuple
+from monetlite.operators.implementations import TracedKernel, alternatives_for, returns_tuple
+from monetlite.operators.strides import is_channels_last, is_contiguous, suggests_channels_last
 
 TOLERANCE = 1e-5
 """Of sums in float32 in another order, as a fraction of the largest sum of the terms' magnitudes."""
@@ -86,7 +86,7 @@ class _Shapes:
 
 
 @alternatives_for(FORWARD)
-def forward(kernel: Kernel) -> Iterator[Implementation]:
+def forward(kernel: TracedKernel) -> Iterator[Implementation]:
     """Other ways to run a convolution on a CPU."""
     image, weight, bias, *geometry = kernel.call.args
     geometry = _spread(image, geometry)
@@ -102,7 +102,7 @@ def forward(kernel: Kernel) -> Iterator[Implementation]:
 
 
 @alternatives_for(BACKWARD)
-def input_gradient(kernel: Kernel) -> Iterator[Implementation]:
+def input_gradient(kernel: TracedKernel) -> Iterator[Implementation]:
     """The input gradient as a transposed convolution, which does not read the input; and other ways on a CPU.
 
     It is the same sum. Without groups cuDNN runs it by the same kernel; on a CPU, oneDNN mostly does, but for small
@@ -135,7 +135,7 @@ def input_gradient(kernel: Kernel) -> Iterator[Implementation]:
         if tolerance == 0.0 or dtype in ("float32", "float64"):
             yield kernel.implement(
                 name,
-                target=FORWARD,
+                FORWARD,
                 args=args,
                 outputs=kernel.call.outputs[:1],
                 tolerance=tolerance,
@@ -153,7 +153,7 @@ def input_gradient(kernel: Kernel) -> Iterator[Implementation]:
 
 
 @alternatives_for(BACKWARD)
-def weight_gradient(kernel: Kernel) -> Iterator[Implementation]:
+def weight_gradient(kernel: TracedKernel) -> Iterator[Implementation]:
     """Other ways to run the gradients for weight and bias on a CPU."""
     gradient, image, weight, _, *geometry, mask = kernel.call.args
     geometry = _spread(image, geometry)
@@ -195,29 +195,14 @@ def _output_padding(
 
 
 def same_order(*images: TensorSpec) -> bool:
-    """Whether dense images all are row by row, or all channels-last, and torch's kernels take them for the same.
-
-    An image of one channel, or of one pixel, is both; its strides say what it is taken for.
-    """
+    """Tell whether dense images all are row by row, or all channels-last, also as torch's kernels take them."""
     if not any(all(map(order, images)) for order in (is_contiguous, is_channels_last)):
         return False
-    return len({_taken_for_channels_last(image) for image in images}) == 1
-
-
-def _taken_for_channels_last(image: TensorSpec) -> bool:
-    """What torch's `suggest_memory_format` says of an image's strides."""
-    if len(image.shape) not in (4, 5) or image.stride[1] == 0 or 0 in image.shape:
-        return False
-    step = 0
-    for dimension in (1, *range(len(image.shape) - 1, 1, -1), 0):
-        if image.stride[dimension] < step or (dimension == 0 and step == image.stride[1]):
-            return False
-        step = image.stride[dimension] * image.shape[dimension]
-    return True
+    return len({suggests_channels_last(image.shape, image.stride) for image in images}) == 1
 
 
 def _offered(
-    kernel: Kernel,
+    kernel: TracedKernel,
     channels_last: Callable[..., Any],
     chunks: Callable[..., Any],
     args: tuple[Argument, ...],
@@ -230,16 +215,14 @@ def _offered(
 
 
 def _way(
-    kernel: Kernel,
+    kernel: TracedKernel,
     name: str,
     run: Callable[..., Any],
     args: tuple[Argument, ...],
     devices: tuple[str, ...] = ("cpu",),
 ) -> Implementation:
     outputs = kernel.call.outputs if returns_tuple(run) else tuple(filter(None, kernel.call.outputs))
-    return kernel.implement(
-        name, target=name_of(run), args=args, kwargs=(), outputs=outputs, tolerance=TOLERANCE, devices=devices
-    )
+    return kernel.implement(name, run, args=args, kwargs=(), outputs=outputs, tolerance=TOLERANCE, devices=devices)
 
 
 def _shapes(image: Argument, weight: Argument, geometry: list[Argument]) -> _Shapes | None:

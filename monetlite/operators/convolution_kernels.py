@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import fold, unfold
 
 from monetlite.core.graph import Call
-from monetlite.operators.registry import function
+from monetlite.operators.implementations import function
 
 FORWARD = "aten.convolution.default"
 BACKWARD = "aten.convolution_backward.default"

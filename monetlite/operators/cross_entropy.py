@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call, Implementation
 from monetlite.fx.storages import base
-from monetlite.operators.kernel import Kernel, is_contiguous
-from monetlite.operators.registry import alternatives_for, elements, function, name_of
+from monetlite.operators.implementations import TracedKernel, alternatives_for, elements, function, tensor_at
+from monetlite.operators.strides import is_contiguous
 
 _LOSS = "aten.nll_loss_backward.default"
 _SOFTMAX = "aten._log_softmax_backward_data.default"
-_CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
+CHUNK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
 """Log-probabilities at a time."""
 
 
@@ -44,61 +44,42 @@ def merge_backward(graph: fx.Graph) -> None:
 
 
 def _whole_bytes(call: Call) -> int:
-    log_probabilities = call.args[1]
-    assert isinstance(log_probabilities, TensorRef)
-    return 4 * elements(log_probabilities)
+    return 4 * elements(tensor_at(call, 1))
 
 
 def _chunk_bytes(call: Call) -> int:
-    return 2 * min(_whole_bytes(call), 4 * _CHUNK_ELEMENTS["cuda"])
+    return 2 * min(_whole_bytes(call), 4 * CHUNK_ELEMENTS["cuda"])
 
 
 def _classes(call: Call) -> int:
-    log_probabilities = call.args[1]
-    assert isinstance(log_probabilities, TensorRef)
-    return log_probabilities.spec.shape[1]
+    return tensor_at(call, 1).spec.shape[1]
 
 
 @function("cross_entropy_backward", passes=2.0, workspace_bytes=_whole_bytes, integers=_classes)
-def cross_entropy_backward(
-    gradient: torch.Tensor,
-    log_probabilities: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: torch.Tensor,
-    dim: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def cross_entropy_backward(gradient: torch.Tensor, log_probabilities: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Gradient of `nll_loss(log_softmax(x), target)` for x, by the two kernels that torch has for it.
 
     Args:
         gradient: of the loss; a scalar, or of shape (rows,) without reduction.
         log_probabilities: of shape (rows, classes).
-        target: of shape (rows,), int64.
-        weight: of the classes, or None.
-        reduction, ignore_index, total_weight: as `nll_loss_backward` takes them.
-        dim, dtype: as `_log_softmax_backward_data` takes them.
+        rest: target of shape (rows,), int64; weight of the classes or None, reduction, ignore_index and
+            total_weight as `nll_loss_backward` takes them; dim and dtype as `_log_softmax_backward_data` does.
     """
-    loss = torch.ops.aten.nll_loss_backward.default(
-        gradient, log_probabilities, target, weight, reduction, ignore_index, total_weight
-    )
+    *of_loss, dim, dtype = rest
+    loss = torch.ops.aten.nll_loss_backward.default(gradient, log_probabilities, *of_loss)
     result: torch.Tensor = torch.ops.aten._log_softmax_backward_data.default(loss, log_probabilities, dim, dtype)
     return result
 
 
 @alternatives_for("monetlite.cross_entropy_backward")
-def by_rows(kernel: Kernel) -> Iterator[Implementation]:
+def by_rows(kernel: TracedKernel) -> Iterator[Implementation]:
     """The same, some rows at a time: into new memory, or over the log-probabilities."""
-    log_probabilities = kernel.call.args[1]
-    assert isinstance(log_probabilities, TensorRef)
-    result = kernel.results[0]
+    log_probabilities, result = tensor_at(kernel.call, 1), kernel.results[0]
     if result is None or result.dtype != log_probabilities.spec.dtype or not is_contiguous(log_probabilities.spec):
         return
-    yield kernel.implement("by_rows", target=name_of(cross_entropy_backward_by_rows))
+    yield kernel.implement("by_rows", cross_entropy_backward_by_rows)
     if overwrites := kernel.over(log_probabilities):
-        yield kernel.implement("inplace", target=name_of(cross_entropy_backward_), overwrites=overwrites)
+        yield kernel.implement("inplace", cross_entropy_backward_, overwrites=overwrites)
 
 
 @function("cross_entropy_backward_by_rows", passes=2.0, workspace_bytes=_chunk_bytes, integers=_classes)
@@ -116,29 +97,14 @@ def cross_entropy_backward_(gradient: torch.Tensor, log_probabilities: torch.Ten
 
 
 def _by_rows(
-    result: torch.Tensor,
-    gradient: torch.Tensor,
-    log_probabilities: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: torch.Tensor,
-    dim: int,
-    dtype: torch.dtype,
+    result: torch.Tensor, gradient: torch.Tensor, log_probabilities: torch.Tensor, target: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
+    *of_loss, dim, dtype = rest
     rows, classes = log_probabilities.shape
-    step = max(1, _CHUNK_ELEMENTS.get(result.device.type, _CHUNK_ELEMENTS["cpu"]) // max(1, classes))
+    step = max(1, CHUNK_ELEMENTS.get(result.device.type, CHUNK_ELEMENTS["cpu"]) // max(1, classes))
     for start in range(0, rows, step):
         some = slice(start, start + step)
-        loss = torch.ops.aten.nll_loss_backward.default(
-            gradient[some] if gradient.dim() else gradient,
-            log_probabilities[some],
-            target[some],
-            weight,
-            reduction,
-            ignore_index,
-            total_weight,
-        )
+        of_rows = gradient[some] if gradient.dim() else gradient
+        loss = torch.ops.aten.nll_loss_backward.default(of_rows, log_probabilities[some], target[some], *of_loss)
         torch.ops.aten._log_softmax_backward_data.out(loss, log_probabilities[some], dim, dtype, out=result[some])
     return result

@@ -17,29 +17,20 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.core.graph import Call, Implementation, TensorRef
-from monetlite.fx.calls import spec_of
-from monetlite.operators import packing_triton
-from monetlite.operators.kernel import Kernel, is_dense, is_whole, same_layout
-from monetlite.operators.packing import (
-    from_packed,
-    in_order,
-    out_of_order,
-    over_in_order,
-    pack,
-    packed_bytes,
-    unpacked,
-    workspace_bytes,
-)
-from monetlite.operators.random import REPLAY
-from monetlite.operators.registry import (
+from monetlite.operators import triton_kernels
+from monetlite.operators.implementations import (
     PREFIX,
     Intermediate,
+    TracedKernel,
     alternatives_for,
     function,
     intermediates_for,
     name_of,
 )
-from monetlite.operators.triton_launch import usable
+from monetlite.operators.packing import by_mask, in_order, mask_of, out_of_order, pack, workspace_bytes
+from monetlite.operators.random import REPLAY
+from monetlite.operators.strides import is_whole, same_layout
+from monetlite.operators.triton_kernels import launch_over_mask
 
 _NATIVE = torch.ops.aten.native_dropout.default
 _FORWARD = "aten.native_dropout.default"
@@ -71,13 +62,13 @@ def _draws(probability: object, training: object) -> bool:
 
 
 def _scale(dtype: torch.dtype, probability: float) -> float:
-    """What plain training multiplies by on a CPU."""
+    """The factor of plain training on a CPU."""
     with _disable_current_modes():
         return float(torch.ones((), dtype=dtype).div_(1 - probability).item())
 
 
 def _native_scale(dtype: torch.dtype, probability: float) -> float:
-    """What `native_dropout` multiplies by on a CPU: a scalar takes part in float32, if not in float64."""
+    """The factor of `native_dropout` on a CPU, where a scalar takes part in float32, if not in float64."""
     exact = 1 / (1 - probability)
     return exact if dtype is torch.float64 else struct.unpack("f", struct.pack("f", exact))[0]
 
@@ -88,7 +79,7 @@ def _as_native(call: Call) -> Call:
 
 @function("dropout", like=_as_native, random=True)
 def dropout(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dropout as plain training rounds it: (the result, what was kept as a bool tensor)."""
+    """Dropout as plain training rounds it: (the result, the kept elements as a bool tensor)."""
     if source.device.type != "cpu":
         made: tuple[torch.Tensor, torch.Tensor] = _NATIVE(source, probability, True)
         return made
@@ -97,39 +88,34 @@ def dropout(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, tor
 
 
 @alternatives_for(_FORWARD, PREFIX + "dropout")
-def in_place(kernel: Kernel) -> Iterator[Implementation]:
+def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The result over the input."""
     source, probability, *rest = kernel.call.args
     if not _draws(probability, rest[0] if rest else True):
         return
     overwrites = kernel.over(source)
     if overwrites and isinstance(source, TensorRef) and source.spec.dtype in _ROUNDED_ONCE:
-        yield kernel.implement(
-            "inplace",
-            target=name_of(dropout_),
-            args=(source, probability),
-            overwrites=overwrites,
-            devices=("cpu",),
-        )
+        args = (source, probability)
+        yield kernel.implement("inplace", dropout_, args=args, overwrites=overwrites, devices=("cpu",))
 
 
 @function("dropout_", random=True)
 def dropout_(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dropout over its input, drawing what plain training draws on a CPU.
+    """Dropout over its input, with the numbers that plain training draws on a CPU.
 
-    Returns (the result, what was kept as a bool tensor).
+    Returns (the result, the kept elements as a bool tensor).
     """
     kept = torch.empty_like(source, dtype=torch.bool).bernoulli_(1 - probability)
     return source.mul_(kept).mul_(_scale(source.dtype, probability)), kept
 
 
 @alternatives_for(_BACKWARD)
-def backward_in_place(kernel: Kernel) -> Iterator[Implementation]:
+def backward_in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient of dropout over the gradient that comes in."""
     gradient = kernel.call.args[0]
     overwrites = kernel.over(gradient)
     if overwrites and isinstance(gradient, TensorRef) and gradient.spec.dtype in _ROUNDED_ONCE:
-        yield kernel.implement("inplace", target=name_of(dropout_backward_), overwrites=overwrites)
+        yield kernel.implement("inplace", dropout_backward_, overwrites=overwrites)
 
 
 @function("dropout_backward_")
@@ -140,38 +126,27 @@ def dropout_backward_(gradient: torch.Tensor, kept: torch.Tensor, scale: float) 
 
 @intermediates_for(_BACKWARD)
 def packed(node: fx.Node) -> Iterator[Intermediate]:
-    """What was kept, as one bit an element."""
+    """The kept elements, as one bit an element."""
     gradient, kept, _ = node.args
     assert isinstance(gradient, fx.Node)
     assert isinstance(kept, fx.Node)
-    layout = spec_of(kept.meta["val"])
-    if is_dense(layout) and same_layout(layout, spec_of(gradient.meta["val"])):
-        yield Intermediate(
-            name="mask",
-            function=dropout_mask,
-            ways=(("default", (kept, list(layout.stride))),),
-            shape=(packed_bytes(kept.meta["val"].numel()),),
-            dtype="uint8",
-        )
+    yield from mask_of(gradient, dropout_mask, default=kept)
 
 
 @alternatives_for(_BACKWARD)
-def backward_from_mask(kernel: Kernel) -> Iterator[Implementation]:
+def backward_from_mask(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from the packed mask."""
-    if "mask" not in kernel.intermediates:
-        return
-    gradient, _, scale = kernel.call.args
-    assert isinstance(gradient, TensorRef)
-    args = (gradient, kernel.intermediates["mask"], gradient.spec.stride, scale)
-    yield kernel.implement("from_mask", target=name_of(dropout_backward_from_mask), args=args)
-    if overwrites := kernel.over(gradient):
-        yield kernel.implement(
-            "from_mask_inplace", target=name_of(dropout_backward_from_mask_), args=args, overwrites=overwrites
+    if mask := kernel.intermediates.get("mask"):
+        gradient, _, scale = kernel.call.args
+        assert isinstance(gradient, TensorRef)
+        args = (gradient, mask, gradient.spec.stride, scale)
+        yield from kernel.implement_over(
+            "from_mask", dropout_backward_from_mask, dropout_backward_from_mask_, gradient, args
         )
 
 
 @alternatives_for(_BACKWARD)
-def backward_from_state(kernel: Kernel) -> Iterator[Implementation]:
+def backward_from_state(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from a mask that is drawn again: dropout of the gradient, with the numbers of the input's."""
     gradient, kept, _ = kernel.call.args
     if not isinstance(gradient, TensorRef) or not isinstance(kept, TensorRef) or kept.value is None:
@@ -191,12 +166,12 @@ def backward_from_state(kernel: Kernel) -> Iterator[Implementation]:
     dtype = getattr(torch, gradient.spec.dtype)
     if device == "cuda" and _scale(dtype, probability) != _native_scale(dtype, probability):
         return
-    # And where a tensor begins decides how many numbers a thread of CUDA's draws at a time, and so which it gets.
+    # A tensor's first address decides how many numbers a thread of CUDA's draws at a time, and so which it gets.
     aligned = is_whole(kernel.values, source) and is_whole(kernel.values, gradient)
     if gradient.spec.dtype in _ROUNDED_ONCE and same_layout(source.spec, gradient.spec):
         yield kernel.implement(
             "from_state",
-            target=REPLAY,
+            REPLAY,
             args=(state, device, name_of(dropout_in_order), gradient, gradient.spec.stride, probability),
             outputs=(*kernel.call.outputs, None),
             devices=() if aligned else ("cpu",),
@@ -213,7 +188,7 @@ def dropout_in_order(
 
 @function("dropout_mask", workspace_bytes=workspace_bytes)
 def dropout_mask(kept: torch.Tensor, strides: list[int]) -> torch.Tensor:
-    """What dropout kept, a bool tensor, as one bit an element: a uint8 tensor.
+    """The elements that dropout kept, a bool tensor, as one bit an element: a uint8 tensor.
 
     The bits are in the order of a storage with these strides.
     """
@@ -224,13 +199,8 @@ def dropout_mask(kept: torch.Tensor, strides: list[int]) -> torch.Tensor:
 def dropout_backward_from_mask(
     gradient: torch.Tensor, mask: torch.Tensor, strides: list[int], scale: float
 ) -> torch.Tensor:
-    """gradient · kept · scale, where `mask` is what was kept, packed in the order of these strides."""
-    return from_packed(
-        gradient,
-        strides,
-        fused=lambda flat, result: packing_triton.scaled(flat, mask, scale, result),
-        over=lambda copy: dropout_backward_from_mask_(copy, mask, strides, scale),
-    )
+    """gradient · kept · scale, from the kept elements as a mask that is packed in the order of these strides."""
+    return _from_mask(gradient, mask, strides, scale, over=False)
 
 
 @function("dropout_backward_from_mask_", passes=1.3, workspace_bytes=workspace_bytes)
@@ -238,12 +208,16 @@ def dropout_backward_from_mask_(
     gradient: torch.Tensor, mask: torch.Tensor, strides: list[int], scale: float
 ) -> torch.Tensor:
     """The same, over the gradient."""
+    return _from_mask(gradient, mask, strides, scale, over=True)
 
-    def write(flat: torch.Tensor) -> None:
-        if usable(flat):
-            packing_triton.scaled(flat, mask, scale, flat)
-            return
-        for where, kept in unpacked(mask, flat.numel()):
-            flat[where] = torch.ops.aten.native_dropout_backward.default(flat[where], kept, scale)
 
-    return over_in_order(gradient, strides, write)
+def _from_mask(
+    gradient: torch.Tensor, mask: torch.Tensor, strides: list[int], scale: float, *, over: bool
+) -> torch.Tensor:
+    def fused(flat: torch.Tensor, result: torch.Tensor) -> None:
+        launch_over_mask(triton_kernels.scaled, mask, flat, mask, result, flat.numel(), float(scale))
+
+    def write_piece(piece: torch.Tensor, kept: torch.Tensor) -> None:
+        piece.copy_(torch.ops.aten.native_dropout_backward.default(piece, kept, scale))
+
+    return by_mask(gradient, mask, strides, over=over, fused=fused, write_piece=write_piece)

@@ -5,6 +5,7 @@ changes no bit of the result.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -12,8 +13,8 @@ from torch import fx
 from monetlite.core.graph import Implementation
 from monetlite.fx.calls import spec_of
 from monetlite.fx.storages import base
-from monetlite.operators.kernel import Kernel, same_layout
-from monetlite.operators.registry import alternatives_for
+from monetlite.operators.implementations import TracedKernel, alternatives_for
+from monetlite.operators.strides import same_layout
 from monetlite.operators.traits import TRAITS, traits_of
 
 _OTHERWISE_NAMED = {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar", "aten.mul.Scalar": "aten.mul_.Tensor"}
@@ -52,27 +53,26 @@ def _in_place_targets() -> list[str]:
 
 
 @alternatives_for(*_in_place_targets())
-def in_place(kernel: Kernel) -> Iterator[Implementation]:
+def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The in-place variants of an elementwise kernel: over the first operand, and over the second where it may."""
     target, first = kernel.call.target, kernel.call.args[0]
     _, name, overload = target.split(".")
     if overwrites := kernel.over(first):
         is_gradient = name.endswith("_backward")
-        yield kernel.implement(
-            "inplace",
-            target=f"aten.{name}.grad_input"
-            if is_gradient
-            else _OTHERWISE_NAMED.get(target, f"aten.{name}_.{overload}"),
-            kwargs=(*kernel.call.kwargs, ("grad_input", first)) if is_gradient else None,
-            overwrites=overwrites,
-        )
+        run = f"aten.{name}.grad_input" if is_gradient else f"aten.{name}_.{overload}"
+        kwargs = (*kernel.call.kwargs, ("grad_input", first)) if is_gradient else None
+        yield kernel.implement("inplace", _OTHERWISE_NAMED.get(target, run), kwargs=kwargs, overwrites=overwrites)
     if not traits_of(target).commutative or overload != "Tensor":
         return
     second = kernel.call.args[1]
     if overwrites := kernel.over(second):
-        yield kernel.implement(
-            "inplace_second",
-            target=f"aten.{name}.out",
-            kwargs=(*kernel.call.kwargs, ("out", second)),
-            overwrites=overwrites,
-        )
+        kwargs = (*kernel.call.kwargs, ("out", second))
+        yield kernel.implement("inplace_second", f"aten.{name}.out", kwargs=kwargs, overwrites=overwrites)
+
+
+def with_in_place(kernel: TracedKernel, implementation: Implementation) -> Iterator[Implementation]:
+    """An implementation that calls an elementwise gradient, and the same over the gradient that comes in."""
+    yield implementation
+    assert implementation.call is not None
+    for item in in_place(replace(kernel, call=implementation.call)):
+        yield replace(item, name=f"{implementation.name}_inplace")

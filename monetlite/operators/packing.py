@@ -11,37 +11,64 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import fx
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from monetlite.core.graph import Call
-from monetlite.operators import packing_triton
-from monetlite.operators.registry import function
-from monetlite.operators.triton_launch import usable
+from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.fx.calls import spec_of
+from monetlite.operators import triton_kernels
+from monetlite.operators.implementations import Intermediate, TracedKernel, elements, function
+from monetlite.operators.strides import is_dense, same_layout, same_places
+from monetlite.operators.triton_kernels import launch_over_mask, usable
 
 _GATHER_BITS = 0x0102040810204080
-_PIECE = {"cpu": 2**18, "cuda": 2**26}
+PIECE_ELEMENTS = {"cpu": 2**18, "cuda": 2**26}
 """Elements at a time: on a CPU what stays in its cache, on a GPU enough to fill it."""
 
 
-def packed_bytes(elements: int) -> int:
-    """Bytes that the packed bits of so many elements take."""
-    return (elements + 7) // 8
+def packed_bytes(count: int) -> int:
+    """The size of so many packed bits."""
+    return (count + 7) // 8
 
 
 def piece_elements(device: torch.device) -> int:
-    return _PIECE.get(device.type, _PIECE["cpu"])
+    return PIECE_ELEMENTS.get(device.type, PIECE_ELEMENTS["cpu"])
 
 
 def workspace_bytes(call: Call) -> int:
-    """What working piece by piece on a GPU holds: a byte an element of a piece, and as much again to unpack."""
-    largest = max((_elements(ref.spec.shape) for ref in call.tensors()), default=0)
-    return 2 * min(largest, _PIECE["cuda"])
+    """Memory that working piece by piece on a GPU holds: a byte an element, and as much again to unpack."""
+    return 2 * min(max(map(elements, call.tensors()), default=0), PIECE_ELEMENTS["cuda"])
+
+
+def mask_of(
+    gradient: fx.Node, run: Callable[..., torch.Tensor], *bounds: object, **sources: fx.Node | None
+) -> Iterator[Intermediate]:
+    """A packed mask for a gradient, if the tensors that it can be computed from are laid out like the gradient.
+
+    Args:
+        gradient: node of the gradient that comes in.
+        run: takes (source, strides, *bounds) and returns the mask.
+        bounds: further arguments of `run`.
+        sources: by name of the implementation, the node that it reads; the first is the default.
+    """
+    (first, *_) = sources.values()
+    assert first is not None
+    layout = spec_of(first.meta["val"])
+    if not is_dense(layout) or not same_layout(layout, spec_of(gradient.meta["val"])):
+        return
+    ways = tuple(
+        (name, (source, list(layout.stride), *bounds))
+        for name, source in sources.items()
+        if source is not None and same_layout(spec_of(source.meta["val"]), layout)
+    )
+    shape = (packed_bytes(first.meta["val"].numel()),)
+    yield Intermediate(name="mask", function=run, ways=ways, shape=shape, dtype="uint8")
 
 
 @dataclass(frozen=True)
 class Outside:
-    """Which elements are at most `low`, or at least `high` where there is one. NaN is neither."""
+    """Elements that are at most `low`, or at least `high` if there is one. NaN is neither."""
 
     low: float
     high: float | None = None
@@ -60,14 +87,16 @@ def pack(source: torch.Tensor, strides: Sequence[int], predicate: Outside | None
     packed = flat.new_empty(packed_bytes(flat.numel()), dtype=torch.uint8)
     if usable(flat):
         if predicate is None:
-            packing_triton.pack_true(flat, packed)
+            launch_over_mask(triton_kernels.pack_true, packed, flat.view(torch.uint8), packed, flat.numel())
         else:
             # Bounds as the tensor's own type has them, which torch compares with.
             high = math.nan if predicate.high is None else predicate.high
             low, high = torch.tensor((predicate.low, high), dtype=flat.dtype).tolist()
-            packing_triton.pack_outside(flat, packed, low, high)
+            launch_over_mask(triton_kernels.pack_outside, packed, flat, packed, flat.numel(), low, high)
         return packed
-    for start, piece in _pieces(flat):
+    step = piece_elements(flat.device)
+    for start in range(0, flat.numel(), step):
+        piece = flat[start : start + step]
         holds = piece.clone() if predicate is None else predicate(piece)
         if holds.numel() % 8:
             holds = torch.nn.functional.pad(holds, (0, -holds.numel() % 8))
@@ -77,29 +106,29 @@ def pack(source: torch.Tensor, strides: Sequence[int], predicate: Outside | None
     return packed
 
 
-def unpacked(packed: torch.Tensor, elements: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Pieces of a packed mask: (where in the storage, booleans of shape (n,)), in order."""
+def unpacked(packed: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Pieces of a packed mask of so many elements: (where in the storage, booleans of shape (n,)), in order."""
     table = _table(packed.device)
     step = piece_elements(packed.device)
-    for start in range(0, elements, step):
-        count = min(step, elements - start)
-        words = packed[start // 8 : start // 8 + packed_bytes(count)]
-        yield slice(start, start + count), table.index_select(0, words.int()).view(torch.bool)[:count]
+    for start in range(0, count, step):
+        size = min(step, count - start)
+        words = packed[start // 8 : start // 8 + packed_bytes(size)]
+        yield slice(start, start + size), table.index_select(0, words.int()).view(torch.bool)[:size]
 
 
 def in_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """A tensor's elements in the order of a dense storage with these strides, of shape (elements,).
 
-    A view where the tensor is laid out so. That is what was captured, but some kernels give fake tensors another
+    A view if the tensor is laid out so. That is what was captured, but some kernels give fake tensors another
     layout than real ones (`hardtanh_backward`, `hardswish_backward`, `native_dropout_backward`), and then a copy.
     """
-    if not _is_laid_out(tensor, strides):
+    if not same_places(tensor.shape, tensor.stride(), strides):
         tensor = tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
     return tensor.permute(_outermost_first(tensor.shape, strides)).view(-1)
 
 
 def out_of_order(flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """A view of what `in_order` returns, as the tensor of this shape and these strides that it was."""
+    """A view of the result of `in_order`, as the tensor of this shape and these strides that it was."""
     order = _outermost_first(shape, strides)
     places = [order.index(dimension) for dimension in range(len(shape))]
     return flat.view([shape[dimension] for dimension in order]).permute(places)
@@ -116,65 +145,76 @@ def over_in_order(
     """Let a function overwrite a tensor's elements in the order of `in_order`; returns the tensor."""
     flat = in_order(tensor, strides)
     write(flat)
-    if not _is_laid_out(tensor, strides):
+    if not same_places(tensor.shape, tensor.stride(), strides):
         tensor.copy_(out_of_order(flat, tensor.shape, strides))
     return tensor
 
 
-def _is_laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    return all(
-        size == 1 or mine == theirs
-        for size, mine, theirs in zip(tensor.shape, tensor.stride(), strides, strict=True)
-    )
-
-
-def from_packed(
+def by_mask(
     gradient: torch.Tensor,
+    mask: torch.Tensor,
     strides: Sequence[int],
+    *,
+    over: bool,
     fused: Callable[[torch.Tensor, torch.Tensor], object],
-    over: Callable[[torch.Tensor], torch.Tensor],
+    write_piece: Callable[[torch.Tensor, torch.Tensor], object],
 ) -> torch.Tensor:
-    """A gradient that a packed mask changes, as a new tensor.
+    """A gradient that a packed mask changes, over itself or as a new tensor.
 
-    By `fused`, a kernel from one flat tensor to another, where Triton can run it; else by `over`, which overwrites
-    a copy of the gradient.
+    Args:
+        gradient: of any shape.
+        mask: packed in the order of `strides`.
+        strides: of the dense tensor that the mask was made for.
+        over: write over the gradient.
+        fused: Triton's way, from one flat tensor to another, which may be the same one.
+        write_piece: torch's way, over a flat piece of the gradient, given its booleans.
     """
-    if not _is_laid_out(gradient, strides) or not usable(gradient):
-        return over(gradient.clone(memory_format=torch.preserve_format))
-    result = torch.empty_like(gradient, memory_format=torch.preserve_format)
-    fused(in_order(gradient, strides), in_order(result, strides))
-    return result
+    if not over and same_places(gradient.shape, gradient.stride(), strides) and usable(gradient):
+        result = torch.empty_like(gradient, memory_format=torch.preserve_format)
+        fused(in_order(gradient, strides), in_order(result, strides))
+        return result
+
+    def write(flat: torch.Tensor) -> None:
+        if usable(flat):
+            fused(flat, flat)
+            return
+        for where, bits in unpacked(mask, flat.numel()):
+            write_piece(flat[where], bits)
+
+    return over_in_order(gradient if over else gradient.clone(), strides, write)
+
+
+def masked_by(kernel: TracedKernel, mask: TensorRef) -> Iterator[Implementation]:
+    """The gradient that is a kernel's first argument, with zeros where a packed mask has ones."""
+    gradient = kernel.call.args[0]
+    assert isinstance(gradient, TensorRef)
+    args = (gradient, mask, gradient.spec.stride)
+    yield from kernel.implement_over("from_mask", masked_gradient, masked_gradient_, gradient, args)
 
 
 @function("masked_gradient", passes=1.3, workspace_bytes=workspace_bytes)
 def masked_gradient(gradient: torch.Tensor, blocked: torch.Tensor, strides: list[int]) -> torch.Tensor:
     """A gradient with zeros where a mask has ones, packed in the order of these strides."""
-    return from_packed(
-        gradient,
-        strides,
-        fused=lambda flat, result: packing_triton.cleared(flat, blocked, result),
-        over=lambda copy: masked_gradient_(copy, blocked, strides),
-    )
+    return _masked(gradient, blocked, strides, over=False)
 
 
 @function("masked_gradient_", passes=1.3, workspace_bytes=workspace_bytes)
 def masked_gradient_(gradient: torch.Tensor, blocked: torch.Tensor, strides: list[int]) -> torch.Tensor:
     """The same, over the gradient."""
-
-    def write(flat: torch.Tensor) -> None:
-        if usable(flat):
-            packing_triton.clear(flat, blocked)
-            return
-        for where, mask in unpacked(blocked, flat.numel()):
-            flat[where].masked_fill_(mask, 0)
-
-    return over_in_order(gradient, strides, write)
+    return _masked(gradient, blocked, strides, over=True)
 
 
-def _pieces(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    step = piece_elements(flat.device)
-    for start in range(0, flat.numel(), step):
-        yield start, flat[start : start + step]
+def _masked(gradient: torch.Tensor, blocked: torch.Tensor, strides: list[int], *, over: bool) -> torch.Tensor:
+    def fused(flat: torch.Tensor, result: torch.Tensor) -> None:
+        if result is flat:
+            launch_over_mask(triton_kernels.clear, blocked, flat, blocked, flat.numel())
+        else:
+            launch_over_mask(triton_kernels.cleared, blocked, flat, blocked, result, flat.numel())
+
+    def write_piece(piece: torch.Tensor, bits: torch.Tensor) -> None:
+        piece.masked_fill_(bits, 0)
+
+    return by_mask(gradient, blocked, strides, over=over, fused=fused, write_piece=write_piece)
 
 
 @cache
@@ -187,10 +227,3 @@ def _table(device: torch.device) -> torch.Tensor:
         table = torch.empty(256, dtype=torch.int64)
         table[words.mul(_GATHER_BITS).bitwise_right_shift(56).to(torch.uint8).long()] = words
         return table.to(device)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

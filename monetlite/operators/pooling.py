@@ -1,4 +1,4 @@
-"""Max pooling: its gradient needs where the maxima were, and nothing of the input they were found in.
+"""Max pooling: its gradient needs the places of the maxima, and nothing of the input.
 
 ATen keeps each maximum's place as a 64-bit index into the plane. Within its window one byte says as much: the
 window has at most 256 places, and where it lies follows from the place of the result. On a GPU with Triton, kernels
@@ -6,7 +6,7 @@ of our own find it and follow it in one pass.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,26 +15,30 @@ from torch import fx
 
 from monetlite.core.graph import Call, Implementation, TensorRef
 from monetlite.fx.calls import spec_of
-from monetlite.operators import pooling_triton
-from monetlite.operators.kernel import Kernel, is_contiguous, is_dense
-from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for, name_of
+from monetlite.operators import triton_kernels
+from monetlite.operators.implementations import (
+    Intermediate,
+    TracedKernel,
+    alternatives_for,
+    function,
+    intermediates_for,
+)
+from monetlite.operators.strides import is_contiguous, is_dense
+from monetlite.operators.triton_kernels import MAX_PLANE_PROGRAMS, PLANE_ELEMENTS, launch_over_planes, usable
 
 _TARGET = "aten.max_pool2d_with_indices_backward.default"
-_MOST_OFFSETS = 256
-_CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**20}
+MAX_OFFSETS = 256
+CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**20}
 """Indices at a time: as many as a CPU's cache holds, or as keep a GPU busy. Each takes some bytes of workspace."""
 
 
 @alternatives_for(_TARGET)
-def backward_without_input(kernel: Kernel) -> Iterator[Implementation]:
+def backward_without_input(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from the indices and the input's shape."""
     gradient, source, *rest = kernel.call.args
     if isinstance(source, TensorRef) and source.value is not None and is_contiguous(source.spec):
-        yield kernel.implement(
-            "from_indices",
-            target=name_of(max_pool2d_backward_from_indices),
-            args=(gradient, source.spec.shape, *rest),
-        )
+        args = (gradient, source.spec.shape, *rest)
+        yield kernel.implement("from_indices", max_pool2d_backward_from_indices, args=args)
 
 
 @intermediates_for(_TARGET)
@@ -45,8 +49,8 @@ def offsets(node: fx.Node) -> Iterator[Intermediate]:
     assert isinstance(source, fx.Node)
     assert isinstance(indices, fx.Node)
     image, places = spec_of(source.meta["val"]), spec_of(indices.meta["val"])
-    window = Window.of(kernel_size, stride, padding, dilation, image.shape)
-    if window.places <= _MOST_OFFSETS and is_dense(places) and is_contiguous(image):
+    window = PoolingWindow.of(kernel_size, stride, padding, dilation, image.shape)
+    if window.places <= MAX_OFFSETS and is_dense(places) and is_contiguous(image):
         yield Intermediate(
             name="offsets",
             function=pooling_offsets,
@@ -57,39 +61,30 @@ def offsets(node: fx.Node) -> Iterator[Intermediate]:
 
 
 @alternatives_for(_TARGET)
-def backward_from_offsets(kernel: Kernel) -> Iterator[Implementation]:
+def backward_from_offsets(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from the one-byte offsets."""
     if "offsets" in kernel.intermediates:
         gradient, source, *rest, _ = kernel.call.args
         assert isinstance(source, TensorRef)
-        yield kernel.implement(
-            "from_offsets",
-            target=name_of(max_pool2d_backward_from_offsets),
-            args=(gradient, source.spec.shape, *rest, kernel.intermediates["offsets"]),
-        )
+        args = (gradient, source.spec.shape, *rest, kernel.intermediates["offsets"])
+        yield kernel.implement("from_offsets", max_pool2d_backward_from_offsets, args=args)
 
 
 def _plane(call: Call) -> int:
-    shape = call.args[1]
-    assert isinstance(shape, tuple)
-    height, width = shape[-2:]
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    return height * width
+    shape: Any = call.args[1]
+    return int(shape[-2] * shape[-1])
 
 
 def _places(call: Call) -> int:
-    size = call.args[2]
-    height, width = _pair(size)
-    return height * width
+    return math.prod(_pair(call.args[2]))
 
 
 def _bytes_a_place(each: int) -> Callable[[Call], int]:
-    """What a GPU holds of so many bytes a place of the result, piece by piece."""
+    """The memory that a GPU holds for so many bytes a place of the result, piece by piece."""
 
     def held(call: Call) -> int:
         places = [ref.spec.shape for ref in call.tensors() if ref.spec.dtype in ("int64", "uint8")]
-        return each * min(_CHUNK_ELEMENTS["cuda"], max(map(math.prod, places), default=0))
+        return each * min(CHUNK_ELEMENTS["cuda"], max(map(math.prod, places), default=0))
 
     return held
 
@@ -122,10 +117,17 @@ def pooling_offsets(
     dilation: list[int],
 ) -> torch.Tensor:
     """The place in its window of each maximum that `max_pool2d_with_indices` found, row by row: a uint8 tensor."""
-    window = Window.of(kernel_size, stride, padding, dilation, tuple(input_shape))
+    window = PoolingWindow.of(kernel_size, stride, padding, dilation, input_shape)
     offsets = torch.empty_like(indices, dtype=torch.uint8)
-    if pooling_triton.serves(window, indices):
-        pooling_triton.offsets(indices, window, offsets)
+    if fits_triton(window, indices):
+        launch_over_planes(
+            triton_kernels.pooling_offsets,
+            offsets,
+            *(indices, offsets, window.width, *offsets.shape[-2:]),
+            WINDOW_COLUMNS=window.size[1],
+            PLACES=window.places,
+            **window.constants,
+        )
         return offsets
     first = window.first(indices)
     steps = window.steps(indices.device)
@@ -149,15 +151,23 @@ def max_pool2d_backward_from_offsets(
     offsets: torch.Tensor,
 ) -> torch.Tensor:
     """Gradient of `max_pool2d` with respect to its input, from `pooling_offsets`."""
-    window = Window.of(kernel_size, stride, padding, dilation, tuple(input_shape))
+    window = PoolingWindow.of(kernel_size, stride, padding, dilation, input_shape)
     result, plane = gradient.new_empty(input_shape), input_shape[-2] * input_shape[-1]
-    if pooling_triton.serves(window, gradient, offsets, result):
-        pooling_triton.gradient_from(gradient, offsets, window, result)
+    if fits_triton(window, gradient, offsets, result):
+        # In float32 and from the first window to the last, as ATen's kernel adds up.
+        launch_over_planes(
+            triton_kernels.pooling_gradient,
+            result,
+            *(gradient, offsets, result, *input_shape[-2:], *offsets.shape[-2:]),
+            WINDOW_ROWS=window.size[0],
+            WINDOW_COLUMNS=window.size[1],
+            **window.constants,
+        )
         return result
     first, steps = window.first(offsets), window.steps(offsets.device)
     rest = (kernel_size, stride, padding, dilation, ceil_mode)
     for rows in _chunks(offsets):
-        # What is outside of the plane could only come of offsets that were never found; it must not be written.
+        # Indices outside of the plane could only come of offsets that were never found; they must not be written.
         indices = steps[offsets[rows].int()].add_(first).clamp_(0, plane - 1)
         _backward_into(result[rows], gradient[rows], *rest, indices)
         del indices  # before the next ones are made
@@ -165,7 +175,7 @@ def max_pool2d_backward_from_offsets(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class PoolingWindow:
     """The windows of a pooling: where they lie, in indices into a plane of the input. Pairs are (rows, columns)."""
 
     size: tuple[int, int]
@@ -176,7 +186,7 @@ class Window:
     """Of the input."""
 
     @classmethod
-    def of(cls, size: Any, stride: Any, padding: Any, dilation: Any, input_shape: tuple[int, ...]) -> "Window":
+    def of(cls, size: Any, stride: Any, padding: Any, dilation: Any, input_shape: Sequence[int]) -> "PoolingWindow":
         """From the arguments of ATen's kernel, in which one number stands for two and no stride for the size."""
         return cls(
             size=_pair(size),
@@ -191,8 +201,17 @@ class Window:
         return self.size[0] * self.size[1]
 
     @property
+    def constants(self) -> dict[str, int]:
+        """Constants of Triton's kernels."""
+        pairs = {"STRIDE": self.stride, "PADDING": self.padding, "DILATION": self.dilation}
+        sides = ("ROWS", "COLUMNS")
+        return {
+            f"{name}_{side}": size for name, pair in pairs.items() for side, size in zip(sides, pair, strict=True)
+        }
+
+    @property
     def furthest(self) -> int:
-        """How far the index of a window's last place is from its first one's."""
+        """Distance of the index of a window's last place from its first one's."""
         rows, columns = self.size
         return (rows - 1) * self.dilation[0] * self.width + (columns - 1) * self.dilation[1]
 
@@ -203,9 +222,20 @@ class Window:
         return down[:, None] + columns.mul_(self.stride[1]).sub_(self.padding[1])
 
     def steps(self, device: torch.device) -> torch.Tensor:
-        """For each place of a window, how far its index is from the first one's; shape (places,), int64."""
+        """For each place of a window, the distance of its index from the first one's; shape (places,), int64."""
         rows, columns = (torch.arange(count, device=device) for count in self.size)
         return (rows.mul_(self.dilation[0] * self.width)[:, None] + columns.mul_(self.dilation[1])).flatten()
+
+
+def fits_triton(window: PoolingWindow, *tensors: torch.Tensor) -> bool:
+    """Tell whether Triton's kernels take these tensors, and windows that no row of the input is narrower than.
+
+    In a narrower row, two places of a window can have the same index, and torch's operators find one that serves.
+    """
+    contiguous = all(tensor.is_contiguous() and tensor.numel() for tensor in tensors)
+    distinct = (window.size[1] - 1) * window.dilation[1] < window.dilation[0] * window.width
+    programs = max(tensor.shape[-1] * tensor.shape[-2] for tensor in tensors) // PLANE_ELEMENTS
+    return contiguous and distinct and programs < MAX_PLANE_PROGRAMS and usable(*tensors)
 
 
 def _pair(sizes: Any) -> tuple[int, int]:
@@ -216,7 +246,7 @@ def _pair(sizes: Any) -> tuple[int, int]:
 def _chunks(results: torch.Tensor) -> Iterator[slice]:
     """Slices of the first dimension."""
     count = results.shape[0]
-    elements = _CHUNK_ELEMENTS.get(results.device.type, results.numel())
+    elements = CHUNK_ELEMENTS.get(results.device.type, results.numel())
     step = max(1, elements * count // results.numel()) if results.numel() else max(1, count)
     for start in range(0, count, step):
         yield slice(start, start + step)

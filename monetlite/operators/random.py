@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 
 from monetlite.core.graph import Call, TensorRef
 from monetlite.fx.calls import fake_mode
-from monetlite.operators.registry import PREFIX, find_function, function, target_of
+from monetlite.operators.implementations import PREFIX, find_function, function, target_of
 
 STATE = PREFIX + "rng_state"
 REPLAY = PREFIX + "replay"
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a kernel draws from the random number generator, so that running it again differs."""
+    """Tell whether a kernel draws from the random number generator, so that running it again differs."""
     target = node.target
     registered = find_function(target_of(node))
     if registered is not None:
@@ -59,14 +59,14 @@ def replayed(call: Call, state: TensorRef, device: str) -> Call:
 
 
 def _drawn_call(call: Call) -> Call:
-    """What a replay calls."""
+    """The call that a replay makes."""
     _, _, target, *args = call.args
     assert isinstance(target, str)
     return replace(call, target=target, args=tuple(args))
 
 
 def state_bytes(device: str) -> int:
-    """The size of what `rng_state` returns."""
+    """The size of the result of `rng_state`."""
     return 16 if device == "cuda" else torch.get_rng_state().numel()
 
 

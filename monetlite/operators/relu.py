@@ -1,12 +1,16 @@
-"""ReLU: its gradient from the output, from the input, or from one bit an element.
+"""ReLU, hardtanh and ReLU6: their gradients from the output, from the input, or from one bit an element.
 
 `threshold_backward` passes the gradient on except where its second operand is at most zero. relu(x) ≤ 0
-exactly where x ≤ 0, and a NaN stays a NaN, so the mask is the same from either, bit for bit. Which of the three
-is in memory at that point is for the solver to choose.
+exactly where x ≤ 0, and a NaN stays a NaN, so the mask is the same from either, bit for bit.
+
+`hardtanh_backward` stops the gradient where the input is at most the lower bound or at least the upper one;
+the output is on a bound exactly there, as long as the bounds are numbers of its type. What becomes of the gradient
+of a NaN depends, on a CPU, on where in the storage it is: torch's vectorised loops stop it and the rest doesn't. A
+mask never stops it.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -14,83 +18,85 @@ from torch import fx
 from monetlite.core.graph import Implementation, TensorRef
 from monetlite.fx.calls import spec_of
 from monetlite.fx.storages import base
-from monetlite.operators.elementwise import in_place
-from monetlite.operators.kernel import Kernel, is_dense, same_layout
-from monetlite.operators.packing import (
-    Outside,
-    masked_gradient,
-    masked_gradient_,
-    pack,
-    packed_bytes,
-    workspace_bytes,
+from monetlite.operators.elementwise import with_in_place
+from monetlite.operators.implementations import (
+    Intermediate,
+    TracedKernel,
+    alternatives_for,
+    function,
+    intermediates_for,
 )
-from monetlite.operators.registry import Intermediate, alternatives_for, function, intermediates_for, name_of
+from monetlite.operators.packing import Outside, mask_of, masked_by, pack, workspace_bytes
 
-_BACKWARD = "aten.threshold_backward.default"
-_FORWARD = "aten.relu.default"
+_RELU, _RELU_BACKWARD = "aten.relu.default", "aten.threshold_backward.default"
+_HARDTANH, _HARDTANH_BACKWARD = "aten.hardtanh.default", "aten.hardtanh_backward.default"
 
 
-@alternatives_for(_BACKWARD)
-def backward_from_input(kernel: Kernel) -> Iterator[Implementation]:
+@alternatives_for(_RELU_BACKWARD)
+def relu_from_input(kernel: TracedKernel) -> Iterator[Implementation]:
     """`threshold_backward` with the input of the ReLU in place of its output."""
     gradient, output, threshold = kernel.call.args
     if threshold != 0 or not isinstance(output, TensorRef) or output.value is None:
         return
     forward = kernel.writer_call(output.value)
-    if forward is None or forward.target != _FORWARD:
+    if forward is None or forward.target != _RELU:
         return
     source = forward.args[0]
-    if not isinstance(source, TensorRef) or source.value is None or source.spec.shape != output.spec.shape:
-        return
-    from_input = kernel.implement("from_input", args=(gradient, source, threshold))
-    yield from_input
-    assert from_input.call is not None
-    for implementation in in_place(replace(kernel, call=from_input.call)):
-        yield replace(implementation, name="from_input_inplace")
+    if isinstance(source, TensorRef) and source.value is not None and source.spec.shape == output.spec.shape:
+        yield from with_in_place(kernel, kernel.implement("from_input", args=(gradient, source, threshold)))
 
 
-@intermediates_for(_BACKWARD)
-def mask(node: fx.Node) -> Iterator[Intermediate]:
+@intermediates_for(_RELU_BACKWARD)
+def relu_bits(node: fx.Node) -> Iterator[Intermediate]:
     """Where the gradient stops, as one bit an element."""
     gradient, output, threshold = node.args
     assert isinstance(gradient, fx.Node)
     assert isinstance(output, fx.Node)
-    layout = spec_of(output.meta["val"])
-    if threshold != 0 or not is_dense(layout) or not same_layout(layout, spec_of(gradient.meta["val"])):
-        return
-    strides = list(layout.stride)
-    ways = [("default", (output, strides))]
-    computed = base(output)
-    source = computed.args[0] if str(computed.target) == _FORWARD else None
-    if isinstance(source, fx.Node) and same_layout(spec_of(source.meta["val"]), layout):
-        ways.append(("from_input", (source, strides)))
-    elements = output.meta["val"].numel()
-    yield Intermediate(
-        name="mask", function=relu_mask, ways=tuple(ways), shape=(packed_bytes(elements),), dtype="uint8"
+    if threshold == 0:
+        computed = base(output)
+        source = computed.args[0] if str(computed.target) == _RELU else None
+        assert source is None or isinstance(source, fx.Node)
+        yield from mask_of(gradient, relu_mask, default=output, from_input=source)
+
+
+@intermediates_for(_HARDTANH_BACKWARD)
+def hardtanh_bits(node: fx.Node) -> Iterator[Intermediate]:
+    """Where the gradient stops, as one bit an element."""
+    gradient, source, *bounds = node.args
+    assert isinstance(gradient, fx.Node)
+    assert isinstance(source, fx.Node)
+    if _representable(spec_of(source.meta["val"]).dtype, *bounds):
+        same = (user for user in source.users if str(user.target) == _HARDTANH and user.args == (source, *bounds))
+        yield from mask_of(gradient, hardtanh_mask, *bounds, default=source, from_output=next(same, None))
+
+
+def _representable(dtype: str, *bounds: object) -> bool:
+    """Tell whether a type has the bounds as they are: kernels compare in float32, half precision may round them."""
+    digits = {"bfloat16": 8, "float16": 11}.get(dtype)
+    return digits is None or all(
+        isinstance(bound, (int, float)) and math.ldexp(math.frexp(bound)[0], digits).is_integer()
+        for bound in bounds
     )
 
 
-@alternatives_for(_BACKWARD)
-def backward_from_mask(kernel: Kernel) -> Iterator[Implementation]:
+@alternatives_for(_RELU_BACKWARD, _HARDTANH_BACKWARD)
+def backward_from_mask(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient where the packed mask lets it pass."""
     if "mask" in kernel.intermediates:
         yield from masked_by(kernel, kernel.intermediates["mask"])
 
 
-def masked_by(kernel: Kernel, blocked: TensorRef) -> Iterator[Implementation]:
-    """The gradient that is a kernel's first argument, with zeros where a packed mask has ones."""
-    gradient = kernel.call.args[0]
-    assert isinstance(gradient, TensorRef)
-    args = (gradient, blocked, gradient.spec.stride)
-    yield kernel.implement("from_mask", target=name_of(masked_gradient), args=args, kwargs=())
-    if overwrites := kernel.over(gradient):
-        yield kernel.implement(
-            "from_mask_inplace",
-            target=name_of(masked_gradient_),
-            args=args,
-            kwargs=(),
-            overwrites=overwrites,
-        )
+@alternatives_for(_HARDTANH_BACKWARD)
+def hardtanh_from_output(kernel: TracedKernel) -> Iterator[Implementation]:
+    """`hardtanh_backward` with the output in place of the input."""
+    gradient, source, *bounds = kernel.call.args
+    assert isinstance(source, TensorRef)
+    found = kernel.reader(source, _HARDTANH)
+    if found is None or list(found[0].args[1:]) != bounds or not _representable(source.spec.dtype, *bounds):
+        return
+    _, output = found
+    if output.spec.shape == source.spec.shape:
+        yield from with_in_place(kernel, kernel.implement("from_output", args=(gradient, output, *bounds)))
 
 
 @function("relu_mask", workspace_bytes=workspace_bytes)
@@ -100,3 +106,9 @@ def relu_mask(source: torch.Tensor, strides: list[int]) -> torch.Tensor:
     The bits are in the order of a storage with these strides.
     """
     return pack(source, strides, Outside(0.0))
+
+
+@function("hardtanh_mask", workspace_bytes=workspace_bytes)
+def hardtanh_mask(source: torch.Tensor, strides: list[int], low: float, high: float) -> torch.Tensor:
+    """Where a hardtanh's gradient stops: as `relu_mask`."""
+    return pack(source, strides, Outside(low, high))

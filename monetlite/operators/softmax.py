@@ -1,7 +1,7 @@
 """Softmax and its gradient in place, along the last dimension.
 
-Both go row by row: what a row's result needs of all of the row (its maximum, its sum) is known before the first
-element of the result is written, and each element then depends on the same element of the operands. Torch's kernels
+Both go row by row. The maximum and the sum of a row are known before the first element of its result is written,
+and each element then depends on the same element of the operands. Torch's kernels
 that write into a given tensor take it for contiguous, whatever its strides (2.13), so no other is given to them.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from monetlite.core.graph import Call, Implementation, TensorRef
-from monetlite.operators.kernel import Kernel, is_contiguous
-from monetlite.operators.registry import alternatives_for, function, name_of
+from monetlite.operators.implementations import TracedKernel, alternatives_for, function
+from monetlite.operators.strides import is_contiguous
 
 _KERNELS = (
     "aten._softmax.default",
@@ -26,7 +26,7 @@ _DIM = {"aten._softmax_backward_data.default": 2, "aten._log_softmax_backward_da
 
 
 @alternatives_for(*_KERNELS)
-def in_place(kernel: Kernel) -> Iterator[Implementation]:
+def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The result over the first operand: the input, or the gradient that comes in."""
     target, operand = kernel.call.target, kernel.call.args[0] if kernel.call.args else None
     overwrites = kernel.over(operand)
@@ -35,12 +35,7 @@ def in_place(kernel: Kernel) -> Iterator[Implementation]:
     dim = kernel.call.args[_DIM.get(target, 1)]
     dimensions = len(operand.spec.shape)
     if isinstance(dim, int) and dimensions and dim % dimensions == dimensions - 1:
-        yield kernel.implement(
-            "inplace",
-            target=name_of(softmax_),
-            args=(target, *kernel.call.args),
-            overwrites=overwrites,
-        )
+        yield kernel.implement("inplace", softmax_, args=(target, *kernel.call.args), overwrites=overwrites)
 
 
 def _whole_call(call: Call) -> Call:

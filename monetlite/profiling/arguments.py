@@ -6,7 +6,7 @@ import torch
 
 from monetlite.core.graph import Call, TensorRef
 from monetlite.fx.calls import decode_argument
-from monetlite.operators.registry import find_function
+from monetlite.operators.implementations import find_function
 from monetlite.operators.traits import traits_of
 
 NOTES_ON_CPU = "aten._scaled_dot_product_efficient_attention_backward."

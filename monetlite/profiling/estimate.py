@@ -11,7 +11,7 @@ from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.devices import Device, find_device
 from monetlite.core.graph import Argument, Call, OperatorGraph, TensorRef
 from monetlite.fx.calls import each_dimension
-from monetlite.operators.registry import find_function
+from monetlite.operators.implementations import find_function
 from monetlite.operators.traits import aten_name, family_of, operation_formula, traits_of
 from monetlite.profiling import roofline
 from monetlite.profiling.roofline import Convolution, Kernel

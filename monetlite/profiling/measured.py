@@ -15,9 +15,9 @@ from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.errors import MonetliteError, ProfileError
 from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
-from monetlite.operators.compacting import compacting
+from monetlite.operators.implementations import find_function
+from monetlite.operators.program_calls import compacting
 from monetlite.operators.random import REPLAY, forked_state
-from monetlite.operators.registry import find_function
 from monetlite.operators.traits import traits_of
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed

@@ -40,7 +40,7 @@ from torch.autograd.function import once_differentiable
 
 from monetlite.core.errors import ModelError
 from monetlite.fx.storages import is_tangent
-from monetlite.operators.delivery import deliver
+from monetlite.operators.program_calls import deliver
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
 
 _RUN = "_monetlite_run"

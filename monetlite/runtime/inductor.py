@@ -23,10 +23,10 @@ from monetlite.core.graph import OperatorGraph
 from monetlite.core.steps import Step
 from monetlite.fx.calls import fake_mode
 from monetlite.operators import is_random, resolve
-from monetlite.operators.batch_norm_backward import require_invertible
-from monetlite.operators.guards import require
+from monetlite.operators.implementations import PREFIX, name_of, returns_tuple
+from monetlite.operators.normalization import require_invertible
+from monetlite.operators.program_calls import require
 from monetlite.operators.random import replay, rng_state, state_bytes
-from monetlite.operators.registry import PREFIX, name_of, returns_tuple
 from monetlite.operators.traits import traits_of
 from monetlite.tracing.capture import Boxed
 

@@ -19,11 +19,10 @@ from monetlite.core.steps import Step, border
 from monetlite.fx import storages
 from monetlite.fx.calls import decode_argument
 from monetlite.operators import resolve, returns_tensor
-from monetlite.operators.batch_norm_backward import is_invertible, reading_the_batch, require_invertible
-from monetlite.operators.compacting import compacting
-from monetlite.operators.delivery import deliver
-from monetlite.operators.guards import require
-from monetlite.operators.registry import name_of
+from monetlite.operators.batch_norm import reading_the_batch
+from monetlite.operators.implementations import name_of
+from monetlite.operators.normalization import is_invertible, require_invertible
+from monetlite.operators.program_calls import compacting, deliver, require
 from monetlite.tracing.build import Traced
 from monetlite.tracing.builder import LOSS
 

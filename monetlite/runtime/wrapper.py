@@ -25,7 +25,7 @@ from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
 from monetlite.core.units import parse_budget
-from monetlite.operators.guards import GuardFailed
+from monetlite.operators.program_calls import GuardFailed
 from monetlite.operators.random import forked_state
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.delegation import Delegating

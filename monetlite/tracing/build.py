@@ -31,7 +31,7 @@ from monetlite.core.graph import (
 from monetlite.fx import storages
 from monetlite.fx.calls import spec_of
 from monetlite.operators import is_random, merge
-from monetlite.operators.registry import (
+from monetlite.operators.implementations import (
     find_function,
     target_of,
 )

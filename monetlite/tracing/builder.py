@@ -20,17 +20,17 @@ from monetlite.core.graph import (
 )
 from monetlite.fx import storages
 from monetlite.fx.calls import encode_arguments, fake_mode, spec_of
-from monetlite.operators import Kernel, again, is_random, split
-from monetlite.operators.delivery import deliver
-from monetlite.operators.random import STATE as RNG_STATE
-from monetlite.operators.random import note_state, replayed
-from monetlite.operators.registry import (
+from monetlite.operators import TracedKernel, again, is_random, split
+from monetlite.operators.implementations import (
     Intermediate,
     alternatives,
     intermediates,
     name_of,
     target_of,
 )
+from monetlite.operators.program_calls import deliver
+from monetlite.operators.random import STATE as RNG_STATE
+from monetlite.operators.random import note_state, replayed
 from monetlite.operators.traits import family_of, traits_of
 from monetlite.tracing.gradients import copied_for
 from monetlite.tracing.names import Namer
@@ -133,7 +133,7 @@ class GraphBuilder:
                 call=part,
                 again=rerun,
             )
-            kernel = Kernel(
+            kernel = TracedKernel(
                 call=part,
                 default=default,
                 results=tuple(

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.fx import storages
-from monetlite.operators.registry import target_of
+from monetlite.operators.implementations import target_of
 from monetlite.operators.traits import family_of
 
 _ROOT = re.compile(r"^L\['[^']*'\](?:\._orig_mod)?")

@@ -18,7 +18,7 @@ from monetlite.checking.report import VerificationLimits
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.source import ModelSource
 from monetlite.core.steps import plain_steps
-from monetlite.operators import registry, resolve
+from monetlite.operators import implementations, resolve
 from monetlite.profiling.meters import meter_for
 from monetlite.profiling.step_additions import with_optimizer
 from monetlite.reporting.text_verify import print_report, report_facts
@@ -134,9 +134,9 @@ def test_images_in_another_layout_are_compared_with_those_of_plain_training():
 
 
 def broken(monkeypatch, name, run):
-    function = registry.find_function(f"monetlite.{name}")
+    function = implementations.find_function(f"monetlite.{name}")
     run.__annotations__ = function.run.__annotations__
-    monkeypatch.setitem(registry._functions, name, replace(function, run=run))
+    monkeypatch.setitem(implementations.FUNCTIONS, f"monetlite.{name}", replace(function, run=run))
     return function.run
 
 

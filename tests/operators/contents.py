@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from monetlite.core.graph import TensorSpec
-from monetlite.operators import batch_norm_backward, cross_entropy, layer_norm, packing, pooling
+from monetlite.operators import cross_entropy, normalization, packing, pooling
 
 SPECIAL = (
     *(0.0, -0.0, 1.0, -1.0, 3.0, -3.0, 6.0, 0.5),
@@ -230,12 +230,11 @@ def running_on(threads: int) -> Iterator[None]:
 
 def work_in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     """Make loops that go piece by piece go round several times on small tensors."""
-    patch.setattr(packing, "_PIECE", {"cpu": 64})
-    patch.setattr(pooling, "_CHUNK_ELEMENTS", {"cpu": 50})
-    for module in (batch_norm_backward, layer_norm):
-        patch.setattr(module, "_LEAST_BYTES", 100)
-        patch.setattr(module, "_MOST_BYTES", {"cpu": 600})
-    patch.setattr(cross_entropy, "_CHUNK_ELEMENTS", {"cpu": 20})
+    patch.setattr(packing, "PIECE_ELEMENTS", {"cpu": 64})
+    patch.setattr(pooling, "CHUNK_ELEMENTS", {"cpu": 50})
+    patch.setattr(normalization, "MIN_PIECE_BYTES", 100)
+    patch.setattr(normalization, "MAX_PIECE_BYTES", {"cpu": 600})
+    patch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 20})
 
 
 drawn = partial(

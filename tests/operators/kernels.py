@@ -8,7 +8,7 @@ from harness import difference, same_bits
 
 from monetlite.core.graph import Call, Implementation, TensorRef, Value, ValueKind
 from monetlite.fx.calls import decode_argument, spec_of
-from monetlite.operators import Kernel, resolve
+from monetlite.operators import TracedKernel, resolve
 
 
 class Bench:
@@ -46,7 +46,7 @@ class Bench:
         default = Implementation(
             name="default", reads=tuple(range(count)), writes=tuple(range(count, len(made))), call=call
         )
-        self.kernel = Kernel(
+        self.kernel = TracedKernel(
             call=call,
             default=default,
             results=tuple(spec_of(item) for item in results),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from monetlite.operators import again
-from monetlite.operators.batch_norm_backward import LARGEST_RATIO, LARGEST_WEIGHT, SMALLEST_WEIGHT, is_invertible
+from monetlite.operators.normalization import MAX_RATIO, MAX_WEIGHT, MIN_WEIGHT, is_invertible
 
 channels = st.sampled_from([1, 2, 3, 8, 17])
 sizes = st.sampled_from([1, 2, 3, 7, 9])
@@ -84,18 +84,18 @@ def near_the_limit(count, ratio, size=1.0):
 FROM_OUTPUT = {("batch_norm_backward", "from_output"), ("batch_norm_backward", "from_output_inplace")}
 
 
-@pytest.mark.parametrize("size", [1.0, 1.01 * SMALLEST_WEIGHT * 2, LARGEST_WEIGHT / 2])
+@pytest.mark.parametrize("size", [1.0, 1.01 * MIN_WEIGHT * 2, MAX_WEIGHT / 2])
 @pytest.mark.parametrize("kind", MODERATE)
 @pytest.mark.parametrize("before", ["contiguous", "channels_last"])
 def test_up_to_the_guards_limit_a_gradient_from_the_output_is_within_its_tolerance(size, kind, before):
-    weight, bias = near_the_limit(24, LARGEST_RATIO, size)
+    weight, bias = near_the_limit(24, MAX_RATIO, size)
     seen = plain((4, 24, 7, 5), kind=kind, before=before).check(Norm(24, weight, bias))
     assert seen.compared >= FROM_OUTPUT
 
 
 def test_a_large_batch_from_the_output_is_within_its_tolerance():
     """Sums over a hundred thousand elements, in pieces of the size that is used."""
-    weight, bias = near_the_limit(8, LARGEST_RATIO)
+    weight, bias = near_the_limit(8, MAX_RATIO)
     assert plain((64, 8, 40, 40)).check(Norm(8, weight, bias)).compared >= FROM_OUTPUT
 
 
@@ -104,12 +104,12 @@ def test_a_large_batch_from_the_output_is_within_its_tolerance():
     [
         (0.0, 0.0),
         (-0.0, 1.0),
-        (1.0, LARGEST_RATIO * 1.01),
-        (-1.0, LARGEST_RATIO * 1.01),
+        (1.0, MAX_RATIO * 1.01),
+        (-1.0, MAX_RATIO * 1.01),
         (1e-3, 1.0),
-        (SMALLEST_WEIGHT / 2, 0.0),
+        (MIN_WEIGHT / 2, 0.0),
         (1e-40, 0.0),
-        (LARGEST_WEIGHT * 2, 0.0),
+        (MAX_WEIGHT * 2, 0.0),
         (math.nan, 0.0),
         (math.inf, 0.0),
         (1.0, math.nan),
@@ -118,11 +118,11 @@ def test_a_large_batch_from_the_output_is_within_its_tolerance():
     ],
 )
 def test_one_weight_beyond_the_limit_is_enough_to_refuse(weight, bias):
-    weights, biases = near_the_limit(9, LARGEST_RATIO)
+    weights, biases = near_the_limit(9, MAX_RATIO)
     assert is_invertible(weights, biases)
     weights[4], biases[4] = weight, bias
     assert not is_invertible(weights, biases)
-    if not SMALLEST_WEIGHT <= abs(weight) <= LARGEST_WEIGHT:
+    if not MIN_WEIGHT <= abs(weight) <= MAX_WEIGHT:
         assert not is_invertible(weights, None)
     seen = plain((3, 9, 4, 4)).check(Norm(9, weights, biases))
     assert seen.refused == FROM_OUTPUT

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from kernels import Bench
 from torch import nn
 
-from monetlite.fx.calls import spec_of
 from monetlite.operators import resolve, split
-from monetlite.operators.convolution import TOLERANCE, _taken_for_channels_last
+from monetlite.operators.convolution import TOLERANCE
+from monetlite.operators.strides import suggests_channels_last
 
 
 @st.composite
@@ -145,7 +145,7 @@ def test_an_image_is_taken_for_what_torch_takes_it_for(shape, strides):
 
     image = torch.empty_strided(shape, strides)
     expected = suggest_memory_format(image) != torch.contiguous_format
-    assert _taken_for_channels_last(spec_of(image)) == expected
+    assert suggests_channels_last(image.shape, image.stride()) == expected
 
 
 @pytest.mark.parametrize("groups", [1, 2])

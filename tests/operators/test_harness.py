@@ -6,16 +6,16 @@ from contents import plain
 from torch import nn
 
 from monetlite.core.graph import Call
-from monetlite.operators import registry
-from monetlite.operators.registry import alternatives_for, function, name_of
+from monetlite.operators import implementations
+from monetlite.operators.implementations import alternatives_for, function
 
 
 @pytest.fixture
 def offer(monkeypatch):
     """Offer a function as another way to run `tanh`, for as long as the test takes."""
-    monkeypatch.setattr(registry, "_functions", dict(registry._functions))
-    monkeypatch.setattr(registry, "_names", dict(registry._names))
-    monkeypatch.setattr(registry, "_alternatives", {})
+    monkeypatch.setattr(implementations, "FUNCTIONS", dict(implementations.FUNCTIONS))
+    monkeypatch.setattr(implementations, "_names", dict(implementations._names))
+    monkeypatch.setattr(implementations, "_alternatives", {})
 
     def register(run, **details):
         function("under_test")(run)
@@ -25,7 +25,7 @@ def offer(monkeypatch):
             if details.get("over"):
                 details["overwrites"] = kernel.over(kernel.call.args[0])
             rest = {name: item for name, item in details.items() if name != "over"}
-            yield kernel.implement("other", target=name_of(run), **rest)
+            yield kernel.implement("other", run, **rest)
 
     return register
 

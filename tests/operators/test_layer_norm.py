@@ -10,7 +10,7 @@ from test_batch_norm import near_the_limit
 from torch import nn
 from torch.nn import functional as F
 
-from monetlite.operators.batch_norm_backward import LARGEST_RATIO
+from monetlite.operators.normalization import MAX_RATIO
 
 lengths = st.sampled_from([1, 2, 3, 7, 8, 17, 33])
 shapes = st.one_of(
@@ -72,19 +72,19 @@ def test_what_promises_the_bits_of_a_layer_norm_makes_them_of_anything(case, opt
 @pytest.mark.parametrize("kind", MODERATE)
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_up_to_the_guards_limit_a_gradient_from_the_output_is_within_its_tolerance(kind, in_pieces):
-    weight, bias = near_the_limit(40, LARGEST_RATIO)
+    weight, bias = near_the_limit(40, MAX_RATIO)
     seen = plain((7, 9, 40), kind=kind, in_pieces=in_pieces).check(Norm(weight, bias))
     assert seen.compared >= FROM_OUTPUT
 
 
 def test_a_large_batch_from_the_output_is_within_its_tolerance():
-    weight, bias = near_the_limit(768, LARGEST_RATIO)
+    weight, bias = near_the_limit(768, MAX_RATIO)
     assert plain((8, 128, 768)).check(Norm(weight, bias)).compared >= FROM_OUTPUT
 
 
 @pytest.mark.parametrize(("weight", "bias"), [(0.0, 0.0), (1e-3, 1.0), (math.nan, 0.0), (1.0, math.inf)])
 def test_one_weight_beyond_the_limit_is_enough_to_refuse(weight, bias):
-    weights, biases = near_the_limit(9, LARGEST_RATIO)
+    weights, biases = near_the_limit(9, MAX_RATIO)
     weights[4], biases[4] = weight, bias
     assert plain((3, 9)).check(Norm(weights, biases)).refused == FROM_OUTPUT
 

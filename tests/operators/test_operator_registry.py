@@ -12,7 +12,8 @@ from test_cross_entropy import CrossEntropy, targets
 from torch import nn
 
 import monetlite
-from monetlite.operators import registry, resolve
+from monetlite.operators import resolve
+from monetlite.operators.implementations import FUNCTIONS, name_of
 
 IMAGES = (8, 16, 6, 6)
 LAYERS = (
@@ -27,9 +28,9 @@ ELSEWHERE = {
     "monetlite.batch_norm_by_cudnn_again": "of captures on CUDA; tests/runtime/test_batch_norm_by_cudnn.py",
     "monetlite.dropout": "what is traced, for probabilities that native_dropout rounds in another way",
     **{
-        registry.name_of(item): "needs cuDNN"
-        for item in registry._names
-        if item.__module__.startswith("monetlite.operators.cudnn")
+        target: "needs cuDNN"
+        for target, item in FUNCTIONS.items()
+        if item.run.__module__.startswith("monetlite.operators.cudnn")
     },
 }
 """Functions that no implementation runs on a CPU."""
@@ -51,16 +52,14 @@ def seen():
 
 
 def test_every_registered_function_is_called_by_an_implementation(seen):
-    registered = {registry.PREFIX + name for name in registry._functions}
-    assert registered - seen.functions == set(ELSEWHERE)
+    assert FUNCTIONS.keys() - seen.functions == set(ELSEWHERE)
 
 
-@pytest.mark.parametrize("name", sorted(registry._functions))
-def test_a_registered_function_is_found_by_its_name_and_says_what_it_returns(name):
-    target = registry.PREFIX + name
-    run = registry._functions[name].run
+@pytest.mark.parametrize("target", sorted(FUNCTIONS))
+def test_a_registered_function_is_found_by_its_name_and_says_what_it_returns(target):
+    run = FUNCTIONS[target].run
     assert resolve(target) is run
-    assert registry.name_of(run) == target
+    assert name_of(run) == target
     assert "return" in get_type_hints(run)
     assert run.__doc__
 

@@ -82,7 +82,7 @@ def test_nothing_of_the_size_of_the_input_is_made_but_the_result(monkeypatch):
     result, indices = torch.ops.aten.max_pool2d_with_indices.default(x, *arguments)
     gradient = torch.randn_like(result)
     offsets = pooling_offsets(indices, list(x.shape), *arguments)
-    monkeypatch.setitem(pooling._CHUNK_ELEMENTS, "cpu", 2 * result[0].numel())
+    monkeypatch.setitem(pooling.CHUNK_ELEMENTS, "cpu", 2 * result[0].numel())
     for run, places, calls in (
         (pooling.max_pool2d_backward_from_indices, indices, 1),
         (max_pool2d_backward_from_offsets, offsets, 3),

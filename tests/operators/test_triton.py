@@ -8,20 +8,20 @@ import warnings
 import pytest
 import torch
 
-from monetlite.operators import packing, packing_triton, pooling_triton, triton_launch
+from monetlite.operators import packing, triton_kernels
 
 MASKS = """
 import itertools, math, sys
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from monetlite.operators import dropout, packing, pooling, pooling_triton
-from monetlite.operators.triton_launch import usable
+from monetlite.operators import dropout, packing, pooling
+from monetlite.operators.triton_kernels import usable
 
 SPECIAL = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 3e38, math.inf, -math.inf, math.nan, 6.0, -1.0, 1.0])
 
 
 def without_triton(run):
-    switched = [(module, module.usable) for module in (packing, dropout, pooling_triton)]
+    switched = [(module, module.usable) for module in (packing, pooling)]
     for module, _ in switched:
         module.usable = lambda *_: False
     try:
@@ -97,8 +97,8 @@ for shape, (size, stride, padding, dilation), ceil in itertools.product(images, 
     except RuntimeError:
         continue  # smaller than the window
     rest = [list(pooling._pair(pair)) for pair in (size, stride, padding, dilation)]
-    window = pooling.Window.of(*rest, shape)
-    served += pooling_triton.serves(window, indices)
+    window = pooling.PoolingWindow.of(*rest, shape)
+    served += pooling.fits_triton(window, indices)
     check(lambda: pooling.pooling_offsets(indices, list(shape), *rest), shape, rest)
     offsets = pooling.pooling_offsets(indices, list(shape), *rest)
     gradient = torch.randn_like(made)
@@ -108,8 +108,8 @@ for shape, (size, stride, padding, dilation), ceil in itertools.product(images, 
     check(run, shape, rest, ceil)
     plain = torch.ops.aten.max_pool2d_with_indices_backward(gradient, image, *rest, ceil, indices)
     assert torch.equal(run().nan_to_num(7), plain.nan_to_num(7)), (shape, rest, ceil)
-narrow = pooling.Window.of(3, 1, 1, 1, (1, 2, 2))
-assert not pooling_triton.serves(narrow, torch.zeros(1, 2, 2, dtype=torch.int64)), "two places of one index"
+narrow = pooling.PoolingWindow.of(3, 1, 1, 1, (1, 2, 2))
+assert not pooling.fits_triton(narrow, torch.zeros(1, 2, 2, dtype=torch.int64)), "two places of one index"
 image = torch.randn(1, 2, 2)
 _, indices = torch.ops.aten.max_pool2d_with_indices(image, 3, 1, 1, 1, False)
 rest = [[3, 3], [1, 1], [1, 1], [1, 1]]
@@ -147,22 +147,20 @@ PER_SIDE = {"STRIDE": 2, "PADDING": 1, "DILATION": 1}
 WINDOW = {f"{what}_{side}": size for what, size in PER_SIDE.items() for side in ("ROWS", "COLUMNS")}
 PLANE = {"PLANES": 1, "BLOCK": 1024}
 KERNELS = {
-    "_pack_outside": (packing_triton, [FLOAT, BYTE, COUNT, "fp32", "fp32"], {"BYTES": 512}),
-    "_pack_true": (packing_triton, [BYTE, BYTE, COUNT], {"BYTES": 512}),
-    "_clear": (packing_triton, [FLOAT, BYTE, COUNT], {"BYTES": 512}),
-    "_cleared": (packing_triton, [FLOAT, BYTE, FLOAT, COUNT], {"BYTES": 512}),
-    "_scaled": (packing_triton, [FLOAT, BYTE, FLOAT, COUNT, "fp32"], {"BYTES": 512}),
-    "_offsets": (
-        pooling_triton,
+    "pack_outside": ([FLOAT, BYTE, COUNT, "fp32", "fp32"], {"BYTES": 512}),
+    "pack_true": ([BYTE, BYTE, COUNT], {"BYTES": 512}),
+    "clear": ([FLOAT, BYTE, COUNT], {"BYTES": 512}),
+    "cleared": ([FLOAT, BYTE, FLOAT, COUNT], {"BYTES": 512}),
+    "scaled": ([FLOAT, BYTE, FLOAT, COUNT, "fp32"], {"BYTES": 512}),
+    "pooling_offsets": (
         [INDEX, BYTE, *[COUNT] * 4],
         {"WINDOW_COLUMNS": 3, "PLACES": 9, **WINDOW, **PLANE},
     ),
-    "_gradient": (
-        pooling_triton,
+    "pooling_gradient": (
         [FLOAT, BYTE, FLOAT, *[COUNT] * 5],
         {"WINDOW_ROWS": 3, "WINDOW_COLUMNS": 3, **WINDOW, **PLANE},
     ),
-    "_write_one": (triton_launch, [BYTE], {}),
+    "write_one": ([BYTE], {}),
 }
 
 
@@ -172,8 +170,8 @@ def test_every_kernel_compiles(name, capability):
     """For GPUs from Turing on, with no GPU: down to their machine code, for each type of gradient."""
     triton = pytest.importorskip("triton")
     backends = pytest.importorskip("triton.backends.compiler")
-    module, types, constants = KERNELS[name]
-    kernel = getattr(module, name)
+    types, constants = KERNELS[name]
+    kernel = getattr(triton_kernels, name)
     assert len(kernel.arg_names) == len(types) + len(constants)
     for dtype in ("*fp32", "*fp16") if capability == 75 else ("*fp32", "*bf16"):
         replaced = [dtype if kind == FLOAT else kind for kind in types]
@@ -185,29 +183,28 @@ def test_every_kernel_compiles(name, capability):
 
 def test_every_kernel_is_tried():
     triton = pytest.importorskip("triton")
-    for module in (packing_triton, pooling_triton, triton_launch):
-        kernels = {name for name, kernel in vars(module).items() if isinstance(kernel, triton.JITFunction)}
-        parts = {"_elements", "_store", "_bits"}  # of the others
-        assert kernels - parts == {name for name, (of, *_) in KERNELS.items() if of is module}
+    kernels = {name for name, kernel in vars(triton_kernels).items() if isinstance(kernel, triton.JITFunction)}
+    parts = {"_elements", "_plane_elements", "_store", "_bits"}  # of the others
+    assert kernels - parts == set(KERNELS)
 
 
 def test_without_a_compiler_torchs_operators_pack_and_that_is_said_once(monkeypatch):
     def fail(*_):
         raise RuntimeError("Failed to find C compiler\nMore of it")
 
-    monkeypatch.setattr(triton_launch, "launch", fail)
-    monkeypatch.setattr(triton_launch, "triton", object())
-    monkeypatch.setattr(triton_launch, "_write_one", object(), raising=False)
+    monkeypatch.setattr(triton_kernels, "launch", fail)
+    monkeypatch.setattr(triton_kernels, "triton", object())
+    monkeypatch.setattr(triton_kernels, "write_one", object(), raising=False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    triton_launch.works.cache_clear()
+    triton_kernels.works.cache_clear()
     try:
         x = torch.tensor([1.0, -1.0, 0.0, 2.0, -3.0, 4.0, 5.0, -6.0, 7.0])
         with pytest.warns(UserWarning, match=r"\(Failed to find C compiler\); masks and offsets are packed"):
             packed = packing.pack(x, (1,), packing.Outside(0.0))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert not triton_launch.usable(x)
+            assert not triton_kernels.usable(x)
     finally:
-        triton_launch.works.cache_clear()
+        triton_kernels.works.cache_clear()
     monkeypatch.delenv("TRITON_INTERPRET")
     assert torch.equal(packed, packing.pack(x, (1,), packing.Outside(0.0)))

@@ -4,8 +4,17 @@ import pytest
 import torch
 
 from monetlite.core.graph import Call, TensorRef, TensorSpec
-from monetlite.operators import activations, batch_norm_backward, cross_entropy, layer_norm, packing, pooling, relu
-from monetlite.operators.registry import find_function, name_of
+from monetlite.operators import (
+    activations,
+    batch_norm,
+    cross_entropy,
+    layer_norm,
+    normalization,
+    packing,
+    pooling,
+    relu,
+)
+from monetlite.operators.implementations import find_function, name_of
 from monetlite.profiling.memory_use import peak_growth_bytes
 
 SLACK_BYTES = 40_000
@@ -37,7 +46,7 @@ def test_pooling(pieces, monkeypatch):
     window = ([3, 3], [2, 2], [1, 1], [1, 1])
     result, indices = torch.ops.aten.max_pool2d_with_indices.default(x, *window)
     for name in ("cpu", "cuda"):
-        monkeypatch.setitem(pooling._CHUNK_ELEMENTS, name, result.numel() // pieces)
+        monkeypatch.setitem(pooling.CHUNK_ELEMENTS, name, result.numel() // pieces)
     declared, held = declared_and_held(
         pooling.pooling_offsets, indices, list(x.shape), *window, result_bytes=result.numel()
     )
@@ -62,12 +71,10 @@ def test_pooling(pieces, monkeypatch):
 def test_batch_norm_by_samples(piece_bytes, from_output, monkeypatch):
     """At least one sample at a time, however large it is."""
     for name in ("cpu", "cuda"):
-        monkeypatch.setitem(batch_norm_backward._MOST_BYTES, name, piece_bytes)
+        monkeypatch.setitem(normalization.MAX_PIECE_BYTES, name, piece_bytes)
     x, gradient = (torch.randn(16, 8, 64, 64).contiguous(memory_format=torch.channels_last) for _ in range(2))
     channels = [torch.rand(8) + 0.5 for _ in range(3)]
-    function = (
-        batch_norm_backward.backward_from_output_ if from_output else batch_norm_backward.backward_by_samples_
-    )
+    function = batch_norm.backward_from_output_ if from_output else batch_norm.backward_by_samples_
     declared, held = declared_and_held(function, gradient, x, *channels, 1e-5, [True, True, True], result_bytes=0)
     assert held - SLACK_BYTES <= declared <= 1.1 * held + SLACK_BYTES
 
@@ -75,7 +82,7 @@ def test_batch_norm_by_samples(piece_bytes, from_output, monkeypatch):
 @pytest.mark.parametrize("piece_bytes", [2**16, 2**18, 2**30])
 def test_layer_norm_from_its_output(piece_bytes, monkeypatch):
     for name in ("cpu", "cuda"):
-        monkeypatch.setitem(layer_norm._MOST_BYTES, name, piece_bytes)
+        monkeypatch.setitem(normalization.MAX_PIECE_BYTES, name, piece_bytes)
     output, gradient = torch.randn(512, 1024), torch.randn(512, 1024)
     deviation, weight, bias = torch.rand(512, 1) + 0.5, torch.rand(1024) + 0.5, torch.randn(1024)
     declared, held = declared_and_held(
@@ -89,7 +96,7 @@ def test_layer_norm_from_its_output(piece_bytes, monkeypatch):
 @pytest.mark.parametrize("rows_at_a_time", [10, 100, 1000])
 def test_cross_entropy(rows_at_a_time, monkeypatch):
     for name in ("cpu", "cuda"):
-        monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, name, 200 * rows_at_a_time)
+        monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, name, 200 * rows_at_a_time)
     logs = torch.randn(1000, 200).log_softmax(1)
     target, total = torch.randint(0, 200, (1000,)), torch.tensor(1000.0)
     arguments = (torch.tensor(1.0), logs, target, None, 1, -100, total, 1, torch.float32)
@@ -108,7 +115,7 @@ def test_masks_and_bfloat16(pieces, monkeypatch):
     """Without Triton, which holds nothing."""
     source, gradient = torch.randn(64, 4096), torch.randn(64, 4096)
     for name in ("cpu", "cuda"):
-        monkeypatch.setitem(packing._PIECE, name, source.numel() // pieces)
+        monkeypatch.setitem(packing.PIECE_ELEMENTS, name, source.numel() // pieces)
     strides = [4096, 1]
     mask = relu.relu_mask(source, strides)
     kept = activations.to_bfloat16(source, strides)

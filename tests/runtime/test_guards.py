@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import monetlite
 from monetlite.core.steps import plain_steps
-from monetlite.operators.batch_norm_backward import FROM_OUTPUT_TOLERANCE, LARGEST_RATIO, require_invertible
-from monetlite.operators.guards import GuardFailed, require
+from monetlite.operators.normalization import FROM_OUTPUT_TOLERANCE, MAX_RATIO, require_invertible
+from monetlite.operators.program_calls import GuardFailed, require
 
 FROM_OUTPUT = ("from_output_inplace", "from_output")
 
@@ -107,7 +107,7 @@ def test_a_weight_that_comes_to_rule_it_out_while_training():
         wrapped(*inputs).sum().backward()
     with torch.no_grad():
         wrapped.model[4].weight[0] = 1e-4
-        wrapped.model[4].bias[0] = 1e-4 * LARGEST_RATIO * 2
+        wrapped.model[4].bias[0] = 1e-4 * MAX_RATIO * 2
     with pytest.warns(UserWarning, match=r"4\.backward"):
         wrapped(*inputs).sum().backward()
     reference = twin(wrapped.model)
@@ -156,7 +156,7 @@ def test_many_normalisations_are_looked_at_together():
         require_invertible(names, weights, biases)
     assert seen.count < 120, "views and zeros, and a few operators"
     weights[7][1, 1], weights[30][2] = 0.0, float("nan")
-    biases[33][:] = 2 * LARGEST_RATIO * weights[33]
+    biases[33][:] = 2 * MAX_RATIO * weights[33]
     with pytest.raises(GuardFailed) as failed:
         require_invertible(names, weights, biases)
     assert failed.value.operators == ["norm7", "norm30", "norm33"]

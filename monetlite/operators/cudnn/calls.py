@@ -11,7 +11,7 @@ from torch import Tensor
 from monetlite.core.graph import Argument, Call, TensorRef, TensorSpec
 from monetlite.operators.cudnn.execution import ALIGNMENT_BYTES, run
 from monetlite.operators.cudnn.work import ConvolutionWork, Layout
-from monetlite.operators.registry import function
+from monetlite.operators.implementations import function
 
 
 def described(work: ConvolutionWork) -> tuple[Argument, ...]:

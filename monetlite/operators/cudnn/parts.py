@@ -12,8 +12,8 @@ from monetlite.core.graph import Argument, Call, Implementation, Operator, Opera
 from monetlite.fx.calls import each_dimension
 from monetlite.operators.cudnn.calls import convolution_backward_unread, cudnn_convolution, described
 from monetlite.operators.cudnn.work import DTYPES, ConvolutionWork, Layout, Role
-from monetlite.operators.kernel import is_whole
-from monetlite.operators.registry import name_of
+from monetlite.operators.implementations import name_of
+from monetlite.operators.strides import is_whole, suggests_channels_last
 
 PREFIX = "cudnn."
 PLAN_NAME = re.compile(r"cudnn\.engine[0-9]{1,6}(\.k[0-9]{1,6}=-?[0-9]{1,10}){0,64}")
@@ -164,27 +164,13 @@ def _made(
         return _layout(layouts[name])
     shape = graph.values[default.writes[0]].shape
     # cudnn_conv_suggest_memory_format, in aten/src/ATen/native/ConvUtils.h.
-    channels_last = any(_suggests_channels_last(layout[item]) for item in ("image", "weight"))
+    channels_last = any(suggests_channels_last(*layout[item]) for item in ("image", "weight"))
     order = (1, *reversed(range(2, len(shape))), 0) if channels_last else tuple(reversed(range(len(shape))))
     stride, step = [0] * len(shape), 1
     for dimension in order:
         stride[dimension] = step
         step *= shape[dimension]
     return shape, tuple(stride)
-
-
-def _suggests_channels_last(layout: Layout) -> bool:
-    """PyTorch's `Tensor.suggest_memory_format`, which its rules go by (`is_channels_last_strides` in c10)."""
-    shape, stride = layout
-    if len(shape) not in (4, 5) or stride[1] == 0:
-        return False
-    least = 0
-    for dimension in (1, *reversed(range(2, len(shape))), 0):
-        ambiguous = dimension == 0 and least == stride[1]
-        if stride[dimension] < least or ambiguous:
-            return False
-        least = stride[dimension] * max(1, shape[dimension])
-    return True
 
 
 def _layout(spec: TensorSpec) -> Layout:

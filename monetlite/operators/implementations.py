@@ -1,0 +1,265 @@
+"""Implementations: how an operator family registers ways to run a kernel, and the functions that they call.
+
+A family is one file of this folder. Importing `monetlite.operators` imports them all, and the decorators below
+register what they offer. `docs/implementations.md` has a worked example.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, get_type_hints
+
+from torch import Tensor, fx
+
+from monetlite.core.graph import Argument, Call, Implementation, TensorRef, TensorSpec, Value
+
+PREFIX = "monetlite."
+"""Namespace of our own functions in calls."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """A function of ours that calls can name, and its work on a device that nobody has measured.
+
+    Attributes:
+        name: its name in calls, without the prefix.
+        run: takes and returns tensors.
+        limit: what bounds it: a field of `monetlite.core.devices.Efficiency`.
+        passes: bytes that it moves, as a multiple of reading its operands and writing its results once.
+        workspace_bytes: memory that it holds on a GPU, beside operands and results.
+        launches: number of kernels that it launches on a GPU.
+        like: a call that costs as much, if there is one; the attributes above are then ignored.
+        measured_like: that call is measured in its place, because its own arguments can't be made up.
+        integers: bound of integer operands that are made up to measure it.
+        random: it draws random numbers.
+        parts: number of batch slices it runs one after another.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    limit: str = "elementwise"
+    passes: float = 1.0
+    workspace_bytes: Callable[[Call], int] = lambda _: 0
+    launches: Callable[[Call], int] = lambda _: 1
+    like: Callable[[Call], Call] | None = None
+    measured_like: bool = False
+    integers: Callable[[Call], int] | None = None
+    random: bool = False
+    parts: Callable[[Call], int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intermediate:
+    """A small value that a backward kernel can read in place of a large one: a packed mask, pooling offsets.
+
+    It becomes an optional operator, which the solver may run wherever what it reads is in memory, or never.
+
+    Attributes:
+        name: last part of the operator's name; `TracedKernel.intermediates` has the value under it.
+        function: registered with `function`.
+        ways: (implementation's name, arguments) of each way to compute it; arguments are of the captured graph.
+        shape, dtype: of the result; dtype is torch's name.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    ways: tuple[tuple[str, tuple[Any, ...]], ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedKernel:
+    """A traced kernel: its call, its default implementation, and the graph built so far.
+
+    Attributes:
+        call, default: what was traced.
+        results: the layout of each result; None where nobody reads it.
+        values: those of the graph, by index.
+        writer_call: the call that computes a value, if an operator does.
+        writer_again: the call that re-runs of that operator make instead.
+        reader_calls: the calls that read a value.
+        references: a tensor that an operator has written, by name.
+        intermediates: the small values offered to this kernel, by name.
+    """
+
+    call: Call
+    default: Implementation
+    results: tuple[TensorSpec | None, ...]
+    values: Sequence[Value]
+    writer_call: Callable[[int], Call | None]
+    writer_again: Callable[[int], Call | None] = lambda _: None
+    reader_calls: Callable[[int], Iterable[Call]] = lambda _: ()
+    references: Callable[[str], TensorRef | None] = lambda _: None
+    intermediates: Mapping[str, TensorRef] = field(default_factory=dict)
+
+    def reader(self, source: TensorRef, *targets: str) -> tuple[Call, TensorRef] | None:
+        """A call of one of some targets whose first argument is a tensor, and its first result, if it has them."""
+        calls = () if source.value is None else self.reader_calls(source.value)
+        found = next((call for call in calls if call.target in targets and call.args[:1] == (source,)), None)
+        name = None if found is None else found.outputs[0]
+        output = None if name is None else self.references(name)
+        return None if found is None or output is None else (found, output)
+
+    def implement(
+        self,
+        name: str,
+        run: str | Callable[..., Any] | None = None,
+        *,
+        args: tuple[Argument, ...] | None = None,
+        kwargs: tuple[tuple[str, Argument], ...] | None = None,
+        outputs: tuple[str | None, ...] | None = None,
+        **promises: Any,
+    ) -> Implementation:
+        """Another implementation of this kernel: the default call with what is given replaced.
+
+        Args:
+            name: of the implementation.
+            run: an ATen overload, by name, or a registered function.
+            args, kwargs, outputs: of the call.
+            promises: other fields of `Implementation`: overwrites, tolerance, devices, guard, again.
+        """
+        target = self.call.target if run is None else run if isinstance(run, str) else name_of(run)
+        call = replace(
+            self.call,
+            target=target,
+            args=self.call.args if args is None else args,
+            kwargs=self.call.kwargs if kwargs is None else kwargs,
+            outputs=self.call.outputs if outputs is None else outputs,
+        )
+        return Implementation(name=name, reads=reads_of(call), writes=self.default.writes, call=call, **promises)
+
+    def implement_over(
+        self,
+        name: str,
+        run: Callable[..., Any],
+        run_over: Callable[..., Any],
+        overwritten: Argument,
+        args: tuple[Argument, ...],
+        **promises: Any,
+    ) -> Iterator[Implementation]:
+        """An implementation by a function, and one by another function over an operand where that is possible."""
+        yield self.implement(name, run, args=args, kwargs=(), **promises)
+        if overwrites := self.over(overwritten):
+            yield self.implement(
+                f"{name}_inplace", run_over, args=args, kwargs=(), overwrites=overwrites, **promises
+            )
+
+    def over(self, argument: Argument, result: int = 0) -> tuple[int, ...]:
+        """The value that an implementation overwrites if its result takes an argument's memory.
+
+        Empty unless argument and result have the same layout and fill the same storage. The solver sees to it that
+        the argument dies there.
+        """
+        spec = self.results[result] if result < len(self.results) else None
+        if not isinstance(argument, TensorRef) or argument.value is None or spec is None:
+            return ()
+        source = self.values[argument.value]
+        written = self.default.writes[sum(item is not None for item in self.results[:result])]
+        layout = (spec.shape, spec.stride, spec.dtype)
+        read = [ref.spec for ref in (argument, *self.call.tensors()) if ref.value == argument.value]
+        possible = (
+            not source.held
+            and source.size_bytes == self.values[written].size_bytes
+            and all((other.shape, other.stride, other.dtype) == layout for other in read)
+        )
+        return (argument.value,) if possible else ()
+
+
+Alternatives = Callable[[TracedKernel], Iterator[Implementation]]
+Intermediates = Callable[[fx.Node], Iterator[Intermediate]]
+
+FUNCTIONS: dict[str, Function] = {}
+"""Our own functions, by their names in calls, with the prefix."""
+_names: dict[Callable[..., Any], str] = {}
+_alternatives: dict[str, list[Alternatives]] = {}
+_intermediates: dict[str, list[Intermediates]] = {}
+
+
+def function(name: str, **costing: Any) -> Callable[[_F], _F]:
+    """Register a function that calls can name as `monetlite.NAME`; keywords are `Function`'s."""
+
+    def register(run: _F) -> _F:
+        target = PREFIX + name
+        assert target not in FUNCTIONS, f"{target} is registered twice"
+        FUNCTIONS[target] = Function(name=name, run=run, **costing)
+        _names[run] = target
+        return run
+
+    return register
+
+
+def alternatives_for(*targets: str) -> Callable[[Alternatives], Alternatives]:
+    """Register a generator of implementations for the kernels of some targets (`"aten.relu.default"`)."""
+
+    def register(family: Alternatives) -> Alternatives:
+        for target in targets:
+            _alternatives.setdefault(target, []).append(family)
+        return family
+
+    return register
+
+
+def intermediates_for(*targets: str) -> Callable[[Intermediates], Intermediates]:
+    """Register a generator of what a backward kernel of some targets could read in place of an activation.
+
+    It is given the kernel's node in the captured graph.
+    """
+
+    def register(family: Intermediates) -> Intermediates:
+        for target in targets:
+            _intermediates.setdefault(target, []).append(family)
+        return family
+
+    return register
+
+
+def alternatives(kernel: TracedKernel) -> Iterator[Implementation]:
+    """Every implementation of a kernel beside its default one."""
+    for family in _alternatives.get(kernel.call.target, ()):
+        yield from family(kernel)
+
+
+def intermediates(node: fx.Node) -> Iterator[Intermediate]:
+    """The small values that families offer a backward kernel to read."""
+    for family in _intermediates.get(target_of(node), ()):
+        yield from family(node)
+
+
+def find_function(target: str) -> Function | None:
+    """The registered function behind a call's target; None for torch's own operators."""
+    return FUNCTIONS.get(target)
+
+
+def name_of(run: Callable[..., Any]) -> str:
+    """The target by which calls name a registered function."""
+    return _names[run]
+
+
+def returns_tuple(run: Callable[..., Any]) -> bool:
+    """Tell whether a registered function returns several tensors rather than one, by its annotation."""
+    return get_type_hints(run)["return"] is not Tensor
+
+
+def target_of(node: fx.Node) -> str:
+    """The target of a node of a captured graph, as calls write it."""
+    return _names.get(node.target, str(node.target)) if callable(node.target) else str(node.target)
+
+
+def reads_of(call: Call) -> tuple[int, ...]:
+    """The values that a call reads, in order."""
+    return tuple(sorted({ref.value for ref in call.tensors() if ref.value is not None}))
+
+
+def tensor_at(call: Call, position: int) -> TensorRef:
+    """The tensor that is an argument of a call."""
+    argument = call.args[position]
+    assert isinstance(argument, TensorRef), f"argument {position} of {call.target} is a tensor"
+    return argument
+
+
+def elements(ref: TensorRef) -> int:
+    """The number of a tensor's elements."""
+    return math.prod(ref.spec.shape)

@@ -1,0 +1,54 @@
+"""Functions that the programs of a step call beside its operators."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.node import has_side_effect
+
+from monetlite.operators.implementations import function
+from monetlite.operators.traits import aten_name, traits_of
+
+
+@function("deliver", passes=0.0)
+def deliver(*gradients: torch.Tensor) -> None:
+    """Mark, in a backward program, where some of its results are final (`monetlite.runtime`). It does nothing."""
+
+
+has_side_effect(deliver)
+
+
+class GuardFailed(Exception):
+    """Weights that some operators' implementations can't be run with; nothing of the step has run yet.
+
+    Attributes:
+        operators: their names.
+    """
+
+    def __init__(self, operators: list[str]) -> None:
+        super().__init__(", ".join(operators))
+        self.operators = operators
+
+
+@function("require")
+def require(operators: list[str], *holds: torch.Tensor) -> None:
+    """Raise `GuardFailed` with the operators whose guard, a 0-d bool tensor each, doesn't hold."""
+    if not all(found := torch.stack(holds).tolist()):
+        raise GuardFailed([name for name, held in zip(operators, found, strict=True) if not held])
+
+
+def compacting(target: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function to run for a call's target, whose result takes no more memory than it needs.
+
+    PyTorch returns some results in larger storages, which a step would hold for as long as the result: two
+    megabytes, say, for the one number that is a loss.
+    """
+    if not traits_of(target).larger_storages:
+        return run
+
+    def compact(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = run(*args, **kwargs)
+        return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
+
+    compact.__name__ = compact.__qualname__ = f"compact_{aten_name(target)}"  # by which generated code calls it
+    return compact
