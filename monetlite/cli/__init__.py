@@ -11,16 +11,16 @@ import threading
 import click
 
 from monetlite import __version__
-from monetlite.cli.compare import compare_command
-from monetlite.cli.explain import explain_command
-from monetlite.cli.max_batch import max_batch_command
-from monetlite.cli.measure import measure_command
-from monetlite.cli.plot import plot_command
-from monetlite.cli.profile import profile_command
-from monetlite.cli.rescale import rescale_command
-from monetlite.cli.solve import solve_command
-from monetlite.cli.verify import verify_command
-from monetlite.cli.zoo import zoo_command
+from monetlite.cli.compare_command import compare_command
+from monetlite.cli.explain_command import explain_command
+from monetlite.cli.max_batch_command import max_batch_command
+from monetlite.cli.measure_command import measure_command
+from monetlite.cli.plot_command import plot_command
+from monetlite.cli.profile_command import profile_command
+from monetlite.cli.rescale_command import rescale_command
+from monetlite.cli.solve_command import solve_command
+from monetlite.cli.verify_command import verify_command
+from monetlite.cli.zoo_commands import zoo_command
 from monetlite.core.interrupts import BOUND_THREAD
 
 
@@ -46,7 +46,7 @@ for _command in (
 
 
 def run() -> None:
-    """The command as a process, which ends as it should while a solver is still at work.
+    """Run the command as a process, which ends as it should while a solver is still at work.
 
     Threads in a solver's own code can't be stopped at once, and would be there when it is torn down: the process
     would end by an abort, after all is done.

@@ -1,160 +1,138 @@
-"""What every command runs in: a console, progress where somebody looks, errors as messages and exit codes."""
+"""The run of a command: its options as objects, its console and progress, and errors as messages and exit codes."""
 
 import contextlib
+import functools
+import inspect
+import json
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from monetlite.cli.command_options import Decorator, ModelChoice, with_options
 from monetlite.core.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError, MonetliteError
 from monetlite.core.interrupts import interrupts_kept
+from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from monetlite.solving.race import Progress
 
 EXIT_USAGE, EXIT_INFEASIBLE, EXIT_FAILED = 2, 3, 4
+_OBJECTS: dict[str, type[Any]] = {"choice": ModelChoice, "pricing": PricingOptions, "solving": SolvingOptions}
+"""Parameters of commands that are made of several options, by name."""
+_COMMON = (
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else."),
+    click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+)
 
 
-class Exit(SystemExit):
-    """A command's own end. Others are a model's, which ends no command."""
+class CommandExit(SystemExit):
+    """The end of a command with an exit code. Another SystemExit is a model's, and ends no command."""
 
 
-def open_console(as_json: bool) -> "tuple[Console, bool]":
-    """A console for the report, and whether to keep progress to ourselves."""
-    from rich.console import Console
+class Terminal:
+    """The place where a command prints: its console, and live progress if a person watches."""
 
-    return Console(highlight=False, soft_wrap=False), as_json or not sys.stderr.isatty()
-
-
-class Measuring:
-    """A progress bar while operators are measured; None as the callback where nobody looks."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-
-    def __enter__(self) -> Callable[[int, int], None] | None:
-        if self._quiet:
-            return None
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True), transient=True)
-        task = self._bar.add_task("measuring operators", total=None)
-        self._bar.start()
-
-        def progress(done: int, total: int) -> None:
-            self._bar.update(task, completed=done, total=total)
-
-        return progress
-
-    def __exit__(self, *error: object) -> None:
-        if not self._quiet:
-            self._bar.stop()
-
-
-class Solving:
-    """A live line while solving: incumbent, bound, gap, peak, time."""
-
-    def __init__(self, quiet: bool, budget_bytes: int) -> None:
-        self._quiet, self._budget_bytes = quiet, budget_bytes
-
-    def __enter__(self) -> "Callable[[Progress], None] | None":
-        if self._quiet:
-            return None
+    def __init__(self, as_json: bool) -> None:
         from rich.console import Console
 
-        self._status = Console(stderr=True).status(f"solving within {format_bytes(self._budget_bytes)}")
-        self._status.start()
+        self.as_json = as_json
+        self.console = Console(highlight=False, soft_wrap=False)
+        self.quiet = as_json or not sys.stderr.isatty()
 
-        def progress(event: "Progress") -> None:
-            found = "nothing found yet"
-            if event.peak_bytes is not None:
-                found = f"{format_ms(event.latency_ms)} at {format_bytes(event.peak_bytes)}, gap {event.gap:.1%}"
-            self._status.update(
-                f"{event.seconds:.0f} s: {found}, bound {format_ms(event.lower_bound_ms)} ({event.phase})"
-            )
+    def print_json(self, facts: object) -> None:
+        click.echo(json.dumps(facts))
 
-        return progress
+    @contextlib.contextmanager
+    def bar(self, text: str) -> Iterator[Callable[[int, int], None] | None]:
+        """A progress bar, called with pieces of work done and in all; None if nobody watches."""
+        with self.named_bar(text) as update:
+            yield None if update is None else functools.partial(update, text)
 
-    def __exit__(self, *error: object) -> None:
-        if not self._quiet:
-            self._status.stop()
+    @contextlib.contextmanager
+    def named_bar(self, text: str) -> Iterator[Callable[[str, int, int], None] | None]:
+        """A progress bar, called with what is done next, too; None if nobody watches."""
+        if self.quiet:
+            yield None
+            return
+        from rich.console import Console
+        from rich.progress import Progress as Bar
 
+        with Bar(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(text, total=None)
+            yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
-class Telling:
-    """A live line that says what is done at present; None as the callback where nobody looks."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-
-    def __enter__(self) -> Callable[[str], None] | None:
-        if self._quiet:
-            return None
+    @contextlib.contextmanager
+    def line(self, text: str) -> Iterator[Callable[[str], None] | None]:
+        """A live line, called with its new text; None if nobody watches."""
+        if self.quiet:
+            yield None
+            return
         from rich.console import Console
 
-        self._status = Console(stderr=True).status("starting")
-        self._status.start()
-        return self._status.update
+        with Console(stderr=True).status(text) as status:
+            yield status.update
 
-    def __exit__(self, *error: object) -> None:
-        if not self._quiet:
-            self._status.stop()
+    @contextlib.contextmanager
+    def solving(self, budget_bytes: int) -> "Iterator[Callable[[Progress], None] | None]":
+        """A live line of a solve: incumbent, bound, gap, peak, time."""
+        with self.line(f"solving within {format_bytes(budget_bytes)}") as tell:
+            yield None if tell is None else lambda event: tell(_progress_text(event))
 
 
-def check_folder(target: Path) -> None:
-    """See that a file can be written, before time is spent on what goes into it.
+def _progress_text(event: "Progress") -> str:
+    found = "nothing found yet"
+    if event.peak_bytes is not None:
+        found = f"{format_ms(event.latency_ms)} at {format_bytes(event.peak_bytes)}, gap {event.gap:.1%}"
+    return f"{event.seconds:.0f} s: {found}, bound {format_ms(event.lower_bound_ms)} ({event.phase})"
 
-    Raises:
-        MonetliteError: there is no folder for it, or nothing can be written there by this name.
+
+def command(
+    name: str, *options: Decorator, group: click.Group | None = None, keeps_best: bool = False
+) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a click command of a function, with --json and --debug.
+
+    Args:
+        name: of the command.
+        options: click's options and arguments.
+        group: the group that it joins.
+        keeps_best: Ctrl-C ends the solve and not the command.
+
+    The function takes a `Terminal` and its options by name; parameters called `choice`, `pricing` and `solving` get
+    the options that are fields of `ModelChoice`, `PricingOptions` and `SolvingOptions` as one object.
     """
-    if not target.parent.is_dir():
-        raise MonetliteError(f"{target} can't be written: there is no folder {target.parent}; create it first")
-    try:
-        target = Path(os.path.realpath(target))
-        if target.exists() and not target.is_file():
-            raise MonetliteError(f"{target} can't be written: it is there, and not a file")
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", suffix=".part"):
-            pass  # as the file will be written, to be renamed then
-    except OSError as error:
-        raise MonetliteError(f"{target} can't be written: {error.strerror or error}") from error
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        @functools.wraps(function)
+        def callback(as_json: bool, debug: bool, **given: Any) -> None:
+            guard(lambda: function(Terminal(as_json), **_grouped(function, given)), debug, keeps_best=keeps_best)
+
+        made = click.command(name)(with_options(*options, *_COMMON)(callback))
+        if group is not None:
+            group.add_command(made)
+        return made
+
+    return decorate
 
 
-class Sweeping:
-    """A progress bar while several budgets are solved for, one after the other; None where nobody looks."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet = quiet
-
-    def __enter__(self) -> Callable[[str, int, int], None] | None:
-        if self._quiet:
-            return None
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True), transient=True)
-        task = self._bar.add_task("solving", total=None)
-        self._bar.start()
-
-        def progress(what: str, done: int, total: int) -> None:
-            self._bar.update(task, description=what, completed=done, total=total)
-
-        return progress
-
-    def __exit__(self, *error: object) -> None:
-        if not self._quiet:
-            self._bar.stop()
+def _grouped(function: Callable[..., None], given: Mapping[str, Any]) -> dict[str, Any]:
+    grouped = dict(given)
+    for name in inspect.signature(function).parameters:
+        if name in _OBJECTS:
+            own = [item.name for item in fields(_OBJECTS[name]) if item.name in given]
+            grouped[name] = _OBJECTS[name](**{option: grouped.pop(option) for option in own})
+    return grouped
 
 
 def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> None:
-    """Turn errors into a message and an exit code; a traceback only where it was asked for.
+    """Turn errors into a message and an exit code; a traceback only with --debug.
 
     Ctrl-C ends a command, but one that `keeps_best`: the solve that it interrupts has a schedule, or none, as after
     its time limit.
@@ -165,7 +143,7 @@ def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> 
             contextlib.nullcontext() if debug else _plain_warnings(),
         ):
             run()
-    except Exit:
+    except (CommandExit, click.ClickException):
         raise
     except (KeyboardInterrupt, click.Abort):
         click.echo("monetlite: interrupted; nothing was written", err=True)
@@ -191,7 +169,7 @@ def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> 
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Warnings for people: what they say, and not the line of code that says it."""
+    """Print the text of a warning, without the line of code that warns."""
     default = warnings.formatwarning
 
     def plain(message: Warning | str, category: type[Warning], *where: Any) -> str:
@@ -205,5 +183,23 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def prints_aside() -> contextlib.AbstractContextManager[object]:
-    """Have what a person's model prints on stderr: stdout is the command's."""
+    """Print on stderr what a person's model prints: stdout is the command's."""
     return contextlib.redirect_stdout(sys.stderr)
+
+
+def check_writable(target: Path) -> None:
+    """Check that a file can be written, before time is spent on its contents.
+
+    Raises:
+        MonetliteError: there is no folder for it, or nothing can be written there by this name.
+    """
+    if not target.parent.is_dir():
+        raise MonetliteError(f"{target} can't be written: there is no folder {target.parent}; create it first")
+    try:
+        target = Path(os.path.realpath(target))
+        if target.exists() and not target.is_file():
+            raise MonetliteError(f"{target} can't be written: it is there, and not a file")
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", suffix=".part"):
+            pass  # as the file will be written, to be renamed then
+    except OSError as error:
+        raise MonetliteError(f"{target} can't be written: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""Options, defined once: `PricingOptions` (what is priced) and `SolvingOptions` (how it is solved).
+"""Options, defined once: `PricingOptions` of the costs, and `SolvingOptions` of the search for a schedule.
 
 The public functions, `MONeTWrapper`, the `torch.compile` backend and the commands take these names, defaults and
 explanations from here, and every layer passes the two objects on whole.
@@ -11,52 +11,71 @@ from typing import Any
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import ModelError
+from monetlite.core.graph import AS_TRACED, CHANNELS_LAST
 
 ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS = "all", "default"
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
 
-def _option(default: Any, explanation: str) -> Any:
-    return field(default=default, metadata={"help": explanation})
+def _option(default: Any, explanation: str, choices: Collection[str] = ()) -> Any:
+    return field(default=default, metadata={"help": explanation, "choices": tuple(choices)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PricingOptions:
-    """What is priced.
+    """Options of pricing: device, layout, and what the step counts.
 
     Raises:
-        ModelError: an unknown optimizer.
+        ModelError: an unknown optimizer or layout.
     """
 
     device: str | None = _option(
         None, "cpu or cuda to measure here, or the name of a device to estimate; by default where the model is."
     )
-    optimizer: str | None = _option(None, "Count this optimizer's state and step: sgd, momentum, adam or adamw.")
-    accumulate: bool = _option(False, "Count gradients that exist when a training step begins.")
+    optimizer: str | None = _option(None, "Count this optimizer's state and step.", OPTIMIZERS)
+    accumulate: bool = _option(
+        False,
+        "Count gradients that exist when a training step begins: gradient accumulation, or "
+        "zero_grad(set_to_none=False).",
+    )
     layout: str | None = _option(
-        None, "as_traced or channels_last; by default both are tried if the tolerance allows it."
+        None,
+        "Order of dimensions of images; by default both are tried if the tolerance allows it.",
+        (AS_TRACED, CHANNELS_LAST),
     )
 
     def __post_init__(self) -> None:
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             raise ModelError(f"optimizer {self.optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
+        if self.layout not in (None, AS_TRACED, CHANNELS_LAST):
+            raise ModelError(f"layout {self.layout!r} is neither {AS_TRACED!r} nor {CHANNELS_LAST!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SolvingOptions:
-    """How a schedule is solved for.
+    """Options of solving for a schedule.
 
     Raises:
         ModelError: a value that is out of range.
     """
 
     tolerance: float = _option(
-        0.0, "Largest relative difference from the default implementation's result; 0 allows only the same bits."
+        0.0,
+        "Largest relative difference of an operator's result from plain training's: 0 for the same bits, 1e-5 for "
+        "sums in another order, 1e-4 for normalisations differentiated from their output.",
     )
-    implementations: str = _option(ALL_IMPLEMENTATIONS, "all, or default to store and recompute only.")
-    reserved: bool = _option(False, "The budget is of the memory that torch's CUDA allocator reserves.")
+    implementations: str = _option(
+        ALL_IMPLEMENTATIONS,
+        "default: store and recompute only; every operator runs as it was traced.",
+        (ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS),
+    )
+    reserved: bool = _option(
+        False,
+        "The budget is of the memory that torch's CUDA allocator reserves, as nvidia-smi shows, in a training "
+        "script that calls monetlite.limit_reserved(BUDGET).",
+    )
     time_limit: float = _option(60.0, "Seconds until the best schedule found is returned.")
-    solver: str = _option("SCIP", "Solver of the boolean program: SCIP, HIGHS or GUROBI.")
+    solver: str = _option("SCIP", "Solver of the boolean program.", ("SCIP", "HIGHS", "GUROBI"))
     seed: int = _option(0, "Seed of the search.")
 
     def __post_init__(self) -> None:

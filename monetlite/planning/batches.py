@@ -1,7 +1,7 @@
-"""The largest batch that trains within a memory budget, and what each batch on the way is worth.
+"""The largest batch that trains within a memory budget, and the throughput of batches on the way.
 
-Nothing is tried until it crashes: the step is traced again at each batch that is looked at, plain training and the
-smallest feasible peak are computed for it, and a bound proves which batches no schedule fits.
+No batch is tried until it crashes. The step is traced again at each batch, plain training and the smallest feasible
+peak are computed for it, and a bound proves which batches no schedule fits.
 """
 
 import math
@@ -20,36 +20,38 @@ from monetlite.core.steps import Step, plain_steps
 from monetlite.planning.budgets import as_schedule, solve_budget
 from monetlite.solving.reserved.solving import refuse_without_gpu
 
-_MOST_PROBES = 64
-_LARGEST_BATCH = 2**20
-_PROBE_SHARE = 0.4
-"""Of the time: for finding the largest batch; the rest goes to solving at the batches that are shown."""
-_POINTS = 4
+MAX_PROBES = 64
+MAX_BATCH = 2**20
+SEARCH_SHARE = 0.4
+"""Share of the time for finding the largest batch. The rest goes to solving at the batches that are shown."""
+PROBE_SHARE = SEARCH_SHARE / 10
+"""Share of the time for one batch on the way."""
+POINTS_BEYOND_PLAIN = 4
 """Batches beyond plain training's largest that are solved for."""
 
 
 class Fit(StrEnum):
-    """How a batch fits a budget."""
+    """A batch within a budget: whether, and how, it fits."""
 
     PLAIN = "plain"
-    """Plain training does."""
+    """Plain training fits."""
     SCHEDULED = "scheduled"
-    """A schedule does, and plain training does not."""
+    """A schedule fits, and plain training does not."""
     NOT_FOUND = "not found"
     """No schedule was found, and none is ruled out."""
     IMPOSSIBLE = "impossible"
-    """It is proven that no schedule does."""
+    """No schedule fits (proven)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class BatchPoint:
     """One batch: how it trains within the budget, and how fast.
 
     Attributes:
         batch: samples in a step.
         peak_bytes, latency_ms: predicted for the step.
         reserved_bytes: on a GPU, if the budget is of that; None if it is of the peak.
-        schedule: what reaches them; None for plain training.
+        schedule: the schedule that reaches them; None for plain training.
         overhead: step time over plain training's at the same batch, less one.
     """
 
@@ -66,11 +68,11 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batches:
-    """What batches fit a budget.
+class BatchLimit:
+    """The batches that fit a budget.
 
     Attributes:
-        budget_bytes: of the whole step; of what is reserved for it on a GPU, if `reserved`.
+        budget_bytes: of the whole step; of the memory reserved for it on a GPU, if `reserved`.
         step: batches are multiples of this.
         plain_largest: the largest that plain training fits; 0 if none. largest: the largest that a schedule fits.
         proven_impossible: no schedule fits this batch; None if that was not proven of any.
@@ -83,37 +85,37 @@ class Batches:
     plain_largest: int
     largest: int
     proven_impossible: int | None
-    points: tuple[Point, ...]
+    points: tuple[BatchPoint, ...]
 
 
 @interrupts_kept()
 def largest_batch(
     price: Callable[[int], Profile],
     budget_bytes: int,
+    options: SolvingOptions,
     *,
     first: int,
     step: int = 1,
-    options: SolvingOptions,
     progress: Callable[[int, str], None] | None = None,
-) -> Batches:
-    """Find the largest batch that fits a budget, and what batches up to it are worth.
+) -> BatchLimit:
+    """Find the largest batch that fits a budget, and the throughput of batches up to it.
 
     Args:
         price: traces and prices the model's step at a batch.
         budget_bytes: of the whole step.
+        options: the time limit is of searching and solving; tracing comes on top.
         first: the batch to begin from.
         step: look at multiples of this only.
-        options: as in `monetlite.solve`; the time limit is of searching and solving, and tracing comes on top.
-        progress: told (batch, what was found of it).
+        progress: called with a batch and what was found of it.
 
     Raises:
         InfeasibleBudget: not even the smallest batch fits.
-        DeviceError: `reserved`, and costs that are not a GPU's.
+        DeviceError: a budget of reserved memory, and costs that are not a GPU's.
         ModelError: the budget holds a million samples; something else is the matter.
     """
     prober = _Prober(price, budget_bytes, options, progress)
-    first = min(first, _LARGEST_BATCH)
-    largest = _bisect(max(step, first // step * step), step, prober.fits_somehow, prober.guess)
+    first = max(step, min(first, MAX_BATCH) // step * step)
+    largest = _bisect(first, step, prober.fits_somehow, prober.guess)
     if largest == 0:
         needed, proven = prober.needed_bytes[step], prober.fits[step] is Fit.IMPOSSIBLE
         how = "at least, by any schedule" if proven else "by the leanest schedule found"
@@ -127,38 +129,18 @@ def largest_batch(
     plain_largest = _bisect(largest, step, prober.plain_fits, prober.guess_plain)
     points = []
     wanted = _spread(plain_largest, largest, step)
+    seconds = options.time_limit * (1 - SEARCH_SHARE) / max(1, len(wanted) - (plain_largest > 0))
     for number, batch in enumerate(wanted):
-        profile = prober.profile(batch)
-        plain = simulate(profile, plain_steps(profile.graph))
-        if prober.plain_fits(batch):
-            schedule = None
-            peak_bytes, latency_ms = plain.peak_bytes, plain.latency_ms
-            reserved_bytes = prober.plain_bytes[batch] if options.reserved else None
-        else:
-            seconds = options.time_limit * (1 - _PROBE_SHARE) / max(1, len(wanted) - (plain_largest > 0))
-            each = replace(options, time_limit=seconds)
-            try:
-                schedule = solve_budget(profile, budget_bytes, each, starts=prober.known(batch))
-            except InfeasibleBudget:
-                if batch == largest or not options.reserved:
-                    raise
-                continue  # the gaps between its requests happen to be larger than at the largest batch
-            peak_bytes, latency_ms = schedule.peak_bytes, schedule.latency_ms
-            reserved_bytes = schedule.reserved_bytes
-        points.append(
-            Point(
-                batch=batch,
-                peak_bytes=peak_bytes,
-                latency_ms=latency_ms,
-                reserved_bytes=reserved_bytes,
-                schedule=schedule,
-                overhead=latency_ms / plain.latency_ms - 1,
-            )
-        )
+        try:
+            points.append(prober.point(batch, seconds))
+        except InfeasibleBudget:
+            if batch == largest or not options.reserved:
+                raise
+            continue  # the gaps between its requests happen to be larger than at the largest batch
         if progress is not None:
             progress(batch, f"{points[-1].samples_per_s:.0f} samples/s ({number + 1} of {len(wanted)})")
     impossible = [batch for batch, fit in prober.fits.items() if fit is Fit.IMPOSSIBLE]
-    return Batches(
+    return BatchLimit(
         budget_bytes=budget_bytes,
         reserved=options.reserved,
         step=step,
@@ -170,7 +152,7 @@ def largest_batch(
 
 
 class _Prober:
-    """Looks at batches, each once, and remembers what they take."""
+    """Looks at batches, each once, and remembers the memory that they take."""
 
     def __init__(
         self,
@@ -179,16 +161,15 @@ class _Prober:
         options: SolvingOptions,
         progress: Callable[[int, str], None] | None,
     ) -> None:
-        self._price, self._budget_bytes, self._progress = price, budget_bytes, progress
-        self._options = replace(options, time_limit=options.time_limit * _PROBE_SHARE / 10)
+        self._price, self._budget_bytes, self._options, self._progress = price, budget_bytes, options, progress
         self._profiles: dict[int, Profile] = {}
         self._leanest: dict[int, Schedule] = {}
         self.fits: dict[int, Fit] = {}
         self.needed_bytes: dict[int, int] = {}
         self.plain_bytes: dict[int, int] = {}
 
-    def profile(self, batch: int) -> Profile:
-        if batch > _LARGEST_BATCH:
+    def _profile(self, batch: int) -> Profile:
+        if batch > MAX_BATCH:
             raise ModelError(
                 f"a batch of {batch} would fit {self._budget_bytes} bytes: the budget is not what limits this model"
             )
@@ -197,11 +178,11 @@ class _Prober:
             if self._options.reserved:
                 refuse_without_gpu(profile)
             self._profiles[batch] = profile
-            self.plain_bytes[batch] = self._takes(profile, plain_steps(profile.graph))
+            self.plain_bytes[batch] = self._takes_bytes(profile, plain_steps(profile.graph))
         return self._profiles[batch]
 
-    def _takes(self, profile: Profile, steps: Sequence[Step]) -> int:
-        """What some steps need of the budget, in bytes."""
+    def _takes_bytes(self, profile: Profile, steps: Sequence[Step]) -> int:
+        """Bytes of the budget that steps need."""
         return least_limit(profile, steps) if self._options.reserved else simulate(profile, steps).peak_bytes
 
     def fits_somehow(self, batch: int) -> bool:
@@ -212,47 +193,71 @@ class _Prober:
         return self.fits[batch] in (Fit.PLAIN, Fit.SCHEDULED)
 
     def plain_fits(self, batch: int) -> bool:
-        self.profile(batch)
+        self._profile(batch)
         return self.plain_bytes[batch] <= self._budget_bytes
-
-    def known(self, batch: int) -> list[Schedule]:
-        """The schedule that showed that a batch, or the next larger one, fits, if there is one."""
-        serving = [other for other in self._leanest if other >= batch]
-        return [self._leanest[min(serving)]] if serving else []
 
     def _fit(self, batch: int) -> Fit:
         from monetlite.solving.bounds import smallest_budget_bound
         from monetlite.solving.race import Solution
         from monetlite.solving.smallest import smallest_budget
 
-        profile = self._options.allowed(self.profile(batch))
+        profile = self._options.allowed(self._profile(batch))
         bound_bytes = smallest_budget_bound(profile)
         self.needed_bytes[batch] = bound_bytes
-        if self.plain_bytes[batch] <= self._budget_bytes:
+        if self.plain_fits(batch):
             return Fit.PLAIN
         if bound_bytes > self._budget_bytes:
             return Fit.IMPOSSIBLE
-        seconds = self._options.time_limit
+        seconds = self._options.time_limit * PROBE_SHARE
         found = smallest_budget(profile, seconds=seconds, seed=self._options.seed)
         if found.reached_bytes is None or found.steps is None:
             return Fit.NOT_FOUND
-        self.needed_bytes[batch] = self._takes(profile, found.steps)
+        self.needed_bytes[batch] = self._takes_bytes(profile, found.steps)
         if found.reached_bytes > self._budget_bytes:
             return Fit.IMPOSSIBLE if found.proven_bytes > self._budget_bytes else Fit.NOT_FOUND
-        if self.needed_bytes[batch] > self._budget_bytes:
-            return self._fit_with_gaps(batch)
-        solution = Solution.of_steps(profile, found.steps, solver="search", seconds=seconds)
-        solution = replace(solution, smallest_proven_bytes=found.proven_bytes)
-        self._leanest[batch] = as_schedule(profile, self._budget_bytes, solution, self._options.tolerance)
+        if self.needed_bytes[batch] <= self._budget_bytes:
+            solution = Solution.of_steps(profile, found.steps, solver="search", seconds=seconds)
+            solution = replace(solution, smallest_proven_bytes=found.proven_bytes)
+            leanest = as_schedule(profile, self._budget_bytes, solution, self._options.tolerance)
+        else:
+            # Another schedule's requests may leave smaller gaps than those of the smallest peak.
+            try:
+                leanest = solve_budget(profile, self._budget_bytes, replace(self._options, time_limit=seconds))
+            except InfeasibleBudget:
+                return Fit.NOT_FOUND
+        self._leanest[batch] = leanest
         return Fit.SCHEDULED
 
-    def _fit_with_gaps(self, batch: int) -> Fit:
-        """Whether some schedule's requests leave small enough gaps, where those of the smallest peak don't."""
-        try:
-            self._leanest[batch] = solve_budget(self.profile(batch), self._budget_bytes, self._options)
-        except InfeasibleBudget:
-            return Fit.NOT_FOUND
-        return Fit.SCHEDULED
+    def point(self, batch: int, seconds: float) -> BatchPoint:
+        """Plain training at a batch if that fits, else a schedule that is solved for so long.
+
+        Raises:
+            InfeasibleBudget: no schedule was found.
+        """
+        profile = self._profile(batch)
+        plain = simulate(profile, plain_steps(profile.graph))
+        if self.plain_fits(batch):
+            return BatchPoint(
+                batch=batch,
+                peak_bytes=plain.peak_bytes,
+                latency_ms=plain.latency_ms,
+                reserved_bytes=self.plain_bytes[batch] if self._options.reserved else None,
+                schedule=None,
+                overhead=0.0,
+            )
+        # The schedule that showed that this batch, or the next larger one, fits.
+        serving = [other for other in self._leanest if other >= batch]
+        starts = [self._leanest[min(serving)]] if serving else []
+        options = replace(self._options, time_limit=seconds)
+        schedule = solve_budget(profile, self._budget_bytes, options, starts=starts)
+        return BatchPoint(
+            batch=batch,
+            peak_bytes=schedule.peak_bytes,
+            latency_ms=schedule.latency_ms,
+            reserved_bytes=schedule.reserved_bytes,
+            schedule=schedule,
+            overhead=schedule.latency_ms / plain.latency_ms - 1,
+        )
 
     def guess(self, low: int, high: int | None) -> int | None:
         return self._linear(self.needed_bytes, low, high)
@@ -261,7 +266,7 @@ class _Prober:
         return self._linear(self.plain_bytes, low, high)
 
     def _linear(self, needed: dict[int, int], low: int, high: int | None) -> int | None:
-        """Where a line through what two batches take meets the budget: the two nearest to where it may be."""
+        """The batch at which a line through the two batches nearest to the limit meets the budget."""
         near = sorted(needed, key=lambda batch: abs(batch - (low if high is None else high)))[:2]
         if len(near) < 2 or needed[near[0]] == needed[near[1]]:
             return None
@@ -277,18 +282,18 @@ def _bisect(
 ) -> int:
     """The largest multiple of `step` that fits, where everything smaller does; 0 if there is none.
 
-    `guess` says where the limit may be, between one that fits and one that doesn't (None: not known yet).
+    `guess` tells a likely limit between a batch that fits and one that doesn't (None: not known yet).
     """
     low, high, batch = 0, None, start
     width, guessing = math.inf, False
-    for _ in range(_MOST_PROBES):
+    for _ in range(MAX_PROBES):
         if fits(batch):
             low = max(low, batch)
         else:
             high = batch if high is None else min(high, batch)
         if high is not None and high - low <= step:
             break
-        # Guesses that don't halve what is open take turns with doubling and bisection, which do.
+        # Guesses that don't halve the open range take turns with doubling and bisection, which do.
         before, width = width, math.inf if high is None else high - low
         guessing = not guessing or (high is not None and width <= before / 2)
         guessed = guess(low, high) if guessing else None
@@ -302,10 +307,10 @@ def _bisect(
 def _spread(plain_largest: int, largest: int, step: int) -> list[int]:
     """Batches to show: plain training's largest, the largest, and some between, evenly."""
     between = [
-        (plain_largest + (largest - plain_largest) * number // _POINTS) // step * step
-        for number in range(1, _POINTS)
+        (plain_largest + (largest - plain_largest) * number // POINTS_BEYOND_PLAIN) // step * step
+        for number in range(1, POINTS_BEYOND_PLAIN)
     ]
     return sorted({batch for batch in (plain_largest, *between, largest) if batch > 0})
 
 
-__all__ = ["Batches", "Fit", "Point", "largest_batch"]
+__all__ = ["BatchLimit", "BatchPoint", "Fit", "largest_batch"]

@@ -1,8 +1,9 @@
-"""Step time against memory: what a model costs within one budget after the other, beside what others do."""
+"""Step time against memory: the best schedules of several budgets, beside the baselines."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
@@ -18,7 +19,7 @@ from monetlite.solving.smallest import smallest_budget
 from monetlite.solving.sweep import sweep_profile
 
 BASELINE_SHARE = 0.25
-"""What part of a budget's time each baseline is searched for that has to be."""
+"""Share of a budget's time for which each baseline is searched for that has to be."""
 _COMPILING_SECONDS = 600.0
 
 SQRT, BLOCKS = "√n checkpointing", "checkpointing every block"
@@ -27,18 +28,28 @@ CHECKMATE, GIST, GREEDY = "Checkmate", "Gist", "greedy"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """A schedule's peak and step time."""
+class TradeoffPoint:
+    """A schedule's steps with their peak and step time, and the budget that it was made for, if any."""
 
     peak_bytes: int
     latency_ms: float
     budget_bytes: int | None = None
-    """The budget that it was made for, if it was made for one."""
+    steps: tuple[Step, ...] = ()
+
+    @classmethod
+    def of_steps(cls, profile: Profile, steps: Iterable[Step], budget_bytes: int | None = None) -> Self:
+        timeline = simulate(profile, steps)
+        return cls(
+            peak_bytes=timeline.peak_bytes,
+            latency_ms=timeline.latency_ms,
+            budget_bytes=budget_bytes,
+            steps=timeline.steps,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetPoint:
-    """What is known about one budget.
+    """Results of one budget.
 
     Attributes:
         best: the fastest schedule found; None if there is none.
@@ -47,7 +58,7 @@ class BudgetPoint:
 
     budget_bytes: int
     status: Status
-    best: Point | None
+    best: TradeoffPoint | None
     lower_bound_ms: float
 
 
@@ -58,15 +69,15 @@ class Tradeoff:
     Attributes:
         plain: plain training; own: the schedule that it was made for.
         budgets: ascending; more memory never has the slower schedule, nor the higher bound.
-        others: what each baseline reaches, by its name.
+        others: points of each baseline, by its name.
         smallest_proven_bytes: nothing fits below; smallest_reached_bytes: the smallest peak of a known schedule.
         time_limit: seconds for each budget; baseline_seconds: for each baseline that is searched for.
     """
 
-    plain: Point
-    own: Point
+    plain: TradeoffPoint
+    own: TradeoffPoint
     budgets: tuple[BudgetPoint, ...]
-    others: Mapping[str, tuple[Point, ...]]
+    others: Mapping[str, tuple[TradeoffPoint, ...]]
     smallest_proven_bytes: int
     smallest_reached_bytes: int
     time_limit: float
@@ -81,27 +92,27 @@ def trade_off(
     profile: Profile,
     plain: Profile,
     steps: Sequence[Step],
-    *,
     options: SolvingOptions,
+    *,
     points: int = 8,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Tradeoff:
     """Solve for budgets between the smallest feasible one and plain training's peak, and try the baselines.
 
     Args:
-        profile: what to solve for; plain: the costs of plain training, and of the baselines.
-        steps: a schedule's, as steps of `profile`: every solve may begin from them.
+        profile: the costs to solve with; plain: those of plain training, and of the baselines.
+        steps: of a schedule on `profile`: every solve may begin from them.
         options: tolerance, time limit of each budget, and seed; baselines come on top of the time.
         points: number of budgets.
-        progress: told what is being done, and how many of how many pieces of work are done.
+        progress: called with what is done next, and the pieces of work that are done and in all.
 
     Raises:
         ScheduleMismatch: the steps use an implementation that the tolerance rules out.
     """
     allowed, plain = options.allowed(profile), options.allowed(plain)
     time_limit, seed = options.time_limit, options.seed
-    own = _made(allowed, Choices.of_steps(profile.graph, steps).steps(allowed.graph))
-    plain_point = _made(plain, plain_steps(plain.graph)).point
+    own = TradeoffPoint.of_steps(allowed, Choices.of_steps(profile.graph, steps).steps(allowed.graph))
+    plain_point = TradeoffPoint.of_steps(plain, plain_steps(plain.graph))
     work = _Work(progress, total=2 + 4 * points)
     if not is_cached():
         # No budget's time should go into this, nor its result depend on it.
@@ -110,13 +121,13 @@ def trade_off(
     work.begin("the smallest feasible budget")
     smallest = smallest_budget(allowed, seconds=time_limit, seed=seed, starts=[own.steps])
     assert smallest.steps is not None
-    leanest = _made(allowed, smallest.steps)
-    budgets = _between(leanest.point.peak_bytes, plain_point.peak_bytes, points, own.point.peak_bytes)
-    others = _others(plain, budgets, BASELINE_SHARE * time_limit, seed, work)
+    leanest = TradeoffPoint.of_steps(allowed, smallest.steps)
+    budgets = _between(leanest.peak_bytes, plain_point.peak_bytes, points, own.peak_bytes)
+    others = _baselines(plain, budgets, BASELINE_SHARE * time_limit, seed, work)
     starts = [leanest, own]
     if plain.graph.fingerprint == allowed.graph.fingerprint:
-        # What a baseline finds is a schedule too: none is faster than what is solved for.
-        starts += _fastest(budgets, [made for of in others.values() for made in of])
+        # A baseline's steps are a schedule too: none may be faster than the one that is solved for.
+        starts += _fastest(budgets, [point for of in others.values() for point in of])
 
     def solving(budget_bytes: int, _: Progress) -> None:
         at = budgets.index(budget_bytes)
@@ -126,7 +137,7 @@ def trade_off(
         allowed,
         budgets,
         options,
-        starts=list(dict.fromkeys(made.steps for made in starts)),
+        starts=list(dict.fromkeys(point.steps for point in starts)),
         progress=solving,
     )
     reached = [
@@ -134,28 +145,30 @@ def trade_off(
     ]
     return Tradeoff(
         plain=plain_point,
-        own=own.point,
+        own=own,
         budgets=tuple(
             BudgetPoint(
                 budget_bytes=budget_bytes,
                 status=solution.status,
-                best=None if solution.steps is None else _made(allowed, solution.steps, budget_bytes).point,
+                best=None
+                if solution.steps is None
+                else TradeoffPoint.of_steps(allowed, solution.steps, budget_bytes),
                 lower_bound_ms=solution.lower_bound_ms,
             )
             for budget_bytes, solution in solutions.items()
         ),
-        others={name: tuple(made.point for made in of) for name, of in others.items()},
+        others=others,
         smallest_proven_bytes=max(
             smallest.proven_bytes, *(item.smallest_proven_bytes for item in solutions.values())
         ),
-        smallest_reached_bytes=min(leanest.point.peak_bytes, *reached),
+        smallest_reached_bytes=min(leanest.peak_bytes, *reached),
         time_limit=time_limit,
         baseline_seconds=BASELINE_SHARE * time_limit,
     )
 
 
 class _Work:
-    """Counts pieces of work, of about the same length, for somebody who waits."""
+    """Counts pieces of work, of about the same length, for a progress bar."""
 
     def __init__(self, progress: Callable[[str, int, int], None] | None, *, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
@@ -165,18 +178,6 @@ class _Work:
         self._done = self._done if done is None else done
         if self._progress is not None:
             self._progress(what, self._done, self._total)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    steps: tuple[Step, ...]
-    point: Point
-
-
-def _made(profile: Profile, steps: Iterable[Step], budget_bytes: int | None = None) -> _Made:
-    timeline = simulate(profile, steps)
-    point = Point(peak_bytes=timeline.peak_bytes, latency_ms=timeline.latency_ms, budget_bytes=budget_bytes)
-    return _Made(steps=timeline.steps, point=point)
 
 
 def _between(least_bytes: int, most_bytes: int, points: int, own_bytes: int) -> list[int]:
@@ -194,13 +195,13 @@ def _between(least_bytes: int, most_bytes: int, points: int, own_bytes: int) -> 
     return sorted({least_bytes, *inner, most_bytes})
 
 
-def _others(
+def _baselines(
     plain: Profile, budgets: Sequence[int], seconds: float, seed: int, work: _Work
-) -> dict[str, tuple[_Made, ...]]:
-    """What each baseline makes, in the order of the budgets."""
+) -> dict[str, tuple[TradeoffPoint, ...]]:
+    """Points of each baseline, in the order of the budgets."""
     work.begin("checkpointing", done=1)
-    made: dict[str, tuple[_Made, ...]] = {
-        SQRT: (_made(plain, baselines.sqrt_checkpointing(plain)),),
+    found: dict[str, tuple[TradeoffPoint, ...]] = {
+        SQRT: (TradeoffPoint.of_steps(plain, baselines.sqrt_checkpointing(plain)),),
         BLOCKS: (_block_checkpointing(plain),),
     }
     done = 2
@@ -208,56 +209,49 @@ def _others(
         (CHECKMATE, baselines.restrict_checkmate(plain)),
         (GIST, baselines.restrict_gist(plain)),
     ):
-        found: list[_Made] = []
-        # From the largest budget down: below the first that nothing fits, nothing is looked for.
+        descending: list[TradeoffPoint] = []
+        # From the largest budget down: below the first that nothing fits, nothing is searched for.
         for at, budget_bytes in enumerate(reversed(budgets)):
             work.begin(name, done=done + at)
             best = search(restricted.profile, budget_bytes, seconds=seconds, seed=seed)
             if best is None:
                 break
-            found.append(_made(plain, restricted.steps(best.steps), budget_bytes))
-        made[name] = _never_slower(reversed(found))
+            descending.append(TradeoffPoint.of_steps(plain, restricted.steps(best.steps), budget_bytes))
+        found[name] = _never_slower(reversed(descending))
         done += len(budgets)
-    greedy: list[_Made] = []
+    greedy: list[TradeoffPoint] = []
     for at, budget_bytes in enumerate(budgets):
         work.begin(GREEDY, done=done + at)
         steps = baselines.greedy(plain, budget_bytes)
         if steps is not None:
-            greedy.append(_made(plain, steps, budget_bytes))
-    made[GREEDY] = tuple(greedy)
-    return made
+            greedy.append(TradeoffPoint.of_steps(plain, steps, budget_bytes))
+    return {**found, GREEDY: tuple(greedy)}
 
 
-def _block_checkpointing(plain: Profile) -> _Made:
-    """Every module checkpointed that is so deep in the model: at the depth at which that takes least memory."""
+def _block_checkpointing(plain: Profile) -> TradeoffPoint:
+    """Checkpointing of every module at one depth of the model: the depth that takes least memory."""
     paths = {operator.module for operator in plain.graph.operators}
-    made = [
-        _made(plain, baselines.segment_checkpointing(plain, boundaries))
-        for depth in range(1, max(path.count(".") for path in paths) + 2)
-        if (boundaries := baselines.module_boundaries(plain.graph, depth))
-    ]
-    made = made or [_made(plain, baselines.segment_checkpointing(plain))]
-    return min(made, key=lambda item: (item.point.peak_bytes, item.point.latency_ms))
+    depths = range(1, max(path.count(".") for path in paths) + 2)
+    divisions = [found for depth in depths if (found := baselines.module_boundaries(plain.graph, depth))]
+    made = [baselines.segment_checkpointing(plain, boundaries) for boundaries in divisions]
+    points = [TradeoffPoint.of_steps(plain, steps) for steps in made or [baselines.segment_checkpointing(plain)]]
+    return min(points, key=lambda point: (point.peak_bytes, point.latency_ms))
 
 
-def _never_slower(ascending: Iterable[_Made]) -> tuple[_Made, ...]:
-    """For each budget the fastest of those for it and for smaller ones."""
-    best: list[_Made] = []
-    for made in ascending:
-        if best and best[-1].point.latency_ms <= made.point.latency_ms:
-            made = replace(best[-1], point=replace(best[-1].point, budget_bytes=made.point.budget_bytes))
-        best.append(made)
+def _never_slower(ascending: Iterable[TradeoffPoint]) -> tuple[TradeoffPoint, ...]:
+    """For each budget the fastest of the points for it and for smaller ones."""
+    best: list[TradeoffPoint] = []
+    for point in ascending:
+        if best and best[-1].latency_ms <= point.latency_ms:
+            point = replace(best[-1], budget_bytes=point.budget_bytes)
+        best.append(point)
     return tuple(best)
 
 
-def _fastest(budgets: Sequence[int], made: Sequence[_Made]) -> list[_Made]:
-    """For each budget the fastest of what fits it, if anything does."""
-    found = []
-    for budget_bytes in budgets:
-        fitting = [item for item in made if item.point.peak_bytes <= budget_bytes]
-        if fitting:
-            found.append(min(fitting, key=lambda item: item.point.latency_ms))
-    return found
+def _fastest(budgets: Sequence[int], points: Sequence[TradeoffPoint]) -> list[TradeoffPoint]:
+    """For each budget the fastest of the points that fit it, if any does."""
+    fitting = [[point for point in points if point.peak_bytes <= budget_bytes] for budget_bytes in budgets]
+    return [min(of, key=lambda point: point.latency_ms) for of in fitting if of]
 
 
-__all__ = ["BLOCKS", "CHECKMATE", "GIST", "GREEDY", "SQRT", "BudgetPoint", "Point", "Tradeoff", "trade_off"]
+__all__ = ["BLOCKS", "CHECKMATE", "GIST", "GREEDY", "SQRT", "BudgetPoint", "Tradeoff", "TradeoffPoint", "trade_off"]

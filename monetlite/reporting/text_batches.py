@@ -7,11 +7,11 @@ from rich.table import Table
 
 from monetlite.core.costs import Profile
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.planning.batches import Batches
+from monetlite.planning.batches import BatchLimit
 from monetlite.reporting.text_solve import cost_source
 
 
-def batches_facts(name: str, profile: Profile, found: Batches) -> dict[str, Any]:
+def batches_facts(name: str, profile: Profile, found: BatchLimit) -> dict[str, Any]:
     """The figures for `--json`: bytes, milliseconds, samples per second."""
     return {
         "model": name,
@@ -38,7 +38,7 @@ def batches_facts(name: str, profile: Profile, found: Batches) -> dict[str, Any]
     }
 
 
-def print_batches(console: Console, name: str, profile: Profile, found: Batches) -> None:
+def print_batches(console: Console, name: str, profile: Profile, found: BatchLimit) -> None:
     """The largest batch, and a table of those on the way."""
     source = cost_source(profile.device, str(profile.kind), profile.environment)
     budget = format_bytes(found.budget_bytes)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.planning.tradeoff import Point, Tradeoff
+from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint
 from monetlite.reporting.subject import Subject
 
 OURS = "monetlite"
@@ -16,7 +16,7 @@ OURS = "monetlite"
 def tradeoff_rows(tradeoff: Tradeoff) -> Iterator[dict[str, Any]]:
     """Every point: whose it is, for which budget, its peak and step time, and the bound where there is one."""
 
-    def row(name: str, point: Point | None, budget_bytes: int | None, **more: Any) -> dict[str, Any]:
+    def row(name: str, point: TradeoffPoint | None, budget_bytes: int | None, **more: Any) -> dict[str, Any]:
         return {
             "method": name,
             "budget_bytes": budget_bytes,

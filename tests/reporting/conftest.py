@@ -7,7 +7,9 @@ from browsers import Page, chromium
 from commands import run
 from step_lists import schedule_of
 
-from monetlite.cli.opening import open_schedule
+from monetlite.cli.command_options import ModelChoice
+from monetlite.cli.running import Terminal
+from monetlite.cli.subjects import open_schedule
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -39,7 +41,7 @@ def resnet(tmp_path_factory):
     """A real model's schedule, from the collection that comes with monetlite."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MONETLITE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return open_schedule("zoo:resnet50@6GB", None, None, True, {})
+        return open_schedule("zoo:resnet50@6GB", ModelChoice(), None, Terminal(as_json=True))
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +96,7 @@ def solved(tmp_path_factory):
 @pytest.fixture(scope="session")
 def opened(solved):
     path, spec = solved
-    return open_schedule(str(path), spec, None, True, {})
+    return open_schedule(str(path), ModelChoice(spec=spec), None, Terminal(as_json=True))
 
 
 @pytest.fixture(scope="session")
@@ -114,4 +116,4 @@ def large(synthetic):
 
 @pytest.fixture(scope="session")
 def traded(opened):
-    return trade_off(opened.profile, opened.plain, opened.steps, options=SolvingOptions(time_limit=1), points=4)
+    return trade_off(opened.profile, opened.plain, opened.steps, SolvingOptions(time_limit=1), points=4)

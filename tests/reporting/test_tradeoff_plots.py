@@ -11,7 +11,7 @@ from matplotlib.patches import StepPatch
 from pictures import assert_readable, plot, words_of_svg
 
 from monetlite.core.schedule import Status
-from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, BudgetPoint, Point, Tradeoff
+from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, BudgetPoint, Tradeoff, TradeoffPoint
 from monetlite.reporting.plots.tradeoff_plot import draw_tradeoff
 
 
@@ -58,23 +58,25 @@ def test_a_trade_off_is_drawn_where_it_is(traded, subject):
 @pytest.mark.parametrize("seed", range(5))
 def test_trade_offs_of_any_shape_can_be_read(seed, subject):
     rng = random.Random(seed)
-    plain = Point(peak_bytes=10**9, latency_ms=100.0)
+    plain = TradeoffPoint(peak_bytes=10**9, latency_ms=100.0)
     budgets = sorted(rng.sample(range(2 * 10**8, 10**9), 6))
     latencies = sorted((100 * (1 + rng.random() ** 3) for _ in budgets), reverse=True)
     best = [
         BudgetPoint(
             budget_bytes=budget_bytes,
             status=Status.FEASIBLE,
-            best=None if rng.random() < 0.2 else Point(peak_bytes=budget_bytes - 1000, latency_ms=latency_ms),
+            best=None
+            if rng.random() < 0.2
+            else TradeoffPoint(peak_bytes=budget_bytes - 1000, latency_ms=latency_ms),
             lower_bound_ms=90.0,
         )
         for budget_bytes, latency_ms in zip(budgets, latencies, strict=True)
     ]
 
     def anywhere():
-        return Point(peak_bytes=rng.randrange(2 * 10**8, 10**9), latency_ms=100 + 60 * rng.random())
+        return TradeoffPoint(peak_bytes=rng.randrange(2 * 10**8, 10**9), latency_ms=100 + 60 * rng.random())
 
-    greedy = tuple(Point(peak_bytes=size, latency_ms=rng.choice([110.0, 900.0])) for size in budgets[2:])
+    greedy = tuple(TradeoffPoint(peak_bytes=size, latency_ms=rng.choice([110.0, 900.0])) for size in budgets[2:])
     others = {SQRT: (anywhere(),), BLOCKS: (anywhere(),), CHECKMATE: (), GIST: (plain,), GREEDY: greedy}
     figure = draw_tradeoff(
         Tradeoff(

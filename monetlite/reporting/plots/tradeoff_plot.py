@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from monetlite.core.units import format_bytes
-from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, Point, Tradeoff
+from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, Tradeoff, TradeoffPoint
 from monetlite.reporting.plots.drawing import (
     INK,
     PALE,
@@ -85,12 +85,12 @@ def draw_tradeoff(tradeoff: Tradeoff, subject: Subject) -> Figure:
     return figure
 
 
-def _ours(tradeoff: Tradeoff) -> tuple[Point, ...]:
+def _ours(tradeoff: Tradeoff) -> tuple[TradeoffPoint, ...]:
     """The schedules found, each once."""
     return tuple(dict.fromkeys(item.best for item in tradeoff.budgets if item.best is not None))
 
 
-def _limit(axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[Point]]) -> None:
+def _limit(axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[TradeoffPoint]]) -> None:
     """Room for everything but baselines that are far above the rest; those leave at the top."""
     singles = _singles(tradeoff)
     points = [*singles.values(), *(point for of in curves.values() for point in of)]
@@ -163,13 +163,15 @@ def _bound_line(tradeoff: Tradeoff) -> list[tuple[float, float]]:
     return corners
 
 
-def _singles(tradeoff: Tradeoff) -> dict[str, Point]:
+def _singles(tradeoff: Tradeoff) -> dict[str, TradeoffPoint]:
     """What is a single point, by what it is called."""
     alone = {name: points[0] for name, points in tradeoff.others.items() if name in (SQRT, BLOCKS) and points}
     return {"plain training": tradeoff.plain, "this schedule": tradeoff.own, **alone}
 
 
-def _label_points(figure: Figure, axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[Point]]) -> None:
+def _label_points(
+    figure: Figure, axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[TradeoffPoint]]
+) -> None:
     labels = []
     for (name, point), look in zip(_singles(tradeoff).items(), _SINGLE_LOOKS, strict=False):
         overhead = tradeoff.overhead(point.latency_ms)

@@ -60,7 +60,7 @@ def needs(batch):
 @pytest.mark.parametrize("first", [1, 700])
 def test_brute_force_agrees(first):
     budget_bytes = 8_000_000
-    found = largest_batch(price, budget_bytes, first=first, options=SolvingOptions(time_limit=10))
+    found = largest_batch(price, budget_bytes, SolvingOptions(time_limit=10), first=first)
     assert needs(found.largest)[1] <= budget_bytes < needs(found.largest + 1)[1]
     assert needs(found.plain_largest)[0] <= budget_bytes < needs(found.plain_largest + 1)[0]
     assert found.plain_largest < found.largest
@@ -77,22 +77,22 @@ def test_brute_force_agrees(first):
 
 
 def test_multiples_only():
-    found = largest_batch(price, 8_000_000, first=8, step=8, options=SolvingOptions(time_limit=5))
+    found = largest_batch(price, 8_000_000, SolvingOptions(time_limit=5), first=8, step=8)
     assert all(point.batch % 8 == 0 for point in found.points)
     assert needs(found.largest + 8)[1] > 8_000_000
 
 
 def test_where_to_begin_is_only_that():
-    assert largest_batch(price, 8_000_000, first=10**9, options=SolvingOptions(time_limit=1)).largest == (
-        largest_batch(price, 8_000_000, first=700, options=SolvingOptions(time_limit=1)).largest
+    assert largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=10**9).largest == (
+        largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=700).largest
     )
 
 
 def test_a_budget_for_nothing_and_one_for_everything():
     with pytest.raises(InfeasibleBudget, match="a batch of 1 needs"):
-        largest_batch(price, 1_500_000, first=4, options=SolvingOptions(time_limit=2))
+        largest_batch(price, 1_500_000, SolvingOptions(time_limit=2), first=4)
     with pytest.raises(ModelError, match="not what limits this model"):
-        largest_batch(lambda _: price(2), 2**40, first=4, options=SolvingOptions(time_limit=2))
+        largest_batch(lambda _: price(2), 2**40, SolvingOptions(time_limit=2), first=4)
 
 
 def test_names_of_fits_are_for_people():
@@ -150,7 +150,7 @@ def test_a_budget_of_reserved_memory():
         step=64,
         options=SolvingOptions(reserved=True, time_limit=2),
     )
-    by_peaks = largest_batch(wide, budget_bytes, first=512, step=64, options=SolvingOptions(time_limit=2))
+    by_peaks = largest_batch(wide, budget_bytes, SolvingOptions(time_limit=2), first=512, step=64)
     assert 0 < found.plain_largest < found.largest < by_peaks.largest
     for point in found.points:
         profile = wide(point.batch)

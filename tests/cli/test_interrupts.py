@@ -51,7 +51,7 @@ def test_a_solve_returns_what_it_has(pressed):
     "run",
     [
         lambda: monetlite.sweep(price(512), ["100%", "90%", "80%"], time_limit=30),
-        lambda: largest_batch(price, 2_000_000, first=512, step=64, options=SolvingOptions(time_limit=60)),
+        lambda: largest_batch(price, 2_000_000, SolvingOptions(time_limit=60), first=512, step=64),
         lambda: monetlite.optimize(
             nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
             torch.randn(64, 8),

@@ -1,0 +1,183 @@
+"""Options of the commands. Those of pricing and solving are made from the fields of the option dataclasses."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+
+from monetlite.core.options import PricingOptions, SolvingOptions
+
+Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+DEFAULT_ESTIMATE = "rtx-3090"
+"""Device to estimate by default where there is no GPU: a common 24 GB card."""
+MAX_INTEGER = 2**31 - 1
+"""Largest batch and seed that torch takes."""
+SEED = click.IntRange(0, MAX_INTEGER)
+ESTIMATED = "cpu or cuda to measure here, or a device to estimate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """The model that a command is given: its name, sizes (None: the model's own), and dtypes."""
+
+    spec: str | None = None
+    batch: int | None = None
+    input_size: tuple[int, int] | None = None
+    sequence_length: int | None = None
+    dtype: str | None = None
+    autocast: str | None = None
+
+
+class ImageSize(click.ParamType[tuple[int, int]]):
+    """`224` or `416x608`."""
+
+    name = "PIXELS|HxW"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        sides = str(value).lower().replace("×", "x").split("x")
+        if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
+            self.fail(f"{value!r} is not an image size; write 224 or 416x608", param, ctx)
+        return int(sides[0]), int(sides[-1])
+
+
+class Percentage(click.ParamType[float]):
+    """`10%` or `0.1`."""
+
+    def __init__(self, name: str = "PERCENT") -> None:
+        self.name = name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value).strip()
+        try:
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            share = math.nan
+        if not 0 <= share < math.inf:
+            self.fail(f"{value!r} is not a share; write 10% or 0.1", param, ctx)
+        return share
+
+
+class Seconds(click.FloatRange):
+    """A finite number of seconds, 0.1 at least."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not a number of seconds", param, ctx)
+        return seconds
+
+
+_TYPES: dict[str, click.ParamType[Any]] = {
+    "tolerance": click.FloatRange(min=0, max=1, max_open=True),
+    "time_limit": Seconds(min=0.1),
+    "seed": SEED,
+}
+
+
+def with_options(*options: Decorator) -> Decorator:
+    """Several options as one decorator, shown in this order."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def options_of(kind: type[Any], *names: str, **changes: Any) -> Decorator:
+    """Make options from fields of a dataclass: flags, types, defaults and explanations.
+
+    Args:
+        kind: `PricingOptions` or `SolvingOptions`.
+        names: of the fields; all of them by default.
+        changes: settings of `click.option` that are other for this command.
+    """
+    made = []
+    for item in fields(kind):
+        if names and item.name not in names:
+            continue
+        settings: dict[str, Any] = {"help": item.metadata["help"], "default": item.default}
+        if isinstance(item.default, bool):
+            settings["is_flag"] = True
+        else:
+            choices = item.metadata["choices"]
+            settings["type"] = click.Choice(choices) if choices else _TYPES.get(item.name)
+            settings["show_default"] = item.default is not None
+        made.append(click.option(f"--{item.name.replace('_', '-')}", item.name, **{**settings, **changes}))
+    return with_options(*made)
+
+
+input_options = with_options(
+    click.option("--input-size", type=ImageSize(), help="Image height and width, in pixels."),
+    click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence."),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Dtype of weights and inputs."),
+)
+
+
+def size_options(owner: str = "model") -> Decorator:
+    """Sizes of the inputs; by default those of the owner."""
+    batch = click.option(
+        "--batch", type=click.IntRange(1, MAX_INTEGER), help=f"Batch size; by default the {owner}'s own."
+    )
+    return with_options(batch, input_options)
+
+
+def model_option(*, required: bool = True) -> Decorator:
+    """Name of the model."""
+    return click.option(
+        "--model",
+        "spec",
+        required=required,
+        help="A built-in model (resnet50, vgg16, googlenet, mobilenet_v2, unet), torchvision:NAME, timm:NAME, "
+        "hf:NAME, or your own: path/to/file.py:build or package.module:build.",
+    )
+
+
+schedule_argument = click.argument("schedule")
+schedule_model_option = click.option(
+    "--model",
+    "spec",
+    help="Model of the schedule, if the file doesn't say how to build it: path/to/file.py:build.",
+)
+schedule_device_option = click.option("--device", help=f"{ESTIMATED}; by default the schedule's own.")
+here_option = click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), help="By default the GPU if there is one."
+)
+
+
+def autocast_option(help: str = "Train under torch.autocast to this type.") -> Decorator:
+    """Dtype of `torch.autocast`."""
+    return click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help=help)
+
+
+pricing_options = with_options(
+    options_of(
+        PricingOptions,
+        "device",
+        help=f"{ESTIMATED} (a100-40gb, rtx-4090, t4, …). By default the GPU if there is one, else an estimate for "
+        f"{DEFAULT_ESTIMATE}.",
+    ),
+    options_of(PricingOptions, "optimizer", "accumulate"),
+    autocast_option(),
+)
+
+
+def time_limit_option(seconds: float, help: str) -> Decorator:
+    """A time limit with this command's own default."""
+    return options_of(SolvingOptions, "time_limit", default=seconds, help=help)
+
+
+def repeats_option(times: int, help: str = "Timed steps of each.") -> Decorator:
+    """Number of timed runs."""
+    return click.option("--repeats", type=click.IntRange(min=1), default=times, show_default=True, help=help)
+
+
+def output_option(help: str, **settings: Any) -> Decorator:
+    """A file to write."""
+    return click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help=help, **settings)

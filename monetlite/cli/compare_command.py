@@ -1,0 +1,139 @@
+"""`monetlite compare`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from monetlite.cli.command_options import (
+    SEED,
+    ModelChoice,
+    autocast_option,
+    here_option,
+    model_option,
+    options_of,
+    repeats_option,
+    size_options,
+    time_limit_option,
+)
+from monetlite.cli.running import Terminal, check_writable, command, prints_aside
+from monetlite.cli.subjects import build, chosen_device
+from monetlite.core.errors import ModelError
+from monetlite.core.options import SolvingOptions
+
+WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "picture", ".pdf": "picture"}
+
+
+@command(
+    "compare",
+    model_option(),
+    size_options(),
+    click.option(
+        "--budgets",
+        default="70%,50%,40%",
+        show_default=True,
+        help="Peaks of the whole step, with commas between: 6GB, or 50% of plain training's measured peak.",
+    ),
+    click.option(
+        "--peers",
+        default="all",
+        show_default=True,
+        help="Other methods, with commas between: checkpoint, segments, selective, aot_eager, inductor, checkmate, "
+        "gist.",
+    ),
+    here_option,
+    autocast_option(),
+    options_of(SolvingOptions, "tolerance", help="Tolerance of monetlite's schedules, as for solve."),
+    time_limit_option(20.0, "Seconds for each solve: one for each budget, and one for each peer's peak."),
+    repeats_option(7),
+    click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the searches and of training."),
+    click.option(
+        "--output",
+        "outputs",
+        multiple=True,
+        type=click.Path(dir_okay=False),
+        help="Also write a table (.md), the figures (.json) or a picture (.png, .svg, .pdf); may be repeated.",
+    ),
+)
+def compare_command(
+    terminal: Terminal,
+    choice: ModelChoice,
+    budgets: str,
+    peers: str,
+    device: str | None,
+    solving: SolvingOptions,
+    repeats: int,
+    outputs: tuple[str, ...],
+) -> None:
+    """Measure monetlite beside what people use today: one model, this machine, one run.
+
+    Plain PyTorch, torch.utils.checkpoint on every block, checkpoint_sequential, selective checkpointing,
+    torch.compile with a memory budget, Checkmate's and Gist's methods, and monetlite at each budget and at each of
+    the others' measured peaks.
+    """
+    from monetlite.checking.comparison import PEERS, compare
+    from monetlite.reporting.text_comparison import comparison_facts, print_comparison
+
+    writers = [_writer(Path(output)) for output in outputs]
+    device = chosen_device(device)
+    built = build(choice)
+    with terminal.line("beginning") as progress, prints_aside():
+        comparison = compare(
+            built.model,
+            built.example_inputs,
+            _listed(budgets),
+            peers=PEERS if peers == "all" else _listed(peers),
+            device=device,
+            autocast=choice.autocast or "",
+            tolerance=solving.tolerance,
+            time_limit=solving.time_limit,
+            repeats=repeats,
+            seed=solving.seed,
+            name=built.name,
+            progress=progress,
+        )
+    for write in writers:
+        write(comparison)
+    if terminal.as_json:
+        terminal.print_json({**comparison_facts(comparison), "outputs": list(outputs)})
+        return
+    print_comparison(terminal.console, comparison)
+    for output in outputs:
+        click.echo(f"{WRITTEN_AS[Path(output).suffix.lower()]} written to {output}")
+
+
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _writer(target: Path) -> Callable[[Any], None]:
+    """A function that writes a comparison to a file of this kind.
+
+    Raises:
+        ModelError: an unknown kind of file, or a picture without matplotlib.
+        MonetliteError: there is no such folder.
+    """
+    kind = target.suffix.lower()
+    if kind not in WRITTEN_AS:
+        raise ModelError(f"{target} is none of {', '.join(WRITTEN_AS)}; a file's ending says what is written to it")
+    check_writable(target)
+    from monetlite.core.files.atomic import write_atomically
+    from monetlite.reporting.text_comparison import comparison_facts, comparison_markdown
+
+    if kind == ".md":
+        return lambda comparison: write_atomically(target, comparison_markdown(comparison))
+    if kind == ".json":
+        return lambda comparison: write_atomically(
+            target, json.dumps(comparison_facts(comparison), indent=1) + "\n"
+        )
+    try:
+        from monetlite.reporting.plots.comparison_plot import save_comparison
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("matplotlib"):
+            raise
+        raise ModelError(
+            f"{target}: pictures need matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    return lambda comparison: save_comparison(comparison, target)

@@ -1,0 +1,260 @@
+"""Subjects of commands: models, built and priced; profile files; schedule files with their models."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from monetlite.cli.command_options import DEFAULT_ESTIMATE, ModelChoice
+from monetlite.cli.running import Terminal
+from monetlite.core.costs import Profile, load_profile
+from monetlite.core.errors import DeviceError, ModelError, ScheduleMismatch
+from monetlite.core.graph import AS_TRACED
+from monetlite.core.options import PricingOptions, SolvingOptions
+
+if TYPE_CHECKING:
+    from monetlite.core.schedule import Schedule
+    from monetlite.core.steps import Step
+    from monetlite.models import BuiltModel
+
+
+def chosen_device(device: str | None, otherwise: str = "cpu", advice: str = "leave --device out") -> str:
+    """The device to use: as given, else the GPU if there is one, else another.
+
+    Raises:
+        DeviceError: a GPU that this machine does not have.
+    """
+    import torch
+
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise DeviceError(f"device 'cuda': this machine has no GPU that torch can use; {advice}")
+    return device or ("cuda" if there else otherwise)
+
+
+def build(choice: ModelChoice, *, meta: bool = False) -> "BuiltModel":
+    """Build a model; on the meta device without memory for its weights."""
+    import torch
+
+    from monetlite.models import build_model
+
+    assert choice.spec is not None
+    return build_model(
+        choice.spec,
+        batch=choice.batch,
+        input_size=choice.input_size,
+        sequence_length=choice.sequence_length,
+        dtype=getattr(torch, choice.dtype) if choice.dtype else None,
+        meta=meta,
+    )
+
+
+def price_layouts(
+    choice: ModelChoice,
+    pricing: PricingOptions,
+    terminal: Terminal,
+    layouts: Sequence[str] = (AS_TRACED,),
+    solving: SolvingOptions | None = None,
+) -> "tuple[BuiltModel, list[Profile]]":
+    """Build a model, and trace and price it in some layouts, without allocating its activations.
+
+    Implementations that `solving` rules out are not priced.
+    """
+    import torch
+
+    from monetlite.core.devices import find_device
+    from monetlite.planning.pricing import profile
+    from monetlite.tracing import trace
+
+    device = chosen_device(pricing.device, DEFAULT_ESTIMATE, "name a device to estimate")
+    if device not in ("cpu", "cuda"):
+        find_device(device)
+    built = build(choice, meta=True)
+    device_type = "cuda" if device == "cuda" else "cpu"
+    dtype = getattr(torch, choice.autocast or "bfloat16")
+    profiles = []
+    for layout in layouts:
+        with torch.autocast(device_type, dtype, enabled=choice.autocast is not None):
+            graph = trace(built.model, built.example_inputs, device=device, meta_device=device_type, layout=layout)
+        with terminal.bar("measuring operators") as progress:
+            priced = profile(
+                replace(graph, name=built.name),
+                device,
+                optimizer=pricing.optimizer,
+                accumulate=pricing.accumulate,
+                tolerance=None if solving is None else solving.tolerance,
+                progress=progress,
+            )
+        profiles.append(replace(priced, source=built.source))
+    return built, profiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedProfiles:
+    """Profiles of one step, the first as plain training runs it, with its batch and a name for people."""
+
+    profiles: list[Profile]
+    batch: int
+    description: str
+
+
+def load_profiles(paths: Sequence[str], layout: str | None, given: Mapping[str, object]) -> LoadedProfiles:
+    """Read profile files of one training step in different layouts.
+
+    Args:
+        paths: the files.
+        layout: the only one to solve for, if given.
+        given: options that repeat what the files say.
+
+    Raises:
+        ModelError: an option contradicts the files, they are of different steps, or the layout is not there.
+        ScheduleFileError: a file can't be read.
+    """
+    if said := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
+        raise ModelError(f"a profile says what {', '.join(said)} would; leave that out, or profile again with it")
+    loaded = sorted(map(load_profile, paths), key=lambda profile: profile.graph.layout != AS_TRACED)
+    first = loaded[0]
+    if first.graph.layout != AS_TRACED:
+        raise ModelError(
+            f"{_described(first)}: give the profile of the step as traced, too; budgets in percent and overheads "
+            "are relative to that"
+        )
+    for other in loaded[1:]:
+        if other.graph.layout == first.graph.layout or (
+            (other.graph.name, other.graph.inputs, other.device, other.optimizer, other.accumulate)
+            != (first.graph.name, first.graph.inputs, first.device, first.optimizer, first.accumulate)
+        ):
+            raise ModelError(
+                "the profiles are not of one step in different layouts: "
+                f"{_described(first)}, and {_described(other)}"
+            )
+    if layout is not None and layout not in [profile.graph.layout for profile in loaded]:
+        raise ModelError(f"no profile is of a step in layout {layout!r}; give one made with --layout {layout}")
+    sizes = [spec.shape[0] for spec in first.graph.inputs.values() if spec.shape]
+    batch = first.source.batch if first.source else sizes[0] if sizes else 1
+    return LoadedProfiles(profiles=loaded, batch=batch, description=_described(first))
+
+
+def _described(profile: Profile) -> str:
+    shapes = _shapes([spec.shape for spec in profile.graph.inputs.values()])
+    return f"{profile.graph.name} on {shapes}, {profile.graph.layout}, {profile.kind} for {profile.device}"
+
+
+def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join("×".join(map(str, shape)) for shape in shapes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedSchedule:
+    """A schedule with the graph and the costs that it was solved for.
+
+    Attributes:
+        schedule: as read.
+        steps: its steps on this device: implementations that the device lacks run by default.
+        profile: the costs that it is compared with; plain: those of plain training, whose images are laid out as
+            the model has them.
+        built: the model.
+    """
+
+    schedule: "Schedule"
+    steps: "tuple[Step, ...]"
+    profile: Profile
+    plain: Profile
+    built: "BuiltModel"
+
+
+def open_schedule(path: str, choice: ModelChoice, device: str | None, terminal: Terminal) -> OpenedSchedule:
+    """Read a schedule (a file, or `zoo:MODEL@BUDGET`), and trace and price its model.
+
+    Args:
+        path: the schedule.
+        choice: the model, where the file doesn't name it, and sizes other than the file's.
+        device: to price for; by default the one that the schedule was solved with, which is measured again if
+            this machine is where it was measured.
+        terminal: shows progress.
+
+    Raises:
+        ScheduleFileError: the file can't be read.
+        ScheduleMismatch: it is for another model, or for other sizes.
+        ModelError: the file doesn't say how to build its model, or was measured on another machine.
+    """
+    from monetlite.core.binding import bind
+    from monetlite.zoo import load_schedule
+
+    schedule = load_schedule(path)
+    choice = model_of(schedule, path, choice)
+    built, profiles = price_for(schedule, choice, device or _device_of(schedule, path), terminal)
+    graph = profiles[-1].graph
+    steps = bind(schedule, graph)
+    if graph.fingerprint != schedule.fingerprint:
+        theirs, ours = ([item.shape for item in specs.values()] for specs in (schedule.inputs, graph.inputs))
+        if theirs == ours:
+            raise ScheduleMismatch(
+                f"{path} was solved for tensors of other sizes than this model makes of inputs of {_shapes(ours)}: "
+                "layers have other widths, or the file was edited. Solve a schedule for this model"
+            )
+        raise ScheduleMismatch(
+            f"{path} was solved for inputs of {_shapes(theirs)}, and the model has {_shapes(ours)}; give its sizes "
+            "(--batch, --input-size, --sequence-length), or solve one for these"
+            + (", or see what it would take with monetlite rescale" if schedule.source is not None else "")
+        )
+    return OpenedSchedule(schedule=schedule, steps=steps, profile=profiles[-1], plain=profiles[0], built=built)
+
+
+def model_of(schedule: "Schedule", path: str, choice: ModelChoice) -> ModelChoice:
+    """The model of a schedule that was read from a path, and its sizes: as given, else as the file says.
+
+    Raises:
+        ModelError: neither does.
+    """
+    source = schedule.source
+    if source is None and choice.spec is None:
+        raise ModelError(
+            f"{path} doesn't say how to build its model, which is not one that has a name everywhere; add "
+            "--model path/to/file.py:build"
+        )
+    if source is not None and choice.spec in (None, source.model):
+        names = ("batch", "input_size", "sequence_length", "dtype")
+        sizes: dict[str, Any] = {name: getattr(choice, name) or getattr(source, name) for name in names}
+        choice = replace(choice, spec=source.model, **sizes)
+    return replace(choice, autocast=schedule.autocast or None)
+
+
+def price_for(
+    schedule: "Schedule", choice: ModelChoice, device: str, terminal: Terminal
+) -> "tuple[BuiltModel, list[Profile]]":
+    """Price a schedule's model on a device: as plain training runs it, and last in the schedule's layout."""
+    pricing = PricingOptions(device=device, optimizer=schedule.optimizer, accumulate=schedule.accumulate)
+    return price_layouts(choice, pricing, terminal, list(dict.fromkeys((AS_TRACED, schedule.layout))))
+
+
+def _device_of(schedule: "Schedule", path: str) -> str:
+    """The device that a schedule was solved with, if its costs can be had here."""
+    if schedule.kind == "estimated":
+        return schedule.device
+    import torch
+
+    from monetlite.profiling.meters import meter_for
+
+    there = schedule.environment.get("device", schedule.device)
+    here = "no such device"
+    if schedule.device != "cuda" or torch.cuda.is_available():
+        here = meter_for(schedule.device).environment()["device"]
+    if here != there:
+        raise ModelError(
+            f"{path} was solved with costs measured on {there}, which this machine is not; say what to measure or "
+            "estimate instead: --device cpu, cuda, t4, ..."
+        )
+    return schedule.device
+
+
+__all__ = [
+    "LoadedProfiles",
+    "OpenedSchedule",
+    "build",
+    "chosen_device",
+    "load_profiles",
+    "model_of",
+    "open_schedule",
+    "price_for",
+    "price_layouts",
+]

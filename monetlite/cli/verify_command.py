@@ -1,0 +1,116 @@
+"""`monetlite verify`."""
+
+from typing import Any
+
+import click
+
+from monetlite.cli.command_options import (
+    SEED,
+    ModelChoice,
+    Percentage,
+    repeats_option,
+    schedule_argument,
+    schedule_model_option,
+    size_options,
+)
+from monetlite.cli.running import EXIT_FAILED, CommandExit, Terminal, command, prints_aside
+from monetlite.cli.subjects import build, model_of
+
+DEFAULT_OPERATORS = 10
+"""Number of operators that differ to print."""
+
+
+@command(
+    "verify",
+    schedule_argument,
+    schedule_model_option,
+    size_options("schedule"),
+    repeats_option(3),
+    click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of weights, inputs and dropout."),
+    click.option(
+        "--operators",
+        type=click.IntRange(min=0),
+        is_flag=False,
+        flag_value=DEFAULT_OPERATORS,
+        metavar="[N]",
+        help="Compare what every operator writes, too, and print the N that differ most. Keeps a step's values in "
+        f"main memory. By default {DEFAULT_OPERATORS}, but only where training differs by more than is allowed; 0: "
+        "never.",
+    ),
+    click.option(
+        "--max-difference",
+        type=Percentage("FRACTION"),
+        help="Fail above this relative difference of a gradient, buffer or loss. By default 1e-6, or what the "
+        "schedule's tolerance makes of this model.",
+    ),
+    click.option(
+        "--max-peak-error", type=Percentage(), help="Fail if the peak is further than this from the predicted."
+    ),
+    click.option(
+        "--max-latency-error",
+        type=Percentage(),
+        help="Fail if the step time is further than this from the predicted.",
+    ),
+    click.option("--no-budget-check", is_flag=True, help="Pass though the peak is over the budget."),
+)
+def verify_command(
+    terminal: Terminal,
+    schedule: str,
+    choice: ModelChoice,
+    repeats: int,
+    seed: int,
+    operators: int | None,
+    max_difference: float | None,
+    max_peak_error: float | None,
+    max_latency_error: float | None,
+    no_budget_check: bool,
+) -> None:
+    """Train a step by a schedule and plainly on this machine, and compare everything they leave behind.
+
+    SCHEDULE is a file, or a name such as zoo:resnet50@6GB. A batch smaller than the schedule's (--batch) needs less
+    memory and is served by the same schedule.
+
+    Exit code 0: it passed; 4: it did not, and the last line (or "reasons" of --json) says why.
+    """
+    import torch
+
+    from monetlite.checking.report import VerificationLimits
+    from monetlite.checking.verification import verify
+    from monetlite.reporting.text_verify import print_report, report_facts
+    from monetlite.zoo import load_schedule
+
+    loaded = load_schedule(schedule)
+    torch.manual_seed(seed)
+    built = build(model_of(loaded, schedule, choice))
+    model, inputs = built.model, built.example_inputs
+    if torch.cuda.is_available():
+        model, inputs = model.cuda(), _to_cuda(inputs)
+    with prints_aside():
+        report = verify(
+            model,
+            loaded,
+            inputs,
+            repeats=repeats,
+            seed=seed,
+            operators=None if operators is None else operators > 0,
+            limits=VerificationLimits(
+                difference=max_difference,
+                budget=not no_budget_check,
+                peak_error=max_peak_error,
+                latency_error=max_latency_error,
+            ),
+        )
+    if terminal.as_json:
+        terminal.print_json(report_facts(report))
+    else:
+        click.echo(built.description)
+        print_report(terminal.console, report, DEFAULT_OPERATORS if operators is None else operators)
+    if not report.passed:
+        raise CommandExit(EXIT_FAILED)
+
+
+def _to_cuda(inputs: Any) -> Any:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), inputs)

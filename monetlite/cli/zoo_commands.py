@@ -1,0 +1,179 @@
+"""`monetlite zoo`: schedules that people share."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from monetlite.cli.command_options import output_option
+from monetlite.cli.running import EXIT_FAILED, CommandExit, Terminal, command
+from monetlite.core.errors import ScheduleFileError
+
+if TYPE_CHECKING:
+    from monetlite.core.schedule import Schedule
+    from monetlite.zoo import Shelf
+
+_folder = click.option(
+    "--folder",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="A collection of schedule files; by default the one that comes with monetlite.",
+)
+
+
+@click.group("zoo")
+def zoo_command() -> None:
+    """Schedules that come with monetlite: list, show, get, check and add.
+
+    They need no solving: MONeTWrapper(model, "zoo:resnet50@6GB").
+    """
+
+
+@command(
+    "list",
+    click.option("--model", help="gpt2, hf:gpt2, ResNet-50, ..."),
+    click.option("--device", help="Costs of this device: p100, rtx-3090, ..."),
+    click.option("--budget", help="Only what keeps within it: 6GB, or 50% of plain training's peak."),
+    click.option("--batch", type=click.IntRange(min=1), help="Only what serves this batch."),
+    _folder,
+    group=zoo_command,
+)
+def list_command(
+    terminal: Terminal,
+    model: str | None,
+    device: str | None,
+    budget: str | None,
+    batch: int | None,
+    folder: Path | None,
+) -> None:
+    """List schedules: memory against overhead."""
+    from monetlite.reporting.text_zoo import print_entries
+    from monetlite.zoo.queries import Query, matching
+
+    there = _shelf(folder).entries()
+    entries = matching(there, Query(model=model, device=device, budget=budget, batch=batch))
+    if terminal.as_json:
+        terminal.print_json([{**entry.data(), "name": entry.name} for entry in entries])
+    elif entries:
+        print_entries(terminal.console, entries)
+    else:
+        known = ", ".join(sorted({entry.model for entry in there}))
+        click.echo(f"no schedule matches; there are schedules of {known}")
+
+
+@command("show", click.argument("name"), _folder, group=zoo_command)
+def show_command(terminal: Terminal, name: str, folder: Path | None) -> None:
+    """Show one schedule: NAME as zoo:resnet50@6GB, or a file."""
+    from monetlite.reporting.text_solve import schedule_facts
+    from monetlite.reporting.text_zoo import print_shared
+
+    file, schedule = _find(name, folder)
+    if terminal.as_json:
+        terminal.print_json({**schedule_facts(schedule), "file": file})
+    else:
+        print_shared(terminal.console, file, schedule)
+
+
+@command(
+    "get",
+    click.argument("name"),
+    output_option("Copy; by default the file's own name, here."),
+    _folder,
+    group=zoo_command,
+)
+def get_command(terminal: Terminal, name: str, output: Path | None, folder: Path | None) -> None:
+    """Copy one schedule out of the collection: NAME as zoo:resnet50@6GB."""
+    file, schedule = _find(name, folder)
+    target = output or Path(Path(file).name)
+    replaced = " (in place of an earlier file)" if target.exists() else ""
+    schedule.save(target)
+    if terminal.as_json:
+        terminal.print_json({"file": file, "output": str(target)})
+    else:
+        click.echo(f"{file} written to {target}{replaced}")
+
+
+@command("check", click.argument("files", nargs=-1, type=click.Path(path_type=Path)), _folder, group=zoo_command)
+def check_command(terminal: Terminal, files: tuple[Path, ...], folder: Path | None) -> None:
+    """Check schedule files against this version: schema, legality, budget, peak and latency as written.
+
+    Without FILES, every file of the collection. Exit code 4 if any fails.
+    """
+    from monetlite.reporting.text_zoo import print_checked
+    from monetlite.zoo.check import Checked, Checker, check_all
+
+    shelf = None if files else _shelf(folder)
+    each = check_all(shelf.folder, shelf.files()) if shelf else map(Checker().check, files)
+    found: list[Checked] = []
+    for checked in each:
+        found.append(checked)
+        if not terminal.as_json:
+            print_checked(terminal.console, checked)
+    stale = shelf is not None and not any(item.problems for item in found) and shelf.stale()
+    failed = sum(not item.passed for item in found)
+    if terminal.as_json:
+        facts = [{"file": item.file, "problems": list(item.problems)} for item in found]
+        terminal.print_json({"files": facts, "index_is_stale": stale})
+    else:
+        if stale:
+            click.echo("the index is not that of the files; run `monetlite zoo add` or scripts/make_zoo.py")
+        click.echo(f"{len(found) - failed} of {len(found)} files are sound")
+    if failed or stale:
+        raise CommandExit(EXIT_FAILED)
+
+
+@command("add", click.argument("file", type=click.Path(path_type=Path)), _folder, group=zoo_command)
+def add_command(terminal: Terminal, file: Path, folder: Path | None) -> None:
+    """Check a schedule file and put it into a collection, under the name that its contents give it."""
+    from monetlite.zoo.check import Checker
+
+    checked = Checker().check(file)
+    if not checked.passed or checked.schedule is None:
+        raise ScheduleFileError(f"{file} is not sound, and was not added: {'; '.join(checked.problems)}")
+    entry = _shelf(folder).add(checked.schedule)
+    if terminal.as_json:
+        terminal.print_json(entry.data())
+    else:
+        click.echo(f"{file} added as {entry.file}")
+
+
+@command(
+    "import",
+    click.argument("file", type=click.Path(path_type=Path)),
+    click.option("--with", "ours", help="A schedule to put beside it: a file, or a name such as zoo:resnet50@6GB."),
+    _folder,
+    group=zoo_command,
+)
+def import_command(terminal: Terminal, file: Path, ours: str | None, folder: Path | None) -> None:
+    """Read one of MONeT's published solutions (a pickle, of which nothing is run) to compare with ours."""
+    from dataclasses import asdict
+
+    from monetlite.reporting.text_solve import schedule_facts
+    from monetlite.reporting.text_zoo import print_monet
+    from monetlite.zoo.monet import read_monet
+
+    theirs = read_monet(file)
+    name, schedule = (None, None) if ours is None else _find(ours, folder)
+    if terminal.as_json:
+        beside = None if schedule is None else {**schedule_facts(schedule), "file": name}
+        terminal.print_json({"monet": asdict(theirs), "ours": beside})
+    else:
+        print_monet(terminal.console, theirs, schedule)
+
+
+def _shelf(folder: Path | None) -> "Shelf":
+    from monetlite.zoo import Shelf, shipped
+
+    return shipped() if folder is None else Shelf(folder)
+
+
+def _find(name: str, folder: Path | None) -> "tuple[str, Schedule]":
+    from monetlite.zoo import load_schedule
+    from monetlite.zoo.queries import PREFIX, find_entry
+
+    if not name.startswith(PREFIX) and Path(name).is_file():
+        return name, load_schedule(name)
+    shelf = _shelf(folder)
+    if name.endswith((".yaml", ".yml")) and name not in shelf.files():
+        return name, load_schedule(name)  # which says what is the matter with it
+    entry = find_entry(name, shelf)
+    return entry.file, shelf.load(entry)
