@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from monetlite.checking.measurements import BatchRun, Growth, Loading, Measurements, Mode, Place
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import ModelError
+from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.profiling import memory_use
 from monetlite.profiling.meters import meter_for
 from monetlite.tracing.build import Inputs, resident_bytes, split_inputs

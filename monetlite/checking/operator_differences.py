@@ -19,7 +19,7 @@ from monetlite.checking.step_differences import difference, negligible
 from monetlite.core.graph import AS_TRACED, DELIVERY, OperatorGraph, Phase
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step, plain_steps
-from monetlite.fx import storages
+from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent
 from monetlite.operators.random import drawing_from, rng_state
 from monetlite.runtime.lowering import CAPTURED, RUN, OperatorRun
 from monetlite.runtime.wrapper import MONeTWrapper
@@ -155,7 +155,7 @@ class ScheduledStep:
         self._run_again = {index for index, count in Counter(index for index, _ in steps).items() if count > 1}
 
     def receive(self, node: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
-        return self._operand(node).to(tensor.device) if storages.is_tangent(node) else tensor
+        return self._operand(node).to(tensor.device) if is_tangent(node) else tensor
 
     def run_node(self, node: fx.Node, run: Callable[[], Any], values: Mapping[fx.Node, Any]) -> Any:
         if RUN in node.meta:
@@ -297,8 +297,7 @@ def _watched(
         arguments.clear()
         return _Interpreter(program, watcher).run(initial_env=values)
 
-    call.__dict__["_boxed_call"] = True
-    return call
+    return boxed_function(call)
 
 
 class _Interpreter(fx.Interpreter):

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from monetlite.checking.measurements import StepMemory
 from monetlite.core.errors import ModelError
+from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.operators.random import forked_state, rng_state
 from monetlite.profiling.memory_use import (
     high_water_bytes,

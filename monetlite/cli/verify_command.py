@@ -111,6 +111,7 @@ def verify_command(
 
 def _to_cuda(inputs: Any) -> Any:
     import torch
-    from torch.utils import _pytree as pytree
+
+    from monetlite.fx.torch_internals import torch_pytree as pytree
 
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), inputs)

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from monetlite.core.errors import TraceError
 from monetlite.core.graph import Argument, TensorRef, TensorSpec, TorchConstant
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:

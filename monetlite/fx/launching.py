@@ -15,16 +15,19 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
-from torch.fx.graph import PythonCode
-from torch.fx.graph_module import _forward_from_src
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from monetlite.fx.storages import is_view
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_dispatch import (
+    GENERATED_FUNCTIONS,
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+    unchecked,
+    without_modes,
+)
+from monetlite.fx.torch_internals.torch_fx import function_of, set_boxed
 
-_NAMESPACES = (torch._C._VariableFunctions, torch._C._nn)
-"""Where PyTorch keeps the functions generated for operators."""
 _ALL_IF_OF_ONE_SHAPE = frozenset(
     {
         "aten.view.default",
@@ -62,7 +65,7 @@ def as_function(program: fx.GraphModule) -> Callable[[list[Any]], Any]:
     graph = program.graph
     _leave_out_views(graph)
     launched: dict[Callable[..., Any], _Launched] = {}
-    with _disable_current_modes():
+    with without_modes():
         quick = list(_quick_calls(graph))
     for node, function in quick:
         if isinstance(function, str):
@@ -70,13 +73,10 @@ def as_function(program: fx.GraphModule) -> Callable[[list[Any]], Any]:
         else:
             name = f"{node.target}".replace(".", "_")
             node.target = launched.setdefault(function, _Launched(function, name))
-    graph.set_codegen(fx.graph._BoxedCodeGen())
-    return functools.partial(_executable(graph.python_code("self")), program)
-
-
-def _executable(code: PythonCode) -> Callable[..., Any]:
+    set_boxed(graph)
+    code = graph.python_code("self")
     names = {name: item.function if isinstance(item, _Launched) else item for name, item in code.globals.items()}
-    return _forward_from_src(code.src, names)
+    return functools.partial(function_of(code.src, names), program)
 
 
 def _leave_out_views(graph: fx.Graph) -> None:
@@ -120,7 +120,7 @@ def _quick_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Callable[..., Any] 
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload):
             found = _same_call(node, node.target, probe)
-            yield node, node.target._op if found is None else found
+            yield node, unchecked(node.target) if found is None else found
 
 
 def _same_call(node: fx.Node, target: OpOverload, probe: "_Probe") -> Callable[..., Any] | str | None:
@@ -129,12 +129,12 @@ def _same_call(node: fx.Node, target: OpOverload, probe: "_Probe") -> Callable[.
     if given is None or target.namespace != "aten":
         return None
     args, kwargs = given
-    name = target._schema.name.split("::")[1]
+    name: str = target.overloadpacket.__name__
     if args and isinstance(args[0], torch.Tensor) and (name.endswith("_") or target.is_view):
         method = getattr(torch.Tensor, name, None)
         if method is not None and probe.reaches(target, args, kwargs, method):
             return name
-    for namespace in _NAMESPACES:
+    for namespace in GENERATED_FUNCTIONS:
         function = getattr(namespace, name, None)
         if function is not None and probe.reaches(target, args, kwargs, function):
             return cast("Callable[..., Any]", function)
@@ -188,7 +188,7 @@ def _complete(target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -
     """All arguments of an operator in the order of its schema, defaults included, lists taken apart."""
     values = [
         args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value)
-        for at, argument in enumerate(target._schema.arguments)
+        for at, argument in enumerate(schema_of(target).arguments)
     ]
     return pytree.tree_leaves([list(value) if isinstance(value, (list, tuple)) else value for value in values])
 

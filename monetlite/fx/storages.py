@@ -11,13 +11,16 @@ from functools import cached_property
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
+
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_aot import (
     BufferAOTInput,
     InputMutationAOTOutput,
     ParamAOTInput,
     PlainAOTInput,
+    is_tangent,
 )
-from torch.utils import _pytree as pytree
+from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of, storage_key
 
 _UNANNOTATED_VIEWS = frozenset(
     {"aten._unsafe_view.default", "aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes.default"}
@@ -28,11 +31,11 @@ _UNANNOTATED_VIEWS = frozenset(
 def is_view(node: fx.Node) -> bool:
     """Whether a call returns (a list of) views of its first tensor argument."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if str(target) in _UNANNOTATED_VIEWS:
         return True
-    returns = target._schema.returns
+    returns = schema_of(target).returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
@@ -84,7 +87,7 @@ def shares_storage(kernel: fx.Node) -> bool:
 
 def _captured_in(node: fx.Node) -> list[int]:
     tensors = pytree.tree_leaves(node.meta.get("val"))
-    return [item.untyped_storage()._cdata for item in tensors if isinstance(item, torch.Tensor)]
+    return [storage_key(item) for item in tensors if isinstance(item, torch.Tensor)]
 
 
 def storage_bytes(node: fx.Node) -> int:
@@ -170,11 +173,6 @@ class Reachability:
             if is_tangent(node) or any(argument in found for argument in node.all_input_nodes):
                 found.add(node)
         return found
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether an input of a joint graph is the gradient of an output (AOTAutograd's name for it)."""
-    return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
 def _ancestors(roots: Iterator[fx.Node]) -> set[fx.Node]:

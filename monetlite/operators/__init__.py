@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from monetlite.core.graph import Call, TensorRef
+from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.operators.implementations import TracedKernel, alternatives, find_function, returns_tuple
 
 for _module in pkgutil.iter_modules(__path__):
@@ -71,8 +72,8 @@ def returns_tensor(call: Call) -> bool:
     if registered is not None:
         return not returns_tuple(registered.run)
     function = resolve(target)
-    assert isinstance(function, torch._ops.OpOverload)
-    returns = function._schema.returns
+    assert isinstance(function, OpOverload)
+    returns = schema_of(function).returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 

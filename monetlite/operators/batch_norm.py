@@ -12,10 +12,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.core.graph import Argument, Call, Implementation, TensorRef, TensorSpec
 from monetlite.fx.calls import spec_of
+from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.operators.implementations import TracedKernel, alternatives_for, function, name_of, tensor_at
 from monetlite.operators.normalization import float32_bytes, from_output, piece_bytes, pieces
 from monetlite.operators.strides import is_channels_last, is_contiguous
@@ -136,7 +136,7 @@ def _same_bits_again() -> bool:
     """
     generator = torch.Generator("cpu").manual_seed(0)
     # A capture, during which graphs are built, makes fake tensors of what is computed.
-    with _disable_current_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         for shape in ((3, 37, 11, 13), (4, 16, 8, 8), (5, 7, 1, 3), (64, 33)):
             plain = torch.randn(shape, generator=generator) * 3 + 1
             weight, bias = (torch.randn(shape[1], generator=generator) for _ in range(2))

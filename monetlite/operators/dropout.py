@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.operators import triton_kernels
 from monetlite.operators.implementations import (
     PREFIX,
@@ -63,7 +63,7 @@ def _draws(probability: object, training: object) -> bool:
 
 def _scale(dtype: torch.dtype, probability: float) -> float:
     """The factor of plain training on a CPU."""
-    with _disable_current_modes():
+    with without_modes():
         return float(torch.ones((), dtype=dtype).div_(1 - probability).item())
 
 

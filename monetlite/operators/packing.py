@@ -12,11 +12,10 @@ from functools import cache
 
 import torch
 from torch import fx
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.core.graph import Call, Implementation, TensorRef
 from monetlite.fx.calls import spec_of
+from monetlite.fx.torch_internals.torch_dispatch import without_modes, without_transforms
 from monetlite.operators import triton_kernels
 from monetlite.operators.implementations import Intermediate, TracedKernel, elements, function
 from monetlite.operators.strides import is_dense, same_layout, same_places
@@ -221,7 +220,7 @@ def _masked(gradient: torch.Tensor, blocked: torch.Tensor, strides: list[int], *
 def _table(device: torch.device) -> torch.Tensor:
     """For each byte, the eight booleans that it packs, as one 64-bit integer."""
     # Kept for later calls, so it has to be a real tensor even where a program is being traced.
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+    with without_modes(), without_transforms():
         every = torch.cartesian_prod(*[torch.tensor([False, True])] * 8).contiguous()
         words = every.view(torch.int64).flatten()
         table = torch.empty(256, dtype=torch.int64)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from monetlite.core.graph import Call, TensorRef
 from monetlite.fx.calls import fake_mode
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.operators.implementations import PREFIX, find_function, function, target_of
 
 STATE = PREFIX + "rng_state"
@@ -28,9 +29,9 @@ def is_random(node: fx.Node) -> bool:
     registered = find_function(target_of(node))
     if registered is not None:
         return registered.random
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    arguments = {argument.name: argument for argument in target._schema.arguments}
+    arguments = {argument.name: argument for argument in schema_of(target).arguments}
     if "dropout_p" in arguments:
         position = list(arguments).index("dropout_p")
         probability = (

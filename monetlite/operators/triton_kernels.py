@@ -12,7 +12,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, is_traced
 
 try:
     import triton
@@ -36,8 +37,7 @@ def usable(*tensors: torch.Tensor) -> bool:
     on_device = all(tensor.is_cuda for tensor in tensors) or os.environ.get("TRITON_INTERPRET") == "1"
     if triton is None or not on_device:
         return False
-    traced = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
-    if traced or any(isinstance(item, FakeTensor) or item.dtype is torch.float64 for item in tensors):
+    if is_traced() or any(isinstance(item, FakeTensor) or item.dtype is torch.float64 for item in tensors):
         return False
     return works(tensors[0].device)
 

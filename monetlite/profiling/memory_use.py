@@ -11,12 +11,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
+
+from monetlite.fx.torch_internals.torch_cuda import clear_cublas_workspaces
+from monetlite.fx.torch_internals.torch_profiler import allocations, memory_profiler
 
 try:
     import resource
@@ -69,7 +70,7 @@ def running_totals(function: Callable[[], Any]) -> list[int]:
     blocks it has seen, and may report the free of another block at such an address, so frees are counted by what
     was allocated there since the start.
     """
-    profiler: Any = torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
+    profiler = memory_profiler()
     with _without_stderr():
         profiler.__enter__()
     try:
@@ -79,7 +80,7 @@ def running_totals(function: Callable[[], Any]) -> list[int]:
             profiler.__exit__(None, None, None)
     sizes: dict[int, int] = {}
     total, totals = 0, []
-    for address, size in _allocations(profiler.kineto_results.experimental_event_tree()):
+    for address, size in allocations(profiler):
         if size >= 0:
             sizes[address] = size
             total += size
@@ -87,18 +88,6 @@ def running_totals(function: Callable[[], Any]) -> list[int]:
             total -= sizes.pop(address, 0)
         totals.append(total)
     return totals
-
-
-def _allocations(roots: list[Any]) -> list[tuple[int, int]]:
-    """Address and size of every allocation on the CPU, and of every free with a size below zero, in order."""
-    found, rest = [], roots[::-1]
-    while rest:
-        event = rest.pop()
-        rest.extend(reversed(event.children))
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    found.sort(key=itemgetter(0))
-    return [(address, size) for _, address, size in found]
 
 
 @contextlib.contextmanager
@@ -122,7 +111,7 @@ def release_workspaces(device: str) -> None:
     """On CUDA, free the workspaces that cuBLAS keeps for each thread, so that they are allocated anew."""
     if device == "cuda":
         torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from monetlite.core.errors import DeviceError
+from monetlite.fx.torch_internals.torch_cuda import occupy_gpu
 from monetlite.profiling.memory_use import (
     high_water_growth_bytes,
     nvidia_smi,
@@ -122,7 +123,7 @@ class CudaMeter:
             self._other.zero_()
             _touch(recent)
             start, end = _event(), _event()
-            torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
+            occupy_gpu(cycles)
             start.record()
             run()
             end.record()

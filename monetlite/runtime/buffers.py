@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
+from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.operators.batch_norm import batch_norm_, batch_norm_in_buffers_
 from monetlite.runtime.lowering import UPDATES
 from monetlite.tracing.capture import Boxed, boxed
@@ -83,26 +83,26 @@ def _in_place(target: Any) -> InPlaceOperator | None:
         return _OURS[target]
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
-    name = target._schema.name.removeprefix("aten::")
+    name = target.overloadpacket.__name__
     if name.endswith(_FUNCTIONAL):
         changing = _overload(name.removesuffix(_FUNCTIONAL), target)
-        first = 0 if changing is None else len(changing._schema.returns)
+        first = 0 if changing is None else len(schema_of(changing).returns)
     else:
         changing = _overload(f"{name}_", target) if torch.Tag.pointwise in target.tags else None
         first = 0
     if changing is None:
         return None
-    arguments = enumerate(changing._schema.arguments)
+    arguments = enumerate(schema_of(changing).arguments)
     changed = [at for at, item in arguments if item.alias_info is not None and item.alias_info.is_write]
     return InPlaceOperator(changing, {first + number: at for number, at in enumerate(changed)})
 
 
 def _overload(name: str, like: OpOverload) -> OpOverload | None:
     """The operator of this name with the parameters of another."""
-    found = getattr(getattr(torch.ops.aten, name, None), like._overloadname, None)
+    found = getattr(getattr(torch.ops.aten, name, None), str(like).rpartition(".")[2], None)
     if not isinstance(found, OpOverload):
         return None
-    taken, wanted = ([argument.name for argument in item._schema.arguments] for item in (found, like))
+    taken, wanted = ([argument.name for argument in schema_of(item).arguments] for item in (found, like))
     return found if taken == wanted else None
 
 

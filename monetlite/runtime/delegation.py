@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import nn
 
 from monetlite.core.errors import ModelError
+from monetlite.fx.torch_internals.torch_modules import apply_to_tensors, own_contents, share_contents
 
 OWN = frozenset(vars(nn.Module()))
 """Instance attributes that every module has."""
@@ -36,8 +37,7 @@ def _of_model(operation: Callable[..., Any]) -> Any:
 
 def _defines(model: nn.Module, name: str) -> bool:
     """Look for an attribute of a module without evaluating it."""
-    registered = (model._parameters, model._buffers, model._modules)
-    return name in vars(model) or hasattr(type(model), name) or any(name in items for items in registered)
+    return name in vars(model) or hasattr(type(model), name) or name in own_contents(model)
 
 
 class Delegating(nn.Module):
@@ -47,8 +47,7 @@ class Delegating(nn.Module):
         super().__init__()
         # Sharing the dictionaries, rather than registering the model as a child, makes names and state_dict
         # keys the model's own and keeps both views consistent whatever is replaced in either.
-        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[shared] = model.__dict__[shared]
+        share_contents(self, model)
         self.__dict__["training"] = model.training
         self.__dict__["model"] = model
 
@@ -75,7 +74,7 @@ class Delegating(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        self.model._apply(fn, recurse)
+        apply_to_tensors(self.model, fn, recurse)
         return self
 
     def _keeps(self, name: str) -> bool:

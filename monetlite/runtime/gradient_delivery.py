@@ -29,17 +29,19 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
+from torch.autograd.function import once_differentiable
+
+from monetlite.core.errors import ModelError
+from monetlite.fx.torch_internals.torch_aot import (
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
     MetadataMutationAOTOutput,
     PlainAOTOutput,
     TangentAOTInput,
+    backward_node,
+    boxed_function,
+    is_tangent,
 )
-from torch.autograd.function import once_differentiable
-
-from monetlite.core.errors import ModelError
-from monetlite.fx.storages import is_tangent
 from monetlite.operators.program_calls import deliver
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
 
@@ -47,7 +49,6 @@ _RUN = "_monetlite_run"
 """Attribute of a stand-in: the `BackwardRun` that computes the real gradient."""
 _RETURNED = (InputMutationAOTOutput, MetadataMutationAOTOutput, PlainAOTOutput, IntermediateBaseAOTOutput)
 """Kinds of forward results that AOTAutograd's node returns."""
-_NODE = "CompiledFunctionBackward"
 
 _thread = threading.local()
 
@@ -193,8 +194,7 @@ def _deferred(program: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler
             made[at] = stand_in
         return made
 
-    call.__dict__["_boxed_call"] = True
-    return call
+    return boxed_function(call)
 
 
 def _results_by_part(program: fx.GraphModule) -> list[list[int]]:
@@ -291,10 +291,7 @@ class UnusedOutputs:
         for item in self._outputs:
             output = item.base_of if isinstance(item, IntermediateBaseAOTOutput) else item
             if isinstance(output, PlainAOTOutput):
-                node = outputs[output.idx].grad_fn
-                while node is not None and type(node).__name__ != _NODE:
-                    node = node.next_functions[0][0] if node.next_functions else None
-                return node
+                return backward_node(outputs[output.idx])
         return None
 
     def _note(self, gradients: Sequence[Any]) -> None:
@@ -323,8 +320,7 @@ class UnusedOutputs:
             left_out = self.left_out()
             return [None if at in left_out else result for at, result in enumerate(run(arguments))]
 
-        call.__dict__["_boxed_call"] = True
-        return call
+        return boxed_function(call)
 
 
 def _reached(graph: fx.Graph, tangents: Sequence[fx.Node]) -> list[int]:

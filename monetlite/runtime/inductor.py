@@ -22,13 +22,21 @@ from monetlite.core.errors import ModelError
 from monetlite.core.graph import OperatorGraph
 from monetlite.core.steps import Step
 from monetlite.fx.calls import fake_mode
+from monetlite.fx.torch_internals.torch_aot import boxed_function
+from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
+from monetlite.fx.torch_internals.torch_inductor import (
+    compile_program,
+    decompositions,
+    force_strides,
+    output_strides,
+)
 from monetlite.operators import is_random, resolve
 from monetlite.operators.implementations import PREFIX, name_of, returns_tuple
 from monetlite.operators.normalization import require_invertible
 from monetlite.operators.program_calls import require
 from monetlite.operators.random import replay, rng_state, state_bytes
 from monetlite.operators.traits import traits_of
-from monetlite.tracing.capture import Boxed
+from monetlite.tracing.capture import Boxed, flat_outputs
 
 NEGLIGIBLE_BYTES = 2**16
 """Extra reads up to this size are accepted for an implementation that Inductor can fuse."""
@@ -67,9 +75,6 @@ def inductor(program: fx.GraphModule, inputs: Sequence[Any], internal: Collectio
     Raises:
         ModelError: a program that checks a guard, or draws random numbers in place or in the backward pass.
     """
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target in (require, require_invertible):
             raise ModelError(
@@ -86,22 +91,20 @@ def inductor(program: fx.GraphModule, inputs: Sequence[Any], internal: Collectio
     with mode, patch.object(mode, "allow_non_fake_inputs", True):
         # Our own functions become torch's operators, and those the ones that Inductor knows. They go by the order
         # of elements in the captured layouts, in every program the same.
-        traced = make_fx(torch.func.functionalize(lambda *args: program(*args)), select_decomp_table())(*captured)
+        traced = make_fx(torch.func.functionalize(lambda *args: program(*args)), decompositions())(*captured)
     _as_captured(traced, captured, inputs)
-    _results_as_captured(traced, internal)
+    results = flat_outputs(traced)
+    # Other code reads these in the strides that they were captured with.
+    force_strides(traced, [at for at, item in enumerate(results) if item is not None and at not in internal])
     tables = _lift_constants(traced)
-    with torch._inductor.config.patch(fallback_random=True):
-        compiled: Any = compile_fx_inner(traced, [*inputs, *map(mode.from_tensor, tables)])
+    compiled = compile_program(traced, [*inputs, *map(mode.from_tensor, tables)])
 
     def run(args: list[Any]) -> Any:
         args.extend(tables)
         return compiled(args)
 
-    run._boxed_call = True  # type: ignore[attr-defined]  # read by AOTAutograd: `run` empties its list
-    run.output_strides = [  # type: ignore[attr-defined]  # read by `gradient_delivery`
-        None if strides is None else tuple(map(int, strides)) for strides in compiled.output_strides
-    ]
-    return run
+    run.output_strides = output_strides(compiled)  # type: ignore[attr-defined]  # read by `gradient_delivery`
+    return boxed_function(run)
 
 
 def _as_captured(program: fx.GraphModule, captured: Sequence[Any], given: Sequence[Any]) -> None:
@@ -123,25 +126,6 @@ def _as_captured(program: fx.GraphModule, captured: Sequence[Any], given: Sequen
                 filled = program.graph.call_function(torch.ops.aten.copy.default, (copy, node))
             for reader in readers:
                 reader.replace_input_with(node, filled)
-    program.recompile()
-
-
-def _results_as_captured(program: fx.GraphModule, internal: Collection[int]) -> None:
-    """Return the results that other code reads in the strides that they were captured with."""
-    from torch._inductor.inductor_prims import force_stride_order
-
-    output = program.graph.output_node()
-    given: Any = output.args[0]
-    results = list(given)
-    outside = [at for at, item in enumerate(results) if isinstance(item, fx.Node) and at not in internal]
-    with program.graph.inserting_before(output):
-        for at in outside:
-            value = results[at].meta["val"]
-            if isinstance(value, torch.Tensor) and value.dim() > 2:
-                results[at] = program.graph.call_function(force_stride_order, (results[at], value.stride()))
-                results[at].meta["val"] = value
-    output.args = (tuple(results),)
-    output.meta["user_visible_output_idxs"] = outside
     program.recompile()
 
 
@@ -219,7 +203,7 @@ def _draw(graph: fx.Graph, node: fx.Node, noted: fx.Node, last: fx.Node | None) 
 
 
 def _returns_several(target: Any) -> bool:
-    return len(target._schema.returns) > 1 if isinstance(target, torch._ops.OpOverload) else returns_tuple(target)
+    return len(schema_of(target).returns) > 1 if isinstance(target, OpOverload) else returns_tuple(target)
 
 
 @cache
@@ -230,9 +214,9 @@ def _draw_operators(target: Any) -> tuple[Any, Any]:
     state that was noted earlier, or None. `draw again(state, device, …)` returns the function's results. Their
     schemas have other names for these, as the function may have a `device` of its own.
     """
-    if isinstance(target, torch._ops.OpOverload):
-        _refuse_if(target._schema.is_mutable, target)
-        text, target_name = str(target._schema), str(target)
+    if isinstance(target, OpOverload):
+        _refuse_if(schema_of(target).is_mutable, target)
+        text, target_name = str(schema_of(target)), str(target)
     else:
         target_name = name_of(target)
         _refuse_if(target_name.endswith("_"), target)

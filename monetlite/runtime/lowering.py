@@ -18,6 +18,7 @@ from monetlite.core.graph import Argument, Call, TensorRef
 from monetlite.core.steps import Step, border
 from monetlite.fx import storages
 from monetlite.fx.calls import decode_argument
+from monetlite.fx.torch_internals.torch_aot import is_tangent
 from monetlite.operators import resolve, returns_tensor
 from monetlite.operators.batch_norm import reading_the_batch
 from monetlite.operators.implementations import name_of
@@ -56,8 +57,8 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     outputs = reach.output
     results, gradients = outputs[: traced.joint.forward_outputs], outputs[traced.joint.forward_outputs :]
     inputs = joint.graph.find_nodes(op="placeholder")
-    tangents = [node for node in inputs if storages.is_tangent(node)]
-    primals = [node for node in inputs if not storages.is_tangent(node)]
+    tangents = [node for node in inputs if is_tangent(node)]
+    primals = [node for node in inputs if not is_tangent(node)]
     forward_runs, backward_runs = _runs(traced, steps)
     primals_of: dict[str, list[fx.Node]] = {}
     for node, primal in zip(gradients, primals, strict=True):

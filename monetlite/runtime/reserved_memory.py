@@ -11,6 +11,7 @@ from monetlite.allocator.allocator import PAGE_BYTES
 from monetlite.core.errors import BudgetError, DeviceError
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, parse_budget
+from monetlite.fx.torch_internals.torch_cuda import set_allocator_settings
 
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with the allocator's settings; the first that is set counts."""
@@ -118,7 +119,7 @@ def _set_expandable(expandable: bool | None) -> None:
     if expandable is not None or not asked:
         asked = [f"{_EXPANDABLE}:{bool(expandable)}"]
     kept = [item for item in items if item.partition(":")[0] != _EXPANDABLE]
-    torch._C._accelerator_setAllocatorSettings(",".join([*kept, *asked]))
+    set_allocator_settings(",".join([*kept, *asked]))
 
 
 __all__ = ["limit_reserved", "reserved_within", "warn_if_unlimited"]

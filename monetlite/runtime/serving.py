@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from monetlite.core.binding import autocast_problem, bind, by_default, lacking
 from monetlite.core.costs import without_costs
@@ -23,6 +22,8 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_dispatch import storage_key
 from monetlite.operators.cudnn import with_named_plans
 from monetlite.profiling.step_additions import with_accumulation, with_optimizer
 from monetlite.tracing.build import Traced
@@ -274,9 +275,9 @@ def _own_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors, without the rest of their storages: a batch may be part of a data set."""
     sizes: dict[int, tuple[int, int]] = {}
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        _, known = sizes.get(storage._cdata, (0, 0))
-        sizes[storage._cdata] = storage.nbytes(), known + tensor.nbytes
+        key = storage_key(tensor)
+        _, known = sizes.get(key, (0, 0))
+        sizes[key] = tensor.untyped_storage().nbytes(), known + tensor.nbytes
     return sum(min(whole, parts) for whole, parts in sizes.values())
 
 

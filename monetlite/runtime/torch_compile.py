@@ -4,11 +4,8 @@ Each graph that TorchDynamo hands over is priced and solved when it is compiled,
 on. What one process has solved is kept for as long as it lives; with `schedule` it is kept in a file.
 """
 
-import contextlib
 import copy
 import functools
-import importlib.util
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,32 +13,23 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import AS_TRACED, OperatorGraph
 from monetlite.core.options import PricingOptions, SolvingOptions, split_options
 from monetlite.core.schedule import Schedule
+from monetlite.fx.torch_internals.torch_dispatch import without_modes
+from monetlite.fx.torch_internals.torch_dynamo import break_reason, draws_like_numpy, leave_messages_out
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.reserved_memory import warn_if_unlimited
 from monetlite.runtime.serving import ScheduleSet
 from monetlite.tracing.build import Traced, autocast_dtype, build_graph, device_of, gpu_of, on_its_gpu
-from monetlite.tracing.capture import Joint, log_settings_quietly, logging_methods
+from monetlite.tracing.capture import Joint
 from monetlite.tracing.fused import kernels_kept_whole
 from monetlite.tracing.names import Namer
 from monetlite.tracing.reasons import DRAW_OTHERWISE, NUMPY_DRAWS
-
-# Messages in a model's code (transformers warns of much) would take its graph apart; TorchDynamo leaves loggers out
-# and has warnings come afterwards where it is told to, which it has to be before it begins.
-log_settings_quietly()
-if importlib.util.find_spec("transformers") is not None:
-    # It gives loggers a method of its own, which a model may call before this file is asked for anything again.
-    with contextlib.suppress(Exception):
-        importlib.import_module("transformers.utils.logging")
-torch._dynamo.config.ignore_logging_functions |= logging_methods()
-torch._dynamo.config.reorderable_logging_functions |= {print, warnings.warn}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +50,20 @@ class CompileOptions:
 _solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
 
 
-def monetlite(
+def __getattr__(name: str) -> Any:
+    """Find `monetlite`, which `torch.compile` asks for when it first looks up the backend of this name.
+
+    From then on, TorchDynamo leaves log messages out, and has prints and warnings come after a graph, in every
+    compilation of the process (since torch 2.13, of the thread). Each message would take a model's graph apart, and
+    torch calls a backend only after that. Importing this file changes nothing.
+    """
+    if name != "monetlite":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    leave_messages_out()
+    return compile_graph
+
+
+def compile_graph(
     graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **others: Any
 ) -> Any:
     """The backend that `torch.compile` finds under this name.
@@ -127,8 +128,8 @@ def _options(given: Mapping[str, Any]) -> CompileOptions:
 
 def _refuse_breaks(graph: fx.GraphModule) -> None:
     """Refuse part of a model: no budget of the whole step can be kept with a part of it."""
-    reason = getattr(graph, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
+    reason = break_reason(graph)
+    if reason is None:
         return
     frame = reason.user_stack[-1] if reason.user_stack else None
     where = f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})" if frame else "somewhere"
@@ -143,7 +144,7 @@ def _refuse_breaks(graph: fx.GraphModule) -> None:
 def _refuse_numpy_draws(graph: fx.GraphModule) -> None:
     """Refuse random numbers from numpy, in whose place TorchDynamo, if it is not told otherwise, draws torch's."""
     for node in graph.graph.nodes:
-        if getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random":
+        if draws_like_numpy(node):
             where = Namer(graph).source(node) or "the model"
             raise ModelError(f"{where} can't be captured: {NUMPY_DRAWS}. {DRAW_OTHERWISE}")
 
@@ -175,9 +176,9 @@ def _solve(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) ->
     pricing, solving = options.pricing, options.solving
     graphs = [graph_in(layout) for layout in layouts_to_try(pricing.layout, solving.tolerance)]
     # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones.
-    with _disable_current_modes():
+    with without_modes():
         profiles = [price(graph, pricing, solving) for graph in graphs]
         return solve_layouts(profiles, options.budget, solving, layout=pricing.layout)
 
 
-__all__ = ["monetlite"]
+__all__ = ["compile_graph"]

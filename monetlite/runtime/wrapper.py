@@ -10,7 +10,6 @@ import contextlib
 import copy
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -18,13 +17,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from monetlite.core.errors import ModelError, ScheduleMismatch
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
 from monetlite.core.units import parse_budget
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.patching import patched
+from monetlite.fx.torch_internals.torch_dispatch import is_transformed
+from monetlite.fx.torch_internals.torch_dynamo import FailOnRecompileLimitHit, TorchDynamoException
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.operators.random import forked_state
 from monetlite.runtime.buffers import eager
@@ -48,8 +50,6 @@ from monetlite.tracing.explaining import explain, own_error
 from monetlite.tracing.recording import install_recorders
 
 _AMOUNT = re.compile(r"[\d.]+\s*(%|[kmgt]?i?b)", re.IGNORECASE)
-_CAPTURING = threading.RLock()
-"""Held while a program is made, which is not for two threads at a time."""
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
 
 
@@ -134,7 +134,7 @@ class MONeTWrapper(Delegating):
         model: nn.Module = self.__dict__["model"]
         if not (model.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_transformed():
             raise ModelError(
                 "a scheduled training step can't be transformed by torch.func (grad, vmap, jacrev, ...): its "
                 "backward pass is a program of its own. Transform the model itself: wrapper.model"
@@ -147,7 +147,7 @@ class MONeTWrapper(Delegating):
                     # Nothing of the step has run; implementations that the weights rule out are not used again.
                     self._avoid(failed.operators)
                     output, detached = self._train(args, kwargs)
-            except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            except FailOnRecompileLimitHit as error:
                 raise too_many_programs() from error
         return output if detached is None else _guard_outputs(output, detached)
 
@@ -156,7 +156,7 @@ class MONeTWrapper(Delegating):
         if signature in self._ready:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
-            with contextlib.suppress(torch._dynamo.exc.TorchDynamoException), program_limit():
+            with contextlib.suppress(TorchDynamoException), program_limit():
                 return self._compiled()(*args, **kwargs)
         return self._first(signature, args, kwargs)
 
@@ -180,12 +180,12 @@ class MONeTWrapper(Delegating):
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step for which a program has to be made."""
-        with _CAPTURING:
+        with patched():  # by one thread at a time
             self.__dict__["_example"] = (args, kwargs)
             try:
                 with capture_settings():
                     return self._compiled()(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except TorchDynamoException as error:
                 if cause := own_error(error):
                     raise cause from None
                 if install_recorders(self.model, error):

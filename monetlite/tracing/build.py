@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, TraceError
@@ -30,6 +29,9 @@ from monetlite.core.graph import (
 )
 from monetlite.fx import storages
 from monetlite.fx.calls import spec_of
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_aot import is_forward
+from monetlite.fx.torch_internals.torch_dispatch import OpOverload, storage_key
 from monetlite.operators import is_random, merge
 from monetlite.operators.implementations import (
     find_function,
@@ -40,7 +42,7 @@ from monetlite.tracing.attention import Capability
 from monetlite.tracing.builder import GraphBuilder
 from monetlite.tracing.capture import Joint, capture
 from monetlite.tracing.layout import channels_last
-from monetlite.tracing.names import Namer, is_forward
+from monetlite.tracing.names import Namer
 from monetlite.tracing.signature import leaves_in_order
 
 
@@ -198,10 +200,10 @@ def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
         size = 0
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in seen:
-                    seen.add(storage._cdata)
-                    size += storage.nbytes()
+                key = storage_key(tensor)
+                if key not in seen:
+                    seen.add(key)
+                    size += tensor.untyped_storage().nbytes()
         return size
 
     return Resident(parameters=total(model.parameters()), buffers=total(model.buffers()), inputs=total(inputs))
@@ -228,7 +230,7 @@ def _draws(graph: fx.Graph) -> frozenset[fx.Node]:
 def _refuse_what_cannot_be_planned(node: fx.Node, namer: Namer) -> None:
     """Refuse a kernel that is not an operator, or whose results' storages or their sizes are not known."""
     where = namer.source(node) or "the model"
-    if not isinstance(node.target, torch._ops.OpOverload) and find_function(target_of(node)) is None:
+    if not isinstance(node.target, OpOverload) and find_function(target_of(node)) is None:
         raise TraceError(f"{where}: {node.target} can't be scheduled (not an operator)")
     results = [item for item in pytree.tree_leaves(node.meta.get("val")) if isinstance(item, torch.Tensor)]
     for item in results:

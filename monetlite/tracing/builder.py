@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from monetlite.core.graph import (
     DELIVERY,
@@ -20,6 +19,8 @@ from monetlite.core.graph import (
 )
 from monetlite.fx import storages
 from monetlite.fx.calls import encode_arguments, fake_mode, spec_of
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_aot import is_tangent
 from monetlite.operators import TracedKernel, again, is_random, split
 from monetlite.operators.implementations import (
     Intermediate,
@@ -70,9 +71,7 @@ class GraphBuilder:
         flat = self.reach.output
         count = self.reach.forward_outputs
         self.outputs = {storages.base(node) for node in flat[:count] if node is not None}
-        primals = [
-            node for node in self.reach.graph.nodes if node.op == "placeholder" and not storages.is_tangent(node)
-        ]
+        primals = [node for node in self.reach.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
         self.gradient_of: dict[fx.Node, list[fx.Node]] = {}
         for node, primal in zip(flat[count:], primals, strict=True):
             if node is not None:
@@ -237,7 +236,7 @@ class GraphBuilder:
     def add_loss(self) -> None:
         """Add what happens outside the model: the caller reads the outputs and autograd hands in gradients."""
         reads = {self.index_of[node] for node in self.outputs if node in self.index_of}
-        tangents = [node for node in self.reach.graph.nodes if storages.is_tangent(node)]
+        tangents = [node for node in self.reach.graph.nodes if is_tangent(node)]
         writes = []
         for number, node in enumerate(tangents):
             self.index_of[node] = len(self.values)

@@ -9,24 +9,31 @@ whether it is traced for a schedule or executed.
 import contextlib
 import copy
 import inspect
-import logging
 import re
 import types
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from monetlite.core.errors import ModelError, TraceError
 from monetlite.fx.launching import as_function
 from monetlite.fx.storages import Reachability
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.patching import patched
+from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, boxed_function
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode
+from monetlite.fx.torch_internals.torch_dynamo import (
+    allow_programs,
+    dynamo_settings,
+    messages_left_out,
+    recompile_reason,
+)
+from monetlite.fx.torch_internals.torch_inductor import torch_random
 from monetlite.tracing.attention import Capability, as_on_gpu
 from monetlite.tracing.explaining import explain, own_error
 from monetlite.tracing.fused import kernels_kept_whole
@@ -185,10 +192,7 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # `loss.backward()` is called outside of `with torch.autocast(...)`, so nothing is cast there. And what
         # draws random numbers that nobody reads is kept, for which AOTAutograd asks this setting of Inductor's.
-        with (
-            torch._functorch.config.patch(backward_pass_autocast="off"),
-            torch._inductor.config.patch(fallback_random=True),
-        ):
+        with aot_settings(backward_pass_autocast="off"), torch_random():
             return compiled(graph, inputs)
 
     return backend
@@ -240,8 +244,7 @@ def boxed(program: fx.GraphModule, _inputs: Sequence[Any] = (), _internal: Colle
     def call(arguments: list[Any]) -> Any:
         return forward(arguments)
 
-    call.__dict__["_boxed_call"] = True
-    return call
+    return boxed_function(call)
 
 
 class _Captured(Exception):
@@ -311,17 +314,15 @@ def capture(
 
 @contextlib.contextmanager
 def capture_settings() -> Iterator[None]:
-    """What a capture of a whole model needs.
+    """Change torch as a capture of a whole model needs it, for the time of a block, in one thread at a time.
 
     Log messages are skipped, prints and warnings come afterwards, and kernels are not taken apart.
     """
-    config = torch._dynamo.config
-    log_settings_quietly()
     with (
+        patched(),  # so that settings are read when no other thread has changed them
         kernels_kept_whole(),
-        config.patch(
-            ignore_logging_functions=config.ignore_logging_functions | logging_methods(),
-            reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
+        messages_left_out(),
+        dynamo_settings(
             recompile_limit=MOST_LAYOUTS,
             use_numpy_random_stream=True,  # and not torch's generator in its place
             skip_nnmodule_hook_guards=False,  # so that a hook which comes after the first step is noticed
@@ -333,24 +334,15 @@ def capture_settings() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def program_limit() -> Iterator[None]:
+def program_limit() -> AbstractContextManager[None]:
     """Allow as many programs as captures do, around steps that are expected to need none: takes microseconds."""
-    config = torch._dynamo.config
-    before = config.recompile_limit
-    config.recompile_limit = MOST_LAYOUTS
-    try:
-        yield
-    finally:
-        config.recompile_limit = before
+    return allow_programs(MOST_LAYOUTS)
 
 
 def too_many_programs() -> ModelError:
     """What to say when Dynamo has just refused to compile one more program for a model."""
-    metrics = torch._dynamo.utils.get_compilation_metrics()
-    reason = (metrics[-1].recompile_reason if metrics else None) or ""
     # A guard that did not hold: `1/14: model.n == 7    # s.n += 1  # model.py:7 in forward (HINT: ...)`.
-    guard = re.sub(r"^\d+/\d+: ", "", reason.partition("\n")[0].partition("  #")[0]).strip()
+    guard = re.sub(r"^\d+/\d+: ", "", recompile_reason().partition("\n")[0].partition("  #")[0]).strip()
     fixed = f" (the last one is for {guard})" if guard else ""
     return ModelError(
         f"programs have been compiled for {MOST_LAYOUTS} different steps of this model, which is the most, and "
@@ -358,22 +350,6 @@ def too_many_programs() -> ModelError:
         "inputs, are fixed in a program. Make a value that changes from step to step a tensor (register_buffer, or "
         "a tensor argument), keep counters out of the forward pass, and pad inputs to a few sizes"
     )
-
-
-def logging_methods() -> set[Callable[..., Any]]:
-    """Methods of loggers, which a capture leaves out."""
-    names = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
-    return {method for name in names if callable(method := getattr(logging.Logger, name, None))}
-
-
-def log_settings_quietly() -> None:
-    """Keep torch 2.11 from printing a traceback at every capture: its own log can't sort a set of methods."""
-    utils: Any = torch._dynamo.utils
-    try:
-        with torch._dynamo.config.patch(ignore_logging_functions=logging_methods()):
-            utils._get_dynamo_config_for_logging()
-    except TypeError:
-        utils._get_dynamo_config_for_logging = lambda: None
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, meta_device: torch.device) -> torch.Tensor:
@@ -402,8 +378,8 @@ def _without_meta(model: nn.Module, mode: FakeTensorMode, meta_device: torch.dev
         return fakes[id(tensor)]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    tensors[name] = fake(tensor)
+        for named in (module.named_parameters, module.named_buffers):
+            for name, tensor in list(named(recurse=False, remove_duplicate=False)):
+                if tensor.is_meta:
+                    setattr(module, name, fake(tensor))
     return model

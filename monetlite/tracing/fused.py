@@ -17,15 +17,25 @@ have the result in the strides of the input. A view that those allow would fail 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch._decomp import decomposition_table
-from torch._ops import OperatorBase, OpOverload
-from torch._prims_common import suggest_memory_format as suggested_memory_format
 
+from monetlite.fx.torch_internals.patching import patched
+from monetlite.fx.torch_internals.torch_dispatch import (
+    DispatchKey,
+    OperatorBase,
+    OpOverload,
+    PythonKernel,
+    decomposed_by,
+    decomposition_table,
+    python_kernel,
+    suggest_memory_format,
+    traced_as,
+    without_python_kernels,
+)
 from monetlite.operators.traits import TRAITS
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
@@ -42,31 +52,21 @@ _BATCH_NORMS = (
 @contextlib.contextmanager
 def kernels_kept_whole() -> Iterator[None]:
     """Trace the operators above as the kernels they are."""
-    put_aside: list[tuple[OpOverload, DispatchKey, Callable[..., Any]]] = []
-    try:
-        for operator in _overloads():
-            for key in _KEYS:
-                kernel = operator.py_kernels.pop(key, None)
-                if kernel is not None:
-                    put_aside.append((operator, key, kernel))
-            operator._dispatch_cache.clear()
-        with (
-            _batch_norm_in_order(),
-            _batch_norm_by_cudnn(torch.ops.aten.cudnn_batch_norm.default, DispatchKey.Autograd),
-            _dropout_of_everything(DispatchKey.Autograd),
-            _dropout_of_everything(DispatchKey.CompositeImplicitAutograd),
-        ):
-            yield
-    finally:
-        for operator, key, kernel in put_aside:
-            operator.py_kernels[key] = kernel
-            operator._dispatch_cache.clear()
+    with (
+        patched(),  # so that no other thread's changes are wrapped by these
+        without_python_kernels(list(_overloads()), _KEYS),
+        _batch_norm_in_order(),
+        _batch_norm_by_cudnn(),
+        _dropout_of_everything(DispatchKey.Autograd),
+        _dropout_of_everything(DispatchKey.CompositeImplicitAutograd),
+    ):
+        yield
 
 
-@contextlib.contextmanager
-def _batch_norm_by_cudnn(operator: OpOverload, key: DispatchKey) -> Iterator[None]:
+def _batch_norm_by_cudnn() -> AbstractContextManager[None]:
     """Have batches be normalised by an operator whose effects a capture sees, and that runs the same kernel."""
-    decomposed = operator.py_kernels.get(key)
+    operator, key = torch.ops.aten.cudnn_batch_norm.default, DispatchKey.Autograd
+    decomposed = python_kernel(operator, key)
 
     def normalize(
         source: torch.Tensor,
@@ -87,61 +87,38 @@ def _batch_norm_by_cudnn(operator: OpOverload, key: DispatchKey) -> Iterator[Non
             made = decomposed(*arguments, training, momentum, eps)
         return made
 
-    with _traced_by(operator, key, normalize):
-        yield
+    return traced_as(operator, key, normalize)
 
 
-@contextlib.contextmanager
-def _batch_norm_in_order() -> Iterator[None]:
+def _batch_norm_in_order() -> AbstractContextManager[None]:
     """Have fake tensors that a CPU's batch norm and its gradient make be laid out as real ones are."""
-    before: dict[OperatorBase, Callable[..., Any]] = {item: decomposition_table[item] for item in _BATCH_NORMS}
 
-    def in_order(operator: OperatorBase) -> Callable[..., Any]:
-        @functools.wraps(before[operator])  # whose module says that fake tensors are made by it
+    def in_order(operator: OperatorBase, decomposed: PythonKernel) -> PythonKernel:
+        @functools.wraps(decomposed)  # whose module says that fake tensors are made by it
         def made(*args: Any, **kwargs: Any) -> Any:
             source = args[1] if operator is _BATCH_NORM_BACKWARD else args[0]
-            first, *rest = before[operator](*args, **kwargs)
+            first, *rest = decomposed(*args, **kwargs)
             if isinstance(first, torch.Tensor) and source.device.type == "cpu":
                 # Not just a fake one: Inductor compiles what it finds in this table.
-                first = first.contiguous(memory_format=suggested_memory_format(source))
+                first = first.contiguous(memory_format=suggest_memory_format(source))
             return (first, *rest)
 
         return made
 
-    decomposition_table.update({operator: in_order(operator) for operator in _BATCH_NORMS})
-    try:
-        yield
-    finally:
-        decomposition_table.update(before)
+    return decomposed_by({operator: in_order(operator, decomposition_table[operator]) for operator in _BATCH_NORMS})
 
 
-@contextlib.contextmanager
-def _dropout_of_everything(key: DispatchKey) -> Iterator[None]:
+def _dropout_of_everything(key: DispatchKey) -> AbstractContextManager[None]:
     """Have what is dropped whole be multiplied by zero, as a plain step does, without drawing numbers."""
     operator = torch.ops.aten.dropout.default
-    decomposed = operator.py_kernels[key]
+    decomposed = python_kernel(operator, key)
+    assert decomposed is not None
 
     def dropout(source: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         made: torch.Tensor = source * source.new_zeros(()) if train and p == 1 else decomposed(source, p, train)
         return made
 
-    with _traced_by(operator, key, dropout):
-        yield
-
-
-@contextlib.contextmanager
-def _traced_by(operator: OpOverload, key: DispatchKey, kernel: Callable[..., Any]) -> Iterator[None]:
-    """Trace an operator as what a function of ours does."""
-    decomposed = operator.py_kernels.get(key)
-    operator.py_kernels[key] = kernel
-    operator._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        del operator.py_kernels[key]
-        if decomposed is not None:
-            operator.py_kernels[key] = decomposed
-        operator._dispatch_cache.clear()
+    return traced_as(operator, key, dropout)
 
 
 def _overloads() -> Iterator[OpOverload]:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from monetlite.fx import storages
+from monetlite.fx.torch_internals.torch_aot import is_tangent
 
 
 def copied_for(gradient: fx.Node, inputs: Sequence[fx.Node], backward: Container[fx.Node]) -> list[fx.Node]:
@@ -20,7 +21,7 @@ def copied_for(gradient: fx.Node, inputs: Sequence[fx.Node], backward: Container
     are any, others may hold: it counts as copied, though autograd may keep a view of it.
     """
     base = storages.base(gradient)
-    if storages.is_tangent(base) or base not in backward:
+    if is_tangent(base) or base not in backward:
         return list(inputs)
     # All but the last leaf to get a tensor find that others will.
     kept = [item for item in inputs if _is_laid_out_as(gradient.meta["val"], item.meta["val"])]
@@ -29,7 +30,7 @@ def copied_for(gradient: fx.Node, inputs: Sequence[fx.Node], backward: Container
 
 def _is_laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
     """What torch calls the layout contract of gradients: a dense leaf's strides, or else contiguous."""
-    if not torch._prims_common.is_non_overlapping_and_dense_or_false(leaf):
+    if torch.empty_like(leaf).stride() != leaf.stride():  # with gaps or overlaps
         return gradient.is_contiguous()
     pairs = zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)
     return all(size == 1 or ours == theirs for size, ours, theirs in pairs)

@@ -18,6 +18,7 @@ from torch import fx
 from monetlite.core.errors import TraceError
 from monetlite.fx import storages
 from monetlite.fx.calls import fake_mode
+from monetlite.fx.torch_internals.torch_dispatch import OpOverload
 from monetlite.operators.random import is_random
 from monetlite.operators.traits import traits_of
 from monetlite.tracing.capture import Joint
@@ -193,7 +194,7 @@ def _is_channels_last(argument: Any) -> bool:
 
 def _takes_any_layout(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return True
     return target.namespace in _ANY_LAYOUT or torch.Tag.flexible_layout in target.tags
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.fx import storages
+from monetlite.fx.torch_internals.torch_aot import is_backward
 from monetlite.operators.implementations import target_of
 from monetlite.operators.traits import family_of
 
@@ -88,13 +89,3 @@ class Namer:
         trace = node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or ""
         frames = _FRAME.findall(str(trace))
         return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
-
-
-def is_forward(node: fx.Node) -> bool:
-    """Whether AOTAutograd recorded a node while it traced the forward pass: what is neither, it recorded later."""
-    return bool(node.meta.get("partitioner_tag") == "is_forward")
-
-
-def is_backward(node: fx.Node) -> bool:
-    """Whether AOTAutograd recorded a node while it traced the backward pass."""
-    return node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))

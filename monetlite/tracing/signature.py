@@ -5,7 +5,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_modules import uncompiled
 
 
 def leaves_in_order(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
@@ -16,9 +18,8 @@ def leaves_in_order(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[
     """
     if not kwargs:
         return pytree.tree_leaves(args)
-    forward = getattr(model, "_orig_mod", model).forward  # of a model that torch.compile has wrapped: its own
     try:
-        signature = inspect.signature(forward)
+        signature = inspect.signature(uncompiled(model).forward)
         bound = signature.bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return pytree.tree_leaves((args, dict(kwargs)))

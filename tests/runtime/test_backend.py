@@ -1,8 +1,10 @@
 """`torch.compile(model, backend="monetlite", options=...)`: plain training, within the budget, by another door."""
 
 import contextlib
+import logging
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import monetlite
 from monetlite.profiling import meters
 from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.runtime.torch_compile import on_gpu
 from monetlite.tracing.build import gpu_of
+
+log = logging.getLogger(__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -136,10 +141,6 @@ def test_a_model_that_is_taken_apart_is_refused():
 
 def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     """Operators that draw again look at the current GPU's generator."""
-    from monetlite.runtime.torch_compile import (
-        on_gpu,  # as torch.compile does: what logs is looked up when it is imported
-    )
-
     now = [0]
 
     @contextlib.contextmanager
@@ -157,9 +158,35 @@ def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     assert now == [0]
 
 
-def test_what_transformers_logs_by_is_known_though_it_is_imported_later():
+def test_importing_it_changes_nothing():
     program = (
-        "import monetlite.runtime.torch_compile, torch, transformers, logging\n"
+        "import sys, torch, torch._dynamo\n"
+        "before = torch._dynamo.config.get_config_copy()\n"
+        "import monetlite.runtime.torch_compile\n"
+        "assert torch._dynamo.config.get_config_copy() == before\n"
+        "assert 'transformers' not in sys.modules\n"
+        "torch.compile(torch.nn.ReLU(), backend='monetlite', options={'budget': '1GB'})\n"
+        "assert 'transformers' not in sys.modules\n"
+        "import logging, transformers\n"  # which gives loggers a method of its own
         "assert logging.Logger.warning_once in torch._dynamo.config.ignore_logging_functions"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class Talks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        log.warning("a message")
+        print("a line")  # noqa: T201  # as a model may
+        warnings.warn("a warning", stacklevel=2)
+        return self.second(x)
+
+
+@pytest.mark.filterwarnings("ignore:a warning")
+def test_messages_do_not_take_a_model_apart():
+    model, x = Talks(), torch.randn(2, 8)
+    assert_same(step(compiled(twin(model), budget="100%", device="rtx-4090"), (x,)), step(model, (x,)))

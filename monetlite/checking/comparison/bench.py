@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import monetlite
 from monetlite.checking.comparison.exactness import Examiner
 from monetlite.checking.comparison.peer_runs import Peer, PeerRun
 from monetlite.checking.trainee import Trainee, copied, leaf_copies, step_times_ms
 from monetlite.core.errors import MonetliteError
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_dynamo import allow_programs
 from monetlite.profiling.memory_use import is_out_of_memory, refusals
 from monetlite.profiling.meters import meter_for
 
@@ -207,8 +208,7 @@ def copy_of(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def _prepared() -> Iterator[None]:
     """Raise Dynamo's limit of programs, and silence the warnings of libraries."""
-    limits: Any = {"recompile_limit": MAX_PROGRAMS, "accumulated_recompile_limit": 4 * MAX_PROGRAMS}
-    with torch._dynamo.config.patch(limits), warnings.catch_warnings():
+    with allow_programs(MAX_PROGRAMS), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from monetlite.checking.step_differences import SLACK, Reference, StepDifferences
 from monetlite.checking.trainee import Snapshot, Trainee
@@ -69,7 +68,7 @@ class Examiner:
         return {
             f"{name}.{buffer}" if name else buffer
             for name, module in self.reference.plain.model.named_modules()
-            if isinstance(module, nn.modules.batchnorm._NormBase)
+            if hasattr(module, "running_mean")
             for buffer, _ in module.named_buffers(recurse=False)
         }
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -24,6 +23,9 @@ from torch.utils.checkpoint import (
 from monetlite.checking.comparison.bench import Contender, Unsupported, copy_of
 from monetlite.checking.comparison.peer_runs import Peer
 from monetlite.checking.trainee import Trainee
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_aot import aot_settings
+from monetlite.fx.torch_internals.torch_inductor import inductor_backend, partitioning_backend
 from monetlite.operators.traits import operation_formula
 
 SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
@@ -254,16 +256,12 @@ def _no_sequence(what: str) -> Unsupported:
 
 def inductor(_: Trainee, shares: Sequence[float] | None = None) -> list[Contender]:
     """Compiled by Inductor, as `torch.compile(model)` does, within a share of the memory for activations."""
-    from torch._inductor.compile_fx import compile_fx
-
-    return [_compiled(Peer.INDUCTOR, share, compile_fx) for share in shares or SHARES]
+    return [_compiled(Peer.INDUCTOR, share, inductor_backend()) for share in shares or SHARES]
 
 
 def aot_eager(_: Trainee) -> list[Contender]:
     """The same choice of what to keep, by PyTorch's own kernels: torch's backend `aot_eager_decomp_partition`."""
-    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
-
-    return [_compiled(Peer.AOT_EAGER, share, aot_eager_decomp_partition) for share in SHARES]
+    return [_compiled(Peer.AOT_EAGER, share, partitioning_backend()) for share in SHARES]
 
 
 def _compiled(peer: Peer, share: float, compile_graph: CompilerBackend) -> Contender:
@@ -271,7 +269,7 @@ def _compiled(peer: Peer, share: float, compile_graph: CompilerBackend) -> Conte
         # Dynamo hands one program to models of one class with one backend, whatever the settings were that it was
         # compiled with: each contender has a backend of its own.
         def backend(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-            with torch._functorch.config.patch(activation_memory_budget=share):
+            with aot_settings(activation_memory_budget=share):
                 return compile_graph(graph, inputs)
 
         model.compile(backend=backend, dynamic=False)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from monetlite.checking.comparison import peers as others
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, Unsupported, environment, reason
@@ -29,6 +28,7 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
+from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.operators.random import forked_state
 from monetlite.planning.layouts import layouts_to_try
 from monetlite.planning.pricing import profile

@@ -1,0 +1,89 @@
+"""AOTAutograd: joint graphs, what their inputs and outputs are, and the functions made of them.
+
+| symbol | use, and what breaks when it changes |
+| --- | --- |
+| `aot_autograd` | makes the joint graph and runs our two programs as one autograd function |
+| `_functorch.config` | autocast in the backward pass; memory of `torch.compile` in comparisons |
+| descriptors | what an input or output of the joint graph is: argument, parameter, gradient, new contents |
+| `"tangents"` | name of inputs that are gradients of outputs |
+| `"partitioner_tag"` | node metadata: traced in the forward or in the backward pass |
+| `"CompiledFunctionBackward"` | name of the autograd node that runs a backward program; `watch`ed for gradients |
+| `_boxed_call` | attribute of a function that empties its list of arguments; peaks would be higher |
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as _config
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
+    MetadataMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+
+from monetlite.fx.torch_internals.patching import patched
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_BACKWARD_NODE = "CompiledFunctionBackward"
+
+
+def aot_settings(**changes: Any) -> AbstractContextManager[None]:
+    """Change settings of AOTAutograd for the time of a block."""
+    return patched(_config.patch(**changes))
+
+
+def boxed_function(function: _F) -> _F:
+    """Tell AOTAutograd that a function takes one list of arguments and empties it, so that they can die early."""
+    function.__dict__["_boxed_call"] = True
+    return function
+
+
+def backward_node(output: torch.Tensor) -> Any:
+    """The autograd node of a compiled function behind its output, or behind what that is a view of; or None."""
+    node: Any = output.grad_fn
+    while node is not None and type(node).__name__ != _BACKWARD_NODE:
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """True for an input of a joint graph that is the gradient of an output."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def is_forward(node: fx.Node) -> bool:
+    """True for a node that AOTAutograd recorded in the forward pass; some nodes are of neither pass."""
+    return bool(node.meta.get("partitioner_tag") == "is_forward")
+
+
+def is_backward(node: fx.Node) -> bool:
+    """True for a node that AOTAutograd recorded in the backward pass."""
+    return node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
+
+
+__all__ = [
+    "BufferAOTInput",
+    "InputMutationAOTOutput",
+    "IntermediateBaseAOTOutput",
+    "MetadataMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
+    "aot_autograd",
+    "aot_settings",
+    "backward_node",
+    "boxed_function",
+    "is_backward",
+    "is_forward",
+    "is_tangent",
+]

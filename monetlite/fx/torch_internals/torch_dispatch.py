@@ -1,0 +1,144 @@
+"""Operators and their schemas, how torch traces them, modes, fake tensors and storages.
+
+| symbol | use, and what breaks when it changes |
+| --- | --- |
+| `OpOverload`, `OperatorBase` | class of a captured call's target; kernels and views are told apart by it |
+| `OpOverload._schema` | names of arguments, and which results are views; graphs of values would be wrong |
+| `OpOverload._op` | the operator without Python's checks; steps would be slower |
+| `OpOverload.py_kernels` | Python functions that tracing runs in an operator's place; see `traced_as` |
+| `OpOverload._dispatch_cache` | looked up before `py_kernels`; changes of those would not be seen |
+| `decomposition_table` | Python functions that make fake tensors; see `decomposed_by` |
+| `suggest_memory_format` | layout of a batch norm's result on a CPU; captured strides would be wrong |
+| `_VariableFunctions`, `_nn` | functions generated for operators; steps would be slower |
+| `FakeTensor`, `FakeTensorMode` | tensors without memory, on which a step is captured |
+| `TorchDispatchMode` | sees which operator a function calls |
+| `_disable_current_modes` | real tensors while a step is captured; measurements would be of nothing |
+| `temporarily_clear_interpreter_stack` | the same for transforms of `torch.func` |
+| `UntypedStorage._cdata` | identity of a storage; views would count as tensors of their own |
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch._C import DispatchKey
+from torch._decomp import decomposition_table
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
+from torch._ops import OperatorBase, OpOverload
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+from monetlite.fx.torch_internals.patching import patched
+
+PythonKernel: TypeAlias = Callable[..., Any]
+
+GENERATED_FUNCTIONS = (torch._C._VariableFunctions, torch._C._nn)
+"""Namespaces of the functions that torch generates for operators."""
+
+
+def schema_of(operator: OpOverload) -> torch.FunctionSchema:
+    """An operator's arguments and results, with which of them it changes or returns views of."""
+    return operator._schema
+
+
+def unchecked(operator: OpOverload) -> Callable[..., Any]:
+    """An operator as a function that goes to the dispatcher without Python's detour."""
+    function: Callable[..., Any] = operator._op
+    return function
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors of one storage share while they live, fake ones too."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def is_transformed() -> bool:
+    """True inside of a transform of `torch.func` (grad, vmap, ...)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_traced() -> bool:
+    """True where operators are recorded or faked: inside of a transform or a dispatch mode."""
+    return is_transformed() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def python_kernel(operator: OpOverload, key: DispatchKey) -> PythonKernel | None:
+    """The Python function that tracing runs in an operator's place; None where it records the operator."""
+    return operator.py_kernels.get(key)
+
+
+@contextlib.contextmanager
+def without_python_kernels(operators: Iterable[OpOverload], keys: Iterable[DispatchKey]) -> Iterator[None]:
+    """Trace operators as the kernels that they are."""
+    with patched(*(_python_kernel_set(operator, key, None) for operator in operators for key in keys)):
+        yield
+
+
+@contextlib.contextmanager
+def traced_as(operator: OpOverload, key: DispatchKey, function: PythonKernel) -> Iterator[None]:
+    """Trace an operator as a Python function does it."""
+    with patched(_python_kernel_set(operator, key, function)):
+        yield
+
+
+@contextlib.contextmanager
+def _python_kernel_set(operator: OpOverload, key: DispatchKey, function: PythonKernel | None) -> Iterator[None]:
+    before = operator.py_kernels.pop(key, None)
+    if function is not None:
+        operator.py_kernels[key] = function
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        operator.py_kernels.pop(key, None)
+        if before is not None:
+            operator.py_kernels[key] = before
+        operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def decomposed_by(functions: Mapping[OperatorBase, PythonKernel]) -> Iterator[None]:
+    """Make fake tensors of operators by other Python functions; the operators must have some already."""
+    with patched(_table_updated(functions)):
+        yield
+
+
+@contextlib.contextmanager
+def _table_updated(functions: Mapping[OperatorBase, PythonKernel]) -> Iterator[None]:
+    before = {operator: decomposition_table[operator] for operator in functions}
+    decomposition_table.update(functions)
+    FakeTensorMode.cache_clear()  # of results that the other functions made
+    try:
+        yield
+    finally:
+        decomposition_table.update(before)
+        FakeTensorMode.cache_clear()
+
+
+__all__ = [
+    "GENERATED_FUNCTIONS",
+    "DispatchKey",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "OperatorBase",
+    "PythonKernel",
+    "TorchDispatchMode",
+    "decomposed_by",
+    "decomposition_table",
+    "is_traced",
+    "is_transformed",
+    "python_kernel",
+    "schema_of",
+    "storage_key",
+    "suggest_memory_format",
+    "traced_as",
+    "unchecked",
+    "without_modes",
+    "without_python_kernels",
+    "without_transforms",
+]

@@ -1,0 +1,127 @@
+"""Settings, errors and logs of TorchDynamo.
+
+| symbol | use, and what breaks when it changes |
+| --- | --- |
+| `_dynamo.config` | what a capture needs; graphs would break, or a model's change would go unnoticed |
+| `TorchDynamoException`, `FailOnRecompileLimitHit` | refusals, told from errors of the model |
+| `get_compilation_metrics` | why a step was compiled once more; an error would not name the changed value |
+| `_get_dynamo_config_for_logging` | fails in torch 2.11 on a set of methods, and prints a traceback |
+| `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
+| `torch._numpy.random` | module of functions that stand for numpy's generator; other numbers would be drawn |
+"""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from torch import fx
+from torch._dynamo import config as _config
+from torch._dynamo import utils as _utils
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+from monetlite.fx.torch_internals.patching import patched
+
+_MESSAGES = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
+"""Names of loggers' methods; the last two are transformers' own."""
+_log_settings = _utils._get_dynamo_config_for_logging
+
+
+class LoggerMethods(set[Callable[..., Any]]):
+    """Methods of loggers, those that a library adds later (as transformers does) included."""
+
+    def __contains__(self, item: object) -> bool:
+        return any(item is method for method in self)
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        yield from (method for name in _MESSAGES if (method := getattr(logging.Logger, name, None)))
+        yield from super().__iter__()
+
+
+def dynamo_settings(**changes: Any) -> AbstractContextManager[None]:
+    """Change settings of TorchDynamo for the time of a block."""
+    return patched(_config.patch(**changes))
+
+
+def messages_left_out() -> AbstractContextManager[None]:
+    """Have captures skip log messages, and have prints and warnings come after the graph, for the time of a block.
+
+    Otherwise each of them would take a model's graph apart.
+    """
+    return patched(
+        mock.patch.object(_utils, "_get_dynamo_config_for_logging", _settings_if_sortable),
+        _config.patch(**_message_settings()),
+    )
+
+
+def leave_messages_out() -> None:
+    """The same for as long as the process lives (since torch 2.13: for the calling thread's compilations)."""
+    _utils._get_dynamo_config_for_logging = _settings_if_sortable
+    for name, value in _message_settings().items():
+        setattr(_config, name, value)
+
+
+def _message_settings() -> dict[str, Any]:
+    return {
+        "ignore_logging_functions": LoggerMethods(set.__iter__(_config.ignore_logging_functions)),
+        "reorderable_logging_functions": _config.reorderable_logging_functions | {print, warnings.warn},
+    }
+
+
+def _settings_if_sortable() -> str | None:
+    try:
+        return _log_settings()
+    except TypeError:
+        return None
+
+
+@contextlib.contextmanager
+def allow_programs(count: int) -> Iterator[None]:
+    """Allow a number of programs for one function, for the time of training steps.
+
+    This takes no lock, as steps of several threads run at a time. A thread that finds the limit raised leaves it
+    as it is, so that no order of threads can raise it for good.
+    """
+    before = _config.recompile_limit, _config.accumulated_recompile_limit
+    if before[0] == count:
+        yield
+        return
+    _config.recompile_limit, _config.accumulated_recompile_limit = count, max(before[1], 4 * count)
+    try:
+        yield
+    finally:
+        _config.recompile_limit, _config.accumulated_recompile_limit = before
+
+
+def recompile_reason() -> str:
+    """Why TorchDynamo has just compiled a function once more: `1/14: model.n == 7    # s.n += 1  # model.py:7`."""
+    metrics = _utils.get_compilation_metrics()
+    return (metrics[-1].recompile_reason if metrics else None) or ""
+
+
+def break_reason(graph: fx.GraphModule) -> Any:
+    """Why a graph is only a part of a function, with `reason` and `user_stack`; None for all of it."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    return reason if reason is not None and reason.graph_break else None
+
+
+def draws_like_numpy(node: fx.Node) -> bool:
+    """True for a call that draws from torch's generator in the place of numpy's."""
+    return getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random"
+
+
+__all__ = [
+    "FailOnRecompileLimitHit",
+    "LoggerMethods",
+    "TorchDynamoException",
+    "allow_programs",
+    "break_reason",
+    "draws_like_numpy",
+    "dynamo_settings",
+    "leave_messages_out",
+    "messages_left_out",
+    "recompile_reason",
+]

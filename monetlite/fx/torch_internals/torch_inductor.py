@@ -1,0 +1,91 @@
+"""Inductor's compiler, imported where it is used: that takes seconds.
+
+| symbol | use, and what breaks when it changes |
+| --- | --- |
+| `compile_fx_inner`, `output_strides` | compiles a program of ours, and says in which strides its results come |
+| `select_decomp_table` | operators that Inductor knows, for a program traced into those |
+| `force_stride_order`, `user_visible_output_idxs` | results in captured strides; views would fail |
+| `fallback_random` | torch's own random numbers; dropout would draw others than plain training |
+| `compile_fx`, `aot_eager_decomp_partition` | `torch.compile` as others use it, to compare with |
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import fx
+
+from monetlite.fx.torch_internals.patching import patched
+
+
+def torch_random() -> AbstractContextManager[None]:
+    """Have compiled programs draw random numbers as torch does.
+
+    AOTAutograd asks for it, too: it then keeps what draws numbers that nobody reads.
+    """
+    from torch._inductor import config
+
+    return patched(config.patch(fallback_random=True))
+
+
+def decompositions() -> Any:
+    """The table of functions that turn an operator into those that Inductor compiles."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def compile_program(program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    """Compile a program of operators that Inductor knows; returns a function of one list."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with torch_random():
+        return compile_fx_inner(program, list(inputs))
+
+
+def output_strides(compiled: Any) -> list[tuple[int, ...] | None]:
+    """Strides of each result of a compiled program; None for a result that is not a tensor."""
+    return [None if strides is None else tuple(map(int, strides)) for strides in compiled.output_strides]
+
+
+def force_strides(program: fx.GraphModule, results: Collection[int]) -> None:
+    """Have some results of a program, by position, returned in the strides that they were captured in."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    output = program.graph.output_node()
+    given: Any = output.args[0]
+    made = list(given)
+    with program.graph.inserting_before(output):
+        for at in results:
+            value = made[at].meta["val"]
+            if hasattr(value, "dim") and value.dim() > 2:
+                made[at] = program.graph.call_function(force_stride_order, (made[at], value.stride()))
+                made[at].meta["val"] = value
+    output.args = (tuple(made),)
+    output.meta["user_visible_output_idxs"] = list(results)
+    program.recompile()
+
+
+def inductor_backend() -> Callable[..., Any]:
+    """The backend of `torch.compile(model)`."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx
+
+
+def partitioning_backend() -> Callable[..., Any]:
+    """The backend `aot_eager_decomp_partition`: Inductor's choice of what to keep, run by torch's own kernels."""
+    from torch._dynamo.backends.debugging import aot_eager_decomp_partition
+
+    return aot_eager_decomp_partition
+
+
+__all__ = [
+    "compile_program",
+    "decompositions",
+    "force_strides",
+    "inductor_backend",
+    "output_strides",
+    "partitioning_backend",
+    "torch_random",
+]

@@ -1,0 +1,225 @@
+"""Operators, schemas, Python kernels, modes, fake tensors and storages behave as monetlite relies on."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from monetlite.fx.torch_internals.torch_dispatch import (
+    GENERATED_FUNCTIONS,
+    DispatchKey,
+    FakeTensor,
+    FakeTensorMode,
+    OperatorBase,
+    OpOverload,
+    TorchDispatchMode,
+    decomposed_by,
+    decomposition_table,
+    is_traced,
+    is_transformed,
+    python_kernel,
+    schema_of,
+    storage_key,
+    suggest_memory_format,
+    traced_as,
+    unchecked,
+    without_modes,
+    without_python_kernels,
+    without_transforms,
+)
+
+aten = torch.ops.aten
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def captured(function: Any, *inputs: torch.Tensor) -> list[str]:
+    """Operators of a function, as AOTAutograd captures them: with Python's kernels, on fake tensors."""
+    from monetlite.fx.torch_internals.torch_aot import aot_autograd
+
+    found: list[str] = []
+
+    def compiler(graph: fx.GraphModule, _: object) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=aot_autograd(fw_compiler=compiler))(*inputs)
+    return found
+
+
+def test_targets_are_overloads_with_a_schema() -> None:
+    graph = make_fx(lambda x: x.view(-1).add_(1))(torch.ones(2, 2))
+    view, add = (node.target for node in graph.graph.nodes if node.op == "call_function")
+    assert isinstance(view, OpOverload)
+    assert isinstance(view, OperatorBase)
+    assert (str(view), view.namespace, view.overloadpacket.__name__) == ("aten.view.default", "aten", "view")
+    assert view.is_view
+    assert not add.is_view
+    schema = schema_of(view)
+    assert (schema.name, [argument.name for argument in schema.arguments]) == ("aten::view", ["self", "size"])
+    assert not schema.returns[0].alias_info.is_write
+    assert not schema.is_mutable
+    assert schema_of(add).returns[0].alias_info.is_write
+    assert schema_of(add).arguments[0].alias_info.is_write
+    assert schema_of(add).is_mutable
+    assert schema_of(aten.relu.default).returns[0].alias_info is None
+    assert str(schema_of(aten.relu.default)) == "aten::relu(Tensor self) -> Tensor"
+    assert str(schema_of(aten.max_pool2d_with_indices.default).returns[1].type) == "Tensor"
+    assert schema_of(aten.add.Tensor).arguments[2].default_value == 1
+
+
+def test_an_overload_without_checks_computes_the_same() -> None:
+    x = torch.randn(3)
+    assert torch.equal(unchecked(aten.mul.Scalar)(x, 2.0), x * 2)
+
+
+def test_generated_functions_call_their_operators() -> None:
+    functions, neural = GENERATED_FUNCTIONS
+    x = torch.ones(2)
+    with Seen() as seen:
+        functions.relu(x)
+        neural.gelu(x)
+    assert seen.operators == [aten.relu.default, aten.gelu.default]
+
+
+def test_tensors_of_one_storage_share_a_key() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(4)
+    for tensor in (torch.empty(4), fake):
+        assert storage_key(tensor) == storage_key(tensor.view(2, 2)) == storage_key(tensor.detach())
+        assert storage_key(tensor) != storage_key(torch.empty_like(tensor))
+
+
+def test_fake_tensors_have_a_device_and_no_memory() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    real = nn.Parameter(torch.ones(2, 3))
+    fake = mode.from_tensor(real, static_shapes=True)
+    assert isinstance(fake, FakeTensor)
+    assert fake.fake_mode is mode
+    assert fake.requires_grad
+    with mode:
+        made = torch.empty(2**40, device="cuda")
+    assert (made.device.type, made.untyped_storage().nbytes()) == ("cuda", 2**42)
+    there = FakeTensor(mode, torch.empty(2, device="meta"), torch.device("cpu"))
+    assert (there.device.type, (there + 1).fake_mode) == ("cpu", mode)
+    with mode:  # a real tensor is let in
+        assert isinstance(torch.ones(3) + fake, FakeTensor)
+
+
+def test_modes_are_noticed_and_left() -> None:
+    assert not is_traced()
+    with FakeTensorMode():
+        assert is_traced()
+        assert not is_transformed()
+        with without_modes():
+            assert not is_traced()
+            assert not isinstance(torch.ones(2), FakeTensor)
+        assert isinstance(torch.ones(2), FakeTensor)
+
+
+def test_transforms_are_noticed_and_left() -> None:
+    noticed = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        noticed.append((is_transformed(), is_traced()))
+        with without_transforms():
+            noticed.append((is_transformed(), is_traced()))
+        return x.sum()
+
+    torch.func.grad(run)(torch.ones(2))
+    assert noticed == [(True, True), (False, False)]
+
+
+UPSAMPLED = aten.upsample_bilinear2d.vec, aten.upsample_bilinear2d.default
+
+
+def upsample(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.interpolate(x, scale_factor=2, mode="bilinear")
+
+
+def test_captures_take_kernels_apart_by_python_kernels() -> None:
+    """Without this, `without_python_kernels` has nothing to put aside, and may have become idle."""
+    x = torch.randn(1, 1, 4, 4, requires_grad=True)
+    keys = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+    assert any(python_kernel(operator, key) for operator in UPSAMPLED for key in keys)
+    before = {(operator, key): python_kernel(operator, key) for operator in UPSAMPLED for key in keys}
+    apart = captured(upsample, x)
+    assert not [name for name in apart if "upsample" in name]
+    assert len(apart) > 5
+    with without_python_kernels(UPSAMPLED, keys):
+        assert captured(upsample, x) == ["aten.upsample_bilinear2d.default"]
+    assert before == {(operator, key): python_kernel(operator, key) for operator in UPSAMPLED for key in keys}
+    assert captured(upsample, x) == apart
+
+
+def test_a_python_kernel_decides_what_is_captured() -> None:
+    operator, key = aten.dropout.default, DispatchKey.CompositeImplicitAutograd
+    before = python_kernel(operator, key)
+    assert before is not None
+    x = torch.randn(4, requires_grad=True)
+    with traced_as(operator, key, lambda x, p, train: x * 3):
+        assert captured(lambda x: nn.functional.dropout(x, 0.5, True), x) == ["aten.mul.Tensor"]
+    assert python_kernel(operator, key) is before
+
+
+def test_python_kernels_are_not_run_by_plain_steps() -> None:
+    x = torch.ones(4, requires_grad=True)
+    with traced_as(aten.dropout.default, DispatchKey.Autograd, lambda x, p, train: pytest.fail("was run")):
+        assert torch.equal(nn.functional.dropout(x, 0.0, True), x)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("cudnn_batch_norm", DispatchKey.Autograd),
+        ("dropout", DispatchKey.Autograd),
+        ("dropout", DispatchKey.CompositeImplicitAutograd),
+    ],
+)
+def test_operators_that_a_capture_replaces_have_python_kernels(name: str, key: DispatchKey) -> None:
+    assert python_kernel(getattr(aten, name).default, key) is not None
+
+
+def test_fake_tensors_are_made_by_the_table() -> None:
+    """Of a CPU's batch norm: in the strides of the input, where the real one is in order."""
+    operator = aten._native_batch_norm_legit.no_stats
+    arguments = (None, None, True, 0.1, 1e-5)
+    turned = torch.randn(2, 3, 4, 5).transpose(2, 3)
+    before = decomposition_table[operator]
+
+    @functools.wraps(before)  # by whose module and name torch decides whether to run it
+    def in_order(*args: Any) -> Any:
+        first, *rest = before(*args)
+        return first.contiguous(memory_format=suggest_memory_format(turned)), *rest
+
+    mode = FakeTensorMode()
+
+    def made() -> torch.Tensor:
+        with mode:
+            result: torch.Tensor = operator(mode.from_tensor(turned), *arguments)[0]
+        return result
+
+    real = operator(turned, *arguments)[0]
+    assert made().stride() == turned.stride() != real.stride()
+    with decomposed_by({operator: in_order}):
+        assert made().stride() == real.stride()
+    assert made().stride() == turned.stride(), "a result that was made meanwhile is remembered"
+    assert decomposition_table[operator] is before
+
+
+def test_the_suggested_memory_format() -> None:
+    image = torch.empty(2, 3, 4, 5)
+    assert suggest_memory_format(image) == torch.contiguous_format
+    assert suggest_memory_format(image.to(memory_format=torch.channels_last)) == torch.channels_last

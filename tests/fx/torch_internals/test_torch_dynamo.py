@@ -1,0 +1,197 @@
+"""TorchDynamo's settings, errors and logs are as monetlite relies on."""
+
+import logging
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from monetlite.fx.torch_internals import torch_dynamo
+from monetlite.fx.torch_internals.torch_dynamo import (
+    FailOnRecompileLimitHit,
+    LoggerMethods,
+    TorchDynamoException,
+    allow_programs,
+    break_reason,
+    draws_like_numpy,
+    dynamo_settings,
+    leave_messages_out,
+    messages_left_out,
+    recompile_reason,
+)
+
+log = logging.getLogger(__name__)
+config = torch_dynamo._config
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+class Graphs:
+    def __init__(self) -> None:
+        self.all: list[fx.GraphModule] = []
+
+    def __call__(self, graph: fx.GraphModule, _: Any) -> Any:
+        self.all.append(graph)
+        return graph
+
+
+def talks(x: torch.Tensor) -> torch.Tensor:
+    x = x + 1
+    log.warning("a message")
+    warnings.warn("a warning", stacklevel=1)
+    print("a line", 3)  # noqa: T201  # as a model may
+    return x * 2
+
+
+def test_messages_take_a_graph_apart() -> None:
+    """Without this, `messages_left_out` would not be needed."""
+    graphs = Graphs()
+    torch.compile(talks, backend=graphs)(torch.ones(2))
+    assert len(graphs.all) > 1
+    assert break_reason(graphs.all[0]).user_stack[-1].name == "talks"
+    assert str(break_reason(graphs.all[0]).reason)
+
+
+def test_messages_are_left_out_for_a_time(capfd: pytest.CaptureFixture[str]) -> None:
+    before = config.get_config_copy()
+    graphs = Graphs()
+    with messages_left_out():
+        compiled = torch.compile(talks, backend=graphs, fullgraph=True)
+        with pytest.warns(UserWarning, match="a warning"):
+            result = compiled(torch.ones(2))
+    assert result.tolist() == [4, 4]
+    out, err = capfd.readouterr()
+    assert "a line" in out
+    assert "Traceback" not in err
+    (graph,) = graphs.all
+    assert break_reason(graph) is None
+    assert config.get_config_copy() == before
+    assert torch_dynamo._utils._get_dynamo_config_for_logging is torch_dynamo._log_settings
+
+
+def test_loggers_methods_that_come_later_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warning_once(self: Any, *_: Any) -> None: ...
+
+    methods = LoggerMethods([print])
+    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
+    assert warning_once in methods
+    assert warning_once in list(methods)
+    assert print in methods
+    assert logging.Logger.info in methods
+    assert test_loggers_methods_that_come_later_are_known not in methods
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        log.warning_once("a message")
+        return x + 1
+
+    with messages_left_out():
+        torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+def test_messages_can_be_left_out_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_dynamo._utils, "_get_dynamo_config_for_logging", torch_dynamo._log_settings)
+    with dynamo_settings(
+        ignore_logging_functions=config.ignore_logging_functions,
+        reorderable_logging_functions=config.reorderable_logging_functions,
+    ):
+        leave_messages_out()
+        leave_messages_out()
+        with pytest.warns(UserWarning, match="a warning"):
+            torch.compile(talks, backend="eager", fullgraph=True)(torch.ones(2))
+    assert logging.Logger.info not in config.ignore_logging_functions
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [
+        ("use_numpy_random_stream", False),
+        ("skip_nnmodule_hook_guards", True),
+        ("optimize_ddp", True),
+        ("skip_tensor_guards_with_matching_dict_tags", True),
+        ("recompile_limit", 8),
+        ("accumulated_recompile_limit", 256),
+    ],
+)
+def test_settings_that_captures_change(name: str, default: Any) -> None:
+    """A setting with another default may have another meaning."""
+    assert getattr(config, name) == default
+
+
+def test_the_limit_of_programs() -> None:
+    class Counter(nn.Module):
+        number = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.number
+
+    model = Counter()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    with dynamo_settings(recompile_limit=2, specialize_int=True):
+        for model.number in range(1, 3):
+            compiled(torch.ones(2))
+        assert "number == 1" in recompile_reason()
+        model.number = 9
+        with pytest.raises(FailOnRecompileLimitHit):
+            compiled(torch.ones(2))
+        with allow_programs(3):
+            compiled(torch.ones(2))
+        assert config.recompile_limit == 2
+
+
+def test_no_order_of_threads_raises_the_limit_for_good() -> None:
+    before = config.recompile_limit
+    entered, leave = threading.Barrier(2), threading.Barrier(2)
+
+    def first() -> None:
+        with allow_programs(before + 5):
+            entered.wait()
+            leave.wait()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    entered.wait()
+    with allow_programs(before + 5):
+        assert config.recompile_limit == before + 5
+        leave.wait()
+        thread.join()
+    assert config.recompile_limit == before
+
+
+def test_refusals_have_a_class_and_the_persons_frames() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+    with pytest.raises(TorchDynamoException) as caught:
+        torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2))
+    assert [frame.name for frame in caught.value.real_stack][-1] == "run"
+
+
+def test_what_a_backend_raises_is_kept() -> None:
+    class Ours(Exception):
+        pass
+
+    def backend(*_: Any) -> Any:
+        raise Ours
+
+    with pytest.raises(TorchDynamoException) as caught:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert isinstance(caught.value.inner_exception, Ours)
+
+
+def test_numpy_draws_are_torchs() -> None:
+    import numpy as np
+
+    graphs = Graphs()
+    torch.compile(lambda x: x + torch.from_numpy(np.random.rand(2)), backend=graphs)(torch.ones(2))
+    nodes = [node for graph in graphs.all for node in graph.graph.nodes]
+    assert any(map(draws_like_numpy, nodes))
+    torch._dynamo.reset()
+    graphs = Graphs()
+    torch.compile(lambda x: x + torch.rand(2), backend=graphs)(torch.ones(2))
+    assert not any(draws_like_numpy(node) for graph in graphs.all for node in graph.graph.nodes)

@@ -1,0 +1,167 @@
+"""Inductor, generated code, modules, the profiler, pytrees and the GPU's allocator are as monetlite relies on."""
+
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from monetlite.fx.torch_internals import torch_cuda, torch_pytree
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
+from monetlite.fx.torch_internals.torch_fx import function_of, set_boxed
+from monetlite.fx.torch_internals.torch_inductor import (
+    compile_program,
+    decompositions,
+    force_strides,
+    inductor_backend,
+    output_strides,
+    partitioning_backend,
+)
+from monetlite.fx.torch_internals.torch_modules import (
+    CONTENTS,
+    apply_to_tensors,
+    own_contents,
+    share_contents,
+    uncompiled,
+)
+from monetlite.fx.torch_internals.torch_profiler import allocations, memory_profiler
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def test_inductor_compiles_a_program_in_captured_strides_and_torchs_random_numbers() -> None:
+    x = torch.randn(2, 3, 4, 4)
+
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x + 1).to(memory_format=torch.channels_last).relu(), torch.rand(3)
+
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(x)
+    with mode:
+        program = make_fx(run, decompositions())(fake)
+    force_strides(program, [0])
+    assert program.graph.output_node().meta["user_visible_output_idxs"] == [0]
+    compiled = compile_program(program, [fake])
+    assert output_strides(compiled)[0] == (48, 1, 12, 3)
+    expected, given = run(x)[0], [x]
+    torch.manual_seed(3)
+    result, drawn = compiled(given)
+    assert not given, "the list of arguments is not emptied"
+    assert result.stride() == (48, 1, 12, 3)
+    assert torch.allclose(result, expected)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+@pytest.mark.parametrize("backend", [inductor_backend, partitioning_backend])
+def test_backends_to_compare_with(backend: Any) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(4, requires_grad=True)
+    result = torch.compile(lambda x: x.sin().cos(), backend=backend())(x)
+    result.sum().backward()
+    assert torch.allclose(result, x.sin().cos())
+
+
+def test_boxed_code_empties_its_list() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(torch.relu, (x,))
+    alive: list[bool] = []
+    graph.call_function(lambda _: alive.append(given() is not None), (first,))
+    graph.output((first,))
+    set_boxed(graph)
+    code = graph.python_code("self")
+    run = function_of(code.src, code.globals)
+    arguments = [torch.ones(2)]
+    given = weakref.ref(arguments[0])
+    (result,) = run(None, arguments)
+    assert result.tolist() == [1, 1]
+    assert not arguments
+    assert alive == [False]
+
+
+def test_a_module_holds_its_tensors_in_these_dictionaries() -> None:
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("unsaved", torch.zeros(1), persistent=False)
+    model.inner = nn.Linear(2, 2)
+    assert set(own_contents(model)) == {
+        *("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "unsaved", "inner")
+    }
+    empty = {name for name, item in vars(nn.Module()).items() if isinstance(item, (dict, set))}
+    hooks = {name for name in empty if "hooks" in name}
+    assert empty - hooks == set(CONTENTS), "modules hold something new, which a wrapper has to share"
+    other = nn.Module()
+    share_contents(other, model)
+    model.late = nn.Parameter(torch.ones(1))
+    assert list(other.state_dict()) == list(model.state_dict())
+    apply_to_tensors(other, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    assert model.weight.dtype == torch.float64
+
+
+def test_a_compiled_module_has_the_module() -> None:
+    model = nn.Linear(2, 2)
+    assert uncompiled(torch.compile(model)) is model
+    assert uncompiled(model) is model
+
+
+def test_the_profiler_records_allocations_and_frees() -> None:
+    profiler = memory_profiler()
+    with profiler:
+        kept = torch.empty(3000)
+        dropped = torch.empty(5000)
+        address = dropped.data_ptr()
+        del dropped
+    sizes = [(at, size) for at, size in allocations(profiler) if abs(size) in (12000, 20000)]
+    assert sizes == [(kept.data_ptr(), 12000), (address, 20000), (address, -20000)]
+
+
+def test_leaves_come_in_the_order_of_containers() -> None:
+    tree = {"b": [1, (2, None)], "a": OrderedDict(z=3, y=4)}
+    leaves, structure = torch_pytree.tree_flatten(tree)
+    assert leaves == torch_pytree.tree_leaves(tree) == [1, 2, None, 3, 4]
+    assert structure == torch_pytree.tree_structure(tree)
+    assert torch_pytree.tree_unflatten(leaves, structure) == tree
+    assert torch_pytree.tree_map(str, [1, {"a": 2}]) == ["1", {"a": "2"}]
+    assert torch_pytree.tree_map_only(int, lambda item: item + 1, [1, "a"]) == [2, "a"]
+    paths = torch_pytree.tree_map_with_path(lambda path, _: torch_pytree.keystr(path), {"a": [1, 2]})
+    assert paths == {"a": ["['a'][0]", "['a'][1]"]}
+
+
+@on_gpu
+def test_the_allocator_takes_settings_at_any_time() -> None:
+    torch_cuda.set_allocator_settings("expandable_segments:True")
+    try:
+        tensor = torch.empty(2**20, device="cuda")
+        assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+        del tensor
+    finally:
+        torch_cuda.set_allocator_settings("expandable_segments:False")
+
+
+@on_gpu
+def test_workspaces_of_cublas_can_be_given_back() -> None:
+    x = torch.randn(512, 512, device="cuda")
+    torch_cuda.clear_cublas_workspaces()
+    before = torch.cuda.memory_allocated()
+    result = x @ x
+    with_workspace = torch.cuda.memory_allocated() - result.nbytes
+    assert with_workspace > before
+    torch_cuda.clear_cublas_workspaces()
+    assert torch.cuda.memory_allocated() - result.nbytes == before
+
+
+@on_gpu
+def test_a_stream_can_be_kept_busy() -> None:
+    torch.cuda.synchronize()
+    torch_cuda.occupy_gpu(10**8)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", ["clear_cublas_workspaces", "occupy_gpu", "set_allocator_settings"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is called with a GPU")
+def test_torch_for_the_cpu_imports_what_needs_a_gpu(name: str) -> None:
+    assert callable(getattr(torch_cuda, name))
