@@ -25,9 +25,11 @@ from monetlite.core.errors import IllegalSchedule
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.solving import baselines
-from monetlite.solving.front_door import solve_profile
-from monetlite.solving.race import Progress
+from monetlite.solving import baselines, solve_profile
+from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.greedy import Greedy
+from monetlite.solving.incumbent import Solution
+from monetlite.solving.problem import Problem
 
 
 def point(kind: str, size: int, share: float, time_limit: float, seed: int) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def point(kind: str, size: int, share: float, time_limit: float, seed: int) -> d
     for steps in (
         baselines.segment_checkpointing(profile),
         baselines.sqrt_checkpointing(profile),
-        baselines.greedy(profile, budget_bytes),
+        Greedy(flatten(Problem.of(profile)), budget_bytes).best(),
     ):
         try:
             if steps is not None:
@@ -49,8 +51,8 @@ def point(kind: str, size: int, share: float, time_limit: float, seed: int) -> d
             continue
     history: list[tuple[float, float]] = []
 
-    def note(state: Progress) -> None:
-        if math.isfinite(state.latency_ms) and (not history or state.latency_ms < history[-1][1]):
+    def note(state: Solution) -> None:
+        if state.latency_ms is not None and (not history or state.latency_ms < history[-1][1]):
             history.append((state.seconds, state.latency_ms))
 
     began = time.monotonic()

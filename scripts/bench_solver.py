@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from instances import instance_profile
 from solve_instance import GIB, instance_steps
 
 from monetlite.core.costs import Profile
@@ -31,10 +32,12 @@ from monetlite.core.errors import IllegalSchedule
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.solving import baselines
-from monetlite.solving.front_door import solve_profile
-from monetlite.solving.instances import instance_profile
-from monetlite.solving.search import search
+from monetlite.solving import baselines, solve_profile
+from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.greedy import Greedy
+from monetlite.solving.annealing.search import search
+from monetlite.solving.incumbent import Incumbent
+from monetlite.solving.problem import Problem
 
 
 def judged(judge: Path, instance: Path, steps: list[tuple[Any, str]], budget_gib: float) -> float:
@@ -68,14 +71,15 @@ def baseline_objectives(
         "store all": fits(baselines.store_all(profile)),
         "sqrt(n)": fits(baselines.sqrt_checkpointing(profile)),
         "segments": fits(baselines.segment_checkpointing(profile)),
-        "greedy": fits(baselines.greedy(profile, budget_bytes)),
+        "greedy": fits(Greedy(flatten(Problem.of(profile)), budget_bytes).best()),
     }
     for name, restricted in (
         ("Checkmate", baselines.restrict_checkmate(profile, algorithms=True)),
         ("Gist", baselines.restrict_gist(profile, algorithms=True)),
     ):
-        found = search(restricted.profile, budget_bytes, seconds=seconds)
-        objectives[name] = fits(None if found is None else restricted.steps(found.steps))
+        found = Incumbent(Problem.of(restricted.profile), budget_bytes)
+        search(found, seconds=seconds)
+        objectives[name] = fits(None if found.steps is None else restricted.steps(found.steps))
     return objectives
 
 
@@ -98,9 +102,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             )
             for seed in arguments.seeds:
                 began = time.monotonic()
-                solution = solve_profile(
-                    profile, budget_bytes, SolvingOptions(time_limit=arguments.time_limit, seed=seed)
-                )
+                options = SolvingOptions(time_limit=arguments.time_limit, seed=seed)
+                solution = solve_profile(profile, budget_bytes, options)
                 seconds = time.monotonic() - began
                 reached = None
                 if solution.steps is not None:

@@ -17,10 +17,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from instances import read_instance
+
 from monetlite.core.costs import Profile
 from monetlite.models import build_model
 from monetlite.profiling.estimate import estimate_profile
-from monetlite.solving.instances import read_instance
 from monetlite.tracing import trace
 
 MODELS = {"resnet50_184": "resnet50", "unet_11": "unet", "vgg16_176": "vgg16"}

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from instances import instance_profile
+
 from monetlite.core.options import SolvingOptions
 from monetlite.core.steps import Step
-from monetlite.solving.front_door import solve_profile
-from monetlite.solving.instances import instance_profile
+from monetlite.solving import solve_profile
 
 GIB = 2**30
 
@@ -37,9 +38,8 @@ def main() -> int:
     instance = json.loads(arguments.instance.read_text(encoding="utf-8"))
     profile = instance_profile(instance)
     budget_bytes = int(arguments.budget_gib * GIB)
-    solution = solve_profile(
-        profile, budget_bytes, SolvingOptions(time_limit=arguments.time_limit, seed=arguments.seed)
-    )
+    options = SolvingOptions(time_limit=arguments.time_limit, seed=arguments.seed)
+    solution = solve_profile(profile, budget_bytes, options)
     if solution.steps is None or solution.latency_ms is None:
         sys.stderr.write(
             f"{solution.status}: no schedule within {arguments.budget_gib} GiB "

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import monetlite
 import monetlite.tracing
 from monetlite.profiling import meters
-from monetlite.solving import compiling
+from monetlite.solving.annealing import compiling
 
 for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
     if str(folder) not in sys.path:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from monetlite.allocator.allocator import PAGE_BYTES, Allocator
 from monetlite.core.costs import Profile
+from monetlite.core.errors import DeviceError
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, deaths
@@ -37,6 +38,18 @@ class Reserved:
     allocated_bytes: int
     releases: int
     fits: bool
+
+
+def refuse_without_gpu(profile: Profile) -> None:
+    """Refuse a budget of reserved memory where nothing reserves any.
+
+    Raises:
+        DeviceError: the costs are a CPU's.
+    """
+    if profile.device == "cpu":
+        raise DeviceError(
+            "memory is reserved on GPUs; these costs are a CPU's: leave out reserved=True (--reserved)"
+        )
 
 
 def reserve(
@@ -144,4 +157,4 @@ def requests_of(profile: Profile, steps: Sequence[Step]) -> Iterator[tuple[int, 
     yield from ((block, 0) for block in block_of.values())
 
 
-__all__ = ["Reserved", "least_limit", "requests_of", "reserve"]
+__all__ = ["Reserved", "least_limit", "refuse_without_gpu", "requests_of", "reserve"]

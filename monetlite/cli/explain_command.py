@@ -47,7 +47,7 @@ def explain_command(
     from monetlite.reporting.analysis_alternatives import Alternative, alternative, limit
     from monetlite.reporting.analysis_tensors import explain
     from monetlite.reporting.text_explain import Around, explanation_facts, print_explanation
-    from monetlite.solving.compiling import ensure_compiled
+    from monetlite.solving.annealing.compiling import ensure_compiled
 
     opened = open_schedule(schedule, choice, device, terminal)
     profile = opened.profile.within(opened.schedule.tolerance)

@@ -22,7 +22,7 @@ from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
-    from monetlite.solving.race import Progress
+    from monetlite.solving.incumbent import Solution
 
 EXIT_USAGE, EXIT_INFEASIBLE, EXIT_FAILED = 2, 3, 4
 _OBJECTS: dict[str, type[Any]] = {"choice": ModelChoice, "pricing": PricingOptions, "solving": SolvingOptions}
@@ -81,15 +81,15 @@ class Terminal:
             yield status.update
 
     @contextlib.contextmanager
-    def solving(self, budget_bytes: int) -> "Iterator[Callable[[Progress], None] | None]":
+    def solving(self, budget_bytes: int) -> "Iterator[Callable[[Solution], None] | None]":
         """A live line of a solve: incumbent, bound, gap, peak, time."""
         with self.line(f"solving within {format_bytes(budget_bytes)}") as tell:
             yield None if tell is None else lambda event: tell(_progress_text(event))
 
 
-def _progress_text(event: "Progress") -> str:
+def _progress_text(event: "Solution") -> str:
     found = "nothing found yet"
-    if event.peak_bytes is not None:
+    if event.latency_ms is not None and event.peak_bytes is not None:
         found = f"{format_ms(event.latency_ms)} at {format_bytes(event.peak_bytes)}, gap {event.gap:.1%}"
     return f"{event.seconds:.0f} s: {found}, bound {format_ms(event.lower_bound_ms)} ({event.phase})"
 

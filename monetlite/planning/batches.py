@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from monetlite.allocator import least_limit
+from monetlite.allocator.reserved import least_limit, refuse_without_gpu
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError
 from monetlite.core.interrupts import interrupts_kept
@@ -18,7 +18,6 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.planning.budgets import as_schedule, solve_budget
-from monetlite.solving.reserved.solving import refuse_without_gpu
 
 MAX_PROBES = 64
 MAX_BATCH = 2**20
@@ -197,12 +196,13 @@ class _Prober:
         return self.plain_bytes[batch] <= self._budget_bytes
 
     def _fit(self, batch: int) -> Fit:
-        from monetlite.solving.bounds import smallest_budget_bound
-        from monetlite.solving.race import Solution
+        from monetlite.solving.bounding.peak_bound import smallest_budget_bound
+        from monetlite.solving.incumbent import Solution
+        from monetlite.solving.problem import Problem
         from monetlite.solving.smallest import smallest_budget
 
         profile = self._options.allowed(self._profile(batch))
-        bound_bytes = smallest_budget_bound(profile)
+        bound_bytes = smallest_budget_bound(Problem.of(profile))
         self.needed_bytes[batch] = bound_bytes
         if self.plain_fits(batch):
             return Fit.PLAIN
@@ -210,14 +210,15 @@ class _Prober:
             return Fit.IMPOSSIBLE
         seconds = self._options.time_limit * PROBE_SHARE
         found = smallest_budget(profile, seconds=seconds, seed=self._options.seed)
-        if found.reached_bytes is None or found.steps is None:
+        steps = found.smallest_reached_steps
+        if found.smallest_reached_bytes is None or steps is None:
             return Fit.NOT_FOUND
-        self.needed_bytes[batch] = self._takes_bytes(profile, found.steps)
-        if found.reached_bytes > self._budget_bytes:
-            return Fit.IMPOSSIBLE if found.proven_bytes > self._budget_bytes else Fit.NOT_FOUND
+        self.needed_bytes[batch] = self._takes_bytes(profile, steps)
+        if found.smallest_reached_bytes > self._budget_bytes:
+            return Fit.IMPOSSIBLE if found.smallest_proven_bytes > self._budget_bytes else Fit.NOT_FOUND
         if self.needed_bytes[batch] <= self._budget_bytes:
-            solution = Solution.of_steps(profile, found.steps, solver="search", seconds=seconds)
-            solution = replace(solution, smallest_proven_bytes=found.proven_bytes)
+            solution = Solution.of_steps(profile, steps, method="search", seconds=seconds)
+            solution = replace(solution, smallest_proven_bytes=found.smallest_proven_bytes)
             leanest = as_schedule(profile, self._budget_bytes, solution, self._options.tolerance)
         else:
             # Another schedule's requests may leave smaller gaps than those of the smallest peak.

@@ -15,7 +15,7 @@ from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 
 if TYPE_CHECKING:
-    from monetlite.solving.race import Progress, Solution
+    from monetlite.solving.incumbent import Solution
 
 
 def solve(
@@ -29,7 +29,7 @@ def solve(
     solver: str = "SCIP",
     seed: int = 0,
     starts: Iterable[Schedule] = (),
-    progress: "Callable[[Progress], None] | None" = None,
+    progress: "Callable[[Solution], None] | None" = None,
 ) -> Schedule:
     """Find the fastest schedule within a memory budget.
 
@@ -84,7 +84,7 @@ def sweep(
     time_limit: float = 60.0,
     solver: str = "SCIP",
     seed: int = 0,
-    progress: "Callable[[int, Progress], None] | None" = None,
+    progress: "Callable[[int, Solution], None] | None" = None,
 ) -> dict[str | int | float, Schedule | None]:
     """Solve for several budgets, where more memory never gives a slower schedule.
 
@@ -136,10 +136,10 @@ def solve_budget(
     options: SolvingOptions,
     *,
     starts: Iterable[Schedule] = (),
-    progress: "Callable[[Progress], None] | None" = None,
+    progress: "Callable[[Solution], None] | None" = None,
 ) -> Schedule:
     """Find the fastest schedule within a memory budget; args and errors as in `solve`."""
-    from monetlite.solving.front_door import solve_profile
+    from monetlite.solving import solve_profile
 
     profile = options.allowed(profile)
     budget_bytes = parse_budget(budget, simulate(profile, plain_steps(profile.graph)).peak_bytes)

@@ -15,7 +15,7 @@ from monetlite.core.units import parse_budget
 from monetlite.planning.budgets import solve_budget
 
 if TYPE_CHECKING:
-    from monetlite.solving.race import Progress
+    from monetlite.solving.incumbent import Solution
 
 REORDERED_SUMS = 1e-5
 """Smallest tolerance that allows sums in another order."""
@@ -46,7 +46,7 @@ def solve_layouts(
     *,
     layout: str | None = None,
     starts: Iterable[Schedule] = (),
-    progress: "Callable[[Progress], None] | None" = None,
+    progress: "Callable[[Solution], None] | None" = None,
 ) -> Schedule:
     """Solve one step that was traced in several layouts, for the fastest schedule of any.
 

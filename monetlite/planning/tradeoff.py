@@ -12,9 +12,11 @@ from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving import baselines
-from monetlite.solving.compiling import ensure_compiled, is_cached
-from monetlite.solving.race import Progress
-from monetlite.solving.search import search
+from monetlite.solving.annealing.compiling import ensure_compiled, is_cached
+from monetlite.solving.annealing.greedy import Greedy
+from monetlite.solving.annealing.search import search
+from monetlite.solving.incumbent import Incumbent, Solution
+from monetlite.solving.problem import Problem
 from monetlite.solving.smallest import smallest_budget
 from monetlite.solving.sweep import sweep_profile
 
@@ -120,8 +122,8 @@ def trade_off(
         ensure_compiled(time.monotonic() + _COMPILING_SECONDS)
     work.begin("the smallest feasible budget")
     smallest = smallest_budget(allowed, seconds=time_limit, seed=seed, starts=[own.steps])
-    assert smallest.steps is not None
-    leanest = TradeoffPoint.of_steps(allowed, smallest.steps)
+    assert smallest.smallest_reached_steps is not None
+    leanest = TradeoffPoint.of_steps(allowed, smallest.smallest_reached_steps)
     budgets = _between(leanest.peak_bytes, plain_point.peak_bytes, points, own.peak_bytes)
     others = _baselines(plain, budgets, BASELINE_SHARE * time_limit, seed, work)
     starts = [leanest, own]
@@ -129,7 +131,7 @@ def trade_off(
         # A baseline's steps are a schedule too: none may be faster than the one that is solved for.
         starts += _fastest(budgets, [point for of in others.values() for point in of])
 
-    def solving(budget_bytes: int, _: Progress) -> None:
+    def solving(budget_bytes: int, _: Solution) -> None:
         at = budgets.index(budget_bytes)
         work.begin(f"budget {at + 1} of {len(budgets)}", done=2 + 3 * points + at)
 
@@ -159,7 +161,7 @@ def trade_off(
         ),
         others=others,
         smallest_proven_bytes=max(
-            smallest.proven_bytes, *(item.smallest_proven_bytes for item in solutions.values())
+            smallest.smallest_proven_bytes, *(item.smallest_proven_bytes for item in solutions.values())
         ),
         smallest_reached_bytes=min(leanest.peak_bytes, *reached),
         time_limit=time_limit,
@@ -213,16 +215,18 @@ def _baselines(
         # From the largest budget down: below the first that nothing fits, nothing is searched for.
         for at, budget_bytes in enumerate(reversed(budgets)):
             work.begin(name, done=done + at)
-            best = search(restricted.profile, budget_bytes, seconds=seconds, seed=seed)
-            if best is None:
+            best = Incumbent(Problem.of(restricted.profile), budget_bytes)
+            search(best, seconds=seconds, seed=seed)
+            if best.steps is None:
                 break
             descending.append(TradeoffPoint.of_steps(plain, restricted.steps(best.steps), budget_bytes))
         found[name] = _never_slower(reversed(descending))
         done += len(budgets)
     greedy: list[TradeoffPoint] = []
+    flat = flatten(Problem.of(plain))
     for at, budget_bytes in enumerate(budgets):
         work.begin(GREEDY, done=done + at)
-        steps = baselines.greedy(plain, budget_bytes)
+        steps = Greedy(flat, budget_bytes).best()
         if steps is not None:
             greedy.append(TradeoffPoint.of_steps(plain, steps, budget_bytes))
     return {**found, GREEDY: tuple(greedy)}

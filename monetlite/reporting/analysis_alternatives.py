@@ -14,7 +14,7 @@ from monetlite.reporting.analysis_tensors import Peak, peak_of
 from monetlite.reporting.memory import break_down
 
 if TYPE_CHECKING:
-    from monetlite.solving.race import Progress
+    from monetlite.solving.incumbent import Solution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def alternative(
     time_limit: float,
     seed: int = 0,
     known_bound_ms: float = 0.0,
-    progress: "Callable[[Progress], None] | None" = None,
+    progress: "Callable[[Solution], None] | None" = None,
 ) -> Alternative:
     """Solve for another budget, beginning from the steps of the present schedule.
 
@@ -82,7 +82,7 @@ def alternative(
         progress: as in `monetlite.solve`.
     """
     from monetlite.core.options import SolvingOptions
-    from monetlite.solving.front_door import solve_profile
+    from monetlite.solving import solve_profile
 
     options = SolvingOptions(time_limit=time_limit, seed=seed)
     solution = solve_profile(profile, budget_bytes, options, starts=[steps], progress=progress)
@@ -130,9 +130,9 @@ def limit(profile: Profile, steps: tuple[Step, ...], *, time_limit: float, seed:
     began = time.monotonic()
     found = smallest_budget(profile, seconds=time_limit, seed=seed, starts=[steps])
     seconds = time.monotonic() - began
-    leanest = steps if found.steps is None else found.steps
+    leanest = found.smallest_reached_steps or steps
     parts = break_down(profile, simulate(profile, leanest))
-    return Limit(proven_bytes=found.proven_bytes, seconds=seconds, peak=peak_of(profile, parts))
+    return Limit(proven_bytes=found.smallest_proven_bytes, seconds=seconds, peak=peak_of(profile, parts))
 
 
 __all__ = ["Alternative", "Kept", "Limit", "alternative", "limit", "stored_by_one"]

@@ -1,1 +1,71 @@
-"""From a profile and a budget to a schedule, with a bound on how much faster any could be. No torch."""
+"""Solving: from a profile and a budget to the fastest schedule, with a bound on how much faster any could be.
+
+`solve_profile` is the front door. Read the files in this order:
+
+| file | is |
+| --- | --- |
+| `incumbent.py` | the best schedule and bound of a solve (`Incumbent`), and its result (`Solution`) |
+| `problem.py` | the reduction of a profile that every method works on |
+| `solver.py` | the order of methods in a solve, and their shares of the time |
+| `baselines.py` | other methods' schedules: starts, and comparisons |
+| `exhaustive.py` | all schedules of a small graph, by A* |
+| `program.py` | the boolean program of a small graph, by SCIP, HiGHS or Gurobi |
+| `smallest.py` | the smallest feasible budget: proven, and reached |
+| `sweep.py` | several budgets, each with what the others know |
+| `bounding/zero_one.py` | 0-1 programs as arrays, and their Lagrangian bound |
+| `bounding/peak_bound.py` | values that are live in every schedule: a bound on the peak |
+| `bounding/relaxation.py` | the whole problem as a 0-1 relaxation |
+| `bounding/latency_bound.py` | its bound, by HiGHS: linear, then branch and bound |
+| `bounding/guide.py` | from a solution of the relaxation to steps where the search may begin |
+| `annealing/arrays.py` | the layout of arrays for compiled code; what annealing varies |
+| `annealing/flat_problem.py` | a problem as those arrays, and the places where moves may change it |
+| `annealing/encoding.py` | from schedules to choices and back |
+| `annealing/compiled.py` | evaluation, moves and the loop of annealing, compiled by numba |
+| `annealing/compiling.py` | numba's cache, filled once on a machine |
+| `annealing/runs.py` | runs of annealing, with one of three costs |
+| `annealing/greedy.py` | dropping values until the rest fits: the first answer, before anything is compiled |
+| `annealing/search.py` | runs that compete for the fastest schedule |
+| `annealing/lowest_peak.py` | runs towards the smallest peak |
+| `reserved/arranging.py` | runs for schedules whose tensors lie without gaps |
+| `reserved/reserved_budget.py` | schedules for a budget of reserved memory |
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from monetlite.core.costs import Profile
+    from monetlite.core.options import SolvingOptions
+    from monetlite.core.steps import Step
+    from monetlite.solving.incumbent import Solution
+
+
+def solve_profile(
+    profile: "Profile",
+    budget_bytes: int,
+    options: "SolvingOptions",
+    *,
+    starts: "Iterable[tuple[Step, ...]]" = (),
+    progress: "Callable[[Solution], None] | None" = None,
+) -> "Solution":
+    """Find the fastest schedule within a memory budget, and bound how much faster any could be.
+
+    Args:
+        profile: the graph and its costs, already restricted to the implementations that the options allow.
+        budget_bytes: no step may need more memory; with `options.reserved`, the allocator may reserve no more.
+        options: time limit, seed, solver and `reserved`. When the time is up the best so far is returned; Ctrl-C
+            does the same at once, outside of `interrupts_kept`.
+        starts: steps to begin from, such as a schedule for another budget; illegal ones are ignored.
+        progress: told whenever the incumbent or the bound improves.
+
+    Raises:
+        SolverError: the solver is unknown or not installed.
+        DeviceError: `options.reserved`, and costs that are a CPU's.
+    """
+    if options.reserved:
+        from monetlite.solving.reserved.reserved_budget import solve_reserved
+
+        return solve_reserved(profile, budget_bytes, options, starts=starts, progress=progress)
+    from monetlite.solving.solver import solve_peak
+
+    return solve_peak(profile, budget_bytes, options, starts=starts, progress=progress)

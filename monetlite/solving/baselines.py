@@ -1,6 +1,6 @@
-"""What others do, on the same seam: step lists for comparison and as starting points.
+"""Other methods' schedules, for comparison and as starting points.
 
-Of the functions that return steps only `greedy` knows a budget: what the others need is what `simulate` says.
+None of them knows a budget: `simulate` says what they need. The greedy baseline is `annealing.greedy`.
 """
 
 import math
@@ -26,7 +26,7 @@ def sqrt_checkpointing(profile: Profile) -> tuple[Step, ...]:
 
 
 def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = None) -> tuple[Step, ...]:
-    """Keep what crosses from one segment of the forward pass to another; re-run each before its backward.
+    """Keep the values that cross from one segment of the forward pass to another; re-run each before its backward.
 
     This is `torch.utils.checkpoint` around each segment: the first time the backward pass reads something a
     segment dropped, what is missing of that segment and still read is run again, all at once.
@@ -54,7 +54,8 @@ def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = Non
 
 
 def module_boundaries(graph: OperatorGraph, depth: int = 2) -> list[int]:
-    """Where the module path of the mandatory forward operators changes, at its first `depth` levels."""
+    """Positions at which the module path of the mandatory forward operators changes, at its first `depth`
+    levels."""
     paths = [graph.operators[index].module.split(".")[:depth] for index in _mandatory(graph)]
     if not any(any(path) for path in paths):
         return []
@@ -62,7 +63,7 @@ def module_boundaries(graph: OperatorGraph, depth: int = 2) -> list[int]:
 
 
 def articulation_boundaries(graph: OperatorGraph) -> list[int]:
-    """Where at most one value passes from the mandatory forward operators before to those after."""
+    """Positions at which at most one value passes from the mandatory forward operators before to those after."""
     forward = _mandatory(graph)
     position_of = {index: position for position, index in enumerate(forward)}
     crossing = [0] * (len(forward) + 1)
@@ -96,7 +97,7 @@ class _Replay:
         self.wanted = self._needed_in_backward()
 
     def _needed_in_backward(self) -> set[int]:
-        """What backward operators read, and what re-running that takes."""
+        """Values that backward operators read, or that re-running those takes."""
         waiting = [
             value
             for operator in self.graph.operators
@@ -125,7 +126,7 @@ class _Replay:
         return value in self.kept or not writer.rerunnable or self.graph.values[value].held
 
     def _run(self, index: int) -> None:
-        """Run an operator; first whatever it takes to have its inputs."""
+        """Run an operator, and before it everything that makes its missing inputs."""
         pending = [index]
         while pending:
             operator = self.graph.operators[pending[-1]]
@@ -154,16 +155,9 @@ class _Replay:
         ]
 
 
-def greedy(profile: Profile, budget_bytes: int) -> tuple[Step, ...] | None:
-    """Drop values until the rest fits, those first that free most bytes per millisecond of re-running.
-
-    Returns None if that does not fit.
-    """
-    # Compiled code takes a while to load, and not every caller wants this baseline.
-    from monetlite.solving.greedy import Greedy
-    from monetlite.solving.problem import build_problem
-
-    return Greedy(build_problem(profile), budget_bytes).best()
+def known_schedules(profile: Profile) -> list[tuple[Step, ...]]:
+    """Schedules that need no search, for searches to begin from."""
+    return [store_all(profile), segment_checkpointing(profile), sqrt_checkpointing(profile)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +207,7 @@ def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Restriction:
 
 
 def _same_values(one: Implementation, other: Implementation) -> bool:
-    """Whether two implementations read, write and overwrite the same."""
+    """True if two implementations read, write and overwrite the same."""
     return (set(one.reads), one.writes, one.overwrites) == (set(other.reads), other.writes, other.overwrites)
 
 

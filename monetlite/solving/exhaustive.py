@@ -12,39 +12,22 @@ can run, so each step removes at most its own operator from that set: the heuris
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from monetlite.core.costs import Profile
+from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.solving.options import Option, Outline
+from monetlite.solving.incumbent import Solution
+from monetlite.solving.problem import Option, Problem
 
 _CHECK_EVERY = 512
 """States between two looks at the clock."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exhausted:
-    """What an exhaustive search found.
-
-    Attributes:
-        steps: the best legal steps within the budget; None if there are none or the search gave up.
-        latency_ms: their latency.
-        lower_bound_ms: no legal steps within the budget are faster; infinite if none exist.
-        complete: whether the search proved its result, rather than giving up at a limit.
-        states: the states it looked at.
-    """
-
-    steps: tuple[Step, ...] | None
-    latency_ms: float
-    lower_bound_ms: float
-    complete: bool
-    states: int
-
-
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _MaskedRun:
     """One way to run one operator, as bit masks over values."""
 
     operator: int
@@ -59,49 +42,49 @@ class _Run:
 class _Space:
     """The state space of one profile, with bit masks for sets of values."""
 
-    def __init__(self, outline: Outline, *, latency_matters: bool) -> None:
-        self.outline = outline
+    def __init__(self, problem: Problem, *, latency_matters: bool) -> None:
+        self.problem = problem
         self.latency_matters = latency_matters
-        self.size = outline.size_bytes
-        self.held = _mask(value for value, held in enumerate(outline.held) if held)
-        options = outline.options
+        self.size = problem.size_bytes
+        self.held = _mask(value for value, held in enumerate(problem.held) if held)
+        options = problem.options
         self.optional_bit: dict[int, int] = {}
-        for operator in outline.extra:
-            if operator not in outline.position:
+        for operator in problem.extra:
+            if operator not in problem.position:
                 # Whether it ran before is part of the state only where that makes a difference.
-                matters = not outline.profile.graph.operators[operator].rerunnable or any(
+                matters = not problem.graph.operators[operator].rerunnable or any(
                     option.rerun_differs for option in options[operator]
                 )
                 self.optional_bit[operator] = 1 << operator if matters else 0
         self.main_runs = [
-            [self._run(operator, option, again=False) for option in options[operator]] for operator in outline.main
+            [self._run(operator, option, again=False) for option in options[operator]] for operator in problem.main
         ]
         self.extra_first = {
             o: [self._run(o, option, again=False) for option in options[o]] for o in self.optional_bit
         }
-        rerunnable = [o for o in outline.extra if outline.profile.graph.operators[o].rerunnable]
+        rerunnable = [o for o in problem.extra if problem.graph.operators[o].rerunnable]
         self.extra_again = {o: [self._run(o, option, again=True) for option in options[o]] for o in rerunnable}
         self.useful = self._useful()
-        self.main_left_ms = [0.0] * (len(outline.main) + 1)
-        for at in range(len(outline.main) - 1, -1, -1):
-            self.main_left_ms[at] = self.main_left_ms[at + 1] + self._ms(outline.main_least_ms[at])
-        self.must = [_mask(outline.must_read[operator]) for operator in outline.main]
-        self.must_after = [0] * (len(outline.main) + 1)
-        for at in range(len(outline.main) - 1, -1, -1):
+        self.main_left_ms = [0.0] * (len(problem.main) + 1)
+        for at in range(len(problem.main) - 1, -1, -1):
+            self.main_left_ms[at] = self.main_left_ms[at + 1] + self._ms(problem.main_least_ms[at])
+        self.must = [_mask(problem.must_read[operator]) for operator in problem.main]
+        self.must_after = [0] * (len(problem.main) + 1)
+        for at in range(len(problem.main) - 1, -1, -1):
             self.must_after[at] = self.must_after[at + 1] | self.must[at]
-        self.must_forward = [0] * (outline.forward_main + 1)
-        for at in range(outline.forward_main - 1, -1, -1):
+        self.must_forward = [0] * (problem.forward_main + 1)
+        for at in range(problem.forward_main - 1, -1, -1):
             self.must_forward[at] = self.must_forward[at + 1] | self.must[at]
-        self.must_read = [_mask(reads) for reads in outline.must_read]
-        self.producer = [found[0] if len(found) == 1 else -1 for found in outline.producers]
-        self.unmakeable = _mask(value for value, found in enumerate(outline.producers) if not found)
+        self.must_read = [_mask(reads) for reads in problem.must_read]
+        self.producer = [found[0] if len(found) == 1 else -1 for found in problem.producers]
+        self.unmakeable = _mask(value for value, found in enumerate(problem.producers) if not found)
         self.remembered: dict[tuple[int, int, int], float] = {}
 
     def _ms(self, latency_ms: float) -> float:
         return latency_ms if self.latency_matters else 0.0
 
-    def _run(self, operator: int, option: Option, *, again: bool) -> _Run:
-        return _Run(
+    def _run(self, operator: int, option: Option, *, again: bool) -> _MaskedRun:
+        return _MaskedRun(
             operator=operator,
             choice=option.choice,
             reads=_mask(option.reads),
@@ -113,13 +96,13 @@ class _Space:
 
     def _useful(self) -> list[int]:
         """For each place in the main run, the values that anything still to run could need."""
-        outline = self.outline
-        useful = [0] * (len(outline.main) + 1)
-        for at in range(len(outline.main) - 1, -1, -1):
-            needed = useful[at + 1] | _mask(outline.may_read[outline.main[at]])
-            for operator in reversed(outline.extra):
-                if any(_mask(option.writes) & needed for option in outline.options[operator]):
-                    needed |= _mask(outline.may_read[operator])
+        problem = self.problem
+        useful = [0] * (len(problem.main) + 1)
+        for at in range(len(problem.main) - 1, -1, -1):
+            needed = useful[at + 1] | _mask(problem.may_read[problem.main[at]])
+            for operator in reversed(problem.extra):
+                if any(_mask(option.writes) & needed for option in problem.options[operator]):
+                    needed |= _mask(problem.may_read[operator])
             useful[at] = needed
         return useful
 
@@ -136,7 +119,7 @@ class _Space:
         return found
 
     def _forced_ms(self, done: int, live: int, ran: int) -> float:
-        outline = self.outline
+        problem = self.problem
         total_ms = 0.0
         missing = self.must_after[done] & ~live
         seen = 0
@@ -146,12 +129,12 @@ class _Space:
             if self.unmakeable >> value & 1:
                 return math.inf
             operator = self.producer[value]
-            if operator < 0 or outline.position.get(operator, -1) >= done:
+            if operator < 0 or problem.position.get(operator, -1) >= done:
                 continue  # several operators can make it, or the main run still will
             optional = operator in self.optional_bit
             if operator not in self.extra_first and operator not in self.extra_again:
                 return math.inf
-            if not optional and done < outline.forward_main and self.must_forward[done] >> value & 1:
+            if not optional and done < problem.forward_main and self.must_forward[done] >> value & 1:
                 return math.inf
             runs = self.extra_again.get(operator, [])
             if optional and not ran & self.optional_bit[operator]:
@@ -166,14 +149,14 @@ class _Space:
             missing |= self.must_read[operator] & ~live
         return total_ms
 
-    def moves(self, done: int, live: int, ran: int) -> Iterator[tuple[_Run, int]]:
+    def moves(self, done: int, live: int, ran: int) -> Iterator[tuple[_MaskedRun, int]]:
         """Every run that can come next and be of use, with the number of main operators done after it."""
         for run in self.main_runs[done]:
             if not run.reads & ~live:
                 yield run, done + 1
         useful = self.useful[done]
-        in_forward = done < self.outline.forward_main
-        for operator in self.outline.extra:
+        in_forward = done < self.problem.forward_main
+        for operator in self.problem.extra:
             optional = operator in self.optional_bit
             if in_forward and not optional:
                 continue
@@ -182,8 +165,8 @@ class _Space:
                 if run.writes & useful & ~live and not run.reads & ~live:
                     yield run, done
 
-    def freed(self, live: int, run: _Run, limit_bytes: int) -> Iterator[int]:
-        """The live values after freeing as little as lets `run` fit, one answer for each minimal choice."""
+    def freed(self, live: int, run: _MaskedRun, limit_bytes: int) -> Iterator[int]:
+        """The live values after freeing no more than `run` needs to fit, one answer for each minimal choice."""
         # A version that is written over was dead before: only held values stay through a second write.
         live &= ~run.writes | self.held
         new_bytes = self.live_bytes(run.writes & ~live)
@@ -214,30 +197,33 @@ class _Space:
 
 
 def exhaustive(
-    profile: Profile,
+    problem: Problem,
     budget_bytes: int,
     *,
     state_limit: int = 200_000,
     seconds: float = math.inf,
     latency_matters: bool = True,
     should_stop: Callable[[], bool] | None = None,
-) -> Exhausted:
+) -> Solution:
     """Find the fastest legal steps within a budget, or prove that there are none.
 
     Args:
-        profile: the graph and its costs.
+        problem: the graph and its costs, reduced.
         budget_bytes: no step may need more.
         state_limit: states to look at before giving up; seconds: time after which to give up.
         latency_matters: if False, stop at the first steps that fit, whatever their latency.
         should_stop: asked now and then; give up when it says so.
+
+    Returns:
+        An optimal solution (feasible if latency does not matter), an infeasible one, or where it gave up one of
+        status timeout with a bound.
     """
-    outline = Outline.of(profile)
-    if not outline.runnable:
-        return Exhausted(steps=None, latency_ms=math.inf, lower_bound_ms=math.inf, complete=True, states=0)
-    space = _Space(outline, latency_matters=latency_matters)
+    if not problem.runnable:
+        return Solution(status=Status.INFEASIBLE, lower_bound_ms=math.inf)
+    space = _Space(problem, latency_matters=latency_matters)
     deadline = time.monotonic() + seconds
-    limit_bytes = budget_bytes - outline.resident_bytes
-    last = len(outline.main)
+    limit_bytes = budget_bytes - problem.resident_bytes
+    last = len(problem.main)
     # Entries: (bound on the whole latency, −main operators done, tie-break, latency so far, done, live, ran).
     queue = [(space.left_ms(0, 0, 0), 0, 0, 0.0, 0, 0, 0)]
     best: dict[tuple[int, int, int], float] = {(0, 0, 0): 0.0}
@@ -250,19 +236,20 @@ def exhaustive(
         if not stop and looked % _CHECK_EVERY == 0:
             stop = time.monotonic() > deadline or (should_stop is not None and should_stop())
         if stop:
-            lower_ms = bound_ms if latency_matters else 0.0
-            return Exhausted(
-                steps=None, latency_ms=math.inf, lower_bound_ms=lower_ms, complete=False, states=looked
-            )
+            return Solution(status=Status.TIMEOUT, lower_bound_ms=bound_ms if latency_matters else 0.0)
         heapq.heappop(queue)
         state = (done, live, ran)
         if so_far_ms > best[state]:
             continue
         if done == last:
             steps = _trace_back(came_from, state)
-            latency_ms = simulate(profile, steps, budget_bytes).latency_ms
-            return Exhausted(
-                steps=steps, latency_ms=latency_ms, lower_bound_ms=latency_ms, complete=True, states=looked
+            timeline = simulate(problem.profile, steps, budget_bytes)
+            return Solution(
+                status=Status.OPTIMAL if latency_matters else Status.FEASIBLE,
+                steps=steps,
+                latency_ms=timeline.latency_ms,
+                peak_bytes=timeline.peak_bytes,
+                lower_bound_ms=timeline.latency_ms if latency_matters else 0.0,
             )
         peers = closed.setdefault((done, ran), [])
         if any(live & ~other == 0 and so_far_ms >= other_ms for other, other_ms in peers):
@@ -286,7 +273,7 @@ def exhaustive(
                 pushed += 1
                 entry = (after_ms + left_ms, -done_after, pushed, after_ms, *reached)
                 heapq.heappush(queue, entry)
-    return Exhausted(steps=None, latency_ms=math.inf, lower_bound_ms=math.inf, complete=True, states=looked)
+    return Solution(status=Status.INFEASIBLE, lower_bound_ms=math.inf)
 
 
 def _trace_back(
@@ -299,43 +286,33 @@ def _trace_back(
     return tuple(reversed(steps))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmallestPeak:
-    """The smallest budget that some legal steps fit: it lies in [proven_bytes, reached_bytes].
-
-    `reached_bytes` is the peak of `steps`; both are None when the search gave up before finding any, or when
-    no steps are legal at all (`complete` tells which).
-    """
-
-    proven_bytes: int
-    reached_bytes: int | None
-    steps: tuple[Step, ...] | None
-    complete: bool
-
-
 def exhaustive_smallest_peak(
-    profile: Profile,
+    problem: Problem,
     *,
     at_least_bytes: int = 0,
     start: tuple[Step, ...] | None = None,
     state_limit: int = 50_000,
     seconds: float = math.inf,
     should_stop: Callable[[], bool] | None = None,
-) -> SmallestPeak:
+) -> Solution:
     """Bisect on the budget until the smallest feasible one is known to the byte, or a limit is reached.
 
     Args:
-        profile: the graph and its costs.
+        problem: the graph and its costs, reduced.
         at_least_bytes: a budget below which nothing is known to fit.
         start: legal steps to improve on.
         state_limit: states to look at for each budget tried; seconds: in all.
         should_stop: asked now and then; give up when it says so.
+
+    Returns:
+        `smallest_proven_bytes`, and the reached ones where there are any. Its status is optimal if both are equal,
+        infeasible if no steps are legal at all.
     """
     deadline = time.monotonic() + seconds
 
-    def attempt(budget_bytes: int) -> Exhausted:
+    def attempt(budget_bytes: int) -> Solution:
         return exhaustive(
-            profile,
+            problem,
             budget_bytes,
             state_limit=state_limit,
             seconds=deadline - time.monotonic(),
@@ -345,27 +322,29 @@ def exhaustive_smallest_peak(
 
     steps = start
     if steps is None:
-        plenty = _plenty(profile)
-        found = attempt(plenty)
+        found = attempt(_plenty(problem.profile))
         if found.steps is None:
-            return SmallestPeak(
-                proven_bytes=at_least_bytes, reached_bytes=None, steps=None, complete=found.complete
-            )
+            return Solution(status=found.status, smallest_proven_bytes=at_least_bytes)
         steps = found.steps
-    reached = simulate(profile, steps).peak_bytes
+    reached = simulate(problem.profile, steps).peak_bytes
     proven = min(at_least_bytes, reached)
     tried = proven  # the proven bound is often tight, so it is tried before halving
     while proven < reached:
         found = attempt(tried)
         if found.steps is not None:
             steps = found.steps
-            reached = simulate(profile, steps).peak_bytes
-        elif found.complete:
+            reached = simulate(problem.profile, steps).peak_bytes
+        elif found.status is Status.INFEASIBLE:
             proven = tried + 1
         else:
-            return SmallestPeak(proven_bytes=proven, reached_bytes=reached, steps=steps, complete=False)
+            break
         tried = (proven + reached - 1) // 2
-    return SmallestPeak(proven_bytes=proven, reached_bytes=reached, steps=steps, complete=True)
+    return Solution(
+        status=Status.OPTIMAL if proven == reached else Status.FEASIBLE,
+        smallest_proven_bytes=proven,
+        smallest_reached_bytes=reached,
+        smallest_reached_steps=steps,
+    )
 
 
 def _plenty(profile: Profile) -> int:
@@ -378,7 +357,7 @@ def _plenty(profile: Profile) -> int:
     return profile.graph.resident.total + 2 * values + max(workspace, 0)
 
 
-def _mask(values: Iterator[int] | frozenset[int]) -> int:
+def _mask(values: Iterable[int]) -> int:
     mask = 0
     for value in values:
         mask |= 1 << value

@@ -1,267 +1,225 @@
-"""A `Profile` as flat arrays, for compiled code.
+"""The problem that every method solves: one reduction of a profile to what can matter in a schedule.
 
-What plain training calls an operator's implementations becomes two levels here. A *group* is a set of
-implementations that read and write the same values: which group an operator runs with changes what has to
-be in memory. Within a group, *options* differ in latency, workspace and what they overwrite, which
-nothing but the step itself feels, so the best option of a step follows from the memory that is left there.
-
-| here | MONeT (Shah et al., ICLR 2021) |
-| --- | --- |
-| group of a backward operator | the choice of recipe, m with the values in its dependence set |
-| option | the implementation of a recipe, δ |
-| value kept at the end of the forward pass | s at the last forward stage |
-| value re-run | r |
+The *main* operators are those that every schedule runs once and in order: forward operators that are not
+optional, then backward operators. Re-runs and optional operators run between them; `stage t` is the gap just
+before main operator t. Arrays for compiled code are derived from this (`annealing.flat_problem`).
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy
+from functools import cached_property
+from typing import Self
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import OperatorGraph, Phase
-from monetlite.core.simulate import simulate
-from monetlite.core.steps import plain_steps
-from monetlite.solving.layout import (
-    BACKWARD,
-    EARLY,
-    FORWARD,
-    LATE,
-    Integers,
-    Tables,
-)
 
-TINY_FRACTION = 100_000
-"""Values smaller than the plain peak divided by this are never dropped by the search."""
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One implementation of an operator.
+
+    `first_extra_bytes` and `again_extra_bytes` are the workspace less the overwritten bytes: the memory that a
+    first run, or a later run, takes beyond the live values and its results.
+    """
+
+    choice: int
+    reads: frozenset[int]
+    writes: frozenset[int]
+    overwrites: frozenset[int]
+    first_ms: float
+    again_ms: float
+    first_extra_bytes: int
+    again_extra_bytes: int
+
+    @property
+    def rerun_differs(self) -> bool:
+        """True if a later run costs something else than the first."""
+        return (self.first_ms, self.first_extra_bytes) != (self.again_ms, self.again_extra_bytes)
+
+    def dominates(self, other: "Option") -> bool:
+        """True if this can replace `other` in every schedule, at no more latency or memory."""
+        return (
+            self.reads <= other.reads
+            and self.writes == other.writes
+            and self.overwrites <= other.overwrites
+            and self.first_ms <= other.first_ms
+            and self.again_ms <= other.again_ms
+            and self.first_extra_bytes <= other.first_extra_bytes
+            and self.again_extra_bytes <= other.again_extra_bytes
+        )
+
+
+def _legal_options(profile: Profile, operator: int) -> tuple[Option, ...]:
+    graph = profile.graph
+    found: list[Option] = []
+    for choice, implementation in enumerate(graph.operators[operator].implementations):
+        overwrites = frozenset(implementation.overwrites)
+        if any(graph.values[value].held or value not in implementation.reads for value in overwrites):
+            continue
+        first_ms, first_bytes = profile.costs[operator][choice].of_run(again=False)
+        again_ms, again_bytes = profile.costs[operator][choice].of_run(again=True)
+        overwritten_bytes = sum(graph.values[value].size_bytes for value in implementation.overwrites)
+        found.append(
+            Option(
+                choice=choice,
+                reads=frozenset(implementation.reads),
+                writes=frozenset(implementation.writes),
+                overwrites=overwrites,
+                first_ms=float(first_ms),
+                again_ms=float(again_ms),
+                first_extra_bytes=int(first_bytes - overwritten_bytes),
+                again_extra_bytes=int(again_bytes - overwritten_bytes),
+            )
+        )
+    return tuple(found)
+
+
+def _undominated(options: tuple[Option, ...]) -> tuple[Option, ...]:
+    kept: list[Option] = []
+    for option in options:
+        if not any(other.dominates(option) for other in kept):
+            kept = [other for other in kept if not option.dominates(other)]
+            kept.append(option)
+    return tuple(kept)
+
+
+def _common(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    """The intersection of some sets; empty where there are none."""
+    found = list(sets)
+    return frozenset.intersection(*found) if found else frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """What the search works on.
+    """A profile, reduced.
 
     Attributes:
-        profile: where it comes from.
-        tables: the same as arrays.
-        droppable: forward values that may be dropped and computed again: not held to the end of the step, not
-            written by an operator that can't be run again, not tiny beside the plain peak.
-        group_of: for each operator, the group of each of its implementations; -1 for one that can never run
-            legally.
-        plain_peak_bytes, plain_latency_ms: of plain training.
-        least_latency_ms: the latency of running every mandatory operator once, each as fast as it can: no
-            schedule is faster.
+        profile: the graph and its costs.
+        legal_options: for each operator, the implementations that can be legal: those that overwrite no held
+            value, and only values that they read.
+        options: for each operator, those of them that no other dominates.
+        main: the main operators, in order; the first `forward_main` of them are forward.
     """
 
     profile: Profile
-    tables: Tables
-    droppable: Integers
-    group_of: tuple[tuple[int, ...], ...]
-    plain_peak_bytes: int
-    plain_latency_ms: float
-    least_latency_ms: float
+    legal_options: tuple[tuple[Option, ...], ...]
+    options: tuple[tuple[Option, ...], ...]
+    main: tuple[int, ...]
+    forward_main: int
+
+    @classmethod
+    def of(cls, profile: Profile) -> Self:
+        """Reduce a profile."""
+        operators = profile.graph.operators
+        forward = [i for i, op in enumerate(operators) if op.phase is Phase.FORWARD and not op.optional]
+        backward = [i for i, op in enumerate(operators) if op.phase is Phase.BACKWARD]
+        legal = tuple(_legal_options(profile, index) for index in range(len(operators)))
+        return cls(
+            profile=profile,
+            legal_options=legal,
+            options=tuple(map(_undominated, legal)),
+            main=tuple(forward + backward),
+            forward_main=len(forward),
+        )
 
     @property
     def graph(self) -> OperatorGraph:
         return self.profile.graph
 
-    @property
-    def value_count(self) -> int:
-        return len(self.graph.values)
+    @cached_property
+    def size_bytes(self) -> tuple[int, ...]:
+        return tuple(value.size_bytes for value in self.graph.values)
 
-    @property
-    def operator_count(self) -> int:
-        return len(self.graph.operators)
+    @cached_property
+    def held(self) -> tuple[bool, ...]:
+        return tuple(value.held for value in self.graph.values)
 
+    @cached_property
+    def resident_bytes(self) -> int:
+        return self.graph.resident.total
 
-class _Option(NamedTuple):
-    latency_ms: float
-    extra_bytes: int
-    implementation: int
-    overwrites: tuple[int, ...]
-
-
-def build_problem(profile: Profile) -> Problem:
-    """Flatten a profile; `Problem` says what is kept.
-
-    Implementations that another of the same group beats on both latency and workspace, and under no more
-    conditions (what has to die to be overwritten), are left out; for first runs and re-runs apart.
-    """
-    graph = profile.graph
-    size = [value.size_bytes for value in graph.values]
-    held = [value.held for value in graph.values]
-    plain = simulate(profile, plain_steps(graph))
-    writer: dict[int, int] = {}
-    group_counts: list[int] = []
-    group_of: list[tuple[int, ...]] = []
-    reads: list[Sequence[int]] = []
-    writes: list[Sequence[int]] = []
-    options: list[list[_Option]] = []
-    least_latency_ms = 0.0
-    for index, operator in enumerate(graph.operators):
-        members: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-        for choice, implementation in enumerate(operator.implementations):
-            if _can_run(implementation.reads, implementation.overwrites, held):
-                key = (tuple(sorted(set(implementation.reads))), tuple(dict.fromkeys(implementation.writes)))
-                members.setdefault(key, []).append(choice)
-        chosen = [-1] * len(operator.implementations)
-        fastest_ms: list[float] = []
-        for (group_reads, group_writes), choices in members.items():
-            for choice in choices:
-                chosen[choice] = len(reads)
-            for value in group_writes:
-                writer.setdefault(value, index)
-            reads.append(group_reads)
-            writes.append(group_writes)
-            for again in (False, True):
-                offered = list(_offered(profile, index, choices, again, size))
-                options.append(_pareto(offered))
-            fastest_ms.append(options[-2][0].latency_ms)
-        group_counts.append(len(members))
-        group_of.append(tuple(chosen))
-        if not operator.optional or operator.phase is Phase.BACKWARD:
-            least_latency_ms += min(fastest_ms, default=0.0)
-    tables = _tables(graph, writer, group_counts, reads, writes, options)
-    return Problem(
-        profile=profile,
-        tables=tables,
-        droppable=_droppable(graph, writer, plain.peak_bytes // TINY_FRACTION),
-        group_of=tuple(group_of),
-        plain_peak_bytes=plain.peak_bytes,
-        plain_latency_ms=plain.latency_ms,
-        least_latency_ms=least_latency_ms,
-    )
-
-
-def _can_run(reads: tuple[int, ...], overwrites: tuple[int, ...], held: list[bool]) -> bool:
-    """Whether what an implementation overwrites can ever die at its step."""
-    return all(value in reads and not held[value] for value in overwrites)
-
-
-def _offered(
-    profile: Profile, operator: int, choices: list[int], again: bool, size: list[int]
-) -> Iterator[_Option]:
-    for choice in choices:
-        latency_ms, workspace_bytes = profile.costs[operator][choice].of_run(again)
-        overwrites = profile.graph.operators[operator].implementations[choice].overwrites
-        extra_bytes = workspace_bytes - sum(size[value] for value in overwrites)
-        yield _Option(float(latency_ms), int(extra_bytes), choice, overwrites)
-
-
-def _pareto(offered: list[_Option]) -> list[_Option]:
-    """Options that none beats on latency, memory and conditions at once, fastest first."""
-    ordered = sorted(offered, key=lambda option: (option.latency_ms, option.extra_bytes, len(option.overwrites)))
-    kept: list[_Option] = []
-    for option in ordered:
-        if not any(
-            better.extra_bytes <= option.extra_bytes and set(better.overwrites) <= set(option.overwrites)
-            for better in kept
-        ):
-            kept.append(option)
-    return kept
-
-
-def _tables(
-    graph: OperatorGraph,
-    writer: dict[int, int],
-    group_counts: list[int],
-    reads: list[Sequence[int]],
-    writes: list[Sequence[int]],
-    options: list[list[_Option]],
-) -> Tables:
-    """Lay the parts out in rows; `options` holds two rows a group, of first runs and of later ones."""
-    readers: list[list[int]] = [[] for _ in graph.values]
-    for index, operator in enumerate(graph.operators):
-        if operator.phase is Phase.FORWARD:
-            for value in {value for item in operator.implementations for value in item.reads}:
-                readers[value].append(index)
-    flat_options = [option for row in options for option in row]
-    lists: list[int] = []
-
-    def slices(rows: Iterable[Iterable[int]]) -> Iterator[tuple[int, int]]:
-        for row in rows:
-            start = len(lists)
-            lists.extend(row)
-            yield start, len(lists)
-
-    value_rows = [
-        (value.size_bytes, int(value.held), writer.get(index, -1), *of_readers)
-        for index, (value, of_readers) in enumerate(zip(graph.values, slices(readers), strict=True))
-    ]
-    group_ends = _ends(group_counts)
-    operator_rows = [
-        (end - count, end, int(operator.rerunnable))
-        for operator, count, end in zip(graph.operators, group_counts, group_ends, strict=True)
-    ]
-    option_ends = _ends(map(len, options))
-    group_rows = [
-        (
-            *of_reads,
-            *of_writes,
-            option_ends[2 * group] - len(options[2 * group]),
-            *option_ends[2 * group :][:2],
+    @cached_property
+    def extra(self) -> tuple[int, ...]:
+        """The operators that may run outside the main run: forward ones, optional or rerunnable."""
+        return tuple(
+            index
+            for index, op in enumerate(self.graph.operators)
+            if op.phase is Phase.FORWARD and (op.optional or op.rerunnable)
         )
-        for group, (of_reads, of_writes) in enumerate(zip(slices(reads), slices(writes), strict=True))
-    ]
-    option_rows = [
-        (option.extra_bytes, *overwrites, option.implementation)
-        for option, overwrites in zip(flat_options, slices(o.overwrites for o in flat_options), strict=True)
-    ]
-    return Tables(
-        values=_rows(value_rows, 5),
-        operators=_rows(operator_rows, 3),
-        groups=_rows(group_rows, 7),
-        options=_rows(option_rows, 4),
-        latency_ms=numpy.array([option.latency_ms for option in flat_options], dtype=numpy.float64),
-        lists=numpy.array(lists, dtype=numpy.int64),
-        agenda=_rows(list(_agenda(graph, writer)), 2),
-        resident_bytes=graph.resident.total,
-    )
 
+    @cached_property
+    def extra_set(self) -> frozenset[int]:
+        return frozenset(self.extra)
 
-def _agenda(graph: OperatorGraph, writer: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """Every place where an operator may have its first run in the forward part; then the backward operators.
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """The place of each main operator in the main run."""
+        return {operator: at for at, operator in enumerate(self.main)}
 
-    An optional operator's early place is right after the last of its inputs is written; its late place is
-    after the last mandatory operator that reads the input which is needed for the shortest time.
-    """
-    forward = [i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
-    written_at = {operator: position for position, operator in enumerate(forward)}
-    last_read: dict[int, int] = {}
-    for position, index in enumerate(forward):
-        for implementation in graph.operators[index].implementations:
-            last_read.update(dict.fromkeys(implementation.reads, position))
-    early: list[list[int]] = [[] for _ in forward]
-    late: list[list[int]] = [[] for _ in forward]
-    for index, operator in enumerate(graph.operators):
-        if operator.phase is Phase.FORWARD and operator.optional and forward:
-            reads = operator.implementations[0].reads
-            ready = max((written_at[writer[value]] for value in reads), default=0)
-            written_at[index] = ready
-            early[ready].append(index)
-            late[max(ready, min((last_read.get(value, ready) for value in reads), default=ready))].append(index)
-    for position, index in enumerate(forward):
-        yield index, FORWARD
-        yield from ((optional, EARLY) for optional in early[position])
-        yield from ((optional, LATE) for optional in late[position])
-    for index, operator in enumerate(graph.operators):
-        if operator.phase is Phase.BACKWARD:
-            yield index, BACKWARD
+    @cached_property
+    def producers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value, the operators that some implementation writes it with (nearly always one)."""
+        found: list[set[int]] = [set() for _ in self.size_bytes]
+        for operator, options in enumerate(self.options):
+            for option in options:
+                for value in option.writes:
+                    found[value].add(operator)
+        return tuple(tuple(sorted(operators)) for operators in found)
 
+    @cached_property
+    def must_read(self) -> tuple[frozenset[int], ...]:
+        """For each operator, the values that it reads in every implementation."""
+        return tuple(_common(option.reads for option in options) for options in self.options)
 
-def _droppable(graph: OperatorGraph, writer: dict[int, int], tiny_bytes: int) -> Integers:
-    chosen: list[int] = []
-    for index, value in enumerate(graph.values):
-        if index in writer and not value.held and value.size_bytes >= tiny_bytes:
-            operator = graph.operators[writer[index]]
-            if operator.phase is Phase.FORWARD and operator.rerunnable:
-                chosen.append(index)
-    return numpy.array(chosen, dtype=numpy.int64)
+    @cached_property
+    def may_read(self) -> tuple[frozenset[int], ...]:
+        """For each operator, the values that it reads in some implementation."""
+        return tuple(frozenset().union(*(option.reads for option in options)) for options in self.options)
 
+    @cached_property
+    def always_writes(self) -> tuple[frozenset[int], ...]:
+        """For each operator, the values that it writes in every implementation."""
+        return tuple(_common(option.writes for option in options) for options in self.options)
 
-def _rows(rows: Sequence[tuple[int, ...]], columns: int) -> Integers:
-    return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), columns)
+    @cached_property
+    def runnable(self) -> bool:
+        """True if every main operator has a legal implementation."""
+        return all(self.options[operator] for operator in self.main)
 
+    @cached_property
+    def main_readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value, the places in the main run that read it in every implementation."""
+        found: list[list[int]] = [[] for _ in self.size_bytes]
+        for at, operator in enumerate(self.main):
+            for value in self.must_read[operator]:
+                found[value].append(at)
+        return tuple(tuple(places) for places in found)
 
-def _ends(counts: Iterable[int]) -> list[int]:
-    return list(itertools.accumulate(counts))
+    @cached_property
+    def main_least_ms(self) -> tuple[float, ...]:
+        """The least latency of each main operator's one mandatory run."""
+        return tuple(min((o.first_ms for o in self.options[op]), default=0.0) for op in self.main)
+
+    @cached_property
+    def least_latency_ms(self) -> float:
+        """Latency of every main operator once, each by its fastest implementation: no schedule is faster."""
+        return math.fsum(self.main_least_ms)
+
+    def is_forward(self, operator: int) -> bool:
+        return self.graph.operators[operator].phase is Phase.FORWARD
+
+    def useful_before(self, place: int) -> set[int]:
+        """The values that could serve anything from just before a place in the main run to the end."""
+        useful = {value for operator in self.main[place:] for value in self.may_read[operator]}
+        for operator in reversed(self.extra):
+            if any(not useful.isdisjoint(option.writes) for option in self.options[operator]):
+                useful |= self.may_read[operator]
+        return useful
+
+    def least_ms(self, operator: int) -> float:
+        """The least latency of a run outside the main run; it may be the first of an optional operator."""
+        options = self.options[operator]
+        if operator in self.position:
+            return min((option.again_ms for option in options), default=0.0)
+        return min((min(option.first_ms, option.again_ms) for option in options), default=0.0)

@@ -12,53 +12,75 @@ times over, so that re-runs in another order, or twice within a stage, can be st
 | memory row | `total + outputs + workspace − overwritten ≤ budget`, where the slot runs | eq. 8, 10 |
 
 MONeT has a variable for every (stage, value); here a value has one only between slots that touch it, and the
-running sum keeps memory rows sparse. A template can't offer unboundedly many re-runs, so what its dual bound
-bounds is the template's schedules and not all of them: it is handed on only where `complete` shows that no
-faster schedule lies outside.
+running sum keeps memory rows sparse.
+
+The bound. The solver's dual bound D holds for every legal schedule *of the template*: set `run` as the schedule
+runs, and `keep` to 1 exactly where `simulate` has the value live. Then `total` is what `simulate` has live before
+the slot, and each row follows from one of its rules: what is read is live; what is live was kept or written; what
+is overwritten is dead afterwards; a held value stays; a step that runs fits the budget. A slot that does not run
+only says that what is live exceeds the budget by no more than the largest saving of any step (`_slack_bytes`),
+which is true before every step. Two guards keep this exact: an optional operator that writes a held value
+distinguishes its first run from later ones, which find the value there; and a value that a step both reads and
+writes is counted once.
+
+A schedule outside the full template has a stage with more than `passes` runs, since `passes` runs fit the template
+in any order, one in each pass. Useless runs left out, that costs at least every main operator once and `passes + 1`
+of the cheapest runs, B. So min(D, B) bounds every legal schedule (`_outside_ms`), and a schedule that reaches it is
+optimal. A dual bound that was found under an incumbent's cutoff says no more than that nothing is faster than the
+cutoff. A template with fewer candidates, or a budget lowered for the solver's tolerances, gives no bound at all.
 """
 
 import importlib.util
 import math
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import sparse
 
-from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule, SolverError
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.solving.options import Option, Outline
-from monetlite.solving.templates import Slot, full_template
+from monetlite.solving.bounding.latency_bound import rounded_down
+from monetlite.solving.bounding.zero_one import SparseRows
+from monetlite.solving.incumbent import Solution
+from monetlite.solving.problem import Option, Problem
 
 SOLVERS = ("SCIP", "HIGHS", "GUROBI")
 _PACKAGES = {"SCIP": "pyscipopt", "HIGHS": "highspy", "GUROBI": "gurobipy"}
 _TOLERANCE = 3e-6
 """Solvers accept rows violated by 1e-6; where that exceeds the budget, this much is held back."""
+_USUAL_COST = 1e4
+"""Sum that costs are scaled to, since the solver's tolerances on them are absolute."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProgramResult:
-    """What the program found.
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for one run of an operator; a `main` one must run."""
 
-    Attributes:
-        status: optimal or infeasible *among the template's schedules*, feasible, or timeout.
-        steps, latency_ms: the best schedule, checked by `simulate`; None and infinite if there is none.
-        lower_bound_ms: a bound on every legal schedule, where the program gives one; else None.
-        columns, rows: the size of the program.
-    """
+    operator: int
+    main: bool
 
-    status: Status
-    steps: tuple[Step, ...] | None
-    latency_ms: float
-    lower_bound_ms: float | None
-    columns: int
-    rows: int
+
+def full_template(problem: Problem, passes: int = 1) -> list[Slot]:
+    """Every main operator, and before each of them every candidate that could be of use there."""
+    slots: list[Slot] = []
+    operators = problem.graph.operators
+    for at, main in enumerate(problem.main):
+        useful = problem.useful_before(at)
+        candidates = [
+            operator
+            for operator in problem.extra
+            if any(not useful.isdisjoint(option.writes) for option in problem.options[operator])
+            and (operators[operator].optional or at >= problem.forward_main)
+        ]
+        for _ in range(passes):
+            slots.extend(Slot(operator, main=False) for operator in candidates)
+        slots.append(Slot(main, main=True))
+    return slots
 
 
 def check_solver(solver: str) -> str:
@@ -77,39 +99,19 @@ def check_solver(solver: str) -> str:
     return name
 
 
-@dataclass
-class _Rows:
-    """Rows of a sparse system, as coordinates."""
-
-    row: list[int] = field(default_factory=list)
-    column: list[int] = field(default_factory=list)
-    entry: list[float] = field(default_factory=list)
-    right: list[float] = field(default_factory=list)
-
-    def add(self, terms: list[tuple[int, float]], right: float) -> None:
-        for column, entry in terms:
-            self.row.append(len(self.right))
-            self.column.append(column)
-            self.entry.append(entry)
-        self.right.append(right)
-
-    def matrix(self, columns: int) -> sparse.csr_array:
-        return sparse.csr_array((self.entry, (self.row, self.column)), shape=(len(self.right), columns))
-
-
-class _Program:
+class _TemplateProgram:
     """The columns and rows for a template."""
 
-    def __init__(self, outline: Outline, budget_bytes: int, slots: list[Slot]) -> None:
-        self.outline = outline
+    def __init__(self, problem: Problem, budget_bytes: int, slots: list[Slot]) -> None:
+        self.problem = problem
         self.slots = slots
         self.cost_ms: list[float] = []
         self.boolean: list[int] = []
         self.upper: list[float] = []
-        self.equal = _Rows()
-        self.less = _Rows()
-        self.scale = 1.0 / max(1, *outline.size_bytes, 1)
-        self.room = float(budget_bytes - outline.resident_bytes)
+        self.equal = SparseRows()
+        self.less = SparseRows()
+        self.scale = 1.0 / max(1, *problem.size_bytes, 1)
+        self.room = float(budget_bytes - problem.resident_bytes)
         self.keep: dict[int, int] = {}  # the column of each value's present keep; absent: not in memory
         # runs[slot]: its choices, each with its column and whether it is the operator's first run.
         self.runs: list[list[tuple[Option, int, bool]]] = []
@@ -125,7 +127,7 @@ class _Program:
 
     def _build(self) -> None:
         last_touch = self._last_touches()
-        everything = (sum(self.outline.size_bytes) + 1) * self.scale
+        everything = (sum(self.problem.size_bytes) + 1) * self.scale
         slack = self._slack_bytes() * self.scale
         total = self._column(boolean=False, upper=0.0)
         for at, slot in enumerate(self.slots):
@@ -133,64 +135,68 @@ class _Program:
             self.runs.append(choices)
             columns = [(column, 1.0) for _, column, _ in choices]
             if slot.main:
-                self.equal.add(columns, 1.0)
+                self.equal.row(columns, 1.0)
             else:
-                self.less.add(columns, 1.0)
+                self.less.row(columns, 1.0)
             memory = [(total, 1.0)]
             for option, column, first in choices:
-                own = sum(self._new_bytes(value, slot) for value in option.writes)
-                own += option.first_extra_bytes if first else option.again_extra_bytes
-                optional_slack = 0.0 if slot.main else slack
-                memory.append((column, own * self.scale + optional_slack))
-            self.less.add(memory, self.room * self.scale + (0.0 if slot.main else slack))
+                own = self._own_bytes(option, first) * self.scale
+                memory.append((column, own if slot.main else own + slack))
+            self.less.row(memory, self.room * self.scale + (0.0 if slot.main else slack))
             change = self._touch(at, choices, last_touch)
             following = self._column(boolean=False, upper=everything)
-            self.equal.add([(following, 1.0), (total, -1.0), *change], 0.0)
+            self.equal.row([(following, 1.0), (total, -1.0), *change], 0.0)
             total = following
 
     def _last_touches(self) -> dict[int, int]:
         last: dict[int, int] = {}
         for at, slot in enumerate(self.slots):
-            for option in self.outline.options[slot.operator]:
+            for option in self.problem.options[slot.operator]:
                 for value in option.reads:
                     last[value] = at
         return last
 
+    def _own_bytes(self, option: Option, first: bool) -> int:
+        """Memory of a step beyond what is live before it, at the least.
+
+        A held value may be there already: since an earlier run, or by another operator.
+        """
+        extra_bytes = option.first_extra_bytes if first else option.again_extra_bytes
+        return extra_bytes + sum(
+            self.problem.size_bytes[value]
+            for value in option.writes - option.reads
+            if not self.problem.held[value] or (first and len(self.problem.producers[value]) == 1)
+        )
+
     def _slack_bytes(self) -> int:
-        """By how much what is live may exceed the budget before a step that needs less than nothing more."""
+        """The largest saving of a step: before it, live values may exceed the budget by so much."""
         least = 0
         for slot in self.slots:
-            for option in self.outline.options[slot.operator]:
-                new = sum(self.outline.size_bytes[v] for v in option.writes if slot.main)
-                least = min(least, new + option.first_extra_bytes, new + option.again_extra_bytes)
+            for option in self.problem.options[slot.operator]:
+                least = min(least, self._own_bytes(option, True), self._own_bytes(option, False))
         return -least
 
-    def _new_bytes(self, value: int, slot: Slot) -> int:
-        """A held value stays through re-runs of the main operator that wrote it."""
-        again = not slot.main and slot.operator in self.outline.position
-        return 0 if self.outline.held[value] and again else self.outline.size_bytes[value]
-
     def _choices(self, slot: Slot) -> list[tuple[Option, int, bool]]:
-        outline, operator = self.outline, slot.operator
-        options = outline.options[operator]
+        problem, operator = self.problem, slot.operator
+        options = problem.options[operator]
         if slot.main:
             return [(option, self._column(option.first_ms), True) for option in options]
-        if operator in outline.position:
+        if operator in problem.position:
             return [(option, self._column(option.again_ms), False) for option in options]
         # An optional operator: its first run may cost something else than the others, and comes before them.
-        differs = not outline.profile.graph.operators[operator].rerunnable or any(
-            option.rerun_differs for option in options
+        differs = not problem.graph.operators[operator].rerunnable or any(
+            option.rerun_differs or any(problem.held[value] for value in option.writes) for option in options
         )
         first = [(option, self._column(option.first_ms), True) for option in options]
         if not differs:
             return first
         earlier = list(self.firsts.get(operator, []))
         again: list[tuple[Option, int, bool]] = []
-        if earlier and outline.profile.graph.operators[operator].rerunnable:
+        if earlier and problem.graph.operators[operator].rerunnable:
             again = [(option, self._column(option.again_ms), False) for option in options]
-            self.less.add([(c, 1.0) for _, c, _ in again] + [(c, -1.0) for c in earlier], 0.0)
+            self.less.row([(c, 1.0) for _, c, _ in again] + [(c, -1.0) for c in earlier], 0.0)
         if earlier:
-            self.less.add([(c, 1.0) for c in earlier] + [(c, 1.0) for _, c, _ in first], 1.0)
+            self.less.row([(c, 1.0) for c in earlier] + [(c, 1.0) for _, c, _ in first], 1.0)
         self.firsts.setdefault(operator, []).extend(column for _, column, _ in first)
         return first + again
 
@@ -206,25 +212,25 @@ class _Program:
             taking = [(column, 1.0) for option, column, _ in choices if value in option.overwrites]
             before = self.keep.get(value)
             had = [] if before is None else [(before, -1.0)]
-            weight = self.outline.size_bytes[value] * self.scale
+            weight = self.problem.size_bytes[value] * self.scale
             if reading:
-                self.less.add(reading + had, 0.0)
+                self.less.row(reading + had, 0.0)
             if before is not None:
                 change.append((before, weight))
                 del self.keep[value]
-            held = self.outline.held[value]
+            held = self.problem.held[value]
             if held or last_touch.get(value, -1) > at:
                 after = self._column()
                 self.keep[value] = after
                 change.append((after, -weight))
-                self.less.add([(after, 1.0), *had, *writing], 0.0)
+                self.less.row([(after, 1.0), *had, *writing], 0.0)
                 if taking:
-                    self.less.add([(after, 1.0), *taking], 1.0)
+                    self.less.row([(after, 1.0), *taking], 1.0)
                 if held:
                     for column, _ in had:
-                        self.less.add([(column, 1.0), (after, -1.0)], 0.0)
+                        self.less.row([(column, 1.0), (after, -1.0)], 0.0)
                     if writing:
-                        self.less.add([*((column, 1.0) for column, _ in writing), (after, -1.0)], 0.0)
+                        self.less.row([*((column, 1.0) for column, _ in writing), (after, -1.0)], 0.0)
         return change
 
     def steps(self, values: npt.NDArray[np.float64]) -> tuple[Step, ...]:
@@ -238,101 +244,89 @@ class _Program:
 
 
 def solve_program(
-    profile: Profile,
+    problem: Problem,
     budget_bytes: int,
     *,
     seconds: float,
     passes: int = 1,
     cutoff_ms: float = math.inf,
     solver: str = "SCIP",
-) -> ProgramResult:
+) -> Solution:
     """Solve the program with the full template.
 
     Args:
-        profile: the graph and its costs.
+        problem: the graph and its costs, reduced.
         budget_bytes: no step may need more.
         seconds: the solver's time limit.
-        passes: how often each stage offers its candidates.
+        passes: number of times that each stage offers its candidates.
         cutoff_ms: only schedules at least as fast are of interest.
         solver: SCIP, HIGHS or GUROBI.
+
+    Returns:
+        The best schedule of the template, checked by `simulate`, and a bound on every legal schedule. The status is
+        about the template: optimal or infeasible among its schedules at least as fast as the cutoff.
 
     Raises:
         SolverError: the solver is unknown, not installed, or failed.
     """
-    outline = Outline.of(profile)
-    if not outline.runnable:
-        return ProgramResult(
-            status=Status.INFEASIBLE, steps=None, latency_ms=math.inf, lower_bound_ms=None, columns=0, rows=0
-        )
-    slots = full_template(outline, passes)
-    result = _solve(outline, budget_bytes, slots, seconds=seconds, cutoff_ms=cutoff_ms, solver=solver)
-    if result.status is Status.OPTIMAL and _complete(outline, passes, result.latency_ms):
-        return ProgramResult(
-            status=result.status,
-            steps=result.steps,
-            latency_ms=result.latency_ms,
-            lower_bound_ms=result.latency_ms * (1 - 2e-6),
-            columns=result.columns,
-            rows=result.rows,
-        )
-    return result
-
-
-def _complete(outline: Outline, passes: int, latency_ms: float) -> bool:
-    """Whether no faster schedule can have more re-runs in a stage than the passes can hold, in any order."""
-    spare_ms = latency_ms - math.fsum(outline.main_least_ms)
-    least_ms = min((outline.least_ms(operator) for operator in outline.extra), default=math.inf)
-    return least_ms > 0 and spare_ms / least_ms < passes + 1
-
-
-def _solve(
-    outline: Outline, budget_bytes: int, slots: list[Slot], *, seconds: float, cutoff_ms: float, solver: str
-) -> ProgramResult:
-    deadline = time.monotonic() + seconds
     name = check_solver(solver)
+    if not problem.runnable:
+        return Solution(status=Status.INFEASIBLE, lower_bound_ms=math.inf)
+    deadline = time.monotonic() + seconds
+    slots = full_template(problem, passes)
+    room = max(0, budget_bytes - problem.resident_bytes)
+    bound_ms = 0.0
+    status = Status.TIMEOUT
     for margin in (0.0, _TOLERANCE):
-        room = budget_bytes - outline.resident_bytes
-        program = _Program(outline, budget_bytes - math.ceil(margin * max(room, 0)), slots)
-        status, values = _call(program, name, deadline, cutoff_ms)
-        columns, rows = len(program.cost_ms), len(program.less.right) + len(program.equal.right)
+        program = _TemplateProgram(problem, budget_bytes - math.ceil(margin * room), slots)
+        status, values, dual_ms = _call(program, name, deadline, cutoff_ms)
+        if margin == 0:
+            bound_ms = min(rounded_down(min(dual_ms, cutoff_ms)), _outside_ms(problem, passes))
         if values is None:
             break
         steps = program.steps(values)
         try:
-            latency_ms = simulate(outline.profile, steps, budget_bytes).latency_ms
+            timeline = simulate(problem.profile, steps, budget_bytes)
         except IllegalSchedule:
             status = Status.TIMEOUT
             continue
-        if margin > 0 and status is Status.OPTIMAL:
-            status = Status.FEASIBLE
-        return ProgramResult(
-            status=status, steps=steps, latency_ms=latency_ms, lower_bound_ms=None, columns=columns, rows=rows
+        return Solution(
+            status=Status.FEASIBLE if margin > 0 else status,
+            steps=steps,
+            latency_ms=timeline.latency_ms,
+            peak_bytes=timeline.peak_bytes,
+            lower_bound_ms=min(bound_ms, timeline.latency_ms),
         )
-    return ProgramResult(
-        status=status, steps=None, latency_ms=math.inf, lower_bound_ms=None, columns=columns, rows=rows
-    )
+    return Solution(status=status, lower_bound_ms=bound_ms)
+
+
+def _outside_ms(problem: Problem, passes: int) -> float:
+    """The least latency of a schedule with more runs in a stage than the full template holds in any order."""
+    least_ms = min((problem.least_ms(operator) for operator in problem.extra), default=math.inf)
+    return problem.least_latency_ms + (passes + 1) * least_ms
 
 
 def _call(
-    program: _Program, solver: str, deadline: float, cutoff_ms: float
-) -> tuple[Status, npt.NDArray[np.float64] | None]:
-    """State the program in cvxpy and solve it; the status is about the program."""
+    program: _TemplateProgram, solver: str, deadline: float, cutoff_ms: float
+) -> tuple[Status, npt.NDArray[np.float64] | None, float]:
+    """State the program in cvxpy and solve it: its status, columns and dual bound in ms."""
     import cvxpy
 
     columns = len(program.cost_ms)
-    cost_ms = np.array(program.cost_ms)
+    unit_ms = math.fsum(map(abs, program.cost_ms)) / _USUAL_COST or 1.0
+    cost = np.array(program.cost_ms) / unit_ms
     x = cvxpy.Variable(columns, boolean=(np.array(program.boolean),))
     constraints = [
-        program.less.matrix(columns) @ x <= np.array(program.less.right),
-        program.equal.matrix(columns) @ x == np.array(program.equal.right),
+        program.less.matrix(columns) @ x <= np.array(program.less.limit),
+        program.equal.matrix(columns) @ x == np.array(program.equal.limit),
         x >= 0,
         x <= np.array(program.upper),
     ]
     if math.isfinite(cutoff_ms):
-        constraints.append(cost_ms @ x <= cutoff_ms * (1 + 1e-7))
-    problem = cvxpy.Problem(cvxpy.Minimize(cost_ms @ x), constraints)
+        constraints.append(cost @ x <= cutoff_ms / unit_ms * (1 + 1e-7))
+    stated = cvxpy.Problem(cvxpy.Minimize(cost @ x), constraints)
     began = time.monotonic()
-    problem.get_problem_data(solver)  # remembered by cvxpy: what follows compiles nothing anew
+    data, chain, inverse = stated.get_problem_data(solver)
     # Handing the data on to the solver takes longer than compiling it; the limit does not count it.
     seconds = max(0.1, deadline - time.monotonic() - 2 * (time.monotonic() - began))
     limits: dict[str, dict[str, Any]] = {
@@ -341,16 +335,28 @@ def _call(
         "GUROBI": {"TimeLimit": seconds, "MIPGap": 0.0},
     }
     try:
+        # The solver's own result has the dual bound, also where there is no solution.
+        raw = chain.solve_via_data(stated, data, False, False, limits[solver])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "may be inaccurate": the status says so, and simulate checks
-            problem.solve(solver=solver, **limits[solver])  # type: ignore[no-untyped-call]  # cvxpy has no types for it
+            stated.unpack_results(raw, chain, inverse)
     except cvxpy.error.SolverError:
         # What cvxpy raises when the time is up before anything is found.
-        return Status.TIMEOUT, None
-    if problem.status == cvxpy.OPTIMAL:
-        return Status.OPTIMAL, np.asarray(x.value, dtype=np.float64)
-    if problem.status in (cvxpy.INFEASIBLE, cvxpy.INFEASIBLE_INACCURATE):
-        return Status.INFEASIBLE, None
-    if problem.status in (cvxpy.OPTIMAL_INACCURATE, cvxpy.USER_LIMIT) and x.value is not None:
-        return Status.FEASIBLE, np.asarray(x.value, dtype=np.float64)
-    return Status.TIMEOUT, None
+        return Status.TIMEOUT, None, unit_ms * _dual_bound(solver, raw)
+    bound_ms = unit_ms * _dual_bound(solver, raw)
+    if stated.status == cvxpy.OPTIMAL:
+        return Status.OPTIMAL, np.asarray(x.value, dtype=np.float64), bound_ms
+    if stated.status in (cvxpy.INFEASIBLE, cvxpy.INFEASIBLE_INACCURATE):
+        return Status.INFEASIBLE, None, math.inf
+    if stated.status in (cvxpy.OPTIMAL_INACCURATE, cvxpy.USER_LIMIT) and x.value is not None:
+        return Status.FEASIBLE, np.asarray(x.value, dtype=np.float64), bound_ms
+    return Status.TIMEOUT, None, bound_ms
+
+
+def _dual_bound(solver: str, raw: Any) -> float:
+    """The dual bound that a solver reports for its minimisation, in the units of its objective."""
+    if solver == "SCIP":
+        return float(raw["model"].getDualbound())
+    if solver == "HIGHS":
+        return float(raw["info"].mip_dual_bound)
+    return float(raw["model"].ObjBound)

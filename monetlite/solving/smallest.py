@@ -4,24 +4,21 @@ import time
 from collections.abc import Callable, Iterable
 
 from monetlite.core.costs import Profile
-from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.solving.bounds import smallest_budget_bound
-from monetlite.solving.exhaustive import SmallestPeak, exhaustive_smallest_peak
-from monetlite.solving.options import Outline
+from monetlite.solving.bounding.peak_bound import smallest_budget_bound
+from monetlite.solving.exhaustive import exhaustive_smallest_peak
+from monetlite.solving.incumbent import Incumbent, Solution
+from monetlite.solving.problem import Problem
 
 SMALL_OPERATORS = 40
 """Graphs of at most so many operators are tried exhaustively; larger ones have too many states."""
+_NOTHING_FITS = -1
+"""A budget for an incumbent that is about the smallest peak alone."""
 
 
 def smallest_budget(
-    profile: Profile,
-    *,
-    seconds: float,
-    seed: int = 0,
-    starts: Iterable[tuple[Step, ...]] = (),
-    should_stop: Callable[[], bool] | None = None,
-) -> SmallestPeak:
+    profile: Profile, *, seconds: float, seed: int = 0, starts: Iterable[tuple[Step, ...]] = ()
+) -> Solution:
     """Bracket the smallest feasible budget: exact for small graphs, a bound and a search's best otherwise.
 
     Args:
@@ -29,32 +26,50 @@ def smallest_budget(
         seconds: about how long to take.
         seed: of the search.
         starts: legal steps known already.
+
+    Returns:
+        A solution for no budget: `smallest_proven_bytes` and `smallest_reached_bytes` are its result, with
+        `smallest_reached_steps`.
+    """
+    problem = Problem.of(profile)
+    incumbent = Incumbent(problem, _NOTHING_FITS)
+    for steps in starts:
+        incumbent.offer(steps, "start")
+    bracket_smallest(incumbent, seconds=seconds, seed=seed)
+    return incumbent.solution(infeasible=True)
+
+
+def bracket_smallest(
+    incumbent: Incumbent, *, seconds: float, seed: int, should_stop: Callable[[], bool] | None = None
+) -> None:
+    """Raise the smallest budget that is proven, and lower the smallest peak that is reached.
+
+    Args:
+        incumbent: what is found and proven goes to it, and its steps of the smallest peak are improved on.
+        seconds, seed: as in `smallest_budget`.
         should_stop: asked now and then; stop early when it says so.
     """
+    problem = incumbent.problem
     deadline = time.monotonic() + seconds
-    proven_bytes = smallest_budget_bound(profile)
-    steps = min(starts, key=lambda candidate: simulate(profile, candidate).peak_bytes, default=None)
-    if not Outline.of(profile).runnable:
-        return SmallestPeak(proven_bytes=proven_bytes, reached_bytes=None, steps=None, complete=True)
-    if len(profile.graph.operators) <= SMALL_OPERATORS:
+    incumbent.raise_smallest(smallest_budget_bound(problem))
+    if not problem.runnable:
+        return
+    if len(problem.graph.operators) <= SMALL_OPERATORS:
         exact = exhaustive_smallest_peak(
-            profile, at_least_bytes=proven_bytes, start=steps, seconds=seconds / 2, should_stop=should_stop
+            problem,
+            at_least_bytes=incumbent.proven_bytes,
+            start=incumbent.smallest_steps,
+            seconds=seconds / 2,
+            should_stop=should_stop,
         )
-        if exact.complete:
-            return exact
-        proven_bytes, steps = max(proven_bytes, exact.proven_bytes), exact.steps
-    from monetlite.solving.leanest import minimise_peak
+        incumbent.raise_smallest(exact.smallest_proven_bytes)
+        if exact.smallest_reached_steps is not None:
+            incumbent.offer(exact.smallest_reached_steps, "smallest")
+        if incumbent.proven_bytes == incumbent.smallest_bytes:
+            return
+    from monetlite.solving.annealing.lowest_peak import lower_peak
 
     left = deadline - time.monotonic()
     if left > 0 and not (should_stop is not None and should_stop()):
-        known = () if steps is None else (steps,)
-        found = minimise_peak(profile, seconds=left, seed=seed, starts=known, should_stop=should_stop)
-        if steps is None or found.peak_bytes < simulate(profile, steps).peak_bytes:
-            steps = found.steps
-    reached_bytes = None if steps is None else simulate(profile, steps).peak_bytes
-    return SmallestPeak(
-        proven_bytes=proven_bytes,
-        reached_bytes=reached_bytes,
-        steps=steps,
-        complete=reached_bytes == proven_bytes,
-    )
+        known = () if incumbent.smallest_steps is None else (incumbent.smallest_steps,)
+        lower_peak(incumbent, seconds=left, seed=seed, starts=known, should_stop=should_stop)

@@ -7,8 +7,8 @@ from monetlite.core.costs import Profile
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.steps import Step
-from monetlite.solving.front_door import solve_profile
-from monetlite.solving.race import PROVEN_GAP, Progress, Solution
+from monetlite.solving.incumbent import PROVEN_GAP, Solution
+from monetlite.solving.solver import solve_peak
 
 
 def sweep_profile(
@@ -17,9 +17,9 @@ def sweep_profile(
     options: SolvingOptions,
     *,
     starts: Sequence[tuple[Step, ...]] = (),
-    progress: Callable[[int, Progress], None] | None = None,
+    progress: Callable[[int, Solution], None] | None = None,
 ) -> dict[int, Solution]:
-    """Solve for several budgets; a larger one never has the slower schedule, nor the higher bound.
+    """Solve for several budgets of the peak; a larger one never has the slower schedule, nor the higher bound.
 
     The smallest budget comes first, since its schedule fits all others: each solve begins from those before
     it. A bound for a budget holds for every smaller one, and what is proven infeasible makes all smaller
@@ -29,8 +29,8 @@ def sweep_profile(
         profile: the graph and its costs.
         budgets_bytes: the budgets, in any order.
         options: as in `solve_profile`; the time limit is of each budget.
-        starts: steps that every solve begins from, beside what the smaller budgets found.
-        progress: told the budget, and how its solve stands.
+        starts: steps that every solve begins from, beside the schedules of the smaller budgets.
+        progress: told the budget, and its solution so far.
 
     Raises:
         SolverError: the solver is unknown or not installed.
@@ -39,7 +39,7 @@ def sweep_profile(
     solutions: dict[int, Solution] = {}
     found: list[tuple[Step, ...]] = []
     for budget_bytes in ascending:
-        solution = solve_profile(
+        solution = solve_peak(
             profile,
             budget_bytes,
             options,
@@ -57,8 +57,8 @@ def sweep_profile(
     return solutions
 
 
-def _of(budget_bytes: int, progress: Callable[[int, Progress], None]) -> Callable[[Progress], None]:
-    return lambda state: progress(budget_bytes, state)
+def _of(budget_bytes: int, progress: Callable[[int, Solution], None]) -> Callable[[Solution], None]:
+    return lambda solution: progress(budget_bytes, solution)
 
 
 def _with(solution: Solution, budget_bytes: int, bound_ms: float, proven_bytes: int) -> Solution:

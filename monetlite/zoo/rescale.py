@@ -8,7 +8,8 @@ from monetlite.core.choices import Choices
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.solving.bounds import smallest_budget_bound, trivial_bound_ms
+from monetlite.solving.bounding.peak_bound import smallest_budget_bound
+from monetlite.solving.problem import Problem
 
 if TYPE_CHECKING:
     from monetlite.core.costs import Profile
@@ -32,6 +33,7 @@ def rescale(schedule: Schedule, profile: "Profile", plain: "Profile") -> Schedul
     profile = profile.within(schedule.tolerance)
     steps = bind(schedule, profile.graph)
     timeline = simulate(profile, steps)
+    problem = Problem.of(profile)
     before = simulate(plain, plain_steps(plain.graph))
     return replace(
         schedule,
@@ -42,7 +44,7 @@ def rescale(schedule: Schedule, profile: "Profile", plain: "Profile") -> Schedul
         budget_bytes=timeline.peak_bytes,
         peak_bytes=timeline.peak_bytes,
         latency_ms=timeline.latency_ms,
-        lower_bound_ms=trivial_bound_ms(profile),
+        lower_bound_ms=problem.least_latency_ms,
         status=Status.FEASIBLE,
         plain_peak_bytes=before.peak_bytes,
         plain_latency_ms=before.latency_ms,
@@ -53,7 +55,7 @@ def rescale(schedule: Schedule, profile: "Profile", plain: "Profile") -> Schedul
         accumulate=profile.accumulate,
         solver="rescaled",
         seconds=0.0,
-        smallest_proven_bytes=smallest_budget_bound(profile),
+        smallest_proven_bytes=smallest_budget_bound(problem),
         smallest_reached_bytes=timeline.peak_bytes,
         reserved_bytes=None,
     )

@@ -15,26 +15,28 @@ import monetlite
 from monetlite.core.interrupts import BOUND_THREAD, interrupts_kept
 from monetlite.core.options import SolvingOptions
 from monetlite.planning.batches import largest_batch
-from monetlite.solving.race import Race
+from monetlite.solving.incumbent import Incumbent
 
 
 @pytest.fixture
 def pressed(monkeypatch):
     """Presses Ctrl-C when something has been found, and counts the solves that then begin."""
     begun = []
-    offer, begin = Race.offer, Race.__init__
+    offer, begin = Incumbent.offer, Incumbent.__init__
 
     def counting(self, *args):
         begin(self, *args)
-        begun.append(self)
+        if self.budget_bytes >= 0:
+            begun.append(self)
 
     def pressing(self, *args):
-        offer(self, *args)
+        taken = offer(self, *args)
         if self.steps is not None and len(begun) == 1:
             os.kill(os.getpid(), signal.SIGINT)
+        return taken
 
-    monkeypatch.setattr(Race, "__init__", counting)
-    monkeypatch.setattr(Race, "offer", pressing)
+    monkeypatch.setattr(Incumbent, "__init__", counting)
+    monkeypatch.setattr(Incumbent, "offer", pressing)
     return begun
 
 

@@ -11,7 +11,11 @@ from monetlite.core.graph import Phase, ValueKind
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving import baselines
-from monetlite.solving.search import search
+from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.greedy import Greedy
+from monetlite.solving.annealing.search import search
+from monetlite.solving.incumbent import Incumbent
+from monetlite.solving.problem import Problem
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -69,12 +73,12 @@ def test_greedy_fits_or_says_so() -> None:
     for seed in range(20):
         profile = random_profile(random.Random(seed), 8)
         budget_bytes = int(0.8 * simulate(profile, plain_steps(profile.graph)).peak_bytes)
-        steps = baselines.greedy(profile, budget_bytes)
+        steps = Greedy(flatten(Problem.of(profile)), budget_bytes).best()
         if steps is not None:
             feasible += 1
             simulate(profile, steps, budget_bytes)
     assert feasible >= 10
-    assert baselines.greedy(profile, 1) is None
+    assert Greedy(flatten(Problem.of(profile)), 1).best() is None
 
 
 def test_checkmate_has_default_implementations_only() -> None:
@@ -82,8 +86,9 @@ def test_checkmate_has_default_implementations_only() -> None:
         profile = random_profile(random.Random(seed), 4)
         budget_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
         restricted = baselines.restrict_checkmate(profile)
-        found = search(restricted.profile, budget_bytes, seconds=0.05)
-        assert found is not None
+        found = Incumbent(Problem.of(restricted.profile), budget_bytes)
+        search(found, seconds=0.05)
+        assert found.steps is not None
         steps = restricted.steps(found.steps)
         assert all(choice == 0 for _, choice in steps)
         assert simulate(profile, steps, budget_bytes).latency_ms == found.latency_ms
@@ -94,8 +99,9 @@ def test_gist_reruns_nothing_and_reads_masks() -> None:
         profile = random_profile(random.Random(seed), 4)
         budget_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
         restricted = baselines.restrict_gist(profile)
-        found = search(restricted.profile, budget_bytes, seconds=0.05)
-        assert found is not None
+        found = Incumbent(Problem.of(restricted.profile), budget_bytes)
+        search(found, seconds=0.05)
+        assert found.steps is not None
         steps = restricted.steps(found.steps)
         assert simulate(profile, steps, budget_bytes).latency_ms == found.latency_ms
         assert max(Counter(operator for operator, _ in steps).values()) == 1

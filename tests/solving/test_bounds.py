@@ -7,18 +7,15 @@ import numpy as np
 import pytest
 from random_graphs import random_profile
 
+from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.solving.bounds import (
-    dual_bound_ms,
-    integer_bound,
-    latency_bound,
-    smallest_budget_bound,
-    trivial_bound_ms,
-)
+from monetlite.solving.bounding.latency_bound import integer_bound, latency_bound
+from monetlite.solving.bounding.peak_bound import smallest_budget_bound
+from monetlite.solving.bounding.relaxation import relaxation
+from monetlite.solving.bounding.zero_one import dual_bound_ms
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
-from monetlite.solving.options import Outline
-from monetlite.solving.relaxation import relaxation
+from monetlite.solving.problem import Problem
 
 GRAPHS = int(os.environ.get("MONETLITE_GRAPHS", "150"))
 """How many random graphs bounds are compared on with the optimum; thousands before a release."""
@@ -28,22 +25,22 @@ GRAPHS = int(os.environ.get("MONETLITE_GRAPHS", "150"))
 def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng, forward_operators=rng.randint(2, 7))
-    smallest = exhaustive_smallest_peak(profile)
-    assert smallest.complete
-    assert smallest.reached_bytes is not None
-    assert smallest_budget_bound(profile) <= smallest.reached_bytes
+    smallest = exhaustive_smallest_peak(Problem.of(profile))
+    assert smallest.status is Status.OPTIMAL
+    assert smallest.smallest_reached_bytes is not None
+    assert smallest_budget_bound(Problem.of(profile)) <= smallest.smallest_reached_bytes
     plain = simulate(profile, plain_steps(profile.graph))
-    for budget in {smallest.reached_bytes, (smallest.reached_bytes + plain.peak_bytes) // 2}:
-        best = exhaustive(profile, budget)
-        assert best.complete
+    for budget in {smallest.smallest_reached_bytes, (smallest.smallest_reached_bytes + plain.peak_bytes) // 2}:
+        best = exhaustive(Problem.of(profile), budget)
+        assert best.status is Status.OPTIMAL
         bound = latency_bound(
-            profile,
+            Problem.of(profile),
             budget,
             seconds=10,
             checkpoint_limit=rng.choice([2, 3, 5, 60]),
             value_limit=rng.choice([2, 4, 400]),
         )
-        assert trivial_bound_ms(profile) <= bound.lower_bound_ms + 1e-9
+        assert Problem.of(profile).least_latency_ms <= bound.lower_bound_ms + 1e-9
         assert bound.lower_bound_ms <= best.latency_ms * (1 + 1e-9)
         if bound.program is not None:
             cutoff = rng.choice([float("inf"), best.latency_ms])
@@ -55,10 +52,10 @@ def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
 def test_any_multipliers_give_a_valid_bound(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(random.Random(seed), forward_operators=5)
-    smallest = exhaustive_smallest_peak(profile)
-    assert smallest.reached_bytes is not None
-    best = exhaustive(profile, smallest.reached_bytes)
-    program, _ = relaxation(Outline.of(profile), smallest.reached_bytes)
+    smallest = exhaustive_smallest_peak(Problem.of(profile))
+    assert smallest.smallest_reached_bytes is not None
+    best = exhaustive(Problem.of(profile), smallest.smallest_reached_bytes)
+    program, _ = relaxation(Problem.of(profile), smallest.smallest_reached_bytes)
     for _ in range(20):
         multipliers = rng.normal(size=program.limit.size) * rng.choice([0.1, 1, 10])
         assert dual_bound_ms(program, multipliers) <= best.latency_ms
@@ -70,6 +67,6 @@ def test_bounds_are_sharp_where_everything_is_forced() -> None:
     exact = 0
     for seed in range(100):
         profile = random_profile(random.Random(seed), forward_operators=4)
-        smallest = exhaustive_smallest_peak(profile)
-        exact += smallest_budget_bound(profile) == smallest.reached_bytes
+        smallest = exhaustive_smallest_peak(Problem.of(profile))
+        exact += smallest_budget_bound(Problem.of(profile)) == smallest.smallest_reached_bytes
     assert exact >= 75

@@ -12,15 +12,17 @@ from random_graphs import random_profile
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.solving import compiling, greedy, kernel
-from monetlite.solving.front_door import solve_profile
-from monetlite.solving.genomes import keep_everything
-from monetlite.solving.greedy import Greedy
-from monetlite.solving.kernel import evaluate, evaluate_interpreted
-from monetlite.solving.layout import new_scratch
-from monetlite.solving.leanest import minimise_peak
-from monetlite.solving.problem import build_problem
-from monetlite.solving.search import search
+from monetlite.solving import solve_profile
+from monetlite.solving.annealing import compiled, compiling, greedy
+from monetlite.solving.annealing.arrays import new_scratch
+from monetlite.solving.annealing.compiled import evaluate, evaluate_interpreted
+from monetlite.solving.annealing.encoding import keep_everything
+from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.greedy import Greedy
+from monetlite.solving.annealing.lowest_peak import lower_peak
+from monetlite.solving.annealing.search import search
+from monetlite.solving.incumbent import Incumbent
+from monetlite.solving.problem import Problem
 
 
 class NeverDone:
@@ -39,7 +41,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[li
         started.append(command)
         return NeverDone()
 
-    monkeypatch.setattr(kernel, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiled, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(compiling, "_compiling", None)
     monkeypatch.setattr(subprocess, "Popen", start)
     return started
@@ -56,7 +58,7 @@ def test_a_first_solve_in_no_time(nothing_compiled: list[list[str]]) -> None:
 
 
 def test_what_comes_before_compiling_has_an_end() -> None:
-    problem = build_problem(random_profile(random.Random(3), forward_operators=40))
+    problem = flatten(Problem.of(random_profile(random.Random(3), forward_operators=40)))
     budget_bytes = int(0.9 * problem.plain_peak_bytes)
     for interpreted in (True, False):
         assert Greedy(problem, budget_bytes, interpreted=interpreted).first() is not None
@@ -79,10 +81,14 @@ def test_known_schedules_are_kept(nothing_compiled: list[list[str]]) -> None:
     profile = random_profile(random.Random(3), forward_operators=30)
     plain = plain_steps(profile.graph)
     peak_bytes = simulate(profile, plain).peak_bytes
-    found = search(profile, peak_bytes, seconds=0.1, starts=[plain])
-    assert found is not None
+    found = Incumbent(Problem.of(profile), peak_bytes)
+    search(found, seconds=0.1, starts=[plain])
+    assert found.peak_bytes is not None
     assert found.peak_bytes <= peak_bytes
-    assert minimise_peak(profile, seconds=0.1).peak_bytes <= peak_bytes
+    lean = Incumbent(Problem.of(profile), 0)
+    assert lower_peak(lean, seconds=0.1) is None
+    assert lean.smallest_bytes is not None
+    assert lean.smallest_bytes <= peak_bytes
     assert len(nothing_compiled) == 1  # The second found the first one's still at it.
 
 
@@ -92,22 +98,22 @@ def test_waiting_stops_when_asked(nothing_compiled: list[list[str]]) -> None:
 
 
 def test_without_a_cache_it_compiles_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "cache_folder", lambda: None)
+    monkeypatch.setattr(compiled, "cache_folder", lambda: None)
     assert compiling.ensure_compiled(0.0)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_interpreted_and_compiled_agree(seed: int) -> None:
     profile = random_profile(random.Random(seed), forward_operators=12)
-    problem = build_problem(profile)
+    problem = flatten(Problem.of(profile))
     budget_bytes = int(0.8 * problem.plain_peak_bytes)
     numbers = np.random.default_rng(seed)
-    genome = keep_everything(problem)
-    genome[problem.droppable] = numbers.integers(0, 16, problem.droppable.size)
+    choices = keep_everything(problem)
+    choices[problem.droppable] = numbers.integers(0, 16, problem.droppable.size)
     results = []
     for way in (evaluate, evaluate_interpreted):
         scratch = new_scratch(problem.value_count, problem.operator_count, 20 * problem.operator_count + 64)
-        cost = way(problem.tables, genome, scratch, budget_bytes, 1.0, 0.5, np.inf)
+        cost = way(problem.tables, choices, scratch, budget_bytes, 1.0, 0.5, np.inf)
         results.append((cost, *scratch.totals))
     assert results[0] == pytest.approx(results[1])
     greedy, quick = (

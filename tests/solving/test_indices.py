@@ -9,26 +9,30 @@ PROGRAM = """
 import random
 import numpy
 from random_graphs import random_profile
-from monetlite.solving.annealing import Walker, Workspace
-from monetlite.solving.genomes import keep_everything
-from monetlite.solving.moves import build_moves
-from monetlite.solving.problem import build_problem
+from monetlite.solving.annealing.encoding import keep_everything
+from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.problem import Problem
+from monetlite.solving.reserved.arranging import requests_of_graph
 
 numpy.seterr(all="ignore")
 for seed in range(100, 106):
     profile = random_profile(random.Random(seed))
-    problem = build_problem(profile)
-    workspace = Workspace(problem, build_moves(problem), seed)
-    walker = Walker(keep_everything(problem), (100.0, 0.1, 1.0, 12.0, 0.0), 2500)
-    for _ in range(2):
-        elite = walker.genome.copy()[None]
-        workspace.advance(walker, problem.plain_peak_bytes * 6 // 10, 1.0, lambda: False, elite=elite)
-        walker.at = 0
-    groups = problem.tables.operators[:, 1] - problem.tables.operators[:, 0]
-    for part in range(2):
-        start = problem.value_count + part * problem.operator_count
-        named = walker.genome[start : start + problem.operator_count]
-        assert ((named >= 0) & (named < numpy.maximum(groups, 1))).all(), (seed, part)
+    flat = flatten(Problem.of(profile))
+    workspace = Workspace(flat, seed)
+    budget_bytes = flat.plain_peak_bytes * 6 // 10
+    reserved = AnnealingCost(budget_bytes=budget_bytes, requests=requests_of_graph(profile), room_bytes=1)
+    for cost, iterations in ((AnnealingCost(budget_bytes=budget_bytes, weight=0.0), 2500), (reserved, 50)):
+        run = AnnealingRun(keep_everything(flat), cost, (100.0, 0.1), (1.0, 12.0), iterations)
+        for _ in range(2):
+            others = run.choices.copy()[None]
+            workspace.advance(run, 1.0, lambda: False, others=others)
+            run.at = 0
+        groups = flat.tables.operators[:, 1] - flat.tables.operators[:, 0]
+        for part in range(2):
+            start = flat.value_count + part * flat.operator_count
+            named = run.choices[start : start + flat.operator_count]
+            assert ((named >= 0) & (named < numpy.maximum(groups, 1))).all(), (seed, part)
 print("within bounds")
 """
 

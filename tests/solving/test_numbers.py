@@ -15,9 +15,10 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
+from monetlite.solving import solve_profile
 from monetlite.solving.exhaustive import exhaustive_smallest_peak
-from monetlite.solving.front_door import solve_profile
-from monetlite.solving.race import Solution
+from monetlite.solving.incumbent import Solution
+from monetlite.solving.problem import Problem
 
 
 def checked(profile: Profile, budget_bytes: int, solution: Solution) -> None:
@@ -92,11 +93,11 @@ def test_one_byte_either_side_of_feasible(
     seed: int, bytes_factor: int, time_factor: float, same_latency: float | None
 ) -> None:
     profile = stretched(random_profile(random.Random(seed)), bytes_factor, time_factor, same_latency)
-    smallest = exhaustive_smallest_peak(profile, state_limit=20_000)
-    if not smallest.complete or smallest.reached_bytes is None:
+    smallest = exhaustive_smallest_peak(Problem.of(profile), state_limit=20_000)
+    if smallest.status is not Status.OPTIMAL or smallest.smallest_reached_bytes is None:
         return
     for difference in (-1, 0, 1):
-        budget_bytes = smallest.reached_bytes + difference
+        budget_bytes = smallest.smallest_reached_bytes + difference
         solution = solve_profile(profile, budget_bytes, SolvingOptions(time_limit=1.0))
         checked(profile, budget_bytes, solution)
         assert (solution.steps is None) == (difference < 0)

@@ -10,8 +10,7 @@ from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.solving.genomes import LEAN_FACTOR, decode, encode, keep_everything, read_least
-from monetlite.solving.layout import (
+from monetlite.solving.annealing.arrays import (
     GROUP_OPTIONS,
     GROUP_OPTIONS_AGAIN,
     GROUP_OPTIONS_END,
@@ -28,7 +27,9 @@ from monetlite.solving.layout import (
     PEAK,
     new_scratch,
 )
-from monetlite.solving.problem import build_problem
+from monetlite.solving.annealing.encoding import LEAN_FACTOR, decode, encode, keep_everything, read_least
+from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.problem import Problem
 
 
 def two_operators(implementations: list[tuple[Implementation, Cost]], *, size_bytes: int = 10) -> Profile:
@@ -72,7 +73,7 @@ def implementation(
 
 def offered(profile: Profile, operator: int, *, again: bool = False) -> list[set[str]]:
     """Names of the implementations that are left in each group of an operator."""
-    tables = build_problem(profile).tables
+    tables = flatten(Problem.of(profile)).tables
     groups = range(tables.operators[operator, OPERATOR_GROUPS], tables.operators[operator, OPERATOR_GROUPS_END])
     start, end = (GROUP_OPTIONS_AGAIN, GROUP_OPTIONS_END) if again else (GROUP_OPTIONS, GROUP_OPTIONS_AGAIN)
     return [
@@ -104,7 +105,7 @@ def test_what_is_read_makes_groups() -> None:
 def test_in_place_stays_beside_what_beats_it_only_where_memory_is_plenty() -> None:
     profile = two_operators([implementation("a", 1.0, 0), implementation("in place", 2.0, 0, overwrites=(0,))])
     assert offered(profile, 1) == [{"a", "in place"}]
-    tables = build_problem(profile).tables
+    tables = flatten(Problem.of(profile)).tables
     row = next(row for row in tables.options if row[OPTION_OVERWRITES] != row[OPTION_OVERWRITES_END])
     assert row[OPTION_EXTRA] == -10
     profile = two_operators([implementation("a", 1.0, -10), implementation("in place", 2.0, 0, overwrites=(0,))])
@@ -114,7 +115,7 @@ def test_in_place_stays_beside_what_beats_it_only_where_memory_is_plenty() -> No
 def test_overwriting_what_is_not_read_or_held_is_never_legal() -> None:
     profile = two_operators([implementation("a", 9.0, 0), implementation("b", 1.0, 0, reads=(), overwrites=(0,))])
     assert offered(profile, 1) == [{"a"}]
-    assert build_problem(profile).group_of[1] == (1, -1)
+    assert flatten(Problem.of(profile)).group_of[1] == (1, -1)
 
 
 def test_costs_of_first_runs_and_later_ones_are_apart() -> None:
@@ -140,18 +141,18 @@ def test_what_may_be_dropped() -> None:
             for value in operator.writes
             if not graph.values[value].held
         }
-        assert set(build_problem(profile).droppable.tolist()) == expected
+        assert set(flatten(Problem.of(profile)).droppable.tolist()) == expected
 
 
 def test_tiny_values_are_constants_only_beside_a_large_peak() -> None:
     profile = two_operators([implementation("a", 1.0, 0)], size_bytes=1)
-    assert build_problem(profile).droppable.tolist() == [0]
+    assert flatten(Problem.of(profile)).droppable.tolist() == [0]
     profile = two_operators([implementation("a", 1.0, 10**9)], size_bytes=1)
-    assert build_problem(profile).droppable.tolist() == []
+    assert flatten(Problem.of(profile)).droppable.tolist() == []
 
 
 def test_reads_are_in_ascending_order_and_unique() -> None:
-    tables = build_problem(random_profile(random.Random(3), 5)).tables
+    tables = flatten(Problem.of(random_profile(random.Random(3), 5))).tables
     for group in tables.groups:
         reads = tables.lists[group[GROUP_READS] : group[GROUP_READS_END]].tolist()
         assert reads == sorted(set(reads))
@@ -159,20 +160,20 @@ def test_reads_are_in_ascending_order_and_unique() -> None:
 
 @pytest.mark.parametrize("seed", range(120))
 def test_kernel_and_simulate_agree(seed: int) -> None:
-    """Random genomes: whatever comes out is legal, and costs what `simulate` says."""
+    """Random choices: whatever comes out is legal, and costs what `simulate` says."""
     rng = random.Random(seed)
     profile = random_profile(rng)
-    problem = build_problem(profile)
+    problem = flatten(Problem.of(profile))
     scratch = new_scratch(problem.value_count, problem.operator_count, 400)
     for _ in range(20):
-        genome = keep_everything(problem)
-        genome[problem.droppable] = [rng.randrange(16) for _ in problem.droppable]
-        for gene in range(problem.value_count, len(genome)):
-            part, operator = divmod(gene - problem.value_count, problem.operator_count)
+        choices = keep_everything(problem)
+        choices[problem.droppable] = [rng.randrange(16) for _ in problem.droppable]
+        for place in range(problem.value_count, len(choices)):
+            part, operator = divmod(place - problem.value_count, problem.operator_count)
             most = (3, 3, 3, len(problem.tables.agenda) if operator < profile.graph.forward_count else 1, 4)[part]
-            genome[gene] = rng.randrange(most) if rng.random() < 0.5 else 0
+            choices[place] = rng.randrange(most) if rng.random() < 0.5 else 0
         budget_bytes = rng.randint(1, 2 * problem.plain_peak_bytes)
-        steps = decode(problem, genome, scratch, budget_bytes, 1.0, rng.choice([0.001, 1.0, 1e6]))
+        steps = decode(problem, choices, scratch, budget_bytes, 1.0, rng.choice([0.001, 1.0, 1e6]))
         if steps is None:
             continue
         timeline = simulate(profile, steps)
@@ -181,25 +182,25 @@ def test_kernel_and_simulate_agree(seed: int) -> None:
         assert sum(max(0, here - budget_bytes) for here in timeline.memory_bytes) == scratch.totals[OVERFLOW]
 
 
-def test_steps_survive_the_way_through_a_genome() -> None:
+def test_steps_survive_the_way_through_a_choices() -> None:
     """What recomputes right where it is needed comes back with the same operators in the same order."""
     for seed in range(60):
         profile = random_profile(random.Random(seed))
-        problem = build_problem(profile)
+        problem = flatten(Problem.of(profile))
         scratch = new_scratch(problem.value_count, problem.operator_count, 400)
-        genome = keep_everything(problem)
-        genome[problem.droppable] = [random.Random(seed).randrange(16) for _ in problem.droppable]
-        steps = decode(problem, genome, scratch, 10**6, 1.0, 1.0)
+        choices = keep_everything(problem)
+        choices[problem.droppable] = [random.Random(seed).randrange(16) for _ in problem.droppable]
+        steps = decode(problem, choices, scratch, 10**6, 1.0, 1.0)
         if steps is not None:
             back = decode(problem, encode(problem, steps), scratch, 10**6, 1.0, 1.0)
             assert back is not None
             assert simulate(profile, back).latency_ms <= simulate(profile, steps).latency_ms + 1e-9
 
 
-def test_plain_training_survives_the_way_through_a_genome() -> None:
+def test_plain_training_survives_the_way_through_a_choices() -> None:
     for seed in range(60):
         profile = random_profile(random.Random(seed))
-        problem = build_problem(profile)
+        problem = flatten(Problem.of(profile))
         scratch = new_scratch(problem.value_count, problem.operator_count, 400)
         steps = plain_steps(profile.graph)
         back = decode(problem, encode(problem, steps), scratch, 10**6, 1.0, 1.0)
@@ -210,7 +211,7 @@ def test_plain_training_survives_the_way_through_a_genome() -> None:
 def test_nothing_at_all() -> None:
     graph = OperatorGraph(name="empty", operators=(), values=(), resident=Resident(parameters=7))
     profile = Profile(graph=graph, device="cpu", kind=ProfileKind.ESTIMATED, costs=())
-    problem = build_problem(profile)
+    problem = flatten(Problem.of(profile))
     assert problem.plain_peak_bytes == 7
     assert numpy.array_equal(problem.droppable, [])
 
@@ -219,7 +220,7 @@ def test_what_reads_least_is_legal_and_reads_no_more_than_any_other_that_is_abou
     differed = 0
     for seed in range(60):
         profile = random_profile(random.Random(seed))
-        problem = build_problem(profile)
+        problem = flatten(Problem.of(profile))
         scratch = new_scratch(problem.value_count, problem.operator_count, 400)
         steps = decode(problem, read_least(problem), scratch, 10**12, 1.0, 1.0)
         assert steps is not None

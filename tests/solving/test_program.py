@@ -11,6 +11,7 @@ from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
+from monetlite.solving.problem import Problem
 from monetlite.solving.program import solve_program
 
 
@@ -18,20 +19,20 @@ from monetlite.solving.program import solve_program
 def test_optimum_is_that_of_the_exhaustive_search(seed: int) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng, forward_operators=rng.randint(2, 4))
-    smallest = exhaustive_smallest_peak(profile)
-    assert smallest.reached_bytes is not None
+    smallest = exhaustive_smallest_peak(Problem.of(profile))
+    assert smallest.smallest_reached_bytes is not None
     plain = simulate(profile, plain_steps(profile.graph))
-    for budget in {smallest.reached_bytes, (smallest.reached_bytes + plain.peak_bytes) // 2}:
-        expected = exhaustive(profile, budget)
+    for budget in {smallest.smallest_reached_bytes, (smallest.smallest_reached_bytes + plain.peak_bytes) // 2}:
+        expected = exhaustive(Problem.of(profile), budget)
         solver = "SCIP" if seed % 3 else "HIGHS"
-        result = solve_program(profile, budget, seconds=30, passes=2, solver=solver)
+        result = solve_program(Problem.of(profile), budget, seconds=30, passes=2, solver=solver)
         assert result.status is Status.OPTIMAL
         assert result.steps is not None
         assert result.latency_ms == pytest.approx(expected.latency_ms, abs=1e-6)
         assert simulate(profile, result.steps, budget).latency_ms == pytest.approx(result.latency_ms)
         if result.lower_bound_ms is not None:
             assert result.lower_bound_ms <= expected.latency_ms
-    below = solve_program(profile, smallest.reached_bytes - 1, seconds=30, passes=2)
+    below = solve_program(Problem.of(profile), smallest.smallest_reached_bytes - 1, seconds=30, passes=2)
     assert below.status is Status.INFEASIBLE
     assert below.steps is None
 
@@ -39,7 +40,7 @@ def test_optimum_is_that_of_the_exhaustive_search(seed: int) -> None:
 def test_unknown_and_missing_solvers() -> None:
     profile = random_profile(random.Random(0))
     with pytest.raises(SolverError, match="choose one of SCIP, HIGHS, GUROBI"):
-        solve_program(profile, 10**6, seconds=1, solver="abacus")
+        solve_program(Problem.of(profile), 10**6, seconds=1, solver="abacus")
     if importlib.util.find_spec("gurobipy") is None:
         with pytest.raises(SolverError, match="gurobipy"):
-            solve_program(profile, 10**6, seconds=1, solver="gurobi")
+            solve_program(Problem.of(profile), 10**6, seconds=1, solver="gurobi")

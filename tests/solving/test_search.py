@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,12 +11,32 @@ from random_graphs import random_profile
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving import baselines
+from monetlite.solving.annealing.arrays import Integers
+from monetlite.solving.annealing.lowest_peak import lower_peak
+from monetlite.solving.annealing.search import search
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
-from monetlite.solving.leanest import minimise_peak
-from monetlite.solving.search import Found, search
+from monetlite.solving.incumbent import Incumbent, Solution
+from monetlite.solving.problem import Problem
+
+
+def searched(profile: Profile, budget_bytes: int, **options: Any) -> Solution | None:
+    """The result of a search alone; None if nothing was found."""
+    incumbent = Incumbent(Problem.of(profile), budget_bytes, options.pop("report", None))
+    search(incumbent, **options)
+    solution = incumbent.solution()
+    return None if solution.steps is None else solution
+
+
+def lowered(profile: Profile, **options: Any) -> tuple[Solution, Integers]:
+    """The result of annealing for the smallest peak alone, and its choices."""
+    incumbent = Incumbent(Problem.of(profile), 10**15)
+    choices = lower_peak(incumbent, **options)
+    assert choices is not None
+    return incumbent.solution(), choices
 
 
 def chain(length: int, *, size_bytes: int = 8, latency_ms: float = 1.0) -> Profile:
@@ -49,15 +70,15 @@ def test_against_brute_force() -> None:
     for seed in range(25):
         rng = random.Random(seed)
         profile = random_profile(rng)
-        smallest = exhaustive_smallest_peak(profile, state_limit=20_000)
-        if not smallest.complete or smallest.reached_bytes is None:
+        smallest = exhaustive_smallest_peak(Problem.of(profile), state_limit=20_000)
+        if smallest.status is not Status.OPTIMAL or smallest.smallest_reached_bytes is None:
             continue
-        most_bytes = max(smallest.reached_bytes, simulate(profile, plain_steps(profile.graph)).peak_bytes)
-        budget_bytes = rng.randint(smallest.reached_bytes, most_bytes)
-        optimum = exhaustive(profile, budget_bytes, state_limit=20_000)
-        if not optimum.complete:
+        most_bytes = max(smallest.smallest_reached_bytes, simulate(profile, plain_steps(profile.graph)).peak_bytes)
+        budget_bytes = rng.randint(smallest.smallest_reached_bytes, most_bytes)
+        optimum = exhaustive(Problem.of(profile), budget_bytes, state_limit=20_000)
+        if optimum.status is not Status.OPTIMAL:
             continue
-        found = search(profile, budget_bytes, seconds=0.4, seed=seed)
+        found = searched(profile, budget_bytes, seconds=0.4, seed=seed)
         compared += 1
         if found is None:
             worse += 1
@@ -74,34 +95,42 @@ def test_smallest_peak_against_brute_force() -> None:
     worse = compared = 0
     for seed in range(100, 120):
         profile = random_profile(random.Random(seed))
-        smallest = exhaustive_smallest_peak(profile, state_limit=20_000)
-        if not smallest.complete or smallest.reached_bytes is None:
+        smallest = exhaustive_smallest_peak(Problem.of(profile), state_limit=20_000)
+        if smallest.status is not Status.OPTIMAL or smallest.smallest_reached_bytes is None:
             continue
-        found = minimise_peak(profile, seconds=0.4, seed=seed)
+        found, _ = lowered(profile, seconds=0.4, seed=seed)
         compared += 1
-        assert simulate(profile, found.steps).peak_bytes == found.peak_bytes
-        assert found.peak_bytes >= smallest.reached_bytes
-        worse += found.peak_bytes > smallest.reached_bytes
+        assert found.smallest_reached_steps is not None
+        assert found.smallest_reached_bytes is not None
+        assert simulate(profile, found.smallest_reached_steps).peak_bytes == found.smallest_reached_bytes
+        assert found.smallest_reached_bytes >= smallest.smallest_reached_bytes
+        worse += found.smallest_reached_bytes > smallest.smallest_reached_bytes
     assert compared > 12
     assert worse <= 0.15 * compared
 
 
 def test_a_peak_that_is_small_enough_is_not_lowered_further() -> None:
     profile = chain(50)
-    smallest = minimise_peak(profile, seconds=0.6)
+    reached_bytes = lowered(profile, seconds=0.6)[0].smallest_reached_bytes
+    assert reached_bytes is not None
     plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
-    assert smallest.peak_bytes < plain_bytes // 2
-    enough_bytes = (smallest.peak_bytes + plain_bytes) // 2
-    found = minimise_peak(profile, seconds=20, enough_bytes=enough_bytes)
-    assert simulate(profile, found.steps).peak_bytes == found.peak_bytes <= enough_bytes
+    assert reached_bytes < plain_bytes // 2
+    enough_bytes = (reached_bytes + plain_bytes) // 2
+    found, _ = lowered(profile, seconds=20, enough_bytes=enough_bytes)
+    assert found.smallest_reached_bytes is not None
+    assert found.smallest_reached_bytes <= enough_bytes
 
 
 def test_a_search_within_a_tight_budget_begins_from_what_fits() -> None:
     profile = chain(50)
-    lean = minimise_peak(profile, seconds=0.6)
-    found = search(profile, lean.peak_bytes, seconds=0.6, tight=lean.genome)
+    lean, choices = lowered(profile, seconds=0.6)
+    budget_bytes, steps = lean.smallest_reached_bytes, lean.smallest_reached_steps
+    assert budget_bytes is not None
+    assert steps is not None
+    found = searched(profile, budget_bytes, seconds=0.6, tight=choices)
     assert found is not None
-    assert simulate(profile, found.steps, lean.peak_bytes).latency_ms <= lean.latency_ms
+    assert found.steps is not None
+    assert simulate(profile, found.steps, budget_bytes).latency_ms <= simulate(profile, steps).latency_ms
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -109,7 +138,7 @@ def test_a_search_within_a_tight_budget_begins_from_what_fits() -> None:
 def test_whatever_is_found_is_legal_and_fits(seed: int, largest: int, share: float) -> None:
     profile = random_profile(random.Random(seed), largest_bytes=largest)
     budget_bytes = max(1, int(simulate(profile, plain_steps(profile.graph)).peak_bytes * share))
-    found = search(profile, budget_bytes, seconds=0.1, seed=seed)
+    found = searched(profile, budget_bytes, seconds=0.1, seed=seed)
     if found is not None:
         timeline = simulate(profile, found.steps, budget_bytes)
         assert timeline.latency_ms == found.latency_ms
@@ -125,7 +154,7 @@ def test_as_good_as_every_baseline_and_start() -> None:
         ]
         for steps in known:
             timeline = simulate(profile, steps)
-            found = search(profile, timeline.peak_bytes, seconds=0.05, starts=[steps])
+            found = searched(profile, timeline.peak_bytes, seconds=0.05, starts=[steps])
             assert found is not None
             assert found.latency_ms <= timeline.latency_ms
 
@@ -134,9 +163,9 @@ def test_recomputes_in_a_chain() -> None:
     profile = chain(9)
     plain = simulate(profile, plain_steps(profile.graph))
     budget_bytes = plain.peak_bytes * 2 // 3
-    found = search(profile, budget_bytes, seconds=0.5)
-    optimum = exhaustive(profile, budget_bytes)
-    assert optimum.complete
+    found = searched(profile, budget_bytes, seconds=0.5)
+    optimum = exhaustive(Problem.of(profile), budget_bytes)
+    assert optimum.status is Status.OPTIMAL
     assert found is not None
     assert plain.latency_ms < found.latency_ms == pytest.approx(optimum.latency_ms)
 
@@ -144,33 +173,33 @@ def test_recomputes_in_a_chain() -> None:
 def test_zero_latencies_and_too_small_a_budget() -> None:
     profile = chain(6, latency_ms=0.0)
     plain = simulate(profile, plain_steps(profile.graph))
-    found = search(profile, plain.peak_bytes * 3 // 4, seconds=0.3)
+    found = searched(profile, plain.peak_bytes * 3 // 4, seconds=0.3)
     assert found is not None
     assert found.latency_ms == 0.0
-    assert search(profile, 9, seconds=0.1) is None
+    assert searched(profile, 9, seconds=0.1) is None
 
 
 def test_without_backward_operators() -> None:
     full = chain(5)
     graph = replace(full.graph, operators=full.graph.operators[:5])
     profile = replace(full, graph=graph, costs=full.costs[:5])
-    found = search(profile, 100, seconds=0.1)
+    found = searched(profile, 100, seconds=0.1)
     assert found is not None
     assert found.steps == plain_steps(graph)
 
 
 def test_improvements_are_reported_in_order_and_stopping_works() -> None:
     profile = chain(14)
-    seen: list[Found] = []
+    seen: list[Solution] = []
     budget_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes // 2
-    found = search(profile, budget_bytes, seconds=60, on_improvement=seen.append, should_stop=lambda: bool(seen))
+    found = searched(profile, budget_bytes, seconds=60, report=seen.append, should_stop=lambda: bool(seen))
     assert found is not None
-    assert found == seen[-1]
+    assert found.steps == seen[-1].steps
     assert [item.latency_ms for item in seen] == sorted((item.latency_ms for item in seen), reverse=True)
 
 
 def test_the_same_seed_finds_the_same() -> None:
     profile = random_profile(random.Random(11), 4)
     budget_bytes = int(simulate(profile, plain_steps(profile.graph)).peak_bytes * 0.9)
-    first, second = (search(profile, budget_bytes, seconds=5, seed=3) for _ in range(2))
+    first, second = (searched(profile, budget_bytes, seconds=5, seed=3) for _ in range(2))
     assert (first and first.latency_ms) == (second and second.latency_ms)

@@ -1,5 +1,6 @@
 """The one entry point: what it promises is what `simulate` finds, and what is proven is true."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -12,9 +13,10 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
+from monetlite.solving import solve_profile
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
-from monetlite.solving.front_door import solve_profile
-from monetlite.solving.race import Progress
+from monetlite.solving.incumbent import Solution
+from monetlite.solving.problem import Problem
 
 
 def scaled(profile: Profile, factor: int) -> Profile:
@@ -42,24 +44,24 @@ def scaled(profile: Profile, factor: int) -> Profile:
 @pytest.mark.parametrize("seed", range(15))
 def test_small_graphs_are_solved_to_optimality(seed: int, factor: int) -> None:
     profile = scaled(random_profile(random.Random(seed)), factor)
-    smallest = exhaustive_smallest_peak(profile)
-    assert smallest.reached_bytes is not None
-    best = exhaustive(profile, smallest.reached_bytes)
-    solution = solve_profile(profile, smallest.reached_bytes, SolvingOptions(time_limit=20))
+    smallest = exhaustive_smallest_peak(Problem.of(profile))
+    assert smallest.smallest_reached_bytes is not None
+    best = exhaustive(Problem.of(profile), smallest.smallest_reached_bytes)
+    solution = solve_profile(profile, smallest.smallest_reached_bytes, SolvingOptions(time_limit=20))
     assert solution.status is Status.OPTIMAL
     assert solution.steps is not None
     assert solution.latency_ms == pytest.approx(best.latency_ms)
-    timeline = simulate(profile, solution.steps, smallest.reached_bytes)
+    timeline = simulate(profile, solution.steps, smallest.smallest_reached_bytes)
     assert (timeline.latency_ms, timeline.peak_bytes) == (solution.latency_ms, solution.peak_bytes)
     assert solution.lower_bound_ms <= timeline.latency_ms
 
-    below = solve_profile(profile, smallest.reached_bytes - 1, SolvingOptions(time_limit=20))
+    below = solve_profile(profile, smallest.smallest_reached_bytes - 1, SolvingOptions(time_limit=20))
     assert below.status is Status.INFEASIBLE
     assert below.steps is None
     assert below.latency_ms is None
-    assert below.smallest_proven_bytes == below.smallest_reached_bytes == smallest.reached_bytes
+    assert below.smallest_proven_bytes == below.smallest_reached_bytes == smallest.smallest_reached_bytes
     assert below.smallest_reached_steps is not None
-    assert simulate(profile, below.smallest_reached_steps).peak_bytes == smallest.reached_bytes
+    assert simulate(profile, below.smallest_reached_steps).peak_bytes == smallest.smallest_reached_bytes
 
 
 def test_plenty_of_memory_is_optimal_at_once() -> None:
@@ -86,16 +88,21 @@ def test_zero_latencies() -> None:
 
 def test_progress_is_monotonic_and_starts_help() -> None:
     profile = random_profile(random.Random(8), forward_operators=12)
-    smallest = exhaustive_smallest_peak(profile, seconds=5)
-    assert smallest.steps is not None
-    assert smallest.reached_bytes is not None
-    seen: list[Progress] = []
+    smallest = exhaustive_smallest_peak(Problem.of(profile), seconds=5)
+    assert smallest.smallest_reached_steps is not None
+    assert smallest.smallest_reached_bytes is not None
+    seen: list[Solution] = []
     solution = solve_profile(
-        profile, smallest.reached_bytes, SolvingOptions(time_limit=3), starts=[smallest.steps], progress=seen.append
+        profile,
+        smallest.smallest_reached_bytes,
+        SolvingOptions(time_limit=3),
+        starts=[smallest.smallest_reached_steps],
+        progress=seen.append,
     )
     assert solution.steps is not None
     assert seen
-    assert [event.latency_ms for event in seen] == sorted((event.latency_ms for event in seen), reverse=True)
+    latencies = [math.inf if event.latency_ms is None else event.latency_ms for event in seen]
+    assert latencies == sorted(latencies, reverse=True)
     assert all(0 <= event.gap <= 1 for event in seen)
 
 
@@ -103,7 +110,7 @@ def test_interrupt_returns_the_best_so_far() -> None:
     profile = random_profile(random.Random(8), forward_operators=12)
     calls = []
 
-    def interrupt(event: Progress) -> None:
+    def interrupt(event: Solution) -> None:
         calls.append(event)
         raise KeyboardInterrupt
 

@@ -12,37 +12,38 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
+from monetlite.solving import solve_profile
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
-from monetlite.solving.front_door import solve_profile
+from monetlite.solving.problem import Problem
 from monetlite.solving.sweep import sweep_profile
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_latencies_and_bounds_fall_as_budgets_rise(seed: int) -> None:
     profile = random_profile(random.Random(seed), forward_operators=4)
-    smallest = exhaustive_smallest_peak(profile)
-    assert smallest.reached_bytes is not None
+    smallest = exhaustive_smallest_peak(Problem.of(profile))
+    assert smallest.smallest_reached_bytes is not None
     plain = simulate(profile, plain_steps(profile.graph))
-    middle = (smallest.reached_bytes + plain.peak_bytes) // 2
-    budgets = [plain.peak_bytes, smallest.reached_bytes - 1, middle, smallest.reached_bytes]
+    middle = (smallest.smallest_reached_bytes + plain.peak_bytes) // 2
+    budgets = [plain.peak_bytes, smallest.smallest_reached_bytes - 1, middle, smallest.smallest_reached_bytes]
     told: set[int] = set()
     solutions = sweep_profile(
         profile, budgets, SolvingOptions(time_limit=4), progress=lambda budget_bytes, _: told.add(budget_bytes)
     )
     assert set(solutions) == set(budgets)
-    assert told >= set(budgets) - {smallest.reached_bytes - 1}
-    assert solutions[smallest.reached_bytes - 1].status is Status.INFEASIBLE
-    feasible = [solutions[budget] for budget in sorted(set(budgets)) if budget >= smallest.reached_bytes]
+    assert told >= set(budgets) - {smallest.smallest_reached_bytes - 1}
+    assert solutions[smallest.smallest_reached_bytes - 1].status is Status.INFEASIBLE
+    feasible = [solutions[budget] for budget in sorted(set(budgets)) if budget >= smallest.smallest_reached_bytes]
     for before, after in itertools.pairwise(feasible):
         assert before.latency_ms is not None
         assert after.latency_ms is not None
         assert after.latency_ms <= before.latency_ms
         assert after.lower_bound_ms <= before.lower_bound_ms
-    for budget in set(budgets) - {smallest.reached_bytes - 1}:
-        solution, optimum = solutions[budget], exhaustive(profile, budget)
+    for budget in set(budgets) - {smallest.smallest_reached_bytes - 1}:
+        solution, optimum = solutions[budget], exhaustive(Problem.of(profile), budget)
         assert solution.lower_bound_ms <= optimum.latency_ms * (1 + 1e-9)
         assert solution.latency_ms == pytest.approx(optimum.latency_ms)
-        assert solution.smallest_proven_bytes == smallest.reached_bytes
+        assert solution.smallest_proven_bytes == smallest.smallest_reached_bytes
 
 
 def test_a_start_is_never_lost() -> None:
@@ -71,8 +72,8 @@ def test_public_sweep_takes_what_solve_takes() -> None:
 def test_bounds_of_larger_budgets_serve_smaller_ones() -> None:
     """Alone, a hasty solve proves less than in a sweep with a budget that is solved to the end."""
     profile = random_profile(random.Random(9), forward_operators=4)
-    smallest = exhaustive_smallest_peak(profile)
-    assert smallest.reached_bytes is not None
-    solutions = sweep_profile(profile, [smallest.reached_bytes, 10**6], SolvingOptions(time_limit=3))
+    smallest = exhaustive_smallest_peak(Problem.of(profile))
+    assert smallest.smallest_reached_bytes is not None
+    solutions = sweep_profile(profile, [smallest.smallest_reached_bytes, 10**6], SolvingOptions(time_limit=3))
     alone = solve_profile(profile, 10**6, SolvingOptions(time_limit=3))
-    assert solutions[smallest.reached_bytes].lower_bound_ms >= alone.lower_bound_ms
+    assert solutions[smallest.smallest_reached_bytes].lower_bound_ms >= alone.lower_bound_ms

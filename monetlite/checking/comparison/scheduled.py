@@ -54,7 +54,7 @@ class Planner:
         Raises:
             Unsupported: nothing fits.
         """
-        from monetlite.solving.front_door import solve_profile
+        from monetlite.solving import solve_profile
 
         profile = self.profiles[0].within(0.0)
         restriction = restrict_gist(profile)

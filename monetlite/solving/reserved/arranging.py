@@ -1,31 +1,30 @@
-"""Schedules whose tensors come to lie without gaps, so that nothing has to go back to the GPU.
+"""Schedules whose tensors lie without gaps, so that nothing has to go back to the GPU.
 
-Which gaps are left between blocks depends on the order of every request, and changes with any of them: two
-schedules that are equally fast, and need as much memory, may reserve 1.3 times their peak and 1.01 times. So a
-schedule is changed at random, a little at a time, by simulated annealing: what it costs is its step time, and what
-the allocator on paper reserves beyond the limit.
+The gaps that are left between blocks depend on the order of every request, and change with any of them: two
+schedules that are equally fast, and need as much memory, may reserve 1.3 times their peak and 1.01 times. So runs
+of annealing lower a schedule's latency and the memory that the allocator on paper reserves beyond the limit.
 """
 
 import math
-import random
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from monetlite.allocator.allocator import PAGE_BYTES
+import numpy
+
+from monetlite.allocator.allocator import PAGE_BYTES, SMALL_PAGE
 from monetlite.allocator.reserved import reserve
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.interrupts import ends_everything
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.solving.annealing import Workspace
-from monetlite.solving.compiling import ensure_compiled
-from monetlite.solving.genomes import encode, keep_everything
-from monetlite.solving.layout import LATENCY, PART_FIRST, Integers
-from monetlite.solving.moves import build_moves
-from monetlite.solving.problem import build_problem
-from monetlite.solving.reserved.gaps import requests_of_graph, reserved_bytes
+from monetlite.solving.annealing.arrays import REFRESH, Integers, Requests
+from monetlite.solving.annealing.compiling import ensure_compiled
+from monetlite.solving.annealing.encoding import encode
+from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.problem import Problem
 
 _RUNS = (
     (0.0008, 0.5, 4.0),
@@ -35,68 +34,47 @@ _RUNS = (
     (0.0003, 1.0, 20.0),
     (0.0001, 2.0, 40.0),
 )
-"""Of annealing, each from where the last one was best: the temperature that it begins with, in shares of the step
-time, and the price of a share of the limit too much, likewise, at the beginning and in the end."""
+"""Runs, each from where the last one was best: the start temperature, in parts of the step time, and the price of
+reserving more by the whole limit, likewise, at the beginning and in the end."""
 _COLDEST = 0.00001
 """The temperature in the end."""
-_TIGHTER = (1.0, 1.0, 0.98, 0.95, 0.9)
-"""Peaks that implementations are chosen for, as shares of the limit."""
-_TOUCHES = 4
-"""How many of the reads of a value, from the first, are told apart where it is dropped."""
+_PEAK_SHARES = (1.0, 0.98, 0.95, 0.9)
+"""Peaks that implementations are chosen for, as parts of the limit."""
+_RUNS_PER_HEAT = 2
+_CHECKS = 20
+"""Times that the best schedule of a run is checked by the whole allocator."""
 
 
-class _State(NamedTuple):
-    genome: Integers
-    share: float
-    """Of the limit: the peak that implementations are chosen for."""
-    latency_ms: float
-    reserved_bytes: int
-    """For requests of more than 1 MiB."""
+def requests_of_graph(profile: Profile) -> Requests:
+    """A profile's requests as arrays."""
+    graph = profile.graph
+    first: list[int] = []
+    starts: list[tuple[int, ...]] = []
+    workspaces: list[list[int]] = []
+    lists: list[int] = []
+
+    def added(values: Iterable[int]) -> int:
+        lists.extend(values)
+        return len(lists)
+
+    for operator, costs in zip(graph.operators, profile.costs, strict=True):
+        first.append(len(starts))
+        for item, cost in zip(operator.implementations, costs, strict=True):
+            ends = (added(item.reads), added(item.writes), added(item.overwrites))
+            starts.append((ends[0] - len(item.reads), *ends))
+            workspaces.append([cost.of_run(again=again)[1] for again in (False, True)])
+    return Requests(
+        first=_integers(first),
+        starts=_integers(starts),
+        lists=_integers(lists),
+        workspaces=_integers(workspaces),
+        sizes=_integers([value.size_bytes for value in graph.values]),
+        held=_integers([value.held for value in graph.values]),
+    )
 
 
-class _Arrangement:
-    """A step's schedules as they are changed, and what each reserves."""
-
-    def __init__(self, profile: Profile, limit_bytes: int, seed: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.random = random.Random(seed)
-        self.problem = build_problem(profile)
-        self.workspace = Workspace(self.problem, build_moves(self.problem), seed)
-        self.droppable: list[int] = self.problem.droppable.tolist()
-        self.everything = keep_everything(self.problem)
-        self.requests = requests_of_graph(profile)
-        self.room_bytes = limit_bytes - PAGE_BYTES - profile.graph.resident.total
-
-    def evaluate(self, genome: Integers, share: float) -> _State | None:
-        """A genome's schedule; None where it leads to none."""
-        arrays = self.workspace.arrays(genome, int(self.limit_bytes * share))
-        if arrays is None:
-            return None
-        latency_ms = float(self.workspace.scratch.totals[LATENCY])
-        return _State(genome, share, latency_ms, reserved_bytes(self.requests, *arrays))
-
-    def steps(self, state: _State) -> tuple[Step, ...] | None:
-        return self.workspace.steps(state.genome, int(self.limit_bytes * state.share))
-
-    def changed(self, state: _State) -> _State | None:
-        """A neighbour of a schedule."""
-        genome, share = state.genome.copy(), state.share
-        for _ in range(self.random.choice((1, 1, 2, 3))):
-            at = self.random.random()
-            if at < 0.1:
-                share = self.random.choice(_TIGHTER)
-            elif at < 0.3:
-                # Which group of implementations an operator runs by, in one of its two parts.
-                operator = self.random.randrange(self.problem.operator_count)
-                part = PART_FIRST + self.random.randrange(2)
-                genome[self.problem.value_count + part * self.problem.operator_count + operator] = (
-                    self.random.randrange(3)
-                )
-            else:
-                value = self.random.choice(self.droppable)
-                kept = self.random.randrange(2**_TOUCHES)
-                genome[value] = self.everything[value] if kept == 2**_TOUCHES - 1 else kept
-        return self.evaluate(genome, share)
+def _integers(numbers: object) -> Integers:
+    return numpy.array(numbers, dtype=numpy.int64)
 
 
 def arrange(
@@ -112,79 +90,104 @@ def arrange(
     Args:
         profile: the graph and its costs, on a GPU.
         starts: legal schedules to begin from, whatever they reserve.
-        limit_bytes: the most that the allocator may reserve with expandable segments, what is always in memory
-            included.
+        limit_bytes: the most that the allocator may reserve with expandable segments, resident memory included.
         seconds: how long to look.
         seed: of the changes.
 
     Ctrl-C ends it early, outside of `interrupts_kept`.
 
     Returns:
-        The steps of the fastest that was found, or None.
+        The steps of the fastest schedule found, or None.
     """
     began = time.monotonic()
     if not ensure_compiled(began + seconds):
         return None
     arrangement = _Arrangement(profile, limit_bytes, seed)
-    states = [
-        arrangement.evaluate(encode(arrangement.problem, steps), share)
-        for steps in starts
-        for share in {*_TIGHTER, simulate(profile, steps).peak_bytes / limit_bytes}
-    ]
-    known = [state for state in states if state is not None]
-    if not known or not arrangement.droppable:
-        return None
-    best: tuple[Step, ...] | None = None
-    scheduled_ms = math.inf
     try:
-        for state in _annealed(arrangement, known, began, seconds):
-            fits = state.reserved_bytes <= arrangement.room_bytes
-            if not fits or state.latency_ms >= scheduled_ms:
-                continue
-            steps = arrangement.steps(state)
-            if steps is not None and _keeps(profile, steps, limit_bytes):
-                best, scheduled_ms = steps, state.latency_ms
+        arrangement.anneal(starts, began, seconds)
     except KeyboardInterrupt:
         if ends_everything():
             raise
-    return best
+    return arrangement.best
 
 
-def _annealed(arrangement: _Arrangement, known: Sequence[_State], began: float, seconds: float) -> Iterator[_State]:
-    """Every schedule that simulated annealing comes by."""
-    rng = arrangement.random
-    scale_ms = min(state.latency_ms for state in known)
+class _Arrangement:
+    """The best schedule so far that keeps to the limit, and the runs that look for it."""
 
-    def cost(state: _State, price: float) -> float:
-        excess = max(0, state.reserved_bytes - arrangement.room_bytes) / arrangement.limit_bytes
-        return state.latency_ms / scale_ms + price * excess
+    def __init__(self, profile: Profile, limit_bytes: int, seed: int) -> None:
+        self.profile = profile
+        self.limit_bytes = limit_bytes
+        self.flat = flatten(Problem.of(profile))
+        self.workspace = Workspace(self.flat, seed)
+        self.requests = requests_of_graph(profile)
+        self.room_bytes = limit_bytes - PAGE_BYTES - profile.graph.resident.total
+        self.best: tuple[Step, ...] | None = None
+        self.best_ms = math.inf
 
-    yield from known
-    best = min(known, key=lambda state: cost(state, 1.0))
-    for run, (hottest, cheapest, dearest) in enumerate(_RUNS):
-        present = best
-        while (done := (time.monotonic() - began) / seconds * len(_RUNS) - run) < 1:
-            done = max(0.0, done)
-            temperature = hottest * (_COLDEST / hottest) ** done
-            price = cheapest * (dearest / cheapest) ** done
-            other = arrangement.changed(present)
-            if other is None:
+    def anneal(self, starts: Sequence[tuple[Step, ...]], began: float, seconds: float) -> None:
+        """Run after run, each from the best end before it, until the time is up."""
+        if not starts or not self.flat.droppable.size:
+            return
+        step_ms = min(simulate(self.profile, steps).latency_ms for steps in starts)
+        trials: list[AnnealingRun] = []
+        for steps in starts:
+            for share in _PEAK_SHARES:
+                trial = self._run(encode(self.flat, steps), share, _RUNS[0], step_ms, REFRESH)
+                self._advance(trial, began + seconds / 4)
+                trials.append(trial)
+        present = min(trials, key=_rank)
+        share = present.cost.budget_bytes / self.limit_bytes
+        for number in range(_RUNS_PER_HEAT * len(_RUNS)):
+            until = began + seconds * (number + 1) / (_RUNS_PER_HEAT * len(_RUNS))
+            left = until - time.monotonic()
+            if left <= 0:
                 continue
-            worse = cost(other, price) - cost(present, price)
-            if worse <= 0 or rng.random() < math.exp(-worse / temperature):
-                present = other
-            if cost(other, dearest) < cost(best, dearest):
-                best = other
-            yield other
+            # Every other run chooses implementations for another peak.
+            tried = share if number % 2 == 0 else _PEAK_SHARES[number // 2 % len(_PEAK_SHARES)]
+            start = present.best if present.best_ms < math.inf else present.choices
+            run = self._run(start, tried, _RUNS[number // _RUNS_PER_HEAT], step_ms, int(self.workspace.rate * left))
+            self._advance(run, until)
+            if _rank(run) <= _rank(present):
+                present, share = run, tried
+
+    def _run(
+        self, start: Integers, share: float, heat: tuple[float, float, float], step_ms: float, iterations: int
+    ) -> AnnealingRun:
+        hottest, cheapest, dearest = heat
+        cost = AnnealingCost(
+            budget_bytes=int(self.limit_bytes * share), requests=self.requests, room_bytes=self.room_bytes
+        )
+        temperatures = hottest * step_ms, _COLDEST * step_ms
+        penalties = cheapest * step_ms / self.limit_bytes, dearest * step_ms / self.limit_bytes
+        return AnnealingRun(start, cost, temperatures, penalties, max(REFRESH, iterations))
+
+    def _advance(self, run: AnnealingRun, until: float) -> None:
+        """Anneal, and look now and then if the best so far keeps to the limit."""
+        checked_ms = math.inf
+        for check in range(1, _CHECKS + 1):
+            self.workspace.advance(run, check / _CHECKS, lambda: time.monotonic() >= until)
+            if run.best_ms >= min(checked_ms, self.best_ms):
+                continue
+            steps = self.workspace.steps(run.best, run.cost.budget_bytes)
+            if steps is not None and self._keeps(steps):
+                self.best, self.best_ms = steps, run.best_ms
+            else:
+                # Small requests need room too.
+                self.room_bytes -= SMALL_PAGE
+                run.cost = replace(run.cost, room_bytes=self.room_bytes)
+                run.forget_best()
+            checked_ms = run.best_ms
+
+    def _keeps(self, steps: tuple[Step, ...]) -> bool:
+        """True for a legal schedule that runs within the limit, with all of its requests and for some more
+        steps."""
+        try:
+            found = reserve(self.profile, steps, expandable=True, limit_bytes=self.limit_bytes)
+            peak_bytes = simulate(self.profile, steps).peak_bytes
+        except IllegalSchedule:
+            return False
+        return found.fits and not found.releases and peak_bytes <= self.limit_bytes
 
 
-def _keeps(profile: Profile, steps: tuple[Step, ...], limit_bytes: int) -> bool:
-    """Whether a schedule is legal and runs within the limit, with all of its requests and for some more steps."""
-    try:
-        found = reserve(profile, steps, expandable=True, limit_bytes=limit_bytes)
-        return found.fits and not found.releases and simulate(profile, steps).peak_bytes <= limit_bytes
-    except IllegalSchedule:
-        return False
-
-
-__all__ = ["arrange"]
+def _rank(run: AnnealingRun) -> tuple[float, float]:
+    return run.best_ms, run.recent_cost

@@ -1,10 +1,11 @@
-"""Everything that is compiled: the evaluation of a genome, the moves of simulated annealing, and its loop.
+"""Compiled code: the evaluation of choices, the moves of simulated annealing, and its loop.
 
-`layout` says what a genome is. `generate` walks the agenda and recomputes what is missing right where it is
-read, depth first; `price` goes back over the steps, derives from the rules of `monetlite.core.steps` when each
-version of each value dies, and gives each step the option with the least latency + penalty · overflow.
+`arrays` explains the choices. `generate` walks the agenda and recomputes missing values right where they are read,
+depth first. `price` goes back over the steps, derives from the rules of `monetlite.core.schedule` when each version
+of each value dies, and gives each step the option with the least latency + penalty · overflow. `reserved_bytes` is
+torch's allocator for a whole schedule.
 
-All in one file, since numba's cache does not notice when a compiled function of another file changes.
+All is in one file, since numba's cache does not notice when a compiled function of another file changes.
 """
 
 import math
@@ -16,16 +17,14 @@ import numba
 import numpy
 from numpy.typing import NDArray
 
-from monetlite.solving.layout import (
+from monetlite.allocator.allocator import PAGE_BYTES, SMALL, SMALLEST
+from monetlite.solving.annealing.arrays import (
     AGENDA_OPERATOR,
     AGENDA_WHEN,
     AS_INPUTS_DROP,
     AVAILABLE,
     BACKWARD,
     BEST_LATENCY,
-    CHOICE_GROUPS,
-    CHOICE_OPERATOR,
-    CHOICE_PART,
     DIED_AT,
     EARLY,
     EVERYWHERE,
@@ -40,12 +39,16 @@ from monetlite.solving.layout import (
     LATE,
     LATENCY,
     LEAST_LATENCY,
+    MOVE_GROUPS,
+    MOVE_OPERATOR,
+    MOVE_PART,
     NEEDED,
     NEVER,
     OPERATOR_GROUPS,
     OPERATOR_GROUPS_END,
     OPERATOR_RERUNNABLE,
     OPTION_EXTRA,
+    OPTION_IMPLEMENTATION,
     OPTION_OVERWRITES,
     OPTION_OVERWRITES_END,
     OVERFLOW,
@@ -68,6 +71,7 @@ from monetlite.solving.layout import (
     STEP_OPERATOR,
     STEP_OPTION,
     STEPS,
+    STRICT,
     TEMPERATURE_END,
     TEMPERATURE_START,
     TOUCHES,
@@ -80,11 +84,17 @@ from monetlite.solving.layout import (
     Floats,
     Integers,
     Moves,
+    Requests,
     Scratch,
     Tables,
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_TRAINING_STEPS = 3
+"""The most training steps that `reserved_bytes` looks at; fewer where one finds all that it needs."""
+_SMALL, _NOWHERE = -1, -2
+"""In place of an address: something small, or of no size, is there; nothing is."""
 
 
 def _compiled(function: Any, **options: Any) -> Any:
@@ -108,13 +118,13 @@ def inner(function: _Function) -> _Function:
 
 
 @inner
-def _run_eagerly(tables: Tables, genome: Integers, scratch: Scratch, operator: int, count: int) -> int:
+def _run_eagerly(tables: Tables, choices: Integers, scratch: Scratch, operator: int, count: int) -> int:
     """Run an operator if all it reads is there and something it writes is not; the number of steps then."""
     again = scratch.ran[operator]
     if again != 0 and tables.operators[operator, OPERATOR_RERUNNABLE] == 0:
         return count
     part = tables.values.shape[0] + (PART_AGAIN if again != 0 else PART_FIRST) * tables.operators.shape[0]
-    group = tables.operators[operator, OPERATOR_GROUPS] + genome[part + operator]
+    group = tables.operators[operator, OPERATOR_GROUPS] + choices[part + operator]
     if group >= tables.operators[operator, OPERATOR_GROUPS_END] or count >= scratch.steps.shape[0]:
         return count
     for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
@@ -136,8 +146,8 @@ def _run_eagerly(tables: Tables, genome: Integers, scratch: Scratch, operator: i
 
 
 @inner
-def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
-    """Write the steps of a genome, without options, to `scratch`; their number, or -1 if it leads nowhere.
+def generate(tables: Tables, choices: Integers, scratch: Scratch) -> int:
+    """Write the steps of a choices, without options, to `scratch`; their number, or -1 if it leads nowhere.
 
     One long function on purpose: a call that hands all the arrays on costs more than what it would do.
     """
@@ -172,17 +182,17 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
             entering = tables.agenda[at, AGENDA_OPERATOR]
             when = tables.agenda[at, AGENDA_WHEN]
             at += 1
-            if when in (EARLY, LATE) and (genome[place + entering] != when or ran[entering] != 0):
+            if when in (EARLY, LATE) and (choices[place + entering] != when or ran[entering] != 0):
                 continue
             if when == BACKWARD:
                 if not backward:
                     backward = True
                     for value in range(values):
-                        if genome[value] & 1 == 0:
+                        if choices[value] & 1 == 0:
                             state[value, AVAILABLE] = 0
                     scratch.eager_first[:] = -1
                     for operator in range(operators):
-                        after = genome[eager + operator]
+                        after = choices[eager + operator]
                         if after > AS_INPUTS_DROP:
                             scratch.eager_next[operator] = scratch.eager_first[after]
                             scratch.eager_first[after] = operator
@@ -191,7 +201,7 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
         depth = 0
         while True:
             if entering >= 0:
-                # Push an operator: with the group the genome names, or one that writes what is wanted.
+                # Push an operator: with the group the choices names, or one that writes what is wanted.
                 again = ran[entering]
                 first_group = tables.operators[entering, OPERATOR_GROUPS]
                 last_group = tables.operators[entering, OPERATOR_GROUPS_END] - 1
@@ -199,7 +209,7 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
                     return -1
                 if again != 0 and tables.operators[entering, OPERATOR_RERUNNABLE] == 0:
                     return -1
-                named = genome[values + (PART_AGAIN if again != 0 else PART_FIRST) * operators + entering]
+                named = choices[values + (PART_AGAIN if again != 0 else PART_FIRST) * operators + entering]
                 group = min(first_group + named, last_group)
                 if wanted >= 0:
                     candidate = first_group
@@ -216,15 +226,15 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
                 stack[depth, 1] = group
                 stack[depth, 2] = 0
                 depth += 1
-                if genome[order + entering] & PIN_LATE == 0:
+                if choices[order + entering] & PIN_LATE == 0:
                     for i in range(groups[group, GROUP_READS], groups[group, GROUP_READS_END]):
                         state[lists[i], PINS] += 1
                 entering = -1
             operator = stack[depth - 1, 0]
             group = stack[depth - 1, 1]
             reads, reads_end = groups[group, GROUP_READS], groups[group, GROUP_READS_END]
-            backwards = genome[order + operator] & LAST_FIRST != 0
-            pin_late = genome[order + operator] & PIN_LATE != 0
+            backwards = choices[order + operator] & LAST_FIRST != 0
+            pin_late = choices[order + operator] & PIN_LATE != 0
             missing = -1
             position = stack[depth - 1, 2]
             while position < reads_end - reads:
@@ -260,12 +270,12 @@ def generate(tables: Tables, genome: Integers, scratch: Scratch) -> int:
                 if backward:
                     touches = state[value, TOUCHES] + 1
                     state[value, TOUCHES] = touches
-                    if state[value, PINS] == 0 and (genome[value] >> min(touches, LAST_BIT)) & 1 == 0:
+                    if state[value, PINS] == 0 and (choices[value] >> min(touches, LAST_BIT)) & 1 == 0:
                         for j in range(
                             tables.values[value, VALUE_READERS], tables.values[value, VALUE_READERS_END]
                         ):
-                            if genome[eager + lists[j]] == AS_INPUTS_DROP:
-                                count = _run_eagerly(tables, genome, scratch, lists[j], count)
+                            if choices[eager + lists[j]] == AS_INPUTS_DROP:
+                                count = _run_eagerly(tables, choices, scratch, lists[j], count)
                         state[value, AVAILABLE] = 0
             if depth == 0:
                 break
@@ -365,15 +375,15 @@ def price(
 @entry
 def evaluate(
     tables: Tables,
-    genome: Integers,
+    choices: Integers,
     scratch: Scratch,
     budget_bytes: int,
     weight: float,
     penalty: float,
     bound: float,
 ) -> float:
-    """`generate`, then `price`; infinity where the genome leads nowhere."""
-    count = generate(tables, genome, scratch)
+    """`generate`, then `price`; infinity where the choices leads nowhere."""
+    count = generate(tables, choices, scratch)
     if count < 0 or weight * scratch.totals[LEAST_LATENCY] > bound:
         return numpy.inf
     cost: float = price(tables, scratch, count, budget_bytes, weight, penalty, bound)
@@ -382,7 +392,7 @@ def evaluate(
 
 def evaluate_interpreted(
     tables: Tables,
-    genome: Integers,
+    choices: Integers,
     scratch: Scratch,
     budget_bytes: int,
     weight: float,
@@ -390,7 +400,7 @@ def evaluate_interpreted(
     bound: float,
 ) -> float:
     """`evaluate` by the interpreter: for a few evaluations before anything is compiled."""
-    count = _interpreted(generate)(tables, genome, scratch)
+    count = _interpreted(generate)(tables, choices, scratch)
     if count < 0 or weight * scratch.totals[LEAST_LATENCY] > bound:
         return math.inf
     return float(_interpreted(price)(tables, scratch, count, budget_bytes, weight, penalty, bound))
@@ -404,7 +414,7 @@ def _interpreted(function: Any) -> Callable[..., Any]:
 
 @inner
 def draw(random: NDArray[numpy.uint64]) -> float:
-    """The next number in [0, 1) of an xorshift64* generator."""
+    """The next number in [0, 1) of an xorshift64* generator (Vigna, 2016)."""
     x = random[0]
     x ^= x >> numpy.uint64(12)
     x ^= x << numpy.uint64(25)
@@ -419,22 +429,22 @@ def _below(random: NDArray[numpy.uint64], end: int) -> int:
 
 
 @inner
-def _set(genome: Integers, undo: Integers, index: int, gene: int) -> None:
-    """Change a gene, and note what it was; undo[0, 0] counts the notes."""
+def _set(choices: Integers, undo: Integers, index: int, chosen: int) -> None:
+    """Change a choice, and note its value before; undo[0, 0] counts the notes."""
     count = undo[0, 0]
-    if genome[index] != gene and count + 1 < undo.shape[0]:
+    if choices[index] != chosen and count + 1 < undo.shape[0]:
         undo[count + 1, 0] = index
-        undo[count + 1, 1] = genome[index]
+        undo[count + 1, 1] = choices[index]
         undo[0, 0] = count + 1
-        genome[index] = gene
+        choices[index] = chosen
 
 
 @inner
-def take_back(genome: Integers, undo: Integers) -> None:
+def take_back(choices: Integers, undo: Integers) -> None:
     """Undo a move."""
     for back in range(undo[0, 0]):
         note = undo[0, 0] - back
-        genome[undo[note, 0]] = undo[note, 1]
+        choices[undo[note, 0]] = undo[note, 1]
     undo[0, 0] = 0
 
 
@@ -442,18 +452,18 @@ def take_back(genome: Integers, undo: Integers) -> None:
 def propose(
     tables: Tables,
     moves: Moves,
-    genome: Integers,
+    choices: Integers,
     scratch: Scratch,
     undo: Integers,
     random: NDArray[numpy.uint64],
-    elite: Integers,
+    others: Integers,
 ) -> None:
     """Make one random move; `take_back` reverts it. `scratch` is of the last evaluation."""
     undo[0, 0] = 0
     values, operators = tables.values.shape[0], tables.operators.shape[0]
     place = values + PART_PLACE * operators
-    if elite.shape[0] > 0 and draw(random) < 0.04:
-        _copy_elite(tables, moves, genome, undo, random, elite)
+    if others.shape[0] > 0 and draw(random) < 0.04:
+        _copy_from_others(tables, moves, choices, undo, random, others)
         return
     kind = draw(random)
     if kind < 0.29 and moves.droppable.size > 0:
@@ -463,7 +473,7 @@ def propose(
             if scratch.values[value, TOUCHES] == 0:
                 value = moves.droppable[_below(random, moves.droppable.size)]
         bit = _below(random, max(1, min(scratch.values[value, TOUCHES], LAST_BIT)))
-        _set(genome, undo, value, genome[value] ^ (1 << bit))
+        _set(choices, undo, value, choices[value] ^ (1 << bit))
     elif kind < 0.48 and moves.droppable.size > 1:
         # Exchange a value that is kept for one that is not, more often a close one.
         at = _below(random, moves.droppable.size)
@@ -473,75 +483,75 @@ def propose(
             other_at = at - reach + _below(random, 2 * reach + 1)
             if 0 <= other_at < moves.droppable.size:
                 other = moves.droppable[other_at]
-                if (genome[other] ^ genome[value]) & 1 != 0:
-                    _set(genome, undo, other, genome[other] ^ 1)
+                if (choices[other] ^ choices[value]) & 1 != 0:
+                    _set(choices, undo, other, choices[other] ^ 1)
                     break
-        _set(genome, undo, value, genome[value] ^ 1)
-    elif kind < 0.71 and moves.choices.shape[0] > 0:
+        _set(choices, undo, value, choices[value] ^ 1)
+    elif kind < 0.71 and moves.groups.shape[0] > 0:
         # Choose another group, and mostly keep what it reads in place of what the old one did.
-        choice = _below(random, moves.choices.shape[0])
-        operator, groups = moves.choices[choice, CHOICE_OPERATOR], moves.choices[choice, CHOICE_GROUPS]
-        gene = values + moves.choices[choice, CHOICE_PART] * operators + operator
-        old_group = tables.operators[operator, OPERATOR_GROUPS] + genome[gene]
-        named = (genome[gene] + 1 + _below(random, groups - 1)) % groups
-        _set(genome, undo, gene, named)
+        choice = _below(random, moves.groups.shape[0])
+        operator, groups = moves.groups[choice, MOVE_OPERATOR], moves.groups[choice, MOVE_GROUPS]
+        index = values + moves.groups[choice, MOVE_PART] * operators + operator
+        old_group = tables.operators[operator, OPERATOR_GROUPS] + choices[index]
+        named = (choices[index] + 1 + _below(random, groups - 1)) % groups
+        _set(choices, undo, index, named)
         group = tables.operators[operator, OPERATOR_GROUPS] + named
         if draw(random) < 0.6:
             for i in range(tables.groups[old_group, GROUP_READS], tables.groups[old_group, GROUP_READS_END]):
                 value = tables.lists[i]
                 if moves.is_droppable[value] != 0 and draw(random) < 0.7:
-                    _set(genome, undo, value, genome[value] & ~1)
+                    _set(choices, undo, value, choices[value] & ~1)
         if draw(random) < 0.7:
             for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
                 value = tables.lists[i]
                 if moves.is_droppable[value] != 0:
-                    _set(genome, undo, value, genome[value] | 1)
+                    _set(choices, undo, value, choices[value] | 1)
                     writer = tables.values[value, VALUE_WRITER]
-                    if genome[place + writer] == 0:
-                        _set(genome, undo, place + writer, 1 + _below(random, 2))
+                    if choices[place + writer] == 0:
+                        _set(choices, undo, place + writer, 1 + _below(random, 2))
     elif kind < 0.77 and moves.optional.size > 0:
         operator = moves.optional[_below(random, moves.optional.size)]
-        where = (genome[place + operator] + 1 + _below(random, 2)) % 3
-        _set(genome, undo, place + operator, where)
+        where = (choices[place + operator] + 1 + _below(random, 2)) % 3
+        _set(choices, undo, place + operator, where)
         group = tables.operators[operator, OPERATOR_GROUPS]
         for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
             value = tables.lists[i]
             if moves.is_droppable[value] != 0 and draw(random) < 0.5:
-                _set(genome, undo, value, genome[value] | 1 if where != 0 else genome[value] & ~1)
-    elif kind < 0.85 and moves.kin.size > 0:
-        _copy_block(tables, moves, genome, undo, random)
+                _set(choices, undo, value, choices[value] | 1 if where != 0 else choices[value] & ~1)
+    elif kind < 0.85 and moves.alike.size > 0:
+        _copy_block(tables, moves, choices, undo, random)
     elif kind < 0.92 and moves.forward.size > 0:
-        _redo_block(tables, moves, genome, undo, random, kind < 0.885)
+        _redo_block(tables, moves, choices, undo, random, kind < 0.885)
     elif kind < 0.94 and moves.several.size > 0:
         operator = moves.several[_below(random, moves.several.size)]
-        gene = values + PART_ORDER * operators + operator
-        _set(genome, undo, gene, (genome[gene] + 1 + _below(random, 3)) % 4)
+        index = values + PART_ORDER * operators + operator
+        _set(choices, undo, index, (choices[index] + 1 + _below(random, 3)) % 4)
     elif kind < 0.97 and moves.forward.size > 0:
         operator = moves.forward[_below(random, moves.forward.size)]
-        gene = values + PART_EAGER * operators + operator
-        _set(genome, undo, gene, AS_INPUTS_DROP if genome[gene] == NEVER else NEVER)
+        index = values + PART_EAGER * operators + operator
+        _set(choices, undo, index, AS_INPUTS_DROP if choices[index] == NEVER else NEVER)
     elif moves.eager.shape[0] > 0:
         # Run an operator early in the backward part, while what it reads is there; or no longer do so.
         chosen = _below(random, moves.eager.shape[0])
         operator = moves.eager[chosen, 0]
-        gene = values + PART_EAGER * operators + operator
-        _set(genome, undo, gene, moves.eager[chosen, 1] if genome[gene] <= AS_INPUTS_DROP else NEVER)
+        index = values + PART_EAGER * operators + operator
+        _set(choices, undo, index, moves.eager[chosen, 1] if choices[index] <= AS_INPUTS_DROP else NEVER)
         group = tables.operators[operator, OPERATOR_GROUPS]
         if draw(random) < 0.5:
             for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
                 value = tables.lists[i]
                 if moves.is_droppable[value] != 0:
                     bit = _below(random, max(1, min(scratch.values[value, TOUCHES], LAST_BIT)))
-                    _set(genome, undo, value, genome[value] | (1 << bit))
+                    _set(choices, undo, value, choices[value] | (1 << bit))
             for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
                 value = tables.lists[i]
                 if moves.is_droppable[value] != 0:
-                    _set(genome, undo, value, genome[value] & ~1)
+                    _set(choices, undo, value, choices[value] & ~1)
 
 
 @inner
 def _copy_block(
-    tables: Tables, moves: Moves, genome: Integers, undo: Integers, random: NDArray[numpy.uint64]
+    tables: Tables, moves: Moves, choices: Integers, undo: Integers, random: NDArray[numpy.uint64]
 ) -> None:
     """Copy the choices of a run of operators to another run that looks the same, or exchange the two's.
 
@@ -549,94 +559,94 @@ def _copy_block(
     model repeats a block, all of it. An exchange leaves the memory about as it was.
     """
     target = moves.forward[_below(random, moves.forward.size)]
-    first = moves.kin_start[target]
-    alike = moves.kin_start[target + 1] - first
+    first = moves.alike_start[target]
+    alike = moves.alike_start[target + 1] - first
     if alike == 0:
         return
-    source = moves.kin[first + _below(random, alike)]
+    source = moves.alike[first + _below(random, alike)]
     length = 1 + _below(random, 2 ** (2 + _below(random, 5)))
     if draw(random) < 0.5:
         length = moves.forward.size
         for i in range(first, first + alike):
-            length = min(length, abs(moves.kin[i] - target))
+            length = min(length, abs(moves.alike[i] - target))
     exchange = draw(random) < 0.5
     for _ in range(min(length, abs(source - target))):
         if max(source, target) >= moves.forward.size or moves.look[source] != moves.look[target]:
             return
-        _copy_operator(tables, moves, genome, undo, source, target, exchange)
+        _copy_operator(tables, moves, choices, undo, source, target, exchange)
         source += 1
         target += 1
 
 
 @inner
-def _copy_gene(genome: Integers, undo: Integers, source: int, target: int, exchange: bool) -> None:
-    before = genome[target]
-    _set(genome, undo, target, genome[source])
+def _copy_choice(choices: Integers, undo: Integers, source: int, target: int, exchange: bool) -> None:
+    before = choices[target]
+    _set(choices, undo, target, choices[source])
     if exchange:
-        _set(genome, undo, source, before)
+        _set(choices, undo, source, before)
 
 
 @inner
 def _copy_operator(
-    tables: Tables, moves: Moves, genome: Integers, undo: Integers, source: int, target: int, exchange: bool
+    tables: Tables, moves: Moves, choices: Integers, undo: Integers, source: int, target: int, exchange: bool
 ) -> None:
     """Copy all choices about one operator, and about the backward operators that go with it."""
     values, operators = tables.values.shape[0], tables.operators.shape[0]
     for part in range(PART_FIRST, PART_ORDER + 1):
-        gene = values + part * operators
-        if part != PART_EAGER or max(genome[gene + source], genome[gene + target]) <= AS_INPUTS_DROP:
-            _copy_gene(genome, undo, gene + source, gene + target, exchange)
+        index = values + part * operators
+        if part != PART_EAGER or max(choices[index + source], choices[index + target]) <= AS_INPUTS_DROP:
+            _copy_choice(choices, undo, index + source, index + target, exchange)
     group = tables.operators[target, OPERATOR_GROUPS]
     shift = (
         tables.groups[tables.operators[source, OPERATOR_GROUPS], GROUP_WRITES] - tables.groups[group, GROUP_WRITES]
     )
     for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
         if moves.is_droppable[tables.lists[i]] != 0 and moves.is_droppable[tables.lists[i + shift]] != 0:
-            _copy_gene(genome, undo, tables.lists[i + shift], tables.lists[i], exchange)
+            _copy_choice(choices, undo, tables.lists[i + shift], tables.lists[i], exchange)
     first, end = moves.anchored_start[target], moves.anchored_start[target + 1]
     offset = moves.anchored_start[source] - first
     if moves.anchored_start[source + 1] - offset == end:
         for i in range(first, end):
             to, of = moves.anchored[i], moves.anchored[i + offset]
             if moves.look[to] == moves.look[of]:
-                _copy_gene(genome, undo, values + of, values + to, exchange)
+                _copy_choice(choices, undo, values + of, values + to, exchange)
 
 
 @inner
-def _copy_elite(
+def _copy_from_others(
     tables: Tables,
     moves: Moves,
-    genome: Integers,
+    choices: Integers,
     undo: Integers,
     random: NDArray[numpy.uint64],
-    elite: Integers,
+    others: Integers,
 ) -> None:
-    """Copy the choices of a run of operators, and of the backward operators after them, from another genome."""
+    """Copy the choices of a run of operators, and of the backward operators after them, from another choices."""
     values, operators = tables.values.shape[0], tables.operators.shape[0]
-    source = _below(random, elite.shape[0])
+    source = _below(random, others.shape[0])
     length = 1 + _below(random, 2 ** (1 + _below(random, 8)))
     first = _below(random, moves.forward.size + length - 1) - length + 1
     for at in range(max(0, first), min(first + length, moves.forward.size)):
         operator = moves.forward[at]
         for part in range(PART_FIRST, PART_ORDER + 1):
-            gene = values + part * operators + operator
-            _set(genome, undo, gene, elite[source, gene])
+            index = values + part * operators + operator
+            _set(choices, undo, index, others[source, index])
         for group in range(
             tables.operators[operator, OPERATOR_GROUPS], tables.operators[operator, OPERATOR_GROUPS_END]
         ):
             for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
                 if moves.is_droppable[tables.lists[i]] != 0:
-                    _set(genome, undo, tables.lists[i], elite[source, tables.lists[i]])
+                    _set(choices, undo, tables.lists[i], others[source, tables.lists[i]])
         for i in range(moves.anchored_start[operator], moves.anchored_start[operator + 1]):
-            gene = values + moves.anchored[i]
-            _set(genome, undo, gene, elite[source, gene])
+            index = values + moves.anchored[i]
+            _set(choices, undo, index, others[source, index])
 
 
 @inner
 def _redo_block(
     tables: Tables,
     moves: Moves,
-    genome: Integers,
+    choices: Integers,
     undo: Integers,
     random: NDArray[numpy.uint64],
     segment: bool,
@@ -652,45 +662,205 @@ def _redo_block(
             value = tables.lists[i]
             if moves.is_droppable[value] != 0:
                 if segment:
-                    _set(genome, undo, value, whole)
+                    _set(choices, undo, value, whole)
                 else:
-                    _set(genome, undo, value, _below(random, 16) << 1 | (1 if draw(random) < share else 0))
+                    _set(choices, undo, value, _below(random, 16) << 1 | (1 if draw(random) < share else 0))
+
+
+@entry
+def reserved_bytes(requests: Requests, operators: Integers, ways: Integers) -> int:
+    """What the segment for requests of more than 1 MiB comes to, in bytes.
+
+    Args:
+        requests: of the graph.
+        operators, ways: of each step of a legal schedule, the operator and the index of its implementation.
+    """
+    first, starts, lists, workspaces, sizes, held = requests
+    count, values = operators.size, sizes.size
+    # What dies at each step: `dying[deaths[at]:deaths[at + 1]]`, found from the last step to the first.
+    needed = held.copy()
+    most = 0
+    for at in range(count):
+        number = first[operators[at]] + ways[at]
+        most += starts[number, 2] - starts[number, 0]
+    dying = numpy.empty(most, dtype=numpy.int64)
+    deaths = numpy.zeros(count + 1, dtype=numpy.int64)
+    deaths[count] = most
+    left = most
+    for at in range(count - 1, -1, -1):
+        number = first[operators[at]] + ways[at]
+        for item in range(starts[number, 1], starts[number, 2]):
+            value = lists[item]
+            if not needed[value]:
+                left -= 1
+                dying[left] = value
+        for item in range(starts[number, 1], starts[number, 2]):
+            if not held[lists[item]]:
+                needed[lists[item]] = 0
+        for item in range(starts[number, 0], starts[number, 1]):
+            value = lists[item]
+            if not needed[value]:
+                needed[value] = 1
+                left -= 1
+                dying[left] = value
+        deaths[at] = left
+    # Blocks in use, by address.
+    begins = numpy.empty(values + 1, dtype=numpy.int64)
+    ends = numpy.empty(values + 1, dtype=numpy.int64)
+    address = numpy.empty(values, dtype=numpy.int64)
+    ran = numpy.empty(first.size, dtype=numpy.int64)
+    end = 0
+    for _ in range(_TRAINING_STEPS):
+        before = end
+        used = 0
+        address[:] = _NOWHERE
+        ran[:] = 0
+        for at in range(count):
+            operator = operators[at]
+            number = first[operator] + ways[at]
+            last = starts[number, 2]
+            over = starts[number, 3] - last
+            taken = 0
+            # Its results one by one, and then its workspace.
+            for item in range(starts[number, 1], last + 1):
+                value = -1
+                if item < last:
+                    value = lists[item]
+                    size = sizes[value]
+                    if address[value] != _NOWHERE or not size:
+                        continue
+                    moved = False
+                    for place in range(over):
+                        other = lists[last + place]
+                        if taken >> place & 1 == 0 and sizes[other] == size and address[other] != _NOWHERE:
+                            address[value] = address[other]
+                            address[other] = _NOWHERE
+                            taken |= 1 << place
+                            moved = True
+                            break
+                    if moved:
+                        continue
+                else:
+                    size = workspaces[number, ran[operator]]
+                    ran[operator] = 1
+                    if size <= 0:
+                        continue
+                size = (size + SMALLEST - 1) // SMALLEST * SMALLEST
+                if size <= SMALL:
+                    if value >= 0:
+                        address[value] = _SMALL
+                    continue
+                found, smallest, start = used, -1, 0
+                for block in range(used):
+                    gap = begins[block] - start
+                    if gap >= size and (smallest < 0 or gap < smallest):
+                        found, smallest = block, gap
+                    start = ends[block]
+                at_address = start if found == used else (ends[found - 1] if found else 0)
+                if found == used and end - start < size:
+                    missing = size - (end - start)
+                    end += (missing + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
+                if value < 0:
+                    continue  # and the workspace is free again
+                for block in range(used, found, -1):
+                    begins[block], ends[block] = begins[block - 1], ends[block - 1]
+                begins[found], ends[found] = at_address, at_address + size
+                used += 1
+                address[value] = at_address
+            for item in range(deaths[at], deaths[at + 1]):
+                value = dying[item]
+                if address[value] >= 0:
+                    gone = numpy.searchsorted(begins[:used], address[value])
+                    for block in range(gone, used - 1):
+                        begins[block], ends[block] = begins[block + 1], ends[block + 1]
+                    used -= 1
+                address[value] = _NOWHERE
+        if end == before:
+            break
+    return end
+
+
+@inner
+def _cost(
+    tables: Tables,
+    requests: Requests,
+    choices: Integers,
+    scratch: Scratch,
+    budget_bytes: int,
+    room_bytes: int,
+    weight: float,
+    penalty: float,
+    bound: float,
+) -> float:
+    """Weight · latency + penalty · overflow; the overflow of reserved memory where there are requests."""
+    if requests.first.size == 0:
+        cost: float = evaluate(tables, choices, scratch, budget_bytes, weight, penalty, bound)
+        return cost
+    count = generate(tables, choices, scratch)
+    least_ms = scratch.totals[LEAST_LATENCY]
+    if count < 0 or weight * least_ms > bound:
+        return numpy.inf
+    if price(tables, scratch, count, budget_bytes, 1.0, STRICT * least_ms, numpy.inf) == numpy.inf:
+        return numpy.inf
+    cost = weight * scratch.totals[LATENCY]
+    if cost > bound:
+        return numpy.inf
+    operators = numpy.empty(count, dtype=numpy.int64)
+    ways = numpy.empty(count, dtype=numpy.int64)
+    for at in range(count):
+        operators[at] = scratch.steps[at, STEP_OPERATOR]
+        ways[at] = tables.options[scratch.steps[at, STEP_OPTION], OPTION_IMPLEMENTATION]
+    scratch.totals[OVERFLOW] = max(0, reserved_bytes(requests, operators, ways) - room_bytes)
+    priced: float = cost + penalty * scratch.totals[OVERFLOW]
+    return priced
 
 
 @entry
 def anneal(
     tables: Tables,
     moves: Moves,
-    genome: Integers,
+    requests: Requests,
+    choices: Integers,
     best: Integers,
     scratch: Scratch,
     undo: Integers,
     random: NDArray[numpy.uint64],
-    elite: Integers,
+    others: Integers,
     record: Floats,
-    plan: Floats,
+    schedule: Floats,
     budget_bytes: int,
+    room_bytes: int,
     begin: int,
     end: int,
     total: int,
     stop_when_fits: bool,
 ) -> bool:
-    """Iterations `begin` to `end` of a run of `total`; whether it stopped since something fits.
+    """Do iterations `begin` to `end` of a run of `total`; True if it stopped since something fits.
 
-    `genome` is what the run stands at; `elite` has genomes that moves may copy from. What fits and is faster
-    than record[BEST_LATENCY] is copied to `best`.
+    Args:
+        tables, moves: of the problem. requests: empty, or those whose reserved memory is priced (`_cost`).
+        choices: of the run, changed in place. best: the fastest that fit, replaced where a faster one is found.
+        scratch, undo, random: working memory, and the state of the random numbers.
+        others: choices that moves may copy from, one a row.
+        record, schedule: see `arrays`.
+        budget_bytes, room_bytes: see `runs.AnnealingCost`.
+        stop_when_fits: stop at the first choices without overflow.
     """
-    weight = plan[WEIGHT]
-    temperature = plan[TEMPERATURE_START]
-    penalty = plan[PENALTY_START]
+    weight = schedule[WEIGHT]
+    temperature = schedule[TEMPERATURE_START]
+    penalty = schedule[PENALTY_START]
     cost = numpy.inf
     for iteration in range(begin, end):
         if (iteration - begin) % REFRESH == 0:
             share = iteration / total
-            temperature = plan[TEMPERATURE_START] * (plan[TEMPERATURE_END] / plan[TEMPERATURE_START]) ** share
-            penalty = plan[PENALTY_START] * (plan[PENALTY_END] / plan[PENALTY_START]) ** min(1.0, share / 0.85)
+            temperature = (
+                schedule[TEMPERATURE_START] * (schedule[TEMPERATURE_END] / schedule[TEMPERATURE_START]) ** share
+            )
+            penalty = schedule[PENALTY_START] * (schedule[PENALTY_END] / schedule[PENALTY_START]) ** min(
+                1.0, share / 0.85
+            )
             penalty *= record[PRESSURE]
-            cost = evaluate(tables, genome, scratch, budget_bytes, weight, penalty, numpy.inf)
+            cost = _cost(tables, requests, choices, scratch, budget_bytes, room_bytes, weight, penalty, numpy.inf)
             if cost < numpy.inf:
                 if scratch.totals[OVERFLOW] > 0 and share > 0.6:
                     record[PRESSURE] *= 1.05
@@ -698,18 +868,18 @@ def anneal(
                     record[PRESSURE] = max(1.0, record[PRESSURE] / 1.05)
                 recent = record[RECENT_COST]
                 record[RECENT_COST] = cost if recent == numpy.inf else recent + RECENT * (cost - recent)
-        propose(tables, moves, genome, scratch, undo, random, elite)
+        propose(tables, moves, choices, scratch, undo, random, others)
         if undo[0, 0] == 0:
             continue
         bound = cost - temperature * math.log(1.0 - draw(random))
-        after = evaluate(tables, genome, scratch, budget_bytes, weight, penalty, bound)
+        after = _cost(tables, requests, choices, scratch, budget_bytes, room_bytes, weight, penalty, bound)
         if after > bound or after == numpy.inf:
-            take_back(genome, undo)
+            take_back(choices, undo)
             continue
         cost = after
         if scratch.totals[OVERFLOW] == 0 and scratch.totals[LATENCY] < record[BEST_LATENCY]:
             record[BEST_LATENCY] = scratch.totals[LATENCY]
-            best[:] = genome
+            best[:] = choices
             if stop_when_fits:
                 return True
     return False

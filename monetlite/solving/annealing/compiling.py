@@ -1,4 +1,4 @@
-"""Gets the compiled core (`kernel`) ready: from numba's cache, or compiled once by a process of its own.
+"""Preparation of compiled code (`compiled`): from numba's cache, or compiled once by a process of its own.
 
 Compiling takes ten seconds or more of one core. In another process it does not hold up the threads of this one,
 and can be left alone when the time is up: it goes on, and the next solve finds its result.
@@ -10,39 +10,36 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy
-
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
-from monetlite.solving import kernel
-from monetlite.solving.annealing import Walker, Workspace
-from monetlite.solving.genomes import keep_everything
-from monetlite.solving.moves import build_moves
-from monetlite.solving.problem import build_problem
+from monetlite.solving.annealing import compiled
+from monetlite.solving.annealing.encoding import keep_everything
+from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.problem import Problem
 
-_COMMAND = "from monetlite.solving.compiling import load; load()"
+_COMMAND = "from monetlite.solving.annealing.compiling import load; load()"
 _compiling: "subprocess.Popen[bytes] | None" = None
 
 
 def load() -> None:
     """Compile everything, or load what was compiled before."""
-    problem = build_problem(_tiny_profile())
-    moves = build_moves(problem)
-    walker = Walker(keep_everything(problem), (1.0, 0.1, 1.0, 2.0, 1.0), 1)
-    workspace = Workspace(problem, moves, 0)
-    workspace.advance(walker, 1, 1.0, lambda: False)
-    kernel.evaluate(problem.tables, walker.genome, workspace.scratch, 1, 1.0, 1.0, numpy.inf)
+    flat = flatten(Problem.of(_tiny_profile()))
+    workspace = Workspace(flat, 0)
+    run = AnnealingRun(keep_everything(flat), AnnealingCost(budget_bytes=1), (1.0, 0.1), (1.0, 2.0), 1)
+    workspace.advance(run, 1.0, lambda: False)
+    workspace.steps(run.choices, 1)
 
 
 def ensure_compiled(deadline: float, should_stop: Callable[[], bool] | None = None) -> bool:
-    """Have the core ready by a deadline (of `time.monotonic`); whether it is.
+    """Prepare compiled code by a deadline (of `time.monotonic`); False if time was too short.
 
     Where numba has nothing in its cache, another process compiles; it is left to itself when time is up.
     """
     if is_cached():
         load()
         return True
-    if kernel.cache_folder() is None:
+    if compiled.cache_folder() is None:
         # What another process compiled could not be found.
         load()
         return True
@@ -69,22 +66,22 @@ def _compiler() -> "subprocess.Popen[bytes]":
 
 
 def still_compiling() -> bool:
-    """Whether a process that was started to compile is still at it."""
+    """True while a process that was started to compile is at it."""
     return _compiling is not None and _compiling.poll() is None
 
 
 def is_cached() -> bool:
-    """Whether numba's cache seems to have the core for the source as it is."""
-    folder = kernel.cache_folder()
+    """True if numba's cache seems to have the code for the source as it is."""
+    folder = compiled.cache_folder()
     if folder is None:
         return False
-    source = Path(kernel.__file__)
+    source = Path(compiled.__file__)
     indexes = list(folder.glob(f"{source.stem}.anneal-*.nbi"))
     return any(index.stat().st_mtime >= source.stat().st_mtime for index in indexes)
 
 
 def _tiny_profile() -> Profile:
-    """The smallest step there is: types are all that compiling depends on."""
+    """The smallest training step; compiling depends on types alone."""
     value = Value(name="value", kind=ValueKind.ACTIVATION, size_bytes=1)
     gradient = Value(name="gradient", kind=ValueKind.GRADIENT, size_bytes=1)
     operators = tuple(

@@ -19,8 +19,8 @@ from monetlite.core.errors import IllegalSchedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.models import build_model
-from monetlite.solving.reserved.arranging import arrange
-from monetlite.solving.reserved.gaps import requests_of_graph, reserved_bytes
+from monetlite.solving.annealing.compiled import reserved_bytes
+from monetlite.solving.reserved.arranging import arrange, requests_of_graph
 
 
 def on_paper(profile: Profile, steps: tuple[Step, ...]) -> int:

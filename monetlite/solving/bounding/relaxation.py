@@ -35,9 +35,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monetlite.solving.lifetimes import Lifetimes, certain_lifetimes, own_bytes, pinned
-from monetlite.solving.options import Option, Outline
-from monetlite.solving.zero_one import Builder, ZeroOneProgram
+from monetlite.solving.bounding.peak_bound import Lifetimes, certain_lifetimes, own_bytes, pinned
+from monetlite.solving.bounding.zero_one import ZeroOneBuilder, ZeroOneProgram
+from monetlite.solving.problem import Option, Problem
 
 _SPAN_LENGTHS = (16,)
 """Besides single intervals and the whole backward part, supply rows are written over so many intervals."""
@@ -78,26 +78,26 @@ class Meaning:
 class _Relaxation:
     """Builds the program: the columns by what they stand for, and the rows family by family."""
 
-    def __init__(self, outline: Outline, budget_bytes: int, checkpoint_limit: int, value_limit: int) -> None:
-        self.outline = outline
-        self.rows = Builder()
-        self.lifetimes = certain_lifetimes(outline)
-        self.room = float(budget_bytes - outline.resident_bytes)
+    def __init__(self, problem: Problem, budget_bytes: int, checkpoint_limit: int, value_limit: int) -> None:
+        self.problem = problem
+        self.rows = ZeroOneBuilder()
+        self.lifetimes = certain_lifetimes(problem)
+        self.room = float(budget_bytes - problem.resident_bytes)
         self.scale = 1.0 / max(abs(self.room), 1.0)
-        self.values = _modelled_values(outline, value_limit)
+        self.values = _modelled_values(problem, value_limit)
         self.modelled = frozenset(self.values)
-        self.maker = {value: outline.producers[value][0] for value in self.values}
-        self.checkpoints = _checkpoints(outline, self.lifetimes, self.modelled, checkpoint_limit)
+        self.maker = {value: problem.producers[value][0] for value in self.values}
+        self.checkpoints = _checkpoints(problem, self.lifetimes, self.modelled, checkpoint_limit)
         self.constant_ms = 0.0
         self.groups = 0
         # For each main operator: its options, each with its column (−1 where there is no choice).
-        self.chosen = [self._choices(at) for at in range(len(outline.main))]
+        self.chosen = [self._choices(at) for at in range(len(problem.main))]
 
     def build(self) -> tuple[ZeroOneProgram, Meaning]:
         stored = self._forward_part()
         live = [stored]
         intervals: list[_Span] = []
-        start = self.outline.forward_main
+        start = self.problem.forward_main
         for checkpoint in self.checkpoints:
             span = _Span(places=range(start, checkpoint + 1), before=live[-1], once=self._runs(start))
             at_checkpoint = self._live_columns(span, checkpoint)
@@ -124,7 +124,7 @@ class _Relaxation:
         return self.rows.program(self.constant_ms, self.groups), meaning
 
     def _choices(self, at: int) -> list[tuple[Option, int]]:
-        options = _worthwhile(self.outline, at, self.lifetimes, self.modelled)
+        options = _worthwhile(self.problem, at, self.lifetimes, self.modelled)
         least_ms = min(option.first_ms for option in options)
         self.constant_ms += least_ms
         if len(options) == 1:
@@ -134,8 +134,8 @@ class _Relaxation:
 
     def _forward_part(self) -> dict[int, int]:
         """Columns and rows of the forward part; returns the columns of what is stored at its end."""
-        outline, position = self.outline, self.outline.position
-        useful = outline.useful_before(outline.forward_main)
+        problem, position = self.problem, self.problem.position
+        useful = problem.useful_before(problem.forward_main)
         stored = {value: self.rows.column() for value in self.values if value in useful}
         early: dict[int, int] = {}
         for value, column in stored.items():
@@ -143,17 +143,17 @@ class _Relaxation:
             if operator not in position:
                 # An optional operator's output is there only if it ran in the forward part.
                 if operator not in early:
-                    early[operator] = self.rows.column(outline.least_ms(operator))
+                    early[operator] = self.rows.column(problem.least_ms(operator))
                 self.rows.row([(column, 1.0), (early[operator], -1.0)], 0.0)
         waiting = self._waiting(stored)
-        for at in range(outline.forward_main):
+        for at in range(problem.forward_main):
             # A stored value is live from its maker on; one that is pinned here is counted already.
             live = {
                 value: column
                 for value, column in stored.items()
-                if position.get(self.maker[value], at) < at and not pinned(outline, self.lifetimes, value, at)
+                if position.get(self.maker[value], at) < at and not pinned(problem, self.lifetimes, value, at)
             }
-            may_read = outline.may_read[outline.main[at]]
+            may_read = problem.may_read[problem.main[at]]
             self._memory(
                 at,
                 live,
@@ -162,7 +162,7 @@ class _Relaxation:
                     for source, column, size_bytes in waiting
                     if position[self.maker[source]] < at
                     and source not in may_read
-                    and not pinned(outline, self.lifetimes, source, at)
+                    and not pinned(problem, self.lifetimes, source, at)
                 ],
             )
             for option, choice in self.chosen[at]:
@@ -170,7 +170,7 @@ class _Relaxation:
                     if self.maker[value] in position:
                         terms = [(stored[value], 1.0)] + ([(choice, 1.0)] if choice >= 0 else [])
                         self.rows.row(terms, 1.0 if choice >= 0 else 0.0)
-        if outline.forward_main:
+        if problem.forward_main:
             for operator, column in early.items():
                 self._early_memory(operator, column, stored)
         return stored
@@ -182,17 +182,17 @@ class _Relaxation:
         is not stored itself gives (source, column, bytes): so much is live after the source's maker. What
         several outputs weigh by the same source is never more than the source.
         """
-        size = self.outline.size_bytes
+        size = self.problem.size_bytes
         found: list[tuple[int, int, int]] = []
         left = dict(enumerate(size))
         for value, column in stored.items():
             operator = self.maker[value]
-            if operator in self.outline.position:
+            if operator in self.problem.position:
                 continue
             sources = [
                 source
-                for source in self.outline.must_read[operator] & self.modelled
-                if self.maker[source] in self.outline.position
+                for source in self.problem.must_read[operator] & self.modelled
+                if self.maker[source] in self.problem.position
             ]
             if not sources:
                 continue
@@ -212,30 +212,30 @@ class _Relaxation:
         Whatever is stored and made no later than one of its sources is live beside it, for nothing is made
         twice there. Where it does not run, the row says no more than the last forward operator's.
         """
-        outline, size, position = self.outline, self.outline.size_bytes, self.outline.position
-        reads = outline.must_read[operator] & self.modelled
+        problem, size, position = self.problem, self.problem.size_bytes, self.problem.position
+        reads = problem.must_read[operator] & self.modelled
         ready = max((position.get(self.maker[value], -1) for value in reads), default=-1)
         beside = [
             (stored[value], size[value] * self.scale)
             for value in stored
             if position.get(self.maker[value], ready + 1) <= ready and value not in reads
         ]
-        slack = max(0, *(-option.first_extra_bytes for option, _ in self.chosen[outline.forward_main - 1]))
+        slack = max(0, *(-option.first_extra_bytes for option, _ in self.chosen[problem.forward_main - 1]))
         own = sum(size[value] for value in reads) + self._least_bytes(operator)
         self.rows.row([*beside, (column, (own + slack) * self.scale)], (self.room + slack) * self.scale)
 
     def _runs(self, start: int) -> dict[int, int]:
         """A column for each operator that could usefully run outside the main run from place `start` on."""
-        needed = self.outline.useful_before(start)
+        needed = self.problem.useful_before(start)
         operators = {self.maker[value]: None for value in self.values if value in needed}
         return {
-            operator: self.rows.column(self.outline.least_ms(operator))
+            operator: self.rows.column(self.problem.least_ms(operator))
             for operator in operators
-            if operator in self.outline.extra_set
+            if operator in self.problem.extra_set
         }
 
     def _live_columns(self, span: _Span, checkpoint: int) -> dict[int, int]:
-        useful = self.outline.useful_before(checkpoint)
+        useful = self.problem.useful_before(checkpoint)
         return {v: self.rows.column() for v in self.values if v in useful and self._sources(span, v)}
 
     def _sources(self, span: _Span, value: int) -> list[tuple[int, float]]:
@@ -246,7 +246,7 @@ class _Relaxation:
     def _supply(self, span: _Span, live: list[dict[int, int]]) -> None:
         """What the span's re-runs and main operators read, and what is live in it, comes from somewhere."""
         for operator, column in span.once.items():
-            for value in self.outline.must_read[operator] & self.modelled:
+            for value in self.problem.must_read[operator] & self.modelled:
                 self.rows.row([(column, 1.0), *self._sources(span, value)], 0.0)
         for columns in live:
             for value, column in columns.items():
@@ -267,7 +267,7 @@ class _Relaxation:
 
     def _overwriting(self, span: _Span, live: dict[int, int]) -> None:
         """What a main operator since the last checkpoint overwrote has to be made again to be live."""
-        for at in range(max(span.places[0] - 1, self.outline.forward_main), span.places[-1]):
+        for at in range(max(span.places[0] - 1, self.problem.forward_main), span.places[-1]):
             for option, choice in self.chosen[at]:
                 for value in option.overwrites & live.keys():
                     terms = [(live[value], 1.0)]
@@ -282,12 +282,12 @@ class _Relaxation:
 
         `also` has columns and bytes of more that is live.
         """
-        size = self.outline.size_bytes
+        size = self.problem.size_bytes
         terms = [(column, size[value] * self.scale) for value, column in live.items()]
         terms += [(column, size_bytes * self.scale) for column, size_bytes in also]
         room = self.room - self.lifetimes.fixed_bytes[at]
         for option, choice in self.chosen[at]:
-            own = own_bytes(self.outline, at, option, self.lifetimes, self.modelled)
+            own = own_bytes(self.problem, at, option, self.lifetimes, self.modelled)
             if choice < 0:
                 room -= own
             else:
@@ -296,13 +296,13 @@ class _Relaxation:
 
     def _least_bytes(self, operator: int) -> int:
         """What a run of an optional operator takes beyond the modelled values that it reads in any case."""
-        outline, size = self.outline, self.outline.size_bytes
-        counted = outline.must_read[operator] & self.modelled
+        problem, size = self.problem, self.problem.size_bytes
+        counted = problem.must_read[operator] & self.modelled
         return min(
             min(option.first_extra_bytes, option.again_extra_bytes)
             + sum(size[value] for value in option.overwrites - counted)
-            + sum(size[value] for value in option.writes if not outline.held[value])
-            for option in outline.options[operator]
+            + sum(size[value] for value in option.writes if not problem.held[value])
+            for option in problem.options[operator]
         )
 
     def _joined(self, intervals: list[_Span], live: list[dict[int, int]]) -> None:
@@ -323,25 +323,25 @@ class _Relaxation:
 
 
 def relaxation(
-    outline: Outline, budget_bytes: int, *, checkpoint_limit: int = 60, value_limit: int = 400
+    problem: Problem, budget_bytes: int, *, checkpoint_limit: int = 60, value_limit: int = 400
 ) -> tuple[ZeroOneProgram, Meaning]:
     """Build the relaxation, coarser the smaller the limits are.
 
     Args:
-        outline: the problem.
+        problem: the problem.
         budget_bytes: the budget.
         checkpoint_limit: the most backward operators that get a memory row.
         value_limit: the most values that are modelled; the largest are.
     """
-    return _Relaxation(outline, budget_bytes, checkpoint_limit, value_limit).build()
+    return _Relaxation(problem, budget_bytes, checkpoint_limit, value_limit).build()
 
 
-def _worthwhile(outline: Outline, at: int, lifetimes: Lifetimes, modelled: frozenset[int]) -> list[Option]:
+def _worthwhile(problem: Problem, at: int, lifetimes: Lifetimes, modelled: frozenset[int]) -> list[Option]:
     """The options of a main operator that differ here: reading fewer modelled values at no more cost wins."""
     kept: list[tuple[tuple[float, int], frozenset[int], frozenset[int], Option]] = []
-    options = outline.options[outline.main[at]]
+    options = problem.options[problem.main[at]]
     described = [
-        (option.first_ms, own_bytes(outline, at, option, lifetimes, modelled), option) for option in options
+        (option.first_ms, own_bytes(problem, at, option, lifetimes, modelled), option) for option in options
     ]
     for first_ms, own, option in sorted(described, key=lambda item: item[:2]):
         reads, overwrites = option.reads & modelled, option.overwrites & modelled
@@ -353,38 +353,38 @@ def _worthwhile(outline: Outline, at: int, lifetimes: Lifetimes, modelled: froze
     return [option for _, _, _, option in kept]
 
 
-def _modelled_values(outline: Outline, limit: int) -> list[int]:
+def _modelled_values(problem: Problem, limit: int) -> list[int]:
     """The forward values whose liveness is decided: the largest with one maker that always writes them."""
     candidates = [
         value
-        for value, makers in enumerate(outline.producers)
+        for value, makers in enumerate(problem.producers)
         if len(makers) == 1
-        and outline.size_bytes[value] > 0
-        and not outline.held[value]
-        and outline.is_forward(makers[0])
-        and value in outline.always_writes[makers[0]]
+        and problem.size_bytes[value] > 0
+        and not problem.held[value]
+        and problem.is_forward(makers[0])
+        and value in problem.always_writes[makers[0]]
         # One that cannot be made again is pinned to its certain readers already.
-        and outline.profile.graph.operators[makers[0]].rerunnable
+        and problem.graph.operators[makers[0]].rerunnable
     ]
-    candidates.sort(key=lambda value: -outline.size_bytes[value])
-    largest = outline.size_bytes[candidates[0]] if candidates else 0
+    candidates.sort(key=lambda value: -problem.size_bytes[value])
+    largest = problem.size_bytes[candidates[0]] if candidates else 0
     if len(candidates) > 64:
-        candidates = [value for value in candidates if outline.size_bytes[value] >= largest / 1000]
+        candidates = [value for value in candidates if problem.size_bytes[value] >= largest / 1000]
     return sorted(candidates[:limit])
 
 
-def _checkpoints(outline: Outline, lifetimes: Lifetimes, modelled: frozenset[int], limit: int) -> list[int]:
+def _checkpoints(problem: Problem, lifetimes: Lifetimes, modelled: frozenset[int], limit: int) -> list[int]:
     """Backward places for memory rows: in each stretch of the backward part, the neediest operator."""
-    places = list(range(outline.forward_main, len(outline.main)))
+    places = list(range(problem.forward_main, len(problem.main)))
     if not places:
         return []
 
     def demand(at: int) -> int:
-        options = outline.options[outline.main[at]]
+        options = problem.options[problem.main[at]]
         reads = min(
             (
-                own_bytes(outline, at, option, lifetimes, modelled)
-                + sum(outline.size_bytes[value] for value in option.reads & modelled)
+                own_bytes(problem, at, option, lifetimes, modelled)
+                + sum(problem.size_bytes[value] for value in option.reads & modelled)
                 for option in options
             ),
             default=0,

@@ -1,0 +1,118 @@
+"""Annealing for the smallest peak, whatever the latency: runs towards ever smaller budgets."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
+from monetlite.solving import baselines
+from monetlite.solving.annealing.arrays import Integers
+from monetlite.solving.annealing.compiling import ensure_compiled
+from monetlite.solving.annealing.encoding import KEEP_ALWAYS, encode, keep_everything, read_least
+from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.greedy import RERUN_EVERY_TIME
+from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace, round_down
+from monetlite.solving.incumbent import Incumbent
+
+METHOD = "smallest"
+HOT_SHARE = 0.3
+"""Start temperature over the mean size of the values that may be dropped."""
+COOLING = 1000.0
+"""Start temperature over end temperature."""
+STEP_WEIGHT = 10.0
+"""Weight of a step's least latency, over the start temperature: long schedules take longer to evaluate."""
+LONGEST_RUN = 1 / 16
+"""The most of the time left that a run takes."""
+RUN_LENGTH = 64
+"""The most iterations of a run, over operators: several short runs reach lower peaks than one long run."""
+STARTS = 2
+"""Runs begin from the best and from so many of the first choices: plain training, and those that store nothing."""
+MAX_FAILURES = 12
+"""Runs in a row that may fail to lower the peak by the smallest amount that is tried."""
+
+
+def lower_peak(
+    incumbent: Incumbent,
+    *,
+    seconds: float,
+    seed: int = 0,
+    starts: Sequence[tuple[Step, ...]] = (),
+    should_stop: Callable[[], bool] | None = None,
+    enough_bytes: int = 0,
+) -> Integers | None:
+    """Look for the schedule with the smallest peak, whatever its latency; proves nothing.
+
+    Args:
+        incumbent: what is found is offered to it.
+        seconds, seed, starts, should_stop: as for `search`.
+        enough_bytes: a peak that need not be lowered further.
+
+    Returns:
+        The choices of the smallest peak; None if compiled code was not ready in time.
+    """
+    problem = incumbent.problem
+    deadline = time.monotonic() + seconds
+
+    def peak_bytes(steps: Sequence[Step]) -> int:
+        try:
+            return simulate(problem.profile, steps).peak_bytes
+        except IllegalSchedule:
+            return 2**62
+
+    known = [*starts, *baselines.known_schedules(problem.profile)]
+    for steps in known:
+        incumbent.offer(steps, METHOD)
+    if not ensure_compiled(deadline, should_stop):
+        return None
+    flat = flatten(problem)
+    workspace = Workspace(flat, seed)
+    best_bytes, best_steps = min(((peak_bytes(steps), steps) for steps in known), key=lambda pair: pair[0])
+    best = encode(flat, best_steps)
+
+    def consider(choices: Integers) -> bool:
+        """Take choices if they have a smaller peak."""
+        nonlocal best, best_bytes
+        _, steps = workspace.smallest_peak(choices)
+        if steps is None or (here := peak_bytes(steps)) >= best_bytes:
+            return False
+        best, best_bytes = choices, here
+        incumbent.offer(steps, METHOD)
+        return True
+
+    for steps in known:
+        consider(encode(flat, steps))
+    bases: list[Integers] = []
+    for base in (keep_everything(flat), read_least(flat)):
+        for retain in (KEEP_ALWAYS, RERUN_EVERY_TIME):
+            choices = base.copy()
+            choices[flat.droppable] = retain
+            bases.append(choices)
+            consider(choices)
+
+    def finished() -> bool:
+        return time.monotonic() >= deadline or (should_stop is not None and should_stop())
+
+    floor_bytes = max(problem.resident_bytes, enough_bytes)
+    sizes = [problem.size_bytes[value] for value in flat.droppable]
+    hot = max(1.0, HOT_SHARE * sum(sizes) / max(1, len(sizes)))
+    weight = STEP_WEIGHT * hot / (problem.least_latency_ms or 1.0)
+    step_bytes = first_step_bytes = max(1, (best_bytes - floor_bytes) // 8)
+    turn = failures = 0
+    while not finished() and failures < MAX_FAILURES and best_bytes > floor_bytes:
+        cost = AnnealingCost(budget_bytes=max(floor_bytes, best_bytes - step_bytes), weight=weight)
+        affordable = workspace.rate * (deadline - time.monotonic()) * LONGEST_RUN
+        iterations = round_down(min(RUN_LENGTH * flat.operator_count, affordable))
+        # From the best, and from elsewhere in turn: each place has peaks that small changes don't lower.
+        start = best if turn % 2 == 0 else bases[turn // 2 % STARTS]
+        turn += 1
+        run = AnnealingRun(start, cost, (hot, hot / COOLING), (1.0, 1.0), iterations)
+        if workspace.advance(run, 1.0, finished, stop_when_fits=True) and consider(run.best):
+            failures = 0
+            continue
+        if step_bytes <= max(1, best_bytes // 10_000):
+            failures += 1
+            if failures == MAX_FAILURES and enough_bytes:
+                step_bytes, failures = 2 * first_step_bytes, 0
+        step_bytes = max(1, step_bytes // 2)
+    return best

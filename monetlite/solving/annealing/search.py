@@ -1,0 +1,337 @@
+"""The search for fast schedules: runs of annealing that compete, in two threads.
+
+The choices are what to keep, what to drop again and which groups to read (`arrays`); everything else about a
+schedule follows. Runs from the start compete with each other, the best are refined, and the guides that a
+relaxation suggests are refined too. Each thread has its own best schedules and offers them to the incumbent.
+"""
+
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy
+
+from monetlite.core.steps import Step
+from monetlite.solving import baselines
+from monetlite.solving.annealing.arrays import LATENCY, Integers
+from monetlite.solving.annealing.compiling import ensure_compiled
+from monetlite.solving.annealing.encoding import encode, keep_everything, read_least
+from monetlite.solving.annealing.flat_problem import FlatProblem, flatten
+from monetlite.solving.annealing.greedy import Greedy
+from monetlite.solving.annealing.runs import (
+    CHUNK_SECONDS,
+    AnnealingCost,
+    AnnealingRun,
+    Workspace,
+    round_down,
+)
+from monetlite.solving.incumbent import Incumbent
+
+METHOD = "search"
+THREADS = 2
+"""More threads than this find little more in a minute, and training machines have other work."""
+CHECK_EVERYTHING = 3000
+"""With more operators than this `simulate` takes seconds, and only the best known schedule is offered."""
+EXPLORING_SHARE, TIGHT_EXPLORING_SHARE = 0.7, 0.3
+"""Part of the time for runs from the start; the rest is for refining the best schedules. TIGHT: where hardly
+anything fits."""
+BRACKET = 8
+HALVING = ((0.2, 3), (0.4, 1))
+"""Number of runs that explore side by side; after which part of them how many go on, those with the least cost.
+
+The end of a run is mostly decided by then: on ResNet-50 the cost at a fifth of a run has a correlation of about 0.8
+with the latency at its end, at two fifths of about 0.9. (Successive halving, Jamieson & Talwalkar, 2016.)
+"""
+SMALL_PROBLEM, IDLE_RUNS = 12, 6
+"""With at most this many droppable values, the search ends after this many runs without improvement."""
+TIGHT_PENALTY = 10.0
+"""Factor on penalties within a tight budget: with less, runs leave what fits and don't come back."""
+LAST_PENALTY = 3.0
+COOLING = 30.0
+"""Start temperature over end temperature; below, nothing moves any more."""
+RUN_LENGTH = 700
+"""Iterations of a run, over droppable values: results vary so much that many short runs beat long ones."""
+FIRST_RUN, REFINING_RUN = 0.25, 0.5
+"""Length of the very first run, for something good soon, and of a run that refines, over that of the others."""
+LONGEST_RUN = 0.12
+"""The most of the time that a run takes."""
+MAX_STARTS = 4
+"""Schedules that runs begin from, beside the one that drops nothing."""
+MAX_BEST = 6
+"""Best choices of different latencies that refining starts from."""
+
+
+class _Heat(NamedTuple):
+    temperature: float
+    """At the start, over the mean latency of an operator."""
+    penalty: float
+    """At the start, over plain training's latency by peak."""
+
+
+EXPLORING = (_Heat(0.3, 0.17), _Heat(0.6, 0.17), _Heat(0.3, 0.6), _Heat(1.5, 0.17), _Heat(0.4, 0.3))
+"""Runs from the first schedules, in turn."""
+REFINING = tuple(_Heat(temperature, 1.0) for temperature in (0.1, 0.2, 0.06, 0.3, 0.15))
+"""Runs from the best schedules, in turn."""
+FOLLOWING = tuple(_Heat(temperature, 1.0) for temperature in (0.05, 0.1, 0.2))
+"""Runs from a guide, in turn."""
+
+
+def search(
+    incumbent: Incumbent,
+    *,
+    seconds: float,
+    seed: int = 0,
+    starts: Sequence[tuple[Step, ...]] = (),
+    guides: Sequence[tuple[Step, ...]] = (),
+    tight: Integers | None = None,
+    neighbour_busy: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> None:
+    """Look for the fastest schedule within the incumbent's budget; proves nothing.
+
+    Args:
+        incumbent: what is found is offered to it, from this thread.
+        seconds: when to stop; compiling at the first use on a machine counts.
+        seed: runs with the same seed that get equally far find the same.
+        starts: schedules to begin from, legal ones within the budget or not.
+        guides: steps to refine, with implementations or an order that may be illegal; more may be appended
+            while the search runs.
+        tight: choices that `lower_peak` found for a budget within which hardly anything fits: the search then pays
+            more for every byte too much, and begins from them.
+        neighbour_busy: True while another thread is computing; on two cores the search then takes one.
+        should_stop: asked several times a second.
+    """
+    deadline = time.monotonic() + seconds
+    known = [*starts, *baselines.known_schedules(incumbent.problem.profile)]
+    if not ensure_compiled(deadline, should_stop):
+        for steps in known:
+            incumbent.offer(steps, METHOD)
+        return
+    state = _SharedState(incumbent, deadline, seed, tight is not None, neighbour_busy)
+    _begin(state, incumbent, known, tight)
+    if incumbent.latency_ms <= incumbent.problem.least_latency_ms * (1 + 1e-12):
+        return
+    running = min(THREADS, os.cpu_count() or 1)
+    threads = [threading.Thread(target=state.work, args=(number,), daemon=True) for number in range(running)]
+    for thread in threads:
+        thread.start()
+    try:
+        while running:
+            if should_stop is not None and should_stop():
+                state.stop.set()
+            state.guides += [encode(state.flat, steps) for steps in guides[len(state.guides) :]]
+            try:
+                message = state.found.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            if message is None:
+                running -= 1
+            elif isinstance(message, BaseException):
+                raise message
+            else:
+                incumbent.offer(message, METHOD)
+    finally:
+        state.stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _begin(
+    state: "_SharedState", incumbent: Incumbent, known: Sequence[tuple[Step, ...]], tight: Integers | None
+) -> None:
+    """Offer what is known already, with the implementations that suit the budget, and begin from the best."""
+    flat, budget_bytes = state.flat, incumbent.budget_bytes
+    workspace = Workspace(flat, 0)
+    candidates = [] if tight is None else [tight]
+    candidates += [encode(flat, steps) for steps in known]
+    for base in (keep_everything(flat), read_least(flat)):
+        candidates += [base, *Greedy(flat, budget_bytes, base=base).choices()]
+    fitting: list[tuple[float, tuple[Step, ...], Integers]] = []
+    for choices in candidates:
+        steps = workspace.steps(choices, budget_bytes)
+        if steps is not None and workspace.fits:
+            fitting.append((float(workspace.scratch.totals[LATENCY]), steps, choices))
+    fitting.sort(key=lambda candidate: candidate[0])
+    for latency_ms, steps, choices in fitting:
+        if incumbent.offer(steps, METHOD):
+            state.first_ms, state.first = latency_ms, choices
+            break
+    if not fitting or flat.operator_count <= CHECK_EVERYTHING:
+        for steps in known:
+            incumbent.offer(steps, METHOD)
+    state.starts = [choices for _, _, choices in fitting[:MAX_STARTS]] or [candidates[0]]
+    state.starts.append(keep_everything(flat))
+
+
+class _SharedState:
+    """State that the workers of one search share."""
+
+    def __init__(
+        self,
+        incumbent: Incumbent,
+        deadline: float,
+        seed: int,
+        tight: bool,
+        neighbour_busy: Callable[[], bool] | None,
+    ) -> None:
+        self.flat: FlatProblem = flatten(incumbent.problem)
+        self.budget_bytes = incumbent.budget_bytes
+        self.deadline = deadline
+        self.seed = seed
+        self.tight = tight
+        self.neighbour_busy = neighbour_busy
+        self.stop = threading.Event()
+        self.found: queue.Queue[tuple[Step, ...] | BaseException | None] = queue.Queue()
+        self.first = keep_everything(self.flat)
+        self.first_ms = math.inf
+        self.starts = [self.first]
+        """Choices that runs begin from, in turn."""
+        self.guides: list[Integers] = []
+
+    def finished(self) -> bool:
+        return self.stop.is_set() or time.monotonic() >= self.deadline
+
+    def crowded(self) -> bool:
+        """True if every thread would take time from the others."""
+        busy = self.neighbour_busy is not None and self.neighbour_busy()
+        return busy and (os.cpu_count() or 1) <= THREADS
+
+    def work(self, number: int) -> None:
+        """Run a worker, in its thread."""
+        try:
+            self._anneal_repeatedly(number)
+        except BaseException as error:
+            self.found.put(error)
+        finally:
+            self.found.put(None)
+
+    def _anneal_repeatedly(self, number: int) -> None:
+        worker = _Worker(self, number)
+        exploring = TIGHT_EXPLORING_SHARE if self.tight else EXPLORING_SHARE
+        while not self.finished():
+            if worker.idle >= IDLE_RUNS and self.flat.droppable.size <= SMALL_PROBLEM:
+                return
+            if number > 0 and self.crowded():
+                time.sleep(CHUNK_SECONDS)
+            elif worker.guided < len(self.guides) and worker.turn > 0:
+                worker.follow()
+            elif worker.turn == 0 or worker.best_ms == math.inf or worker.spent < exploring:
+                worker.explore()
+            else:
+                worker.refine()
+
+
+class _Worker:
+    """One thread of a search."""
+
+    def __init__(self, state: _SharedState, number: int) -> None:
+        self.state = state
+        self.number = number
+        self.workspace = Workspace(state.flat, state.seed * THREADS + number)
+        self.cost = AnnealingCost(budget_bytes=state.budget_bytes)
+        self.best_ms = state.first_ms
+        self.best: list[tuple[float, Integers]] = []
+        """Latencies, with the choices they are of; ascending."""
+        if self.best_ms < math.inf:
+            self.best.append((self.best_ms, state.first.copy()))
+        self.total_seconds = max(1e-9, state.deadline - time.monotonic())
+        self.turn = 0
+        self.idle = 0
+        self.guided = 0
+        """Number of guides that were there when it last followed one."""
+        latency_ms = state.flat.problem.least_latency_ms or 1.0
+        self.penalty_scale = latency_ms / max(1, state.flat.plain_peak_bytes)
+        if state.tight:
+            self.penalty_scale *= TIGHT_PENALTY
+
+    @property
+    def spent(self) -> float:
+        """The share of the time that is over."""
+        return 1 - (self.state.deadline - time.monotonic()) / self.total_seconds
+
+    def explore(self) -> None:
+        """A bracket of runs from the start, of which the most promising go on; the first time one short run."""
+        first = self.turn == 0
+        heat = EXPLORING[(self.turn + self.number) % len(EXPLORING)]
+        starts = self.state.starts
+        runs = [
+            self._run(starts[(self.turn + at) % len(starts)], heat, FIRST_RUN if first else 1.0)
+            for at in range(1 if first else BRACKET)
+        ]
+        self.turn += 1
+        for share, left in HALVING:
+            for run in runs:
+                self._advance(run, share)
+            runs = sorted(runs, key=lambda run: run.recent_cost)[:left]
+        for run in runs:
+            self._advance(run, 1.0)
+            self._end(run)
+        if self.best_ms == math.inf:
+            self._find_anything(runs[0])
+
+    def follow(self) -> None:
+        """Refine the latest guide, with hardly any heat: the better it is, the less there is to change."""
+        self.guided = len(self.state.guides)
+        for heat in FOLLOWING:
+            run = self._run(self.state.guides[self.guided - 1], heat, REFINING_RUN)
+            self._advance(run, 1.0)
+            self._end(run)
+
+    def refine(self) -> None:
+        """A run from one of the best schedules, with a little heat, which may copy parts of the others."""
+        self.turn += 1
+        heat = REFINING[(self.turn + self.number) % len(REFINING)]
+        start = self.best[self.turn % len(self.best)][1]
+        run = self._run(start, heat, REFINING_RUN)
+        self._advance(run, 1.0, others=numpy.array([choices for _, choices in self.best]))
+        self._end(run)
+
+    def _run(self, start: Integers, heat: _Heat, length: float) -> AnnealingRun:
+        """A run as long as it should be and the time that is left allows."""
+        flat = self.state.flat
+        affordable = self.workspace.rate * self.total_seconds * min(LONGEST_RUN, 1 - self.spent)
+        iterations = round_down(min(length * RUN_LENGTH * flat.droppable.size, affordable))
+        hot = heat.temperature * flat.mean_ms
+        penalties = heat.penalty * self.penalty_scale, LAST_PENALTY * self.penalty_scale
+        return AnnealingRun(start, self.cost, (hot, hot / COOLING), penalties, iterations)
+
+    def _advance(self, run: AnnealingRun, share: float, others: Integers | None = None) -> None:
+        before_ms = run.best_ms
+        self.workspace.advance(run, share, self.state.finished, others=others)
+        if run.best_ms < min(before_ms, self.best_ms):
+            self._tell(run)
+
+    def _find_anything(self, run: AnnealingRun) -> None:
+        """Nothing fits yet: from where a run ended, look for anything that does."""
+        hot_bytes = 0.01 * self.state.flat.plain_peak_bytes
+        cost = AnnealingCost(budget_bytes=self.state.budget_bytes, weight=0.0)
+        lean = AnnealingRun(run.choices, cost, (hot_bytes, hot_bytes / 1000), (1.0, 1.0), run.total)
+        self.workspace.advance(lean, 1.0, self.state.finished, stop_when_fits=True)
+        if lean.best_ms < math.inf:
+            self._tell(lean)
+
+    def _tell(self, run: AnnealingRun) -> None:
+        """Hand the best of a run on."""
+        self.best_ms = run.best_ms
+        self.idle = -1
+        self._remember(run)
+        steps = self.workspace.steps(run.best, self.state.budget_bytes)
+        if steps is not None:
+            self.state.found.put(steps)
+
+    def _end(self, run: AnnealingRun) -> None:
+        """Account for a run that ended."""
+        self.idle += 1
+        if run.best_ms < math.inf:
+            self._remember(run)
+
+    def _remember(self, run: AnnealingRun) -> None:
+        """Keep the best of a run, if there are few better ones."""
+        if all(latency_ms != run.best_ms for latency_ms, _ in self.best):
+            self.best.append((run.best_ms, run.best.copy()))
+            self.best.sort(key=lambda member: member[0])
+            del self.best[MAX_BEST:]

@@ -1,0 +1,212 @@
+"""Lower bounds on the latency of every legal schedule within a budget, from the relaxation, by HiGHS.
+
+HiGHS is called through its own interface, for duals, a dual bound while it runs, and stopping it. The bound of the
+linear relaxation comes from dual multipliers, whoever computed them and however exactly: Lagrangian duality turns
+*any* non-negative multipliers into a valid bound (`zero_one.dual_bound_ms`). So a solver's tolerances, or its
+running out of time, cost quality and never validity.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from monetlite.core.errors import SolverError
+from monetlite.solving.bounding.relaxation import Meaning, relaxation
+from monetlite.solving.bounding.zero_one import Floats, ZeroOneProgram, dual_bound_ms
+from monetlite.solving.problem import Problem
+
+_USUAL_COST = 1e4
+"""Sum that costs are scaled to, since the solver's tolerances on them are absolute."""
+_HEURISTIC_EFFORT = 0.2
+"""Part of the effort that goes to solutions, where somebody wants them; HiGHS's default is 0.05."""
+_BRANCH_AND_BOUND_ROUNDING = 2e-6
+"""Part of a branch-and-bound's dual bound that is given up for the solver's tolerances (1e-6)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyBound:
+    """A bound on the latency of every schedule within the budget.
+
+    Attributes:
+        lower_bound_ms: the bound; infinite if it proves that there are none.
+        program: the relaxation it came from, for `integer_bound` to continue with.
+        meaning: of its columns.
+        solution: of its linear relaxation, between 0 and 1 for each column.
+    """
+
+    lower_bound_ms: float
+    program: ZeroOneProgram | None = None
+    meaning: Meaning | None = None
+    solution: Floats | None = None
+
+
+def latency_bound(
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    seconds: float,
+    checkpoint_limit: int = 60,
+    value_limit: int = 400,
+) -> LatencyBound:
+    """Bound the latency of every legal schedule within a budget by a linear program.
+
+    Args:
+        problem: the graph and its costs, reduced.
+        budget_bytes: the budget.
+        seconds: the most that the linear program may take; unfinished, it still gives a bound.
+        checkpoint_limit, value_limit: the size of the relaxation; see `relaxation`.
+
+    Raises:
+        SolverError: HiGHS is not installed.
+    """
+    if not problem.runnable:
+        return LatencyBound(lower_bound_ms=math.inf)
+    began = time.monotonic()
+    program, meaning = relaxation(problem, budget_bytes, checkpoint_limit=checkpoint_limit, value_limit=value_limit)
+    if program.cost_ms.size == 0 or program.limit.size == 0:
+        return LatencyBound(lower_bound_ms=problem.least_latency_ms)
+    solution, multipliers = _solve_linear(program, seconds=max(0.1, seconds - (time.monotonic() - began)))
+    bound_ms = (
+        problem.least_latency_ms
+        if multipliers is None
+        else max(problem.least_latency_ms, dual_bound_ms(program, multipliers))
+    )
+    return LatencyBound(lower_bound_ms=bound_ms, program=program, meaning=meaning, solution=solution)
+
+
+def _solve_linear(program: ZeroOneProgram, *, seconds: float) -> tuple[Floats | None, Floats | None]:
+    """The columns of the linear relaxation's solution, and dual multipliers of the rows; None where missing."""
+    highs, unit_ms = _loaded(program, integer=False, seconds=seconds)
+    highs.run()
+    solution = highs.getSolution()
+    columns = np.array(solution.col_value, dtype=np.float64) if solution.value_valid else None
+    duals = -unit_ms * np.array(solution.row_dual[: program.limit.size], dtype=np.float64)
+    return columns, duals if solution.dual_valid else None
+
+
+def integer_bound(
+    program: ZeroOneProgram,
+    *,
+    seconds: float,
+    cutoff_ms: float = math.inf,
+    on_bound: Callable[[float], None] | None = None,
+    on_solution: Callable[[Floats], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> float:
+    """Tighten a relaxation's bound by branch and bound and cuts (HiGHS): its dual bound, in ms, rounded down.
+
+    Every legal schedule is a 0-1 point of the relaxation, so the dual bound is valid for all of them,
+    finished or not. `cutoff_ms`, the latency of a known schedule, prunes what could only confirm it: the
+    result is never above it. Rounding leaves a gap of 0.0002% where the cutoff itself is proven.
+
+    Args:
+        program: the relaxation.
+        seconds: when to stop.
+        cutoff_ms: the latency of a schedule that is known.
+        on_bound: told of the bound as it rises.
+        on_solution: told of the columns of each better solution of the relaxation; looking for them takes time.
+        should_stop: asked often.
+
+    Raises:
+        SolverError: HiGHS is not installed.
+
+    The GIL is released while HiGHS runs; the callbacks are called from the same thread, with it held.
+    """
+    highspy = _highspy()
+    highs, unit_ms = _loaded(program, integer=True, seconds=seconds)
+    highs.setOptionValue("mip_heuristic_effort", 0.0 if on_solution is None else _HEURISTIC_EFFORT)
+    # No gap is good enough.
+    highs.setOptionValue("mip_rel_gap", 0.0)
+    if math.isfinite(cutoff_ms):
+        highs.setOptionValue("objective_bound", (cutoff_ms - program.constant_ms) / unit_ms)
+
+    def in_ms(bound: float) -> float:
+        if abs(bound) >= highspy.kHighsInf:
+            return math.copysign(math.inf, bound)
+        return program.constant_ms + unit_ms * bound
+
+    raised: list[BaseException] = []
+
+    def watch(event: Any) -> None:
+        try:
+            if raised:
+                event.interrupt()
+                return
+            if on_bound is not None:
+                on_bound(rounded_down(in_ms(float(event.data_out.mip_dual_bound))))
+            if should_stop is not None and should_stop():
+                event.interrupt()
+        except BaseException as error:
+            # Nothing may be thrown through the solver.
+            raised.append(error)
+            event.interrupt()
+
+    def found(event: Any) -> None:
+        try:
+            if on_solution is not None and not raised:
+                on_solution(np.array(event.data_out.mip_solution, dtype=np.float64))
+        except BaseException as error:
+            raised.append(error)
+
+    highs.cbMipInterrupt.subscribe(watch)
+    highs.cbMipImprovingSolution.subscribe(found)
+    highs.run()
+    if raised:
+        raise raised[0]
+    if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+        return rounded_down(cutoff_ms)
+    return rounded_down(min(in_ms(float(highs.getInfo().mip_dual_bound)), cutoff_ms))
+
+
+def _loaded(program: ZeroOneProgram, *, integer: bool, seconds: float) -> tuple[Any, float]:
+    """HiGHS with the program, less its constant, and the ms that a unit of its objective stands for."""
+    highspy = _highspy()
+    columns, rows = program.cost_ms.size, program.limit.size
+    members = np.flatnonzero(program.group >= 0)
+    one_of = sparse.csr_array(
+        (np.ones(members.size), (program.group[members], members)), shape=(program.groups, columns)
+    )
+    matrix = sparse.csr_array(sparse.vstack([program.matrix, one_of], format="csr"))
+    matrix.sum_duplicates()
+    unit_ms = float(np.abs(program.cost_ms).sum()) / _USUAL_COST or 1.0
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = columns, rows + program.groups
+    model.col_cost_ = program.cost_ms / unit_ms
+    model.col_lower_, model.col_upper_ = np.zeros(columns), np.ones(columns)
+    model.row_lower_ = np.concatenate([np.full(rows, -highspy.kHighsInf), np.ones(program.groups)])
+    model.row_upper_ = np.concatenate([program.limit, np.ones(program.groups)])
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = matrix.indptr
+    model.a_matrix_.index_ = matrix.indices
+    model.a_matrix_.value_ = matrix.data
+    if integer:
+        model.integrality_ = [highspy.HighsVarType.kInteger] * columns
+    highs = highspy.Highs()
+    highs.silent()
+    highs.setOptionValue("time_limit", float(max(0.0, seconds)))
+    highs.setOptionValue("threads", 1)
+    highs.passModel(model)
+    return highs, unit_ms
+
+
+def rounded_down(bound_ms: float) -> float:
+    """A dual bound of branch and bound, less the solver's tolerances; the same if it is infinite."""
+    return bound_ms - _BRANCH_AND_BOUND_ROUNDING * abs(bound_ms) if math.isfinite(bound_ms) else bound_ms
+
+
+def _highspy() -> Any:
+    """The highspy module.
+
+    Raises:
+        SolverError: it is not installed.
+    """
+    try:
+        import highspy
+    except ImportError as error:
+        raise SolverError("bounds need HiGHS, which is not installed; pip install highspy") from error
+    return highspy

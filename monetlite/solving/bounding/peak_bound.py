@@ -1,0 +1,177 @@
+"""Memory that every schedule needs: the values that are certainly live, and a bound on the peak.
+
+All bounds stand on `certain_lifetimes`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from monetlite.solving.problem import Option, Problem
+
+_AVAILABILITY_LIMIT = 1_000_000
+"""Backward operators times forward ones, beyond which `smallest_budget_bound` leaves out its second part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lifetimes:
+    """What is known of values before anything is decided.
+
+    `fixed_bytes[m]` is live before main operator m in every schedule, and is no modelled value;
+    `pinned_until[v]` is the last main operator before which value v certainly is live, −1 if there is none.
+    """
+
+    fixed_bytes: list[int]
+    pinned_until: list[int]
+
+
+def certain_lifetimes(problem: Problem) -> Lifetimes:
+    """The values that are live before each main operator whatever the schedule, modelled values left out.
+
+    A value that only a main operator makes, and that cannot be made again, stays from its maker to the last
+    main operator that reads it in every implementation; a held value stays to the end.
+    """
+    count = len(problem.main)
+    pinned_until = [-1] * len(problem.size_bytes)
+    for at, operator in enumerate(problem.main):
+        for value in problem.must_read[operator]:
+            pinned_until[value] = at
+    change = [0] * (count + 1)
+    for value, makers in enumerate(problem.producers):
+        if len(makers) != 1 or makers[0] not in problem.position:
+            pinned_until[value] = -1
+            continue
+        maker, made_at = makers[0], problem.position[makers[0]]
+        if value not in problem.always_writes[maker]:
+            pinned_until[value] = -1
+            continue
+        if problem.held[value]:
+            pinned_until[value] = count - 1
+        elif made_at < problem.forward_main and problem.graph.operators[maker].rerunnable:
+            # It can be made again in the backward part: certain only up to its last forward reader.
+            pinned_until[value] = max(
+                (at for at in problem.main_readers[value] if at < problem.forward_main), default=-1
+            )
+        if pinned_until[value] > made_at:
+            change[made_at + 1] += problem.size_bytes[value]
+            change[pinned_until[value] + 1] -= problem.size_bytes[value]
+        else:
+            pinned_until[value] = -1
+    fixed_bytes, running = [], 0
+    for at in range(count):
+        running += change[at]
+        fixed_bytes.append(running)
+    return Lifetimes(fixed_bytes=fixed_bytes, pinned_until=pinned_until)
+
+
+def own_bytes(problem: Problem, at: int, option: Option, lifetimes: Lifetimes, modelled: frozenset[int]) -> int:
+    """What main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
+    size = problem.size_bytes
+    reads = sum(
+        size[value] for value in option.reads if value not in modelled and not pinned(problem, lifetimes, value, at)
+    )
+    return reads + sum(size[value] for value in option.writes) + option.first_extra_bytes
+
+
+def pinned(problem: Problem, lifetimes: Lifetimes, value: int, at: int) -> bool:
+    """Whether `fixed_bytes[at]` counts the value."""
+    if lifetimes.pinned_until[value] < at:
+        return False
+    return problem.position[problem.producers[value][0]] < at
+
+
+def smallest_budget_bound(problem: Problem) -> int:
+    """Bytes below which no schedule fits, however slow.
+
+    Each main operator needs the values that are live across it whatever the schedule (`certain_lifetimes`),
+    and its own reads, outputs and workspace. What it reads was either kept since the forward part, past every
+    operator in between, or made again somewhere, beside what was certainly live there, from what was
+    available there by the same argument: the least peak of all those ways, value by value, is a bound too.
+    """
+    if not problem.runnable:
+        return problem.resident_bytes
+    lifetimes = certain_lifetimes(problem)
+    nothing: frozenset[int] = frozenset()
+    needs = [
+        [
+            (option, lifetimes.fixed_bytes[at] + own_bytes(problem, at, option, lifetimes, nothing))
+            for option in problem.options[operator]
+        ]
+        for at, operator in enumerate(problem.main)
+    ]
+    bound = max((min(need for _, need in ways) for ways in needs), default=0)
+    backward = len(problem.main) - problem.forward_main
+    if backward * len(problem.extra) <= _AVAILABILITY_LIMIT:
+        bound = max(bound, _availability_bound(problem, needs))
+    return problem.resident_bytes + max(bound, 0)
+
+
+def _availability_bound(problem: Problem, needs: list[list[tuple[Option, int]]]) -> int:
+    """The second part of `smallest_budget_bound`: the peak without which reads can't be live."""
+    lifetimes = certain_lifetimes(problem)
+    size = np.array(problem.size_bytes, dtype=np.int64)
+    forward, count = problem.forward_main, len(problem.main)
+    # peak[v]: no schedule has v live just before the present place with a smaller peak so far. Values with
+    # several makers, and those of the backward part, are not followed: 0 is a bound for them.
+    followed = np.array(
+        [
+            len(makers) == 1 and problem.is_forward(makers[0]) and value in problem.always_writes[makers[0]]
+            for value, makers in enumerate(problem.producers)
+        ],
+        dtype=bool,
+    )
+    peak = np.zeros(len(size), dtype=np.int64)
+    runs = [
+        (
+            operator,
+            sorted(value for value in problem.must_read[operator] if followed[value]),
+            sorted(value for value in problem.always_writes[operator] if followed[value]),
+            [
+                (
+                    option.reads,
+                    sum(problem.size_bytes[value] for value in option.writes if not problem.held[value])
+                    + min(option.first_extra_bytes, option.again_extra_bytes),
+                )
+                for option in problem.options[operator]
+            ],
+        )
+        for operator in problem.extra
+        if problem.options[operator]
+    ]
+    made_at = np.full(len(size), count, dtype=np.int64)
+    for value, makers in enumerate(problem.producers):
+        if followed[value] and makers[0] in problem.position:
+            made_at[value] = problem.position[makers[0]]
+    bound = 0
+    for at in range(count):
+        if at >= forward:
+            for _, reads, writes, ways in runs:
+                here = min(
+                    extra
+                    + sum(problem.size_bytes[v] for v in option_reads if not pinned(problem, lifetimes, v, at))
+                    for option_reads, extra in ways
+                )
+                here = max([lifetimes.fixed_bytes[at] + here, *(int(peak[value]) for value in reads)])
+                for value in writes:
+                    if here < peak[value]:
+                        peak[value] = here
+        bound = max(
+            bound,
+            min(
+                max([need, *(int(peak[value]) for value in option.reads if followed[value])])
+                for option, need in needs[at]
+            ),
+        )
+        # Keeping a value past this operator takes the operator's memory, with the value beside its reads.
+        least = min(need for _, need in needs[at])
+        beside = least + size
+        for value in {value for option, _ in needs[at] for value in option.reads}:
+            beside[value] = min(
+                need + (0 if value in option.reads else int(size[value])) for option, need in needs[at]
+            )
+        for value in np.flatnonzero(followed).tolist():
+            if pinned(problem, lifetimes, value, at):
+                beside[value] = least
+        alive = followed & (made_at < at)
+        peak[alive] = np.maximum(peak[alive], beside[alive])
+    return bound

@@ -1,0 +1,283 @@
+"""The order of methods in a solve: anytime, within a time limit, and honest about what is proven."""
+
+import logging
+import math
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+
+from monetlite.core.costs import Profile
+from monetlite.core.errors import SolverError
+from monetlite.core.interrupts import BOUND_THREAD, ends_everything
+from monetlite.core.options import SolvingOptions
+from monetlite.core.schedule import Status
+from monetlite.core.steps import Step, plain_steps
+from monetlite.solving import baselines
+from monetlite.solving.annealing.arrays import Integers
+from monetlite.solving.annealing.compiling import is_cached, still_compiling
+from monetlite.solving.annealing.encoding import keep_everything, read_least
+from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.greedy import Greedy
+from monetlite.solving.annealing.lowest_peak import lower_peak
+from monetlite.solving.annealing.search import search
+from monetlite.solving.bounding.guide import guided_steps
+from monetlite.solving.bounding.latency_bound import integer_bound, latency_bound
+from monetlite.solving.bounding.peak_bound import smallest_budget_bound
+from monetlite.solving.bounding.relaxation import Meaning
+from monetlite.solving.bounding.zero_one import Floats
+from monetlite.solving.exhaustive import exhaustive
+from monetlite.solving.incumbent import Incumbent, Solution
+from monetlite.solving.problem import Problem
+from monetlite.solving.program import check_solver, full_template, solve_program
+from monetlite.solving.smallest import SMALL_OPERATORS, bracket_smallest
+
+_LOG = logging.getLogger(__name__)
+
+_PROBE_SHARE = 0.1
+"""Part of the time for the first search, while it is open whether anything fits."""
+_SMALLEST_SECONDS, _SMALLEST_SHARE = 4.0, 0.08
+"""The most time for the smallest budget once something is found: seconds, and part of the time."""
+_CLOSING_SECONDS, _CLOSING_SHARE = 1.5, 0.025
+"""Time left at the end for stopping every thread and for the last checks."""
+_GRACE_SECONDS = 0.5
+"""Time that a solver gets to stop when it is asked to."""
+_FIRST_SHARE = 0.1
+"""Part of the time left for each of the greedy choices that come before anything else."""
+_MAX_INTERPRETED_OPERATORS = 1500
+"""The largest graph for which a few interpreted evaluations take less than a second."""
+_MAX_PROGRAM_OPERATORS, _MAX_PROGRAM_SLOTS = 100, 1200
+"""The largest graph, and the largest full program, that is worth building beside a search."""
+_PASSES = 2
+"""Number of times that each stage of the program offers its candidates; two leave out next to nothing."""
+_HIGHS = "HiGHS"
+
+
+def solve_peak(
+    profile: Profile,
+    budget_bytes: int,
+    options: SolvingOptions,
+    *,
+    starts: Iterable[tuple[Step, ...]] = (),
+    progress: Callable[[Solution], None] | None = None,
+) -> Solution:
+    """Solve for a budget of the peak, as `monetlite.solving.solve_profile` says."""
+    check_solver(options.solver)
+    closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * options.time_limit)
+    solve = _Solve(profile, budget_bytes, options, time.monotonic() + options.time_limit - closing, progress)
+    infeasible = False
+    try:
+        infeasible = solve.run(tuple(starts))
+    except KeyboardInterrupt:
+        if ends_everything():
+            raise
+    finally:
+        solve.stopped.set()
+    solution = solve.incumbent.solution(infeasible=infeasible)
+    if solution.status in (Status.FEASIBLE, Status.TIMEOUT) and still_compiling():
+        warnings.warn(
+            "the search was not compiled in time, which takes some seconds once on a machine and goes on; solve "
+            "again for a better schedule",
+            stacklevel=3,
+        )
+    return solution
+
+
+class _Solve:
+    """One solve: its incumbent, its clock, and what its threads tell each other."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        budget_bytes: int,
+        options: SolvingOptions,
+        deadline: float,
+        progress: Callable[[Solution], None] | None,
+    ) -> None:
+        self.problem = Problem.of(profile)
+        self.incumbent = Incumbent(self.problem, budget_bytes, progress)
+        self.budget_bytes = budget_bytes
+        self.options = options
+        self.deadline = deadline
+        self.stopped = threading.Event()
+        self.guides: list[tuple[Step, ...]] = []
+        self.tight: Integers | None = None
+        """Choices of the first schedule, where it took aiming at memory alone to find one."""
+        self.bounding = False
+        self.failure: BaseException | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.deadline - time.monotonic()
+
+    def should_stop(self) -> bool:
+        return self.stopped.is_set() or self.left <= 0 or self.incumbent.proven
+
+    def run(self, starts: tuple[tuple[Step, ...], ...]) -> bool:
+        """Try the methods in turn, cheapest first; True if infeasibility was proven."""
+        problem, incumbent = self.problem, self.incumbent
+        incumbent.raise_smallest(smallest_budget_bound(problem))
+        if not problem.runnable:
+            return True
+        incumbent.phase = "baselines"
+        incumbent.offer(plain_steps(problem.graph), "plain")
+        if self.budget_bytes < incumbent.proven_bytes:
+            self._bracket_smallest()
+            return True
+        for steps in starts:
+            incumbent.offer(steps, "start")
+        incumbent.offer(baselines.store_all(problem.profile), "store all")
+        if self.should_stop():
+            return False
+        if incumbent.steps is None and len(problem.graph.operators) <= _MAX_INTERPRETED_OPERATORS:
+            self._drop_greedily()
+        if len(problem.graph.operators) <= SMALL_OPERATORS:
+            incumbent.phase = "exhaustive"
+            exact = exhaustive(problem, self.budget_bytes, seconds=0.3 * self.left, should_stop=self.should_stop)
+            if exact.steps is not None:
+                incumbent.offer(exact.steps, "exhaustive")
+            elif exact.status is Status.INFEASIBLE:
+                incumbent.raise_smallest(self.budget_bytes + 1)
+                self._bracket_smallest()
+                return True
+            incumbent.raise_bound(exact.lower_bound_ms, "exhaustive")
+            if self.should_stop():
+                return False
+        bounding = threading.Thread(target=self._bound, name=BOUND_THREAD, daemon=True)
+        self.bounding = True
+        bounding.start()
+        try:
+            self._improve()
+            while bounding.is_alive() and not self.should_stop():
+                bounding.join(min(0.1, max(0.0, self.left)))
+        finally:
+            self.stopped.set()
+            bounding.join(_GRACE_SECONDS)
+        if self.failure is not None:
+            raise self.failure
+        return False
+
+    def _drop_greedily(self) -> None:
+        """Find something that fits, before anything is compiled."""
+        flat = flatten(self.problem)
+        for base in (keep_everything(flat), read_least(flat)):
+            deadline = time.monotonic() + _FIRST_SHARE * self.left
+            greedy = Greedy(flat, self.budget_bytes, base=base, interpreted=not is_cached(), deadline=deadline)
+            first = greedy.first()
+            if first is not None:
+                self.incumbent.offer(first, "greedy")
+                return
+
+    def _improve(self) -> None:
+        """Search for better schedules, then let the boolean program improve on what was found."""
+        incumbent = self.incumbent
+        small = len(self.problem.graph.operators) <= _MAX_PROGRAM_OPERATORS
+        slots = len(full_template(self.problem, _PASSES)) if small else math.inf
+        with_program = self.left > 5 and slots <= _MAX_PROGRAM_SLOTS
+        spared = min(_SMALLEST_SECONDS, _SMALLEST_SHARE * self.left)
+        if incumbent.steps is None:
+            # See whether anything fits, before most of the time goes into making it fast.
+            self._search(share=_PROBE_SHARE)
+        if incumbent.steps is None and not self.should_stop():
+            # Nothing fits so far: aim at memory alone, then go on from what that finds.
+            self._find_anything(seconds=0.5 * self.left)
+        if not self.should_stop():
+            self._search(share=0.5 if with_program else max(0.0, 1 - spared / max(self.left, 1e-9)))
+        if with_program and self.left > 2 and not self.should_stop():
+            incumbent.phase = "program"
+            solver = self.options.solver.upper()
+            exact = solve_program(
+                self.problem,
+                self.budget_bytes,
+                seconds=self.left - 1 - spared,
+                passes=_PASSES,
+                cutoff_ms=incumbent.latency_ms,
+                solver=solver,
+            )
+            if exact.steps is not None:
+                incumbent.offer(exact.steps, solver)
+            incumbent.raise_bound(exact.lower_bound_ms, solver)
+        if incumbent.steps is not None and self.left > 0 and not self.stopped.is_set():
+            # Not needed for this budget, but people choose the next one by it.
+            self._bracket_smallest(seconds=spared)
+
+    def _search(self, *, share: float) -> None:
+        """Search for a share of the time left, from the best steps known."""
+        self.incumbent.phase = "search"
+        search(
+            self.incumbent,
+            seconds=max(0.1, self.left * share),
+            seed=self.options.seed,
+            starts=() if self.incumbent.steps is None else (self.incumbent.steps,),
+            guides=self.guides,
+            tight=self.tight,
+            neighbour_busy=lambda: self.bounding,
+            should_stop=self.should_stop,
+        )
+
+    def _find_anything(self, seconds: float) -> None:
+        """Look for anything within the budget, whatever its latency."""
+        if len(self.problem.graph.operators) <= SMALL_OPERATORS:
+            self._bracket_smallest(seconds)
+            return
+        incumbent = self.incumbent
+        incumbent.phase = "smallest budget"
+        choices = lower_peak(
+            incumbent,
+            seconds=seconds,
+            seed=self.options.seed,
+            starts=() if incumbent.smallest_steps is None else (incumbent.smallest_steps,),
+            should_stop=self.stopped.is_set,
+            enough_bytes=self.budget_bytes,
+        )
+        if incumbent.steps is not None:
+            self.tight = choices
+
+    def _bracket_smallest(self, seconds: float = 5.0) -> None:
+        """Bracket the smallest feasible budget, in so many seconds, or those left."""
+        self.incumbent.phase = "smallest budget"
+        bracket_smallest(
+            self.incumbent,
+            seconds=min(seconds, max(0.1, self.left)),
+            seed=self.options.seed,
+            should_stop=self.stopped.is_set,
+        )
+
+    def _bound(self) -> None:
+        """Raise the bound beside the search, in a thread: by the linear relaxation, then by branch and bound."""
+        try:
+            self._raise_bound()
+        except SolverError as error:
+            # Without its solver there is only the simple bound: the schedule itself does not depend on it.
+            _LOG.warning("no better bound: %s", error)
+        except BaseException as error:
+            self.failure = error
+            self.stopped.set()
+        finally:
+            self.bounding = False
+
+    def _raise_bound(self) -> None:
+        incumbent = self.incumbent
+        linear = latency_bound(self.problem, self.budget_bytes, seconds=0.6 * self.left)
+        incumbent.raise_bound(linear.lower_bound_ms, _HIGHS)
+        program, meaning = linear.program, linear.meaning
+        if program is None or meaning is None or self.should_stop():
+            return
+        if linear.solution is not None:
+            self._guide(meaning, linear.solution)
+        bound_ms = integer_bound(
+            program,
+            seconds=max(0.0, self.left - _GRACE_SECONDS),
+            cutoff_ms=incumbent.latency_ms,
+            on_bound=lambda better_ms: incumbent.raise_bound(better_ms, _HIGHS),
+            on_solution=lambda solution: self._guide(meaning, solution),
+            should_stop=self.should_stop,
+        )
+        incumbent.raise_bound(bound_ms, _HIGHS)
+
+    def _guide(self, meaning: Meaning, solution: Floats) -> None:
+        """Let the search begin from the steps that a solution of the relaxation suggests."""
+        steps = guided_steps(self.problem, meaning, solution)
+        if steps is not None:
+            self.guides.append(steps)
