@@ -13,6 +13,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving import baselines
 from monetlite.solving.annealing.compiling import ensure_compiled, is_cached
+from monetlite.solving.annealing.flat_problem import flatten
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.search import search
 from monetlite.solving.incumbent import Incumbent, Solution

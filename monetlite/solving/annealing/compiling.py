@@ -4,11 +4,15 @@ Compiling takes ten seconds or more of one core. In another process it does not 
 and can be left alone when the time is up: it goes on, and the next solve finds its result.
 """
 
+import contextlib
+import hashlib
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import numba
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
@@ -29,6 +33,10 @@ def load() -> None:
     run = AnnealingRun(keep_everything(flat), AnnealingCost(budget_bytes=1), (1.0, 0.1), (1.0, 2.0), 1)
     workspace.advance(run, 1.0, lambda: False)
     workspace.steps(run.choices, 1)
+    marker = _marker()
+    if marker is not None and not is_cached():
+        with contextlib.suppress(OSError):
+            marker.write_text(_fingerprint(), encoding="utf-8")
 
 
 def ensure_compiled(deadline: float, should_stop: Callable[[], bool] | None = None) -> bool:
@@ -71,13 +79,23 @@ def still_compiling() -> bool:
 
 
 def is_cached() -> bool:
-    """True if numba's cache seems to have the code for the source as it is."""
-    folder = compiled.cache_folder()
-    if folder is None:
+    """True if numba's cache has the code for the source as it is, and this version of numba."""
+    marker = _marker()
+    try:
+        return marker is not None and marker.read_text(encoding="utf-8") == _fingerprint()
+    except OSError:
         return False
-    source = Path(compiled.__file__)
-    indexes = list(folder.glob(f"{source.stem}.anneal-*.nbi"))
-    return any(index.stat().st_mtime >= source.stat().st_mtime for index in indexes)
+
+
+def _marker() -> Path | None:
+    """The file beside numba's own that says what was compiled there last."""
+    folder = compiled.cache_folder()
+    return None if folder is None else folder / "compiled.ready"
+
+
+def _fingerprint() -> str:
+    source = hashlib.sha256(Path(compiled.__file__).read_bytes()).hexdigest()
+    return f"{source} numba {numba.__version__} Python {sys.version_info.major}.{sys.version_info.minor}"
 
 
 def _tiny_profile() -> Profile:
