@@ -26,6 +26,7 @@ from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import storage_key
 from monetlite.operators.cudnn import with_named_plans
 from monetlite.profiling.step_additions import with_accumulation, with_optimizer
+from monetlite.runtime.reserved_memory import warn_if_unlimited
 from monetlite.tracing.build import Traced
 from monetlite.tracing.signature import tensors_in_order
 
@@ -140,6 +141,11 @@ class ScheduleSet:
     ) -> tuple[Traced, tuple[Step, ...]]:
         """The steps of a schedule on a captured step, by implementations that exist on this device.
 
+        Args:
+            traced: the captured step.
+            schedule: for its graph.
+            inputs: tensors that the step is called with.
+
         Raises:
             ScheduleMismatch: the schedule is for another graph, or not legal on this one.
             TooLarge: the steps would exceed its budget.
@@ -152,6 +158,7 @@ class ScheduleSet:
             graph, choices = with_named_plans(allowed, schedule.choices)
             traced, schedule = replace(traced, graph=graph), replace(schedule, choices=choices)
         graph = traced.graph
+        warn_if_unlimited(schedule, graph.device)
         steps = bind(schedule, graph)
         key = (schedule.fingerprint, schedule.peak_bytes)
         resident = [*self._model.parameters(), *self._model.buffers(), *inputs]

@@ -1,7 +1,7 @@
-"""`torch.compile(model, backend="monetlite", options={"budget": "6GB"})`: the same machinery by another door.
+"""The backend of `torch.compile(model, backend="monetlite", options={"budget": "6GB"})`.
 
 Each graph that TorchDynamo hands over is priced and solved when it is compiled, and runs by its schedule from then
-on. What one process has solved is kept for as long as it lives; with `schedule` it is kept in a file.
+on, as in `MONeTWrapper`. A process keeps its schedules until it ends; with `schedule`, a file keeps one.
 """
 
 import copy
@@ -23,7 +23,6 @@ from monetlite.fx.torch_internals.torch_dynamo import break_reason, draws_like_n
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.reserved_memory import warn_if_unlimited
 from monetlite.runtime.serving import ScheduleSet
 from monetlite.tracing.build import Traced, autocast_dtype, build_graph, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.capture import Joint
@@ -37,7 +36,7 @@ class CompileOptions:
     """Contents of `options=` of `torch.compile`: budget, schedule, and the options of `monetlite.optimize`.
 
     Attributes:
-        budget: of the whole step; may be left out where `schedule` is a file that exists.
+        budget: of the whole step; not needed if the schedule exists.
         schedule: a schedule file, read if it exists, else written; or a name such as zoo:resnet50@6GB.
     """
 
@@ -45,6 +44,10 @@ class CompileOptions:
     schedule: str | None
     pricing: PricingOptions
     solving: SolvingOptions
+
+    @property
+    def schedule_exists(self) -> bool:
+        return self.schedule is not None and (self.schedule.startswith("zoo:") or Path(self.schedule).exists())
 
 
 _solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
@@ -91,10 +94,8 @@ def compile_graph(
             return replace(built, graph=replace(built.graph, name="compiled"))
 
         schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)
-        traced = traced_in(schedule.layout)
-        warn_if_unlimited(schedule, traced.graph.device)
         tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
-        return lower(*ScheduleSet(graph, [schedule]).fit(traced, schedule, tensors))
+        return lower(*ScheduleSet(graph, [schedule]).fit(traced_in(schedule.layout), schedule, tensors))
 
     gpu = gpu_of(graph, inputs)
     with on_its_gpu(graph, inputs), kernels_kept_whole():
@@ -103,7 +104,7 @@ def compile_graph(
 
 
 def on_gpu(step: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
-    """A step that runs with its GPU as torch's current one, whose generator is looked at by what draws again."""
+    """A step with its GPU as torch's current one: re-runs of random operators read the current generator."""
 
     def run(*arguments: Any) -> Any:
         with torch.cuda.device(gpu):
@@ -118,7 +119,7 @@ def _options(given: Mapping[str, Any]) -> CompileOptions:
     chosen = CompileOptions(
         budget=given.get("budget"), schedule=given.get("schedule"), pricing=pricing, solving=solving
     )
-    if chosen.budget is None and (chosen.schedule is None or not Path(chosen.schedule).exists()):
+    if chosen.budget is None and not chosen.schedule_exists:
         raise ModelError(
             "backend 'monetlite' needs a budget: torch.compile(model, backend='monetlite', "
             "options={'budget': '6GB'}), or options={'schedule': FILE} with a schedule file"
@@ -142,7 +143,7 @@ def _refuse_breaks(graph: fx.GraphModule) -> None:
 
 
 def _refuse_numpy_draws(graph: fx.GraphModule) -> None:
-    """Refuse random numbers from numpy, in whose place TorchDynamo, if it is not told otherwise, draws torch's."""
+    """Refuse random numbers from numpy: TorchDynamo would draw them with torch instead."""
     for node in graph.graph.nodes:
         if draws_like_numpy(node):
             where = Namer(graph).source(node) or "the model"
@@ -155,15 +156,14 @@ def _schedule(graph_in: Callable[[str], OperatorGraph], options: CompileOptions)
     key = (graph.fingerprint, graph.device, options)
     if key in _solved:
         return _solved[key]
-    path = options.schedule
-    if path is not None and (path.startswith("zoo:") or Path(path).exists()):
+    if options.schedule is not None and options.schedule_exists:
         from monetlite.zoo import load_schedule
 
-        schedule = load_schedule(path)
+        schedule = load_schedule(options.schedule)
     else:
         schedule = _solve(graph_in, options)
-        if path is not None:
-            schedule.save(path)
+        if options.schedule is not None:
+            schedule.save(options.schedule)
     _solved[key] = schedule
     return schedule
 

@@ -33,7 +33,6 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.delegation import Delegating
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.reserved_memory import warn_if_unlimited
 from monetlite.runtime.serving import ScheduleSet, TooLarge, input_signature, without_guards
 from monetlite.tracing.build import Arguments, Traced, autocast_dtype, build_graph, device_of, on_its_gpu
 from monetlite.tracing.capture import (
@@ -212,7 +211,6 @@ class MONeTWrapper(Delegating):
 
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         traced, steps = self._plan(joint)
-        warn_if_unlimited(self.schedule, traced.graph.device)
         if self._compile:
             from monetlite.runtime.inductor import as_inductor_fuses
 

@@ -98,6 +98,7 @@ def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
     [
         ({}, "needs a budget"),
         ({"schedule": "not-there.yaml"}, "needs a budget"),
+        ({"schedule": "zoo:nothing@1GB"}, "nothing"),
         ({"budget": "1GB", "colour": "red"}, "there is no option 'colour'; there are accumulate, budget"),
         ({"budget": "much"}, "much"),
         ({"budget": 200, "device": "rtx-4090"}, "too small"),
@@ -135,7 +136,7 @@ class Breaks(nn.Module):
 
 
 def test_a_model_that_is_taken_apart_is_refused():
-    with pytest.raises(Exception, match=r"takes the model apart at .*test_backend.py:\d+"):
+    with pytest.raises(Exception, match=r"takes the model apart at .*test_torch_compile.py:\d+"):
         compiled(Breaks(), budget="1GB", device="rtx-4090")(torch.randn(2, 8))
 
 
