@@ -12,7 +12,7 @@ import monetlite
 from monetlite.core.graph import Phase, ValueKind
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.reporting.memory import Holding, break_down, holding_of
+from monetlite.reporting.analysis import Holding, StepAnalysis
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -29,7 +29,7 @@ def test_the_parts_sum_to_what_simulate_says(seed):
         timeline = simulate(profile, steps)
     except monetlite.MonetliteError:
         timeline = simulate(profile, recompute(graph, drop=lambda _: rng.random() < 0.5))
-    parts = break_down(profile, timeline)
+    parts = StepAnalysis(profile=profile, timeline=timeline)
     assert [sum(here) for here in zip(*parts.bytes_of.values(), strict=True)] == list(timeline.memory_bytes)
 
 
@@ -39,7 +39,7 @@ def test_each_value_is_alive_from_its_writer_to_its_last_reader():
     profile = free_profile(graph)
     steps = recompute(graph, drop=lambda _: True)
     timeline = simulate(profile, steps)
-    parts = break_down(profile, timeline)
+    parts = StepAnalysis(profile=profile, timeline=timeline)
     assert len(steps) > len(plain_steps(graph))
     for stay in parts.lifetimes:
         assert graph.writer[stay.value] == steps[stay.begin][0]
@@ -50,12 +50,12 @@ def test_each_value_is_alive_from_its_writer_to_its_last_reader():
         held = graph.values[stay.value].held
         assert stay.end == (len(steps) - 1 if held else max((stay.begin, *stay.reads)))
     begins = next(at for at, (index, _) in enumerate(steps) if graph.operators[index].phase is Phase.BACKWARD)
-    assert parts.backward_begins == begins
+    assert parts.border == begins
     assert len({stay.backward for stay in parts.lifetimes}) == 2
     for stay in parts.lifetimes:
         assert stay.backward == (stay.begin >= begins)
         if graph.values[stay.value].kind in (ValueKind.ACTIVATION, ValueKind.INTERMEDIATE):
-            assert holding_of(graph, stay) is (Holding.RECOMPUTED if stay.backward else Holding.STORED)
+            assert parts.holding(stay) is (Holding.RECOMPUTED if stay.backward else Holding.STORED)
     assert all(parts.bytes_of[Holding.RECOMPUTED][at] == 0 for at in range(begins))
     assert any(parts.bytes_of[Holding.RECOMPUTED])
 
@@ -63,7 +63,8 @@ def test_each_value_is_alive_from_its_writer_to_its_last_reader():
 def test_what_is_always_there_is_counted_at_every_step():
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
     graph = monetlite.trace(model, torch.randn(4, 8))
-    parts = break_down(free_profile(graph), simulate(free_profile(graph), plain_steps(graph)))
+    profile = free_profile(graph)
+    parts = StepAnalysis(profile=profile, timeline=simulate(profile, plain_steps(graph)))
     weights = sum(item.nbytes for item in (*model.parameters(), *model.buffers()))
     assert set(parts.bytes_of[Holding.WEIGHTS]) == {weights}
     assert set(parts.bytes_of[Holding.INPUTS]) == {4 * 8 * 4}

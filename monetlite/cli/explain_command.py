@@ -44,9 +44,9 @@ def explain_command(
     SCHEDULE is a file, or a name such as zoo:resnet50@6GB.
     """
     from monetlite.core.binding import bind
-    from monetlite.reporting.analysis_alternatives import Alternative, alternative, limit
-    from monetlite.reporting.analysis_tensors import explain
-    from monetlite.reporting.text_explain import Around, explanation_facts, print_explanation
+    from monetlite.reporting.analysis import analyse
+    from monetlite.reporting.analysis_alternatives import Alternative, Around, alternative, lowest_peak
+    from monetlite.reporting.text_explain import explanation_facts, print_explanation
     from monetlite.solving.annealing.compiling import ensure_compiled
 
     opened = open_schedule(schedule, choice, device, terminal)
@@ -54,13 +54,14 @@ def explain_command(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # opening it has told what this device lacks
         steps = bind(opened.schedule, profile.graph)
-    found = explain(profile, steps, opened.plain)
+    analysis = analyse(opened.schedule, profile, opened.plain, steps)
     around = Around()
     if not no_solve:
-        as_solved = found.as_solved(opened.schedule)
+        # A bound of the budget holds for every smaller one.
+        bound_ms = opened.schedule.lower_bound_ms if analysis.as_solved else 0.0
         with terminal.line("looking for the smallest peak"):
             ensure_compiled(math.inf)  # once per machine; not what the time limit is for
-            lowest = limit(profile, steps, time_limit=solving.time_limit, seed=solving.seed)
+            lowest = lowest_peak(profile, steps, solving)
 
         def solved(percent: int) -> Alternative:
             budget_bytes = opened.schedule.budget_bytes * percent // 100
@@ -69,15 +70,13 @@ def explain_command(
                     profile,
                     steps,
                     budget_bytes,
-                    time_limit=solving.time_limit,
-                    seed=solving.seed,
-                    # A bound of the budget holds for every smaller one.
-                    known_bound_ms=opened.schedule.lower_bound_ms if percent < 100 and as_solved else 0.0,
+                    solving,
+                    known_bound_ms=bound_ms if percent < 100 else 0.0,
                     progress=progress,
                 )
 
         around = Around(limit=lowest, more=solved(110), less=solved(90))
     if terminal.as_json:
-        terminal.print_json(explanation_facts(opened.schedule, found, around))
+        terminal.print_json(explanation_facts(analysis, around))
     else:
-        print_explanation(terminal.console, opened.schedule, found, around)
+        print_explanation(terminal.console, analysis, around)

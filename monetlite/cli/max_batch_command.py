@@ -53,7 +53,7 @@ def max_batch_command(
     """
     from monetlite.core.units import parse_budget
     from monetlite.planning.batches import BatchLimit, largest_batch
-    from monetlite.reporting.text_batches import batches_facts, print_batches
+    from monetlite.reporting.text_solve import batches_facts, print_batches
 
     budget_bytes = parse_budget(budget)
     known: dict[int, Profile] = {}

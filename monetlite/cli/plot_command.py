@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -21,9 +21,11 @@ from monetlite.cli.command_options import (
 )
 from monetlite.cli.running import Terminal, check_writable, command
 from monetlite.cli.subjects import OpenedSchedule, open_schedule
-from monetlite.core.choices import Choices
 from monetlite.core.errors import MonetliteError
 from monetlite.core.options import SolvingOptions
+
+if TYPE_CHECKING:
+    from monetlite.reporting.analysis import Analysis
 
 TIMELINE, TRADEOFF, CHOICES, REPORT = "timeline", "tradeoff", "choices", "report"
 _PICTURES, _PAGES = (".png", ".svg", ".pdf"), (".html",)
@@ -102,18 +104,19 @@ def plot_command(
             raise click.BadParameter(str(error), param_hint=option) from error
     if table is not None and Path(table).resolve() == Path(output).resolve():
         raise click.UsageError("--csv and --output name the same file")
+    from monetlite.reporting.analysis import analyse
+
     opened = open_schedule(schedule, choice, device, terminal)
+    analysis = analyse(opened.schedule, opened.profile, opened.plain, opened.steps)
     facts: dict[str, Any] = {}
     if kind == REPORT:
         from monetlite.reporting.html import write_report
 
-        # The page shows what runs here: this device may lack implementations of the schedule.
-        ported = Choices.of_steps(opened.profile.graph, opened.steps)
-        write_report(output, replace(opened.schedule, choices=ported), opened.profile, opened.plain)
+        write_report(output, analysis)
     elif kind == TRADEOFF:
-        facts = _trade_off(terminal, opened, output, table, points, solving)
+        facts = _trade_off(terminal, opened, analysis, output, table, points, solving)
     else:
-        facts = _picture(opened, kind, output, table, by == "time")
+        facts = _picture(analysis, kind, output, table, by == "time")
     if terminal.as_json:
         from monetlite.reporting.text_solve import schedule_facts
 
@@ -150,44 +153,46 @@ def _check_options(context: click.Context, kind: str) -> None:
             raise click.UsageError(f"{option.opts[0]} is for --kind {only}, not {kind}")
 
 
-def _picture(opened: OpenedSchedule, kind: str, output: str, table: str | None, by_time: bool) -> dict[str, Any]:
+def _picture(analysis: "Analysis", kind: str, output: str, table: str | None, by_time: bool) -> dict[str, Any]:
     """Draw a timeline or the choices, and return the facts behind them."""
-    from monetlite.reporting import model_columns, step_columns
+    from monetlite.reporting import model_columns, timeline_columns
     from monetlite.reporting.plots.choices_plot import draw_choices
     from monetlite.reporting.plots.drawing import save_figure
     from monetlite.reporting.plots.timeline_plot import draw_timeline
-    from monetlite.reporting.subject import subject_of
 
-    subject = subject_of(opened.schedule, opened.profile, opened.plain, opened.steps)
     if kind == TIMELINE:
-        figure, rows = draw_timeline(subject, by_time=by_time), step_columns.timeline_rows(subject)
-        facts = step_columns.timeline_facts(subject)
+        figure, rows = draw_timeline(analysis, by_time=by_time), timeline_columns.timeline_rows(analysis)
+        facts = timeline_columns.timeline_facts(analysis)
     else:
-        figure, rows = draw_choices(subject), model_columns.choices_rows(subject)
-        facts = model_columns.choices_facts(subject)
-    save_figure(figure, output, f"{subject.title}: {kind}")
+        figure, rows = draw_choices(analysis), model_columns.choices_rows(analysis)
+        facts = model_columns.choices_facts(analysis)
+    save_figure(figure, output, f"{analysis.title}: {kind}")
     _write_table(table, rows)
     return facts
 
 
 def _trade_off(
-    terminal: Terminal, opened: OpenedSchedule, output: str, table: str | None, points: int, solving: SolvingOptions
+    terminal: Terminal,
+    opened: OpenedSchedule,
+    analysis: "Analysis",
+    output: str,
+    table: str | None,
+    points: int,
+    solving: SolvingOptions,
 ) -> dict[str, Any]:
     """Solve for one budget after the other, and print and draw the results."""
     from monetlite.planning.tradeoff import trade_off
     from monetlite.reporting.plots.drawing import save_figure
     from monetlite.reporting.plots.tradeoff_plot import draw_tradeoff
-    from monetlite.reporting.subject import subject_of
-    from monetlite.reporting.text_tradeoff import print_tradeoff, tradeoff_facts, tradeoff_rows
+    from monetlite.reporting.text_solve import print_tradeoff, tradeoff_facts, tradeoff_rows
 
     options = replace(solving, tolerance=opened.schedule.tolerance)
     with terminal.named_bar("solving") as progress:
         found = trade_off(opened.profile, opened.plain, opened.steps, options, points=points, progress=progress)
-    subject = subject_of(opened.schedule, opened.profile, opened.plain, opened.steps)
-    save_figure(draw_tradeoff(found, subject), output, f"{subject.title}: {TRADEOFF}")
+    save_figure(draw_tradeoff(found, analysis), output, f"{analysis.title}: {TRADEOFF}")
     _write_table(table, tradeoff_rows(found))
     if not terminal.as_json:
-        print_tradeoff(terminal.console, subject, found)
+        print_tradeoff(terminal.console, analysis, found)
     return tradeoff_facts(found)
 
 

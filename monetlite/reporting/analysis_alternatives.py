@@ -1,26 +1,27 @@
-"""What a little more memory would buy a schedule, what a little less would cost it, and how low it can go."""
+"""Searches around a schedule: with a little more memory, with a little less, and for the smallest peak."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import OperatorGraph
+from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, stored_values
-from monetlite.reporting.analysis_tensors import Peak, peak_of
-from monetlite.reporting.memory import break_down
+from monetlite.reporting.analysis import StepAnalysis
+from monetlite.reporting.analysis_tensors import PeakStep, peak_step_of
 
 if TYPE_CHECKING:
     from monetlite.solving.incumbent import Solution
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """A tensor that one of two schedules stores and the other doesn't; `recomputed`: whether that one computes it
-    again."""
+class StoredByOne:
+    """A tensor that one of two schedules stores and the other doesn't. `recomputed`: the other runs it again."""
 
     name: str
     size_bytes: int
@@ -32,11 +33,10 @@ class Alternative:
     """The best schedule found for another budget, beside the present one.
 
     Attributes:
-        budget_bytes: what it was solved for; seconds: for how long.
-        status: of the solve. Where it found nothing, latency and peak are None.
-        latency_ms, peak_bytes: predicted; lower_bound_ms: no schedule within that budget is faster.
-        needed_bytes: no schedule needs less (proven).
-        stored: what it stores and the present one doesn't; dropped: the other way round; largest first.
+        budget_bytes, seconds, status: of the solve.
+        latency_ms, peak_bytes: predicted; None if nothing was found.
+        lower_bound_ms: no schedule within that budget is faster; needed_bytes: none needs less (both proven).
+        stored: tensors that it stores and the present one doesn't; dropped: the reverse; largest first.
     """
 
     budget_bytes: int
@@ -46,27 +46,34 @@ class Alternative:
     peak_bytes: int | None
     lower_bound_ms: float
     needed_bytes: int
-    stored: tuple[Kept, ...] = ()
-    dropped: tuple[Kept, ...] = ()
+    stored: tuple[StoredByOne, ...] = ()
+    dropped: tuple[StoredByOne, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
-    """How low the peak can go: `proven_bytes` at the least; `peak` is that of the leanest schedule found in so many
-    seconds."""
+class LowestPeak:
+    """The smallest peak: `proven_bytes` at least; `peak` is the leanest schedule's that was found in `seconds`."""
 
     proven_bytes: int
     seconds: float
-    peak: Peak
+    peak: PeakStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """Results of the searches around a schedule; None for those that were not run."""
+
+    limit: LowestPeak | None = None
+    more: Alternative | None = None
+    less: Alternative | None = None
 
 
 def alternative(
     profile: Profile,
     steps: tuple[Step, ...],
     budget_bytes: int,
+    options: SolvingOptions,
     *,
-    time_limit: float,
-    seed: int = 0,
     known_bound_ms: float = 0.0,
     progress: "Callable[[Solution], None] | None" = None,
 ) -> Alternative:
@@ -76,15 +83,12 @@ def alternative(
         profile: the graph and its costs.
         steps: the present schedule's, whatever its budget.
         budget_bytes: the other budget.
-        time_limit: seconds.
-        seed: of the search.
-        known_bound_ms: no schedule within that budget is faster, as is known already.
+        options: of the search.
+        known_bound_ms: a bound for that budget that is known already.
         progress: as in `monetlite.solve`.
     """
-    from monetlite.core.options import SolvingOptions
     from monetlite.solving import solve_profile
 
-    options = SolvingOptions(time_limit=time_limit, seed=seed)
     solution = solve_profile(profile, budget_bytes, options, starts=[steps], progress=progress)
     there = solution.steps
     return Alternative(
@@ -100,39 +104,26 @@ def alternative(
     )
 
 
-def stored_by_one(graph: OperatorGraph, one: tuple[Step, ...], other: tuple[Step, ...]) -> tuple[Kept, ...]:
-    """What the forward pass of one schedule leaves for its backward pass, and that of another doesn't."""
-    differing = set(stored_values(graph, one)) - set(stored_values(graph, other))
-    runs: dict[int, int] = {}
-    for index, _ in other:
-        runs[index] = runs.get(index, 0) + 1
-    kept = [
-        Kept(
+def stored_by_one(graph: OperatorGraph, one: tuple[Step, ...], other: tuple[Step, ...]) -> tuple[StoredByOne, ...]:
+    """Tensors that cross the border under the steps of one schedule and not under those of the other."""
+    runs = Counter(index for index, _ in other)
+    found = [
+        StoredByOne(
             name=graph.values[value].name,
             size_bytes=graph.values[value].size_bytes,
-            recomputed=runs.get(graph.writer[value], 0) > 1,
+            recomputed=runs[graph.writer[value]] > 1,
         )
-        for value in differing
+        for value in set(stored_values(graph, one)) - set(stored_values(graph, other))
     ]
-    return tuple(sorted(kept, key=lambda item: (-item.size_bytes, item.name)))
+    return tuple(sorted(found, key=lambda item: (-item.size_bytes, item.name)))
 
 
-def limit(profile: Profile, steps: tuple[Step, ...], *, time_limit: float, seed: int = 0) -> Limit:
-    """Look for the smallest peak of any schedule, beginning from the present one.
-
-    Args:
-        profile: the graph and its costs.
-        steps: the present schedule's.
-        time_limit: seconds; seed: of the search.
-    """
+def lowest_peak(profile: Profile, steps: tuple[Step, ...], options: SolvingOptions) -> LowestPeak:
+    """Look for the smallest peak of any schedule, from the steps of the present one, within the time limit."""
     from monetlite.solving.smallest import smallest_budget
 
     began = time.monotonic()
-    found = smallest_budget(profile, seconds=time_limit, seed=seed, starts=[steps])
+    found = smallest_budget(profile, seconds=options.time_limit, seed=options.seed, starts=[steps])
     seconds = time.monotonic() - began
-    leanest = found.smallest_reached_steps or steps
-    parts = break_down(profile, simulate(profile, leanest))
-    return Limit(proven_bytes=found.smallest_proven_bytes, seconds=seconds, peak=peak_of(profile, parts))
-
-
-__all__ = ["Alternative", "Kept", "Limit", "alternative", "limit", "stored_by_one"]
+    leanest = StepAnalysis(profile=profile, timeline=simulate(profile, found.smallest_reached_steps or steps))
+    return LowestPeak(proven_bytes=found.smallest_proven_bytes, seconds=seconds, peak=peak_step_of(leanest))

@@ -1,16 +1,17 @@
-"""Where a schedule's step takes longer than plain training's, and where less, operator by operator."""
+"""Operators that make a schedule's step longer than plain training's, and those that make it shorter."""
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from monetlite.core.costs import Profile
-from monetlite.core.simulate import Timeline
+from monetlite.reporting.analysis import Analysis
 
 
 class Cause(StrEnum):
-    """Why an operator's time differs from plain training's."""
+    """Causes of a difference from plain training's time."""
 
     RECOMPUTED = "computed again"
     SLOWER = "slower implementations"
@@ -21,14 +22,14 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class OverheadShare:
     """One operator's part of the overhead, for one cause.
 
     Attributes:
-        cause: why; operator, module, family: of what.
-        implementation: how it runs in the schedule, or in plain training if it does only there.
-        runs: how many it is about.
-        extra_ms: what they take more than in plain training; below zero if less.
+        cause, operator, module, family: as they are called.
+        implementation: of the schedule's runs, or of plain training's if the schedule has none.
+        runs: number of runs counted.
+        extra_ms: their time beyond plain training's; negative if they take less.
     """
 
     cause: Cause
@@ -40,36 +41,19 @@ class Share:
     extra_ms: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overhead:
-    """A schedule's step time beside plain training's. `shares` sum to the difference, to rounding errors."""
+def overhead_shares(analysis: Analysis) -> tuple[OverheadShare, ...]:
+    """Shares of the difference between a schedule's latency and plain training's; they sum to it.
 
-    latency_ms: float
-    plain_latency_ms: float
-    shares: tuple[Share, ...]
-
-    @property
-    def extra_ms(self) -> float:
-        return self.latency_ms - self.plain_latency_ms
-
-    def of(self, cause: Cause) -> tuple[Share, ...]:
-        return tuple(share for share in self.shares if share.cause is cause)
-
-
-def overhead(profile: Profile, timeline: Timeline, plain: Profile, plain_timeline: Timeline) -> Overhead:
-    """Split the difference between a schedule's latency and plain training's.
-
-    Args:
-        profile, timeline: the schedule's; plain, plain_timeline: plain training's. Operators are matched by name:
-            in another layout there are others, such as conversions.
+    Operators are matched by name: another layout has others, such as conversions.
     """
-    shares: list[Share] = []
+    shares: list[OverheadShare] = []
+    scheduled, plain = analysis.scheduled, analysis.plain
 
     def add(of: Profile, index: int, choice: int, cause: Cause, extra_ms: float, runs: int = 1) -> None:
         operator = of.graph.operators[index]
         if extra_ms:
             shares.append(
-                Share(
+                OverheadShare(
                     cause=cause,
                     operator=operator.name,
                     module=operator.module,
@@ -80,33 +64,31 @@ def overhead(profile: Profile, timeline: Timeline, plain: Profile, plain_timelin
                 )
             )
 
-    plainly: dict[str, tuple[int, int, float]] = {}
-    for (index, choice), latency_ms in zip(plain_timeline.steps, plain_timeline.latencies_ms, strict=True):
-        plainly[plain.graph.operators[index].name] = (index, choice, latency_ms)
+    waiting: dict[str, tuple[int, int, float]] = {}
+    for (index, choice), latency_ms in zip(plain.timeline.steps, plain.timeline.latencies_ms, strict=True):
+        waiting[plain.graph.operators[index].name] = (index, choice, latency_ms)
     again: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     ran: set[int] = set()
-    for (index, choice), latency_ms in zip(timeline.steps, timeline.latencies_ms, strict=True):
+    for (index, choice), latency_ms in zip(scheduled.timeline.steps, scheduled.timeline.latencies_ms, strict=True):
         if index in ran:
             again[index, choice].append(latency_ms)
             continue
         ran.add(index)
-        there = plainly.pop(profile.graph.operators[index].name, None)
+        there = waiting.pop(scheduled.graph.operators[index].name, None)
         if there is None:
-            add(profile, index, choice, Cause.ADDED, latency_ms)
+            add(scheduled.profile, index, choice, Cause.ADDED, latency_ms)
             continue
         extra_ms = latency_ms - there[2]
         cause = Cause.SLOWER if extra_ms > 0 else Cause.FASTER
-        add(profile, index, choice, Cause.LAYOUT if choice == there[1] else cause, extra_ms)
+        add(scheduled.profile, index, choice, Cause.LAYOUT if choice == there[1] else cause, extra_ms)
     for (index, choice), latencies_ms in again.items():
-        add(profile, index, choice, Cause.RECOMPUTED, math.fsum(latencies_ms), len(latencies_ms))
-    for index, choice, latency_ms in plainly.values():
-        add(plain, index, choice, Cause.LEFT_OUT, -latency_ms)
-    found = Overhead(
-        latency_ms=timeline.latency_ms, plain_latency_ms=plain_timeline.latency_ms, shares=tuple(shares)
-    )
-    total_ms = math.fsum(share.extra_ms for share in shares)
-    assert math.isclose(total_ms, found.extra_ms, rel_tol=1e-9, abs_tol=1e-9 * found.plain_latency_ms)
-    return found
+        add(scheduled.profile, index, choice, Cause.RECOMPUTED, math.fsum(latencies_ms), len(latencies_ms))
+    for index, choice, latency_ms in waiting.values():
+        add(plain.profile, index, choice, Cause.LEFT_OUT, -latency_ms)
+    total_ms, difference_ms = extra_ms_of(shares), scheduled.latency_ms - plain.latency_ms
+    assert math.isclose(total_ms, difference_ms, rel_tol=1e-9, abs_tol=1e-9 * plain.latency_ms)
+    return tuple(shares)
 
 
-__all__ = ["Cause", "Overhead", "Share", "overhead"]
+def extra_ms_of(shares: Iterable[OverheadShare]) -> float:
+    return math.fsum(share.extra_ms for share in shares)

@@ -1,4 +1,4 @@
-"""What a schedule chooses along the model: what becomes of each result, what runs again, and how things run."""
+"""A schedule's choices along the model: fates of results, runs again and implementations, by operator."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,30 +8,24 @@ from itertools import groupby
 from typing import Any
 
 from monetlite.core.graph import Operator, OperatorGraph, Phase
-from monetlite.core.steps import Lifetime
-from monetlite.reporting.memory import Breakdown
-from monetlite.reporting.subject import Side, Subject
+from monetlite.reporting.analysis import Analysis, Fate, StepAnalysis
 
-MOST_COLUMNS = 240
+MAX_COLUMNS = 240
 """More columns than this can't be told apart in a picture."""
 COUNTER_BYTES = 8
 """Operators that write no more than one number (a counter, a scalar) have no column, unless all are like that."""
 
-
-class Fate(StrEnum):
-    """What becomes of a result of the forward pass; in the order in which pictures stack it, from the bottom."""
-
-    STORED = "stored"
-    """Kept for the backward pass."""
-    STORED_THEN_RECOMPUTED = "stored, then recomputed"
-    """Kept for a part of the backward pass, and computed again for another."""
-    RECOMPUTED = "recomputed"
-    FREED = "not needed again"
-    """Or its memory is taken over for another result."""
+FATES = {
+    Fate.STORED: "stored",
+    Fate.STORED_THEN_RECOMPUTED: "stored_then_recomputed",
+    Fate.RECOMPUTED: "recomputed",
+    Fate.FREED: "freed",
+}
+"""Fates of a forward operator's results, in the order in which pictures stack them, and their names in files."""
 
 
 class When(StrEnum):
-    """The runs of an operator and of what belongs to it."""
+    """Kinds of runs of an operator and of those that belong to it."""
 
     FIRST = "forward"
     AGAIN = "again"
@@ -45,9 +39,9 @@ class Column:
     Attributes:
         name: the operator's, or the module that the operators belong to; module: of the first of them.
         operators: how many operators of the forward pass.
-        bytes_of: what becomes of their results, in bytes.
+        bytes_of: their results by fate, in bytes.
         again: runs of them, or of operators derived from them, in the backward part.
-        ways: for each implementation other than the default and each kind of run, how many use it.
+        ways: number of runs by implementation, other than the default, and kind of run.
     """
 
     name: str
@@ -67,25 +61,26 @@ class Stretch:
     after: int
 
 
-def columns_of(side: Side) -> tuple[Column, ...]:
+def columns_of(side: StepAnalysis) -> tuple[Column, ...]:
     """One column for each operator of the forward pass, in order."""
-    graph, breakdown = side.profile.graph, side.breakdown
+    graph = side.graph
     place = _places(graph)
-    fates = _fates(graph, breakdown)
     order = sorted({at for at in place.values() if graph.operators[at].phase is Phase.FORWARD})
     bytes_of: dict[int, Counter[Fate]] = {at: Counter() for at in order}
     again: Counter[int] = Counter()
     ways: dict[int, Counter[tuple[str, When]]] = {at: Counter() for at in order}
-    for value, fate in fates.items():
-        at = place.get(graph.writer[value])
-        if at is not None:
-            bytes_of[at][fate] += graph.values[value].size_bytes
-    for step, (index, choice) in enumerate(breakdown.timeline.steps):
+    for value in side.stays:
+        writer = graph.writer[value]
+        if graph.operators[writer].phase is Phase.FORWARD and writer in place:
+            fate = side.fate(value)
+            # An output is stored as well, whoever holds it.
+            bytes_of[place[writer]][fate if fate in FATES else Fate.STORED] += graph.values[value].size_bytes
+    for step, (index, choice) in enumerate(side.timeline.steps):
         at = place.get(index)
         if at is None:
             continue
         operator = graph.operators[index]
-        when = When.FIRST if step < breakdown.backward_begins else When.AGAIN
+        when = When.FIRST if step < side.border else When.AGAIN
         if operator.phase is Phase.BACKWARD:
             when = When.BACKWARD
         again[at] += when is When.AGAIN
@@ -101,23 +96,6 @@ def columns_of(side: Side) -> tuple[Column, ...]:
         )
         for at in order
     )
-
-
-def _fates(graph: OperatorGraph, breakdown: Breakdown) -> dict[int, Fate]:
-    """What becomes of each value that the forward operators write."""
-    stays: dict[int, list[Lifetime]] = {}
-    for stay in breakdown.lifetimes:
-        if graph.operators[graph.writer[stay.value]].phase is Phase.FORWARD:
-            stays.setdefault(stay.value, []).append(stay)
-    fates = {}
-    for value, found in stays.items():
-        recomputed = any(stay.backward for stay in found)
-        stored = any(not stay.backward and stay.end >= breakdown.backward_begins for stay in found)
-        if stored:
-            fates[value] = Fate.STORED_THEN_RECOMPUTED if recomputed else Fate.STORED
-        else:
-            fates[value] = Fate.RECOMPUTED if recomputed else Fate.FREED
-    return fates
 
 
 def _places(graph: OperatorGraph) -> dict[int, int]:
@@ -163,7 +141,7 @@ def _forward_of(
     return candidates[-1] if candidates else before
 
 
-def in_at_most(columns: Sequence[Column], most: int = MOST_COLUMNS) -> tuple[Column, ...]:
+def in_at_most(columns: Sequence[Column], most: int = MAX_COLUMNS) -> tuple[Column, ...]:
     """At most so many columns: where there are more operators, those of a module in a row share one.
 
     The modules are those deep in the model as far as their number allows; where one level has too many and the
@@ -185,7 +163,7 @@ def in_at_most(columns: Sequence[Column], most: int = MOST_COLUMNS) -> tuple[Col
 
 
 def depth_of(columns: Sequence[Column]) -> int:
-    """How many levels the deepest module's path has."""
+    """Number of levels of the deepest module's path."""
     return max((column.module.count(".") + 1 for column in columns), default=1)
 
 
@@ -216,9 +194,9 @@ def _merged(columns: Sequence[Column], name: str) -> Column:
     )
 
 
-def choices_rows(subject: Subject) -> Iterator[dict[str, Any]]:
-    """Every operator of the forward pass: what becomes of its results in bytes, and how it and its gradient run."""
-    for column in columns_of(subject.scheduled):
+def choices_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    """Every operator of the forward pass: its results in bytes by fate, and its runs and its gradient's."""
+    for column in columns_of(analysis.scheduled):
         ways = {
             when: " ".join(f"{name}×{count}" for (name, of), count in sorted(column.ways.items()) if of is when)
             for when in When
@@ -226,42 +204,20 @@ def choices_rows(subject: Subject) -> Iterator[dict[str, Any]]:
         yield {
             "operator": column.name,
             "module": column.module,
-            **{f"{_WORDS[fate]}_bytes": column.bytes_of.get(fate, 0) for fate in Fate},
+            **{f"{name}_bytes": column.bytes_of.get(fate, 0) for fate, name in FATES.items()},
             "runs_again": column.again,
             **{f"{when}_implementations": ways[when] for when in When},
         }
 
 
-def choices_facts(subject: Subject) -> dict[str, Any]:
-    """What the choices come to, for `--json`: bytes by what becomes of them, runs again, runs by implementation."""
-    total = _merged(columns_of(subject.scheduled), subject.schedule.name)
+def choices_facts(analysis: Analysis) -> dict[str, Any]:
+    """The choices in all, for `--json`: bytes by fate, runs again, runs by implementation."""
+    total = _merged(columns_of(analysis.scheduled), analysis.schedule.name)
     return {
         "forward_operators": total.operators,
-        **{f"{_WORDS[fate]}_bytes": total.bytes_of.get(fate, 0) for fate in Fate},
+        **{f"{name}_bytes": total.bytes_of.get(fate, 0) for fate, name in FATES.items()},
         "runs_again": total.again,
         "implementations": [
             {"name": name, "when": str(when), "runs": count} for (name, when), count in sorted(total.ways.items())
         ],
     }
-
-
-_WORDS = {
-    Fate.STORED: "stored",
-    Fate.STORED_THEN_RECOMPUTED: "stored_then_recomputed",
-    Fate.RECOMPUTED: "recomputed",
-    Fate.FREED: "freed",
-}
-
-
-__all__ = [
-    "Column",
-    "Fate",
-    "Stretch",
-    "When",
-    "choices_facts",
-    "choices_rows",
-    "columns_of",
-    "depth_of",
-    "in_at_most",
-    "stretches_at",
-]

@@ -1,17 +1,17 @@
-"""What `monetlite compare` prints and writes: the same figures for the terminal, as Markdown and as JSON."""
+"""The text of `monetlite compare`: the same figures for the terminal, as Markdown and as JSON."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from monetlite.checking.comparison.peer_runs import TITLES, Comparison, Duel, PeerRun, Standing
 from monetlite.core.units import format_bytes, format_ms
+from monetlite.reporting.text_tables import figures_table, markdown_table
 
 NOTES = (
     "Step and spread (fastest to slowest) are over plain training's median step. Gradients: the largest relative "
@@ -19,7 +19,7 @@ NOTES = (
 )
 
 BESIDE = "Each of them beside monetlite's fastest at an equal or smaller measured peak"
-OURS_THERE = "monetlite"
+DUEL_COLUMNS = ("", "peak", "step", "monetlite", "")
 
 
 def comparison_facts(comparison: Comparison) -> dict[str, Any]:
@@ -76,24 +76,19 @@ def comparison_facts(comparison: Comparison) -> dict[str, Any]:
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Every run, and who is faster at each budget."""
+    """Print every run, and the fastest at each budget."""
     for line in heading(comparison):
         console.print(escape(line), style="bold" if line.startswith(comparison.model) else "dim")
-    table = _table("peak", *(["reserved"] if _reserves(comparison) else []), "step", "spread", "gradients")
-    for row in _rows(comparison):
-        notes = (Padding(Text(note, style="yellow"), (0, 0, 0, 2)) for note in row.notes)
-        name = Group(Text(row.title), *notes)
-        reserved = [row.reserved] if _reserves(comparison) else []
-        table.add_row(name, row.peak, *reserved, row.step, row.spread, row.gradients)
+    table = figures_table(("", *_columns(comparison)))
+    for title, *cells, notes in _rows(comparison):
+        remarks = (Padding(Text(note, style="yellow"), (0, 0, 0, 2)) for note in notes)
+        table.add_row(Group(Text(title), *remarks), *cells)
     console.print()
     console.print(table)
     if comparison.duels:
         console.print()
         console.print(BESIDE, style="bold")
-        table = _table("peak", "step", OURS_THERE, "")
-        for cells in _duels(comparison):
-            table.add_row(*map(escape, cells))
-        console.print(table)
+        console.print(figures_table(DUEL_COLUMNS, _duels(comparison)))
     for standing in comparison.standings:
         console.print()
         console.print(escape(_title(comparison, standing)), style="bold")
@@ -106,26 +101,14 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def comparison_markdown(comparison: Comparison) -> str:
-    """The same as Markdown, and which settings were tried beside."""
+    """The same as Markdown, with the settings that were tried beside."""
     first, *others = heading(comparison)
-    reserves = _reserves(comparison)
     lines = [f"# {first}", "", *(f"{line}  " for line in others), "", NOTES, ""]
-    lines += [
-        f"| | peak |{' reserved |' if reserves else ''} step | spread | gradients | what differs |",
-        f"| --- | ---: |{' ---: |' if reserves else ''} ---: | --- | ---: | --- |",
-    ]
-    for row in _rows(comparison):
-        cells = [row.title, row.peak, *([row.reserved] if reserves else []), row.step, row.spread, row.gradients]
-        lines.append(_markdown_row([*cells, "; ".join(row.notes)]))
+    rows = [(title, *cells, "; ".join(notes)) for title, *cells, notes in _rows(comparison)]
+    left = ("", "spread", "what differs")
+    lines += markdown_table(("", *_columns(comparison), "what differs"), rows, left)
     if comparison.duels:
-        lines += [
-            "",
-            f"**{BESIDE}**",
-            "",
-            f"| | peak | step | {OURS_THERE} | |",
-            "| --- | ---: | ---: | ---: | --- |",
-        ]
-        lines += [_markdown_row(cells) for cells in _duels(comparison)]
+        lines += ["", f"**{BESIDE}**", "", *markdown_table(DUEL_COLUMNS, _duels(comparison))]
     for standing in comparison.standings:
         lines += ["", f"**{_title(comparison, standing)}.** {verdict(comparison, standing)}"]
         for line in _who_fits(comparison, standing):
@@ -137,7 +120,7 @@ def comparison_markdown(comparison: Comparison) -> str:
 
 
 def heading(comparison: Comparison) -> list[str]:
-    """What was compared, on what hardware, with which versions, in lines."""
+    """The model, the hardware, the versions and plain training, in lines."""
     where = comparison.environment
     threads = f", {where['threads']} threads" if "threads" in where else ""
     cuda = f", CUDA {where['cuda']}" if "cuda" in where else ""
@@ -157,7 +140,7 @@ def heading(comparison: Comparison) -> list[str]:
 
 
 def verdict(comparison: Comparison, standing: Standing) -> str:
-    """In a sentence, whether monetlite is faster than every peer that fits, at no larger a measured peak."""
+    """A sentence on monetlite beside every peer that fits, at no larger a measured peak."""
     lost = [duel for duel in standing.duels if not duel.faster]
     if lost:
         worst = min(lost, key=lambda duel: duel.peer.step_ms)
@@ -179,52 +162,42 @@ def verdict(comparison: Comparison, standing: Standing) -> str:
     return f"Yes: monetlite is faster than every peer that fits, at an equal or smaller measured peak{within}."
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """A run in words."""
-
-    title: str
-    notes: tuple[str, ...]
-    peak: str
-    reserved: str
-    step: str
-    spread: str
-    gradients: str
+def _columns(comparison: Comparison) -> tuple[str, ...]:
+    return ("peak", *(["reserved"] if _reserves(comparison) else []), "step", "spread", "gradients")
 
 
-def _rows(comparison: Comparison) -> Iterator[_Row]:
+def _rows(comparison: Comparison) -> Iterator[tuple[Any, ...]]:
+    """The title of each run, its cells, and the notes on it."""
     for run in comparison.runs:
         spread = comparison.spread(run)
         difference = run.gradient_difference
-        yield _Row(
-            title=run.title,
-            notes=(run.failure,) if run.failure else run.faults,
-            peak=_peak(run),
-            reserved="" if run.reserved_bytes is None else format_bytes(run.reserved_bytes),
-            step=_step(comparison, run),
-            spread="" if spread is None else f"{spread[0]:.2f}–{spread[1]:.2f}",
-            gradients="" if difference is None else "same" if difference == 0 else f"{difference:.0e}",
+        reserved = "" if run.reserved_bytes is None else format_bytes(run.reserved_bytes)
+        yield (
+            run.title,
+            _peak(run),
+            *([reserved] if _reserves(comparison) else []),
+            _step(comparison, run),
+            "" if spread is None else f"{spread[0]:.2f}–{spread[1]:.2f}",
+            "" if difference is None else "same" if difference == 0 else f"{difference:.0e}",
+            (run.failure,) if run.failure else run.faults,
         )
 
 
-def _duels(comparison: Comparison) -> Iterator[tuple[str, str, str, str, str]]:
-    """A peer, its peak and step, monetlite's step within that peak, and whether that is faster."""
+def _duels(comparison: Comparison) -> Iterator[tuple[str, ...]]:
+    """A peer, its peak and step, monetlite's step within that peak, and the faster of the two."""
     for duel in comparison.duels:
         ours = "no schedule" if duel.ours is None else f"{_step(comparison, duel.ours)} at {_peak(duel.ours)}"
-        yield duel.peer.title, _peak(duel.peer), _step(comparison, duel.peer), ours, _outcome(duel)
+        outcome = f"{'' if duel.clear else '≈ '}{'faster' if duel.faster else 'slower'}"
+        yield duel.peer.title, _peak(duel.peer), _step(comparison, duel.peer), ours, outcome
 
 
 def _who_fits(comparison: Comparison, standing: Standing) -> Iterator[str]:
-    """The fastest setting of each peer within a budget; and who has none, with the smallest peak of each."""
+    """The fastest setting of each peer within a budget, and the smallest peak of each peer that has none."""
     if standing.duels:
         fits = (f"{duel.peer.title} ({_step(comparison, duel.peer)})" for duel in standing.duels)
         yield f"Fits: {'; '.join(fits)}."
     if standing.too_large:
         yield f"Too large: {'; '.join(f'{TITLES[run.peer]} ({_peak(run)})' for run in standing.too_large)}."
-
-
-def _outcome(duel: Duel) -> str:
-    return f"{'' if duel.clear else '≈ '}{'faster' if duel.faster else 'slower'}"
 
 
 def _title(comparison: Comparison, standing: Standing) -> str:
@@ -249,18 +222,3 @@ def _peak(run: PeerRun) -> str:
 
 def _reserves(comparison: Comparison) -> bool:
     return any(run.reserved_bytes is not None for run in comparison.runs)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", overflow="fold")
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    return table
-
-
-def _markdown_row(cells: "list[str] | tuple[str, ...]") -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-__all__ = ["comparison_facts", "comparison_markdown", "heading", "print_comparison", "verdict"]

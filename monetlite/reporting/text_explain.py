@@ -1,9 +1,9 @@
-"""What `monetlite explain` prints: an `Explanation` in words, and as JSON."""
+"""The text of `monetlite explain`, and its facts for `--json`."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -15,43 +15,41 @@ from monetlite.core.choices import DEFAULT
 from monetlite.core.graph import CHANNELS_LAST
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis_alternatives import Alternative, Kept, Limit
-from monetlite.reporting.analysis_overhead import Cause, Overhead, Share
-from monetlite.reporting.analysis_tensors import Explanation, Fate, Peak, Spared, Stay, Tensor
-from monetlite.reporting.text_solve import cost_source
+from monetlite.reporting.analysis import Analysis, Fate
+from monetlite.reporting.analysis_alternatives import Alternative, Around, LowestPeak, StoredByOne
+from monetlite.reporting.analysis_overhead import Cause, OverheadShare, extra_ms_of, overhead_shares
+from monetlite.reporting.analysis_tensors import (
+    PeakStep,
+    SparedRead,
+    TensorHistory,
+    TensorStay,
+    largest_tensors,
+    peak_step_of,
+)
 
-_MOST_NAMES = 4
+MAX_NAMES = 4
 """Names in a list within a sentence."""
-_MOST_ROWS = 8
+MAX_ROWS = 8
 """Rows of one cause of overhead."""
-_FEW_GROUPS = 4
+ENOUGH_GROUPS = 4
 """Modules are told apart as deep as it takes to have so many."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Around:
-    """What was looked for around a schedule; None where it wasn't."""
-
-    limit: Limit | None = None
-    more: Alternative | None = None
-    less: Alternative | None = None
-
-
-def explanation_facts(schedule: Schedule, found: Explanation, around: Around) -> dict[str, Any]:
+def explanation_facts(analysis: Analysis, around: Around) -> dict[str, Any]:
     """Everything that is printed and more, for `--json`: bytes and milliseconds."""
-    spent = found.overhead
+    schedule, scheduled, plain = analysis.schedule, analysis.scheduled, analysis.plain
     return {
         "model": schedule.name,
-        "costs": found.kind,
-        "device": found.device,
+        "costs": str(scheduled.profile.kind),
+        "device": scheduled.profile.device,
         "budget_bytes": schedule.budget_bytes,
-        "peak": asdict(found.peak),
-        "plain_peak_bytes": found.plain_peak_bytes,
-        "latency_ms": spent.latency_ms,
-        "plain_latency_ms": spent.plain_latency_ms,
-        "tensors": [asdict(tensor) for tensor in found.tensors],
-        "overhead_ms": spent.extra_ms,
-        "overhead": [asdict(share) for share in spent.shares],
+        "peak": asdict(peak_step_of(scheduled)),
+        "plain_peak_bytes": plain.peak_bytes,
+        "latency_ms": scheduled.latency_ms,
+        "plain_latency_ms": plain.latency_ms,
+        "tensors": [asdict(tensor) for tensor in largest_tensors(scheduled)],
+        "overhead_ms": scheduled.latency_ms - plain.latency_ms,
+        "overhead": [asdict(share) for share in overhead_shares(analysis)],
         "smallest_proven_bytes": schedule.smallest_proven_bytes,
         "smallest_reached_bytes": schedule.smallest_reached_bytes,
         "limit": around.limit and asdict(around.limit),
@@ -70,39 +68,52 @@ class _Page:
         self._console.print()
         self._console.print(Text(text, style="bold"))
 
-    def say(self, text: str, indent: int = 0) -> None:
-        self._console.print(Padding(Text(text), (0, 0, 0, indent)))
+    def say(self, text: str) -> None:
+        self._console.print(Padding(Text(text), 0))
 
     def show(self, table: Table) -> None:
         self._console.print(table)
 
+    def list_sizes(self, rows: Iterable[tuple[str, int, str]]) -> None:
+        """Rows of a name, a size in bytes, and a note."""
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(overflow="fold")
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(no_wrap=True)
+        for name, size_bytes, note in rows:
+            table.add_row(Text(f"  {name}"), format_bytes(size_bytes), note)
+        self.show(table)
 
-def print_explanation(console: Console, schedule: Schedule, found: Explanation, around: Around) -> None:
+
+def print_explanation(console: Console, analysis: Analysis, around: Around) -> None:
     """Print how a schedule comes to its peak and its step time, and what lies around it."""
-    page = _Page(console)
-    _summary(page, schedule, found)
-    _peak(page, found.peak)
-    _tensors(page, found)
-    _overhead(page, found.overhead)
-    _limit(page, schedule, found.peak, around.limit)
+    page, peak = _Page(console), peak_step_of(analysis.scheduled)
+    _summary(page, analysis)
+    _peak(page, peak)
+    _tensors(page, largest_tensors(analysis.scheduled))
+    _overhead(page, analysis)
+    _limit(page, analysis.schedule, peak, around.limit)
     if around.more is not None:
         page.heading("What 10% more memory would buy")
-        _alternative(page, schedule, found, around.more)
+        _alternative(page, analysis, around.more)
     if around.less is not None:
         page.heading("What 10% less memory would cost")
-        _alternative(page, schedule, found, around.less)
+        _alternative(page, analysis, around.less)
 
 
-def _summary(page: _Page, schedule: Schedule, found: Explanation) -> None:
-    spent, peak_bytes = found.overhead, found.peak.memory_bytes
-    source = cost_source(found.device, found.kind, found.environment)
+def _summary(page: _Page, analysis: Analysis) -> None:
+    schedule, scheduled, plain = analysis.schedule, analysis.scheduled, analysis.plain
     page.say(
-        f"{schedule.name}: peak {format_bytes(peak_bytes)} within {format_bytes(schedule.budget_bytes)}, step "
-        f"{format_ms(spent.latency_ms)}, {source}."
+        f"{schedule.name}: peak {format_bytes(scheduled.peak_bytes)} within {format_bytes(schedule.budget_bytes)}, "
+        f"step {format_ms(scheduled.latency_ms)}, {analysis.costs}."
     )
-    plain = f"peak {format_bytes(found.plain_peak_bytes)}, step {format_ms(spent.plain_latency_ms)}"
-    memory = f"{peak_bytes / found.plain_peak_bytes:.0%} of the memory"
-    page.say(f"Plain training: {plain}. The schedule takes {memory} and {_time_taken(spent)}.")
+    time_taken = f"{abs(analysis.overhead):.1%} {'more' if analysis.overhead > 0 else 'less'} time"
+    if abs(analysis.overhead) < 0.0005:
+        time_taken = "as much time"
+    page.say(
+        f"Plain training: peak {format_bytes(plain.peak_bytes)}, step {format_ms(plain.latency_ms)}. The schedule "
+        f"takes {scheduled.peak_bytes / plain.peak_bytes:.0%} of the memory and {time_taken}."
+    )
     extras = []
     if schedule.optimizer:
         extras.append(f"the state and step of {schedule.optimizer} are counted")
@@ -114,7 +125,7 @@ def _summary(page: _Page, schedule: Schedule, found: Explanation) -> None:
         extras.append("images are in channels-last")
     if extras:
         page.say(f"In the schedule, {'; '.join(extras)}.")
-    if found.as_solved(schedule):
+    if analysis.as_solved:
         bound = format_ms(schedule.lower_bound_ms)
         page.say(f"No schedule within the budget takes less than {bound} (gap {schedule.gap:.1%}).")
     else:
@@ -122,63 +133,43 @@ def _summary(page: _Page, schedule: Schedule, found: Explanation) -> None:
         page.say(f"Its file was written with other costs, and says: {written}.")
 
 
-def _time_taken(spent: Overhead) -> str:
-    ratio = spent.extra_ms / spent.plain_latency_ms if spent.plain_latency_ms > 0 else 0.0
-    if abs(ratio) < 0.0005:
-        return "as much time"
-    return f"{abs(ratio):.1%} {'more' if ratio > 0 else 'less'} time"
-
-
-def _peak(page: _Page, peak: Peak) -> None:
+def _peak(page: _Page, peak: PeakStep) -> None:
     page.heading("How the peak comes about")
     page.say(
         f"The peak of {format_bytes(peak.memory_bytes)} is at {_peak_operator(peak)}: step {peak.step + 1} of "
         f"{peak.steps}, in the {_part(peak)}. Held there:"
     )
-    page.show(_held(peak))
+    _held(page, peak)
     page.say(
         f"{format_bytes(peak.own_bytes)} of it are the operator's own inputs, results and workspace. The largest "
         "tensors there:"
     )
-    table = _table()
-    for held in peak.largest:
-        table.add_row(f"  {held.name}", format_bytes(held.size_bytes), str(held.holding))
-    page.show(table)
+    page.list_sizes((held.name, held.size_bytes, str(held.holding)) for held in peak.largest)
 
 
-def _peak_operator(peak: Peak) -> str:
+def _peak_operator(peak: PeakStep) -> str:
     how = "" if peak.implementation == DEFAULT else f" (run as {peak.implementation})"
     return f"{peak.operator}{how}{', run again' if peak.again else ''}"
 
 
-def _part(peak: Peak) -> str:
+def _part(peak: PeakStep) -> str:
     return "backward pass" if peak.backward else "forward pass"
 
 
-def _held(peak: Peak) -> Table:
-    table = _table()
-    for holding, size_bytes in peak.held_bytes.items():
-        if size_bytes:
-            share = size_bytes / peak.memory_bytes if peak.memory_bytes else 0.0
-            table.add_row(f"  {holding}", format_bytes(size_bytes), f"{share:.1%}")
-    return table
+def _held(page: _Page, peak: PeakStep) -> None:
+    page.list_sizes(
+        (holding, size_bytes, f"{size_bytes / peak.memory_bytes:.1%}")
+        for holding, size_bytes in peak.held_bytes.items()
+        if size_bytes
+    )
 
 
-def _table() -> Table:
-    """A column of names, one of numbers, and one of notes."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(overflow="fold")
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="left", no_wrap=True)
-    return table
-
-
-def _tensors(page: _Page, found: Explanation) -> None:
-    page.heading(f"The {len(found.tensors)} largest tensors of the forward pass")
+def _tensors(page: _Page, tensors: Sequence[TensorHistory]) -> None:
+    page.heading(f"The {len(tensors)} largest tensors of the forward pass")
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right")
     table.add_column(overflow="fold")
-    for number, tensor in enumerate(found.tensors, 1):
+    for number, tensor in enumerate(tensors, 1):
         written = "" if tensor.operator == tensor.name else f", written by {tensor.operator}"
         shape = "x".join(map(str, tensor.shape))
         title = f"{tensor.name}: {format_bytes(tensor.size_bytes)}, {shape} {tensor.dtype}{written}"
@@ -186,8 +177,8 @@ def _tensors(page: _Page, found: Explanation) -> None:
     page.show(table)
 
 
-def story(tensor: Tensor) -> str:
-    """What happens to a tensor, in sentences."""
+def story(tensor: TensorHistory) -> str:
+    """The history of a tensor, in sentences."""
     first = tensor.stays[0] if tensor.stays else None
     sentences = []
     if first is None:
@@ -196,7 +187,7 @@ def story(tensor: Tensor) -> str:
         sentences.append("Not made in the forward pass.")
     elif tensor.fate is Fate.HELD:
         sentences.append(f"Held to the end of the step{_read_by(first)}.")
-    elif tensor.fate is Fate.STORED:
+    elif tensor.fate in (Fate.STORED, Fate.STORED_THEN_RECOMPUTED):
         sentences.append(f"Kept from {first.writer} to {first.until}{_taken_over(first)}{_read_by(first)}.")
     elif first.readers:
         sentences.append(f"Dropped in the forward pass after {first.until}{_taken_over(first)}.")
@@ -204,20 +195,20 @@ def story(tensor: Tensor) -> str:
         sentences.append("Dropped as soon as it is made.")
     if again := tensor.recomputations:
         sentences.append(_computed_again(again, made=first is not None and first.before is None))
-    elif tensor.fate in (Fate.UNNEEDED, Fate.NEVER_MADE):
+    elif tensor.fate in (Fate.FREED, Fate.NEVER_MADE):
         sentences.append(_unneeded(tensor.spared))
     return " ".join(sentences)
 
 
-def _taken_over(stay: Stay) -> str:
+def _taken_over(stay: TensorStay) -> str:
     return ", which writes its result over it" if stay.overwritten else ""
 
 
-def _read_by(stay: Stay) -> str:
+def _read_by(stay: TensorStay) -> str:
     return f"; read by {_listed(stay.readers)}" if stay.readers else ""
 
 
-def _computed_again(stays: Sequence[Stay], made: bool) -> str:
+def _computed_again(stays: Sequence[TensorStay], made: bool) -> str:
     times = {1: "once", 2: "twice"}.get(len(stays), f"{len(stays)} times")
     each = sorted({format_ms(stay.latency_ms) for stay in stays})
     cost = (
@@ -227,7 +218,7 @@ def _computed_again(stays: Sequence[Stay], made: bool) -> str:
     return f"Computed{' again' if made else ''} {times}, before {before}, for {cost}."
 
 
-def _unneeded(spared: Sequence[Spared]) -> str:
+def _unneeded(spared: Sequence[SparedRead]) -> str:
     if not spared:
         return "Neither this backward pass nor plain training's needs it."
     ways = [
@@ -240,82 +231,81 @@ def _unneeded(spared: Sequence[Spared]) -> str:
 def _listed(names: Iterable[str]) -> str:
     """The first few names, and how many more."""
     distinct = list(dict.fromkeys(names))
-    rest = len(distinct) - _MOST_NAMES
-    listed = ", ".join(distinct[:_MOST_NAMES])
+    rest = len(distinct) - MAX_NAMES
+    listed = ", ".join(distinct[:MAX_NAMES])
     return f"{listed} and {rest} more" if rest > 0 else listed
 
 
-def _overhead(page: _Page, spent: Overhead) -> None:
+def _overhead(page: _Page, analysis: Analysis) -> None:
     page.heading("Where the step takes longer than plain training's, and where less")
-    if not spent.shares:
+    all_shares = overhead_shares(analysis)
+    if not all_shares:
         page.say("Nowhere: every operator runs once and as it does there.")
         return
-    digits = max(2, 4 - math.floor(math.log10(max(spent.plain_latency_ms, 1e-9))))
+    scheduled_ms, plain_ms = analysis.scheduled.latency_ms, analysis.plain.latency_ms
+    digits = max(2, 4 - math.floor(math.log10(max(plain_ms, 1e-9))))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", overflow="fold")
     table.add_column("runs", justify="right", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
+
+    def add(label: str, shares: Sequence[OverheadShare]) -> None:
+        runs = sum(share.runs for share in shares)
+        table.add_row(Text(label), str(runs), f"{extra_ms_of(shares):+.{digits}f}")
+
     for cause in Cause:
-        shares = spent.of(cause)
-        if not shares:
-            continue
-        table.add_row(str(cause), str(_runs(shares)), f"{_ms(shares):+.{digits}f}")
-        for label, group in _groups(shares):
-            table.add_row(f"  {label}", str(_runs(group)), f"{_ms(group):+.{digits}f}")
-    table.add_row("in all", "", f"{spent.extra_ms:+.{digits}f}", style="bold")
+        if shares := [share for share in all_shares if share.cause is cause]:
+            add(cause, shares)
+            for label, group in _groups(shares):
+                add(f"  {label}", group)
+    table.add_row("in all", "", f"{scheduled_ms - plain_ms:+.{digits}f}", style="bold")
     page.show(table)
     page.say(
-        f"The unindented rows are all there is. They sum to the {spent.latency_ms:.{digits}f} ms of the schedule "
-        f"less the {spent.plain_latency_ms:.{digits}f} ms of plain training, each row rounded."
+        f"The unindented rows are all there is. They sum to the {scheduled_ms:.{digits}f} ms of the schedule "
+        f"less the {plain_ms:.{digits}f} ms of plain training, each row rounded."
     )
 
 
-def _runs(shares: Iterable[Share]) -> int:
-    return sum(share.runs for share in shares)
-
-
-def _ms(shares: Iterable[Share]) -> float:
-    return math.fsum(share.extra_ms for share in shares)
-
-
-def _groups(shares: Sequence[Share]) -> list[tuple[str, list[Share]]]:
+def _groups(shares: Sequence[OverheadShare]) -> list[tuple[str, list[OverheadShare]]]:
     """Shares of one cause: re-runs by module, others by what runs and how. The largest, and the rest as one."""
     if shares[0].cause is Cause.RECOMPUTED:
         depth = _depth([share.module for share in shares])
 
-        def label(share: Share) -> str:
+        def label(share: OverheadShare) -> str:
             return ".".join(share.module.split(".")[:depth]) or "(outside of submodules)"
     else:
 
-        def label(share: Share) -> str:
+        def label(share: OverheadShare) -> str:
             how = "" if share.implementation == DEFAULT else f" as {share.implementation}"
             return f"{share.family.removeprefix('monetlite.')}{how}"
 
     return _largest(shares, label)
 
 
-def _largest(shares: Iterable[Share], label: Callable[[Share], str]) -> list[tuple[str, list[Share]]]:
-    groups: defaultdict[str, list[Share]] = defaultdict(list)
+def _largest(
+    shares: Iterable[OverheadShare], label: Callable[[OverheadShare], str]
+) -> list[tuple[str, list[OverheadShare]]]:
+    groups: defaultdict[str, list[OverheadShare]] = defaultdict(list)
     for share in shares:
         groups[label(share)].append(share)
-    order = sorted(groups.items(), key=lambda item: -abs(_ms(item[1])))
-    if len(order) <= _MOST_ROWS:
+    order = sorted(groups.items(), key=lambda item: -abs(extra_ms_of(item[1])))
+    if len(order) <= MAX_ROWS:
         return order
-    rest = [share for _, group in order[_MOST_ROWS - 1 :] for share in group]
-    return [*order[: _MOST_ROWS - 1], (f"{len(order) - _MOST_ROWS + 1} others", rest)]
+    rest = [share for _, group in order[MAX_ROWS - 1 :] for share in group]
+    return [*order[: MAX_ROWS - 1], (f"{len(order) - MAX_ROWS + 1} others", rest)]
 
 
 def _depth(modules: Iterable[str]) -> int:
-    """How many parts of module paths tell at least a few groups apart, if any number does."""
+    """Number of levels of module paths that tell enough groups apart; all of them, if none does."""
     paths = [module.split(".") for module in modules]
     deepest = max(map(len, paths))
     for depth in range(1, deepest):
-        if len({tuple(path[:depth]) for path in paths}) >= _FEW_GROUPS:
+        if len({tuple(path[:depth]) for path in paths}) >= ENOUGH_GROUPS:
             return depth
     return deepest
 
 
-def _limit(page: _Page, schedule: Schedule, present: Peak, limit: Limit | None) -> None:
+def _limit(page: _Page, schedule: Schedule, present: PeakStep, limit: LowestPeak | None) -> None:
     page.heading("What limits going lower")
     proven = max(schedule.smallest_proven_bytes, limit.proven_bytes if limit is not None else 0)
     known = [schedule.smallest_reached_bytes, None if limit is None else limit.peak.memory_bytes]
@@ -333,11 +323,11 @@ def _limit(page: _Page, schedule: Schedule, present: Peak, limit: Limit | None) 
     place = f"at {_peak_operator(peak)}, in the {_part(peak)}"
     own = f"{format_bytes(peak.own_bytes)} of that are the operator's own inputs, results and workspace"
     page.say(f"{which} peaks at {format_bytes(peak.memory_bytes)}, {place}. {own}:")
-    page.show(_held(peak))
+    _held(page, peak)
 
 
-def _alternative(page: _Page, schedule: Schedule, found: Explanation, other: Alternative) -> None:
-    present_ms = found.overhead.latency_ms
+def _alternative(page: _Page, analysis: Analysis, other: Alternative) -> None:
+    schedule, present_ms = analysis.schedule, analysis.scheduled.latency_ms
     budget, seconds = format_bytes(other.budget_bytes), _seconds(other.seconds)
     bound = f"No schedule there takes less than {format_ms(other.lower_bound_ms)}."
     if other.latency_ms is None or other.peak_bytes is None:
@@ -370,16 +360,10 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 0.95 else "less than a second"
 
 
-def _kept(page: _Page, title: str, tensors: Sequence[Kept], note: str) -> None:
+def _kept(page: _Page, title: str, tensors: Sequence[StoredByOne], note: str) -> None:
     if not tensors:
         return
     size = format_bytes(sum(item.size_bytes for item in tensors))
-    more = f", the largest {_MOST_NAMES} of them" if len(tensors) > _MOST_NAMES else ""
+    more = f", the largest {MAX_NAMES} of them" if len(tensors) > MAX_NAMES else ""
     page.say(f"{title} {len(tensors)} tensor{'s' if len(tensors) > 1 else ''}, {size}{more}:")
-    table = _table()
-    for item in tensors[:_MOST_NAMES]:
-        table.add_row(f"  {item.name}", format_bytes(item.size_bytes), note if item.recomputed else "")
-    page.show(table)
-
-
-__all__ = ["Around", "explanation_facts", "print_explanation", "story"]
+    page.list_sizes((item.name, item.size_bytes, note if item.recomputed else "") for item in tensors[:MAX_NAMES])

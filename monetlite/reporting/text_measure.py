@@ -1,4 +1,4 @@
-"""What `monetlite measure` prints and writes."""
+"""The text of `monetlite measure`, and the files that it writes."""
 
 import csv
 import io
@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from monetlite.checking.measurements import (
     BatchRun,
@@ -23,6 +22,8 @@ from monetlite.checking.measurements import (
     tells_enough,
 )
 from monetlite.core.units import format_bytes, format_ms
+from monetlite.reporting.text_solve import format_rate
+from monetlite.reporting.text_tables import facts_table, figures_table, markdown_table
 
 
 def measurement_facts(found: Measurements) -> dict[str, Any]:
@@ -90,21 +91,10 @@ def as_text(found: Measurements, suffix: str) -> str:
 def print_measurements(console: Console, found: Measurements) -> None:
     """The device, loading, and a table for each mode with what follows for larger batches."""
     console.print(escape(found.description or "nothing could be loaded"))
-    facts = Table(box=None, show_header=False, pad_edge=False)
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(overflow="fold")
-    for name, text in _about(found):
-        facts.add_row(name, escape(text))
-    console.print(facts)
+    console.print(facts_table(_about(found)))
     for mode in found.modes:
-        runs = found.of(mode)
-        table = Table(
-            title=_title(found, mode), title_justify="left", box=None, pad_edge=False, header_style="bold"
-        )
-        for column in _columns(found.place):
-            table.add_column(column, justify="right", no_wrap=True)
-        for run in runs:
-            table.add_row(*_cells(run, found.place))
+        rows = (_cells(run, found.place) for run in found.of(mode))
+        table = figures_table(_columns(found.place), rows, title=_title(found, mode))
         console.print()
         console.print(table)
         for sentence in _conclusions(found, mode):
@@ -117,16 +107,14 @@ def _markdown(found: Measurements) -> str:
     lines = [f"# {found.model}", "", found.description, ""]
     lines += [f"- {name}: {text}" for name, text in _about(found)]
     for mode in found.modes:
-        columns = _columns(found.place)
-        lines += ["", f"## {_title(found, mode)}", ""]
-        lines += [f"| {' | '.join(columns)} |", f"|{' ---: |' * len(columns)}"]
-        lines += [f"| {' | '.join(_cells(run, found.place))} |" for run in found.of(mode)]
+        rows = (_cells(run, found.place) for run in found.of(mode))
+        lines += ["", f"## {_title(found, mode)}", "", *markdown_table(_columns(found.place), rows)]
         lines += ["", *_conclusions(found, mode)]
     return "\n".join([*lines, "", _legend(found.place), ""])
 
 
 def _about(found: Measurements) -> list[tuple[str, str]]:
-    """The device, and what loading the model takes."""
+    """The device, and the time and memory of loading the model."""
     place, environment = found.place, dict(found.place.environment)
     name = environment.pop("device", place.device)
     rows = [("device", ", ".join([name, *(f"{key} {value}" for key, value in environment.items())]))]
@@ -184,7 +172,7 @@ def _cells(run: BatchRun, place: Place) -> tuple[str, ...]:
         *("not known" if size is None else format_bytes(size) for size in sizes),
         format_ms(run.median_ms),
         _spread(run.times_ms),
-        f"{run.samples_per_s:.3g}" if run.samples_per_s < 999.5 else f"{run.samples_per_s:.0f}",
+        format_rate(run.samples_per_s),
     )
 
 
@@ -193,7 +181,7 @@ def _spread(times_ms: Sequence[float]) -> str:
 
 
 def _conclusions(found: Measurements, mode: Mode) -> list[str]:
-    """What the memory of the batches that ran says of others."""
+    """Conclusions from the memory of the batches that ran on larger ones."""
     runs = found.of(mode)
     ran = [run.batch for run in runs if run.memory is not None]
     beyond = next((run.batch for run in runs if run.out_of_memory), None)
@@ -224,7 +212,7 @@ def _slope(line: Line, count: int) -> str:
 
 
 def _about_number(batch: int) -> str:
-    """A predicted batch in two digits, downwards: the rest is not known."""
+    """A predicted batch, rounded down to two digits: the rest is not known."""
     unit = 10 ** max(0, len(str(batch)) - 2)
     return str(batch) if unit == 1 else f"about {batch // unit * unit}"
 
@@ -240,6 +228,3 @@ def _legend(place: Place) -> str:
         f"{peak}, as torch allocates them. process: this process at its highest, with Python, libraries and what "
         "they take without torch. time: the median"
     )
-
-
-__all__ = ["as_text", "measurement_facts", "print_measurements"]

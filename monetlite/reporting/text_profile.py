@@ -1,16 +1,18 @@
-"""What `monetlite profile` prints: where the time and the memory of a step go."""
+"""The text of `monetlite profile`: the time and the memory of a step, by operator."""
 
 from collections import Counter, defaultdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from monetlite.core.costs import Profile
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.text_solve import cost_source
+from monetlite.reporting.analysis import StepAnalysis, cost_source
+from monetlite.reporting.text_tables import figures_table
+
+MAX_FAMILIES = 10
 
 
 def profile_facts(profile: Profile) -> dict[str, Any]:
@@ -55,43 +57,40 @@ def profile_facts(profile: Profile) -> dict[str, Any]:
 def print_profile(console: Console, profile: Profile, top: int) -> None:
     """Print the step's totals, its operator families, and its most expensive operators."""
     graph = profile.graph
-    plain = simulate(profile, plain_steps(graph))
-    source = cost_source(profile.device, profile.kind, profile.environment)
-    peak = graph.operators[plain.steps[plain.peak_step][0]].name
+    plain = StepAnalysis(profile=profile, timeline=simulate(profile, plain_steps(graph)))
     console.print(
-        f"{graph.traced_count} operators, costs {source}; plain training: step "
-        f"{format_ms(plain.latency_ms)}, peak {format_bytes(plain.peak_bytes)} at {peak}"
+        f"{graph.traced_count} operators, costs {cost_source(profile)}; plain training: step "
+        f"{format_ms(plain.latency_ms)}, peak {format_bytes(plain.peak_bytes)} at {plain.peak_operator}"
     )
+    default = [
+        (operator, costs[0])
+        for operator, costs in zip(graph.operators, profile.costs, strict=True)
+        if not operator.derived
+    ]
     totals: defaultdict[str, float] = defaultdict(float)
-    for operator, costs in zip(graph.operators, profile.costs, strict=True):
-        if not operator.derived:
-            totals[operator.family] += costs[0].latency_ms
-    families = Table(title="by family", title_justify="left", box=None, pad_edge=False)
-    families.add_column("family")
-    families.add_column("operators", justify="right")
-    families.add_column("latency", justify="right")
-    families.add_column("share", justify="right")
+    for operator, cost in default:
+        totals[operator.family] += cost.latency_ms
     counts = Counter(operator.family for operator in graph.operators)
-    for family, latency_ms in sorted(totals.items(), key=lambda item: -item[1])[:10]:
-        share = latency_ms / plain.latency_ms if plain.latency_ms else 0.0
-        families.add_row(family, str(counts[family]), format_ms(latency_ms), f"{share:.1%}")
-    console.print(families)
-    table = Table(title="most expensive operators", title_justify="left", box=None, pad_edge=False)
-    table.add_column("operator", overflow="fold")
-    table.add_column("latency", justify="right", no_wrap=True)
-    table.add_column("workspace", justify="right", no_wrap=True)
-    table.add_column("writes", justify="right", no_wrap=True)
-    table.add_column("ways", justify="right")
-    traced = [index for index, operator in enumerate(graph.operators) if not operator.derived]
-    order = sorted(traced, key=lambda index: -profile.costs[index][0].latency_ms)
-    for index in order[:top]:
-        operator, cost = graph.operators[index], profile.costs[index][0]
-        written = sum(graph.values[value].size_bytes for value in operator.writes)
-        table.add_row(
+    families = [
+        (
+            family,
+            str(counts[family]),
+            format_ms(latency_ms),
+            f"{latency_ms / plain.latency_ms if plain.latency_ms else 0.0:.1%}",
+        )
+        for family, latency_ms in sorted(totals.items(), key=lambda item: -item[1])[:MAX_FAMILIES]
+    ]
+    heads = ("family", "operators", "latency", "share")
+    console.print(figures_table(heads, families, left=("family",), title="by family"))
+    operators = [
+        (
             operator.name,
             format_ms(cost.latency_ms),
             format_bytes(cost.workspace_bytes),
-            format_bytes(written),
+            format_bytes(sum(graph.values[value].size_bytes for value in operator.writes)),
             str(len(operator.implementations)),
         )
-    console.print(table)
+        for operator, cost in sorted(default, key=lambda item: -item[1].latency_ms)[:top]
+    ]
+    columns = ("operator", "latency", "workspace", "writes", "ways")
+    console.print(figures_table(columns, operators, left=("operator",), title="most expensive operators"))

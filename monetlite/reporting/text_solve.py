@@ -1,10 +1,9 @@
-"""What `monetlite solve` prints: the figures people decide by."""
+"""The text of `monetlite solve`, `max-batch` and `plot --kind tradeoff`, and their facts for `--json`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from monetlite.allocator import least_limit, reserve
 from monetlite.core.choices import DEFAULT
@@ -13,45 +12,28 @@ from monetlite.core.graph import CHANNELS_LAST
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import Timeline
 from monetlite.core.units import format_bytes, format_ms
+from monetlite.planning.batches import BatchLimit
 from monetlite.planning.pipeline import unplanned_loss
+from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint
+from monetlite.reporting.analysis import Analysis, cost_source
+from monetlite.reporting.text_tables import facts_table, figures_table
 
-
-def cost_source(device: str, kind: str, environment: Mapping[str, str]) -> str:
-    """Where costs come from, in words: `estimated for a100-40gb` or `measured on NAME`."""
-    if kind == "estimated":
-        return f"estimated for {device}"
-    return f"measured on {environment.get('device', device)}"
+OURS = "monetlite"
+_TOLD = (
+    "operators fingerprint device optimizer accumulate tolerance layout autocast budget_bytes peak_bytes "
+    "reserved_bytes latency_ms plain_peak_bytes plain_latency_ms overhead lower_bound_ms gap status "
+    "smallest_proven_bytes smallest_reached_bytes solver seconds"
+)
 
 
 def schedule_facts(schedule: Schedule, output: str | None = None) -> dict[str, Any]:
     """The figures of a schedule, for `--json`: bytes, milliseconds, and fractions."""
     return {
         "model": schedule.name,
-        "operators": schedule.operators,
-        "fingerprint": schedule.fingerprint,
         "costs": schedule.kind,
-        "device": schedule.device,
-        "optimizer": schedule.optimizer,
-        "accumulate": schedule.accumulate,
-        "tolerance": schedule.tolerance,
-        "layout": schedule.layout,
-        "autocast": schedule.autocast,
-        "budget_bytes": schedule.budget_bytes,
-        "peak_bytes": schedule.peak_bytes,
-        "reserved_bytes": schedule.reserved_bytes,
-        "latency_ms": schedule.latency_ms,
-        "plain_peak_bytes": schedule.plain_peak_bytes,
-        "plain_latency_ms": schedule.plain_latency_ms,
-        "overhead": schedule.overhead,
-        "lower_bound_ms": schedule.lower_bound_ms,
-        "gap": schedule.gap,
-        "status": str(schedule.status),
-        "smallest_proven_bytes": schedule.smallest_proven_bytes,
-        "smallest_reached_bytes": schedule.smallest_reached_bytes,
+        **{name: getattr(schedule, name) for name in _TOLD.split()},
         "stored_values": len(schedule.choices.stored),
-        "recomputed_runs": sum(len(runs) for runs in schedule.choices.before.values()),
-        "solver": schedule.solver,
-        "seconds": schedule.seconds,
+        "recomputed_runs": _extra_runs(schedule),
         "output": output,
     }
 
@@ -59,73 +41,95 @@ def schedule_facts(schedule: Schedule, output: str | None = None) -> dict[str, A
 def print_schedule(console: Console, profile: Profile, schedule: Schedule, timeline: Timeline, output: str) -> None:
     """Print what a solve found."""
     graph = profile.graph
-    source = cost_source(schedule.device, schedule.kind, schedule.environment)
     peak_operator = graph.operators[timeline.steps[timeline.peak_step][0]].name
     resident = graph.resident
-    kept = [f"{format_bytes(resident.parameters)} weights", f"{format_bytes(resident.inputs)} inputs"]
-    if resident.buffers:
-        kept.insert(1, f"{format_bytes(resident.buffers)} buffers")
-    if resident.optimizer:
-        kept.append(f"{format_bytes(resident.optimizer)} {schedule.optimizer} state")
+    always = {
+        "weights": resident.parameters,
+        "buffers": resident.buffers,
+        "inputs": resident.inputs,
+        f"{schedule.optimizer} state": resident.optimizer,
+        "gradients of earlier batches": resident.gradients,
+        "cuBLAS workspaces": resident.libraries,
+    }
+    kept = ", ".join(
+        f"{format_bytes(size_bytes)} {name}"
+        for name, size_bytes in always.items()
+        if size_bytes or name in ("weights", "inputs")
+    )
     autocast = f", under autocast to {schedule.autocast}" if schedule.autocast else ""
-    if resident.gradients:
-        kept.append(f"{format_bytes(resident.gradients)} gradients of earlier batches")
-    if resident.libraries:
-        kept.append(f"{format_bytes(resident.libraries)} cuBLAS workspaces")
-    reached = schedule.smallest_reached_bytes
-    smallest = f"at least {format_bytes(schedule.smallest_proven_bytes)}"
-    if reached is not None and reached <= schedule.smallest_proven_bytes:
-        smallest = f"{format_bytes(reached)} (proven)"
-    elif reached is not None:
-        smallest = f"{format_bytes(reached)} reached, {format_bytes(schedule.smallest_proven_bytes)} proven"
-    runs = sum(len(runs) for runs in schedule.choices.before.values())
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row(
-        "graph",
-        f"{graph.traced_count} operators, {len(graph.values)} values{autocast}; always in memory: "
-        + ", ".join(kept),
-    )
-    table.add_row("costs", source)
-    table.add_row(
-        "plain training",
-        f"peak {format_bytes(schedule.plain_peak_bytes)}, step {format_ms(schedule.plain_latency_ms)}",
-    )
-    table.add_row(
-        "schedule",
-        f"peak {format_bytes(schedule.peak_bytes)} of {format_bytes(schedule.budget_bytes)} (at {peak_operator}), "
-        f"step {format_ms(schedule.latency_ms)}",
-    )
-    if found := reserved_facts(profile, schedule):
-        table.add_row("on the GPU", _reserved(schedule, found))
-    if outside := unplanned_loss(graph, schedule.budget_bytes):
-        table.add_row("the loss", outside)
-    table.add_row(
-        "overhead",
-        f"{schedule.overhead:+.1%} step time; {len(schedule.choices.stored)} values stored, "
-        f"{runs} runs beyond the forward pass",
-    )
+    reached, proven = schedule.smallest_reached_bytes, schedule.smallest_proven_bytes
+    smallest = f"at least {format_bytes(proven)}" if reached is None else _smallest(reached, proven)
+    reserved = reserved_facts(profile, schedule)
+    outside = unplanned_loss(graph, schedule.budget_bytes)
     layout = ", images in channels-last" if schedule.layout == CHANNELS_LAST else ""
-    exact = "the same bits as the captured step" if not schedule.tolerance else f"within {schedule.tolerance:g}"
-    table.add_row("implementations", f"{_other_ways(schedule)} runs not by the default one; {exact}{layout}")
-    table.add_row(
-        "bound",
-        f"no schedule within the budget is faster than {format_ms(schedule.lower_bound_ms)} "
-        f"(gap {schedule.gap:.1%}, {schedule.status})",
+    rows = [
+        (
+            "graph",
+            f"{graph.traced_count} operators, {len(graph.values)} values{autocast}; always in memory: {kept}",
+        ),
+        ("costs", cost_source(schedule)),
+        *schedule_rows(schedule, f" (at {peak_operator})"),
+        *([("on the GPU", reserved_in_words(schedule, reserved))] if reserved else []),
+        *([("the loss", outside)] if outside else []),
+        overhead_row(schedule),
+        ("implementations", f"{_other_ways(schedule)} runs not by the default one; {exactness(schedule)}{layout}"),
+        (
+            "bound",
+            f"no schedule within the budget is faster than {format_ms(schedule.lower_bound_ms)} "
+            f"(gap {schedule.gap:.1%}, {schedule.status})",
+        ),
+        ("smallest budget", smallest),
+        ("solved", f"in {schedule.seconds:.1f} s by {schedule.solver}"),
+        ("written", output),
+    ]
+    console.print(facts_table(rows))
+
+
+def schedule_rows(schedule: Schedule, peak_note: str = "") -> list[tuple[str, str]]:
+    """Peak and step time of plain training and of a schedule, in words."""
+    return [
+        (
+            "plain training",
+            f"peak {format_bytes(schedule.plain_peak_bytes)}, step {format_ms(schedule.plain_latency_ms)}",
+        ),
+        (
+            "schedule",
+            f"peak {format_bytes(schedule.peak_bytes)} of {format_bytes(schedule.budget_bytes)}{peak_note}, "
+            f"step {format_ms(schedule.latency_ms)}",
+        ),
+    ]
+
+
+def overhead_row(schedule: Schedule) -> tuple[str, str]:
+    stored = len(schedule.choices.stored)
+    return (
+        "overhead",
+        f"{schedule.overhead:+.1%} step time; {stored} values stored, {_extra_runs(schedule)} runs beyond the "
+        "forward pass",
     )
-    table.add_row("smallest budget", smallest)
-    table.add_row("solved", f"in {schedule.seconds:.1f} s by {schedule.solver}")
-    table.add_row("written", output)
-    console.print(table)
+
+
+def exactness(schedule: Schedule) -> str:
+    return "the same bits as the captured step" if not schedule.tolerance else f"within {schedule.tolerance:g}"
+
+
+def _extra_runs(schedule: Schedule) -> int:
+    return sum(map(len, schedule.choices.before.values()))
+
+
+def _smallest(reached_bytes: int, proven_bytes: int) -> str:
+    """The smallest feasible budget, as far as it is known."""
+    if reached_bytes <= proven_bytes:
+        return f"{format_bytes(reached_bytes)} (proven)"
+    return f"{format_bytes(reached_bytes)} reached, {format_bytes(proven_bytes)} proven"
 
 
 def reserved_facts(profile: Profile, schedule: Schedule) -> dict[str, int] | None:
-    """What torch's CUDA allocator takes from the GPU for a schedule, predicted, in bytes; None for costs of a CPU.
+    """Predicted reserved memory of a schedule, in bytes; None for costs of a CPU.
 
-    By its default settings, with expandable segments, and the least that it can be limited to. For a schedule that
-    was solved for reserved memory also how often in a step it gives memory back to the GPU, limited to the budget.
+    By the allocator's default settings, with expandable segments, and the least that it can be limited to. For a
+    schedule that was solved for reserved memory also the number of times in a step that it gives memory back to the
+    GPU, limited to the budget.
     """
     if profile.device == "cpu":
         return None
@@ -140,7 +144,7 @@ def reserved_facts(profile: Profile, schedule: Schedule) -> dict[str, int] | Non
     }
 
 
-def _reserved(schedule: Schedule, found: Mapping[str, int]) -> str:
+def reserved_in_words(schedule: Schedule, found: Mapping[str, int]) -> str:
     default, least = (format_bytes(found[name]) for name in ("default_bytes", "least_limit_bytes"))
     if schedule.reserved_bytes is None:
         # A limit goes with expandable segments, whose pages are large beside a small step.
@@ -152,6 +156,143 @@ def _reserved(schedule: Schedule, found: Mapping[str, int]) -> str:
 
 
 def _other_ways(schedule: Schedule) -> int:
-    """How many runs are not by an operator's default implementation."""
+    """Number of runs that are not by an operator's default implementation."""
     again = sum(how != DEFAULT for runs in schedule.choices.before.values() for _, how in runs)
     return len(schedule.choices.implementations) + again
+
+
+def batches_facts(name: str, profile: Profile, found: BatchLimit) -> dict[str, Any]:
+    """The figures for `--json`: bytes, milliseconds, samples per second."""
+    return {
+        "model": name,
+        "device": profile.device,
+        "costs": str(profile.kind),
+        "budget_bytes": found.budget_bytes,
+        "reserved": found.reserved,
+        "largest": found.largest,
+        "plain_largest": found.plain_largest,
+        "multiple_of": found.step,
+        "proven_impossible": found.proven_impossible,
+        "points": [
+            {
+                "batch": point.batch,
+                "peak_bytes": point.peak_bytes,
+                "reserved_bytes": point.reserved_bytes,
+                "latency_ms": point.latency_ms,
+                "samples_per_s": point.samples_per_s,
+                "overhead": point.overhead,
+                "scheduled": point.schedule is not None,
+            }
+            for point in found.points
+        ],
+    }
+
+
+def print_batches(console: Console, name: str, profile: Profile, found: BatchLimit) -> None:
+    """The largest batch, and a table of those on the way."""
+    budget = format_bytes(found.budget_bytes)
+    plain = f"plain training: {found.plain_largest}" if found.plain_largest else "plain training fits none"
+    if found.step > 1:
+        plain += f"; multiples of {found.step}"
+    of = f"{budget} of reserved memory" if found.reserved else budget
+    console.print(f"{name} within {of}: batch {found.largest} ({plain})", style="bold")
+    reserved = ("reserved",) if found.reserved else ()
+    rows = [
+        (
+            str(point.batch),
+            "plain" if point.schedule is None else "scheduled",
+            format_bytes(point.peak_bytes),
+            *([] if point.reserved_bytes is None else [format_bytes(point.reserved_bytes)]),
+            format_ms(point.latency_ms),
+            format_rate(point.samples_per_s),
+            "" if point.schedule is None else f"{point.overhead:+.1%}",
+        )
+        for point in found.points
+    ]
+    columns = ("batch", "how", "peak", *reserved, "step", "samples/s", "overhead")
+    console.print(figures_table(columns, rows, left=("how",)))
+    limit = f"No schedule fits a batch of {found.proven_impossible} (proven). " if found.proven_impossible else ""
+    command = f"monetlite solve --model {name} --batch {found.largest} --budget {budget.replace(' ', '')}"
+    console.print(
+        f"\n{limit}Costs are {cost_source(profile)}. To train at one of these:\n"
+        f"{command}{' --reserved' if found.reserved else ''}",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def format_rate(samples_per_s: float) -> str:
+    return f"{samples_per_s:.3g}" if samples_per_s < 999.5 else f"{samples_per_s:.0f}"
+
+
+def tradeoff_rows(tradeoff: Tradeoff) -> Iterator[dict[str, Any]]:
+    """Every point: its method, budget, peak and step time, and the bound if there is one."""
+
+    def row(name: str, point: TradeoffPoint | None, budget_bytes: int | None, **more: Any) -> dict[str, Any]:
+        return {
+            "method": name,
+            "budget_bytes": budget_bytes,
+            "peak_bytes": None if point is None else point.peak_bytes,
+            "latency_ms": None if point is None else point.latency_ms,
+            "overhead": None if point is None else tradeoff.overhead(point.latency_ms),
+            "lower_bound_ms": more.get("lower_bound_ms"),
+            "status": more.get("status"),
+        }
+
+    yield row("plain training", tradeoff.plain, None)
+    yield row("this schedule", tradeoff.own, None)
+    for item in tradeoff.budgets:
+        yield row(OURS, item.best, item.budget_bytes, lower_bound_ms=item.lower_bound_ms, status=str(item.status))
+    for name, points in tradeoff.others.items():
+        for point in points:
+            yield row(name, point, point.budget_bytes)
+
+
+def tradeoff_facts(tradeoff: Tradeoff) -> dict[str, Any]:
+    """The same for `--json`, with the smallest budget and the time limits."""
+    return {
+        "smallest_proven_bytes": tradeoff.smallest_proven_bytes,
+        "smallest_reached_bytes": tradeoff.smallest_reached_bytes,
+        "time_limit_s": tradeoff.time_limit,
+        "baseline_time_limit_s": tradeoff.baseline_seconds,
+        "points": list(tradeoff_rows(tradeoff)),
+    }
+
+
+def print_tradeoff(console: Console, analysis: Analysis, tradeoff: Tradeoff) -> None:
+    """A row for each budget: the overhead, the bound on it, and the baselines' overhead within it."""
+    title = f"{analysis.title}: step time over plain training's, costs {analysis.costs}"
+    console.print(title, style="bold", markup=False)
+    names = [name for name, points in tradeoff.others.items() if any(point.budget_bytes for point in points)]
+
+    def overhead(point: TradeoffPoint | None) -> str:
+        return "" if point is None else f"{tradeoff.overhead(point.latency_ms):+.1%}"
+
+    def within(name: str, budget_bytes: int) -> TradeoffPoint | None:
+        return next((point for point in tradeoff.others[name] if point.budget_bytes == budget_bytes), None)
+
+    rows = [
+        (
+            format_bytes(item.budget_bytes),
+            f"{item.budget_bytes / tradeoff.plain.peak_bytes:.0%}",
+            "nothing found" if item.best is None else format_ms(item.best.latency_ms),
+            overhead(item.best),
+            f"{tradeoff.overhead(item.lower_bound_ms):+.1%}",
+            *(overhead(within(name, item.budget_bytes)) for name in names),
+        )
+        for item in tradeoff.budgets
+    ]
+    console.print(figures_table(("budget", "of plain", "step", "overhead", "at least", *names), rows))
+    lines = [f"plain training: {format_bytes(tradeoff.plain.peak_bytes)}, {format_ms(tradeoff.plain.latency_ms)}"]
+    for name, points in {"this schedule": (tradeoff.own,), **tradeoff.others}.items():
+        lines += [
+            f"{name}: {format_bytes(point.peak_bytes)}, {overhead(point)}"
+            for point in points
+            if point.budget_bytes is None
+        ]
+    console.print("\n" + "; ".join(lines))
+    console.print(f"smallest budget: {smallest_in_words(tradeoff)}")
+
+
+def smallest_in_words(tradeoff: Tradeoff) -> str:
+    return _smallest(tradeoff.smallest_reached_bytes, tradeoff.smallest_proven_bytes)

@@ -1,4 +1,4 @@
-"""What `monetlite verify` prints: what was measured beside what was promised, what differs, and the verdict."""
+"""The text of `monetlite verify`: what was measured beside what was promised, what differs, and the verdict."""
 
 import math
 from collections.abc import Sequence
@@ -12,63 +12,41 @@ from rich.table import Table
 from monetlite.checking.operator_differences import OperatorComparison, OperatorDifference
 from monetlite.checking.report import Report, describe
 from monetlite.core.units import format_bytes, format_ms
+from monetlite.reporting.text_tables import facts_table, figures_table
 
-MOST_DIFFERENCES = 5
-"""How many gradients and buffers that differ are listed."""
-MOST_NAMED = 3
-"""How many operators are named in a sentence."""
+MAX_DIFFERENCES = 5
+"""Gradients and buffers that are listed."""
+MAX_NAMED = 3
+"""Operators that are named in a sentence."""
+_TOLD = (
+    "passed exact largest_difference allowed_difference unrepeated random_state budget_bytes peak_bytes "
+    "predicted_peak_bytes peak_error plain_peak_bytes predicted_plain_peak_bytes plain_peak_error reserved_bytes "
+    "plain_reserved_bytes step_ms predicted_step_ms latency_error plain_step_ms predicted_plain_step_ms "
+    "plain_latency_error overhead predicted_overhead overhead_error device same_shapes differences"
+)
 
 
 def report_facts(report: Report) -> dict[str, Any]:
     """The figures of a verification, for `--json`: bytes, milliseconds, and fractions.
 
-    null stands for what is not known or not compared, and for a difference that no number says (of a gradient that
-    one step has and the other has not).
+    Figures that are not known or not compared are null, and so is the difference of a gradient that only one of the
+    two steps has.
     """
-    facts = {
-        "passed": report.passed,
+    operators = report.operators
+    facts = {name: getattr(report, name) for name in _TOLD.split()} | {
         "reasons": [asdict(reason) for reason in report.reasons],
-        "exact": report.exact,
-        "largest_difference": report.largest_difference,
-        "allowed_difference": report.allowed_difference,
-        "unrepeated": report.unrepeated,
-        "random_state": report.random_state,
-        "budget_bytes": report.budget_bytes,
-        "peak_bytes": report.peak_bytes,
-        "predicted_peak_bytes": report.predicted_peak_bytes,
-        "peak_error": report.peak_error,
-        "plain_peak_bytes": report.plain_peak_bytes,
-        "predicted_plain_peak_bytes": report.predicted_plain_peak_bytes,
-        "plain_peak_error": report.plain_peak_error,
-        "reserved_bytes": report.reserved_bytes,
-        "plain_reserved_bytes": report.plain_reserved_bytes,
-        "step_ms": report.step_ms,
-        "predicted_step_ms": report.predicted_step_ms,
-        "latency_error": report.latency_error,
-        "plain_step_ms": report.plain_step_ms,
-        "predicted_plain_step_ms": report.predicted_plain_step_ms,
-        "plain_latency_error": report.plain_latency_error,
-        "overhead": report.overhead,
-        "predicted_overhead": report.predicted_overhead,
-        "overhead_error": report.overhead_error,
         "costs": report.kind,
-        "device": report.device,
-        "same_shapes": report.same_shapes,
         "incomparable": list(report.incomparable),
-        "differences": report.differences,
-        "operators": None if report.operators is None else _operator_facts(report.operators),
+        "operators": operators
+        and {
+            "runs": operators.runs,
+            "again": operators.again,
+            "captured": operators.captured,
+            "differing": [asdict(item) for item in operators.differing],
+        },
     }
     finite: dict[str, Any] = _finite(facts)
     return finite
-
-
-def _operator_facts(operators: OperatorComparison) -> dict[str, Any]:
-    return {
-        "runs": operators.runs,
-        "again": operators.again,
-        "captured": operators.captured,
-        "differing": [asdict(item) for item in operators.differing],
-    }
 
 
 def _finite(item: Any) -> Any:
@@ -81,32 +59,27 @@ def _finite(item: Any) -> Any:
 
 
 def print_report(console: Console, report: Report, most_operators: int) -> None:
-    """Print what a verification found, operators that differ (as many as asked for), and the verdict."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    """Print what a verification found, so many operators that differ, and the verdict."""
     same = "bit for bit plain training's"
     if report.largest_difference > 0:
         same = (
             f"within {report.largest_difference:.1e} of plain training's (relative; "
             f"{report.allowed_difference:.0e} allowed)"
         )
-    counts = f"the loss, {len(report.gradients)} gradients, {len(report.buffers)} buffers"
-    table.add_row("training", f"{same}; {counts}")
-    for name, difference in list(report.differences.items())[:MOST_DIFFERENCES]:
-        table.add_row("  differs", f"{escape(name)}: {difference:.1e}")
-    if (more := len(report.differences) - MOST_DIFFERENCES) > 0:
-        table.add_row("", f"and {more} more")
+    rows = [("training", f"{same}; the loss, {len(report.gradients)} gradients, {len(report.buffers)} buffers")]
+    listed = list(report.differences.items())
+    rows += [("  differs", f"{name}: {difference:.1e}") for name, difference in listed[:MAX_DIFFERENCES]]
+    if (more := len(listed) - MAX_DIFFERENCES) > 0:
+        rows.append(("", f"and {more} more"))
     if report.unrepeated > 0:
-        table.add_row("plain, twice", f"within {report.unrepeated:.1e}: its own kernels add up in no fixed order")
-    table.add_row("random state", "as plain training leaves it" if report.random_state else "DIFFERS")
+        rows.append(("plain, twice", f"within {report.unrepeated:.1e}: its own kernels add up in no fixed order"))
+    rows.append(("random state", "as plain training leaves it" if report.random_state else "DIFFERS"))
     if report.operators is not None:
-        table.add_row("operators", _operators_in_words(report.operators))
+        rows.append(("operators", _operators_in_words(report.operators)))
     over_bytes = report.peak_bytes - report.budget_bytes
     kept = "kept" if over_bytes <= 0 else f"EXCEEDED by {format_bytes(over_bytes)}"
-    table.add_row("budget", f"{format_bytes(report.budget_bytes)}, {kept}")
-    table.add_row("predictions", escape(_predictions(report)))
-    console.print(table)
+    rows += [("budget", f"{format_bytes(report.budget_bytes)}, {kept}"), ("predictions", _predictions(report))]
+    console.print(facts_table(rows))
     console.print()
     console.print(_figures(report))
     if report.operators is not None and report.operators.differing and most_operators:
@@ -118,7 +91,7 @@ def print_report(console: Console, report: Report, most_operators: int) -> None:
 
 
 def _predictions(report: Report) -> str:
-    """Where predictions come from, and what they are if they are of something else."""
+    """The source of the predictions, or the reason why they are of something else."""
     if not report.incomparable:
         return f"{'estimated for' if report.kind == 'estimated' else 'measured on'} {report.device}"
     peak, latency = format_bytes(report.predicted_peak_bytes), format_ms(report.predicted_step_ms)
@@ -129,34 +102,32 @@ def _predictions(report: Report) -> str:
 
 
 def _figures(report: Report) -> Table:
-    """What was measured, beside what was predicted if that is of the same step."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for heading in ("measured",) if report.incomparable else ("measured", "predicted", "off"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    """Measured figures, beside the predicted ones if those are of the same step."""
+    rows: list[tuple[str, str, str, float | None]] = []
 
-    def add(name: str, measured: str, predicted: str, error: float | None) -> None:
-        table.add_row(name, measured, *(() if error is None else (predicted, f"{error:+.1%}")))
+    def size(name: str, measured: int | None, predicted: int = 0, error: float | None = None) -> None:
+        if measured is not None:
+            rows.append((name, format_bytes(measured), format_bytes(predicted), error))
 
-    for name, size, predicted_size, error in (
-        ("peak", report.peak_bytes, report.predicted_peak_bytes, report.peak_error),
-        ("  plain", report.plain_peak_bytes, report.predicted_plain_peak_bytes, report.plain_peak_error),
-    ):
-        add(name, format_bytes(size), format_bytes(predicted_size), error)
-    for name, reserved in (("reserved", report.reserved_bytes), ("  plain", report.plain_reserved_bytes)):
-        if reserved is not None:
-            add(name, format_bytes(reserved), "", None)
-    for name, latency, predicted_latency, error in (
-        ("step time", report.step_ms, report.predicted_step_ms, report.latency_error),
-        ("  plain", report.plain_step_ms, report.predicted_plain_step_ms, report.plain_latency_error),
-    ):
-        add(name, format_ms(latency), format_ms(predicted_latency), error)
-    add("overhead", f"{report.overhead:+.1%}", f"{report.predicted_overhead:+.1%}", report.overhead_error)
-    return table
+    def latency(name: str, measured: float, predicted: float, error: float | None) -> None:
+        rows.append((name, format_ms(measured), format_ms(predicted), error))
+
+    size("peak", report.peak_bytes, report.predicted_peak_bytes, report.peak_error)
+    size("  plain", report.plain_peak_bytes, report.predicted_plain_peak_bytes, report.plain_peak_error)
+    size("reserved", report.reserved_bytes)
+    size("  plain", report.plain_reserved_bytes)
+    latency("step time", report.step_ms, report.predicted_step_ms, report.latency_error)
+    latency("  plain", report.plain_step_ms, report.predicted_plain_step_ms, report.plain_latency_error)
+    overheads = f"{report.overhead:+.1%}", f"{report.predicted_overhead:+.1%}"
+    rows.append(("overhead", *overheads, report.overhead_error))
+    columns = ("", "measured") if report.incomparable else ("", "measured", "predicted", "off")
+    return figures_table(
+        columns, [(*row[:2], *(() if row[3] is None else (row[2], f"{row[3]:+.1%}"))) for row in rows]
+    )
 
 
 def _operators_in_words(operators: OperatorComparison) -> str:
-    """Whether operators write what they do in plain training, and where it begins that they don't."""
+    """Operators that write other numbers than in plain training, and the first ones that do."""
     again = f", {operators.again} of them again," if operators.again else ""
     if not operators.differing:
         words = f"all {operators.runs} runs{again} write what plain training writes"
@@ -174,31 +145,26 @@ def _operators_in_words(operators: OperatorComparison) -> str:
 def _named(words: str, items: Sequence[OperatorDifference]) -> str:
     if not items:
         return ""
-    more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
-    return f"; {words} {', '.join(escape(describe(item)) for item in items[:MOST_NAMED])}{more}"
+    more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
+    return f"; {words} {', '.join(describe(item) for item in items[:MAX_NAMED])}{more}"
 
 
 def _print_operators(console: Console, differing: Sequence[OperatorDifference], most: int) -> None:
-    """Print the runs that differ most from plain training's, and which part of that they introduce.
+    """Print the runs that differ most from plain training's, and the part of it that they introduce.
 
-    What has been computed again, and is what it was the first time, is not listed twice.
+    A re-run that writes what the first run wrote is left out.
     """
     differing = [item for item in differing if item.number == 0 or item.repeated > 0]
-    table = Table(title="operators that differ most", title_justify="left", box=None, pad_edge=False)
-    table.add_column("operator", overflow="fold")
-    table.add_column("implementation", overflow="fold")
-    for heading in ("differs", "introduced"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for item in differing[:most]:
-        table.add_row(
-            escape(item.operator),
-            escape(item.implementation) + (f", run {item.number + 1}" if item.number else ""),
+    rows = [
+        (
+            item.operator,
+            item.implementation + (f", run {item.number + 1}" if item.number else ""),
             f"{item.difference:.1e}",
             f"{item.introduced:.1e}" if item.introduced else "0",
         )
+        for item in differing[:most]
+    ]
     if (more := len(differing) - most) > 0:
-        table.add_row(f"and {more} more", "", "", "")
-    console.print(table)
-
-
-__all__ = ["print_report", "report_facts"]
+        rows.append((f"and {more} more", "", "", ""))
+    columns = ("operator", "implementation", "differs", "introduced")
+    console.print(figures_table(columns, rows, left=columns[:2], title="operators that differ most"))

@@ -20,7 +20,7 @@ from monetlite.core.graph import Implementation
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.models import build_model
-from monetlite.reporting.text_solve import _reserved
+from monetlite.reporting.text_solve import reserved_in_words
 
 BUDGET = 480 * 10**6
 
@@ -164,4 +164,4 @@ def test_the_command_line_says_what_the_gpu_shows(tmp_path: Path) -> None:
     assert "--reserved keeps it in the budget" in table
     schedule = monetlite.load_schedule(tmp_path / "s.yaml")
     facts = {"default_bytes": 2 * 10**9, "least_limit_bytes": 470 * 10**6, "releases": 3}
-    assert "gives free pages back 3× a step" in _reserved(replace(schedule, reserved_bytes=1), facts)
+    assert "gives free pages back 3× a step" in reserved_in_words(replace(schedule, reserved_bytes=1), facts)

@@ -10,7 +10,7 @@ from monetlite.core.errors import ProfileError
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.profiling import measured
-from monetlite.reporting.memory import Holding, break_down
+from monetlite.reporting.analysis import Holding, StepAnalysis
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB.\nSee above."
@@ -105,7 +105,7 @@ def test_what_cublas_keeps_is_resident_for_each_thread_that_calls_it(small, tmp_
     assert profile.graph.resident.libraries == 2 * KEPT_BYTES
     plain = simulate(profile, plain_steps(profile.graph))
     assert plain.resident_bytes == profile.graph.resident.total > 2 * KEPT_BYTES
-    held = break_down(profile, plain).bytes_of
+    held = StepAnalysis(profile=profile, timeline=plain).bytes_of
     assert min(held[Holding.WORKSPACE]) >= 2 * KEPT_BYTES
     assert [sum(step) for step in zip(*held.values(), strict=True)] == list(plain.memory_bytes)
     profile.save(tmp_path / "profile.json")

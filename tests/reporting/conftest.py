@@ -11,12 +11,9 @@ from monetlite.cli.command_options import ModelChoice
 from monetlite.cli.running import Terminal
 from monetlite.cli.subjects import open_schedule
 from monetlite.core.options import SolvingOptions
-from monetlite.core.simulate import simulate
-from monetlite.core.steps import plain_steps
 from monetlite.planning.tradeoff import trade_off
+from monetlite.reporting.analysis import analyse
 from monetlite.reporting.html import write_report
-from monetlite.reporting.memory import break_down
-from monetlite.reporting.subject import subject_of
 from monetlite.solving.baselines import segment_checkpointing
 
 MODEL = """
@@ -47,17 +44,15 @@ def resnet(tmp_path_factory):
 @pytest.fixture(scope="session")
 def resnet_file(resnet, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "resnet50.html"
-    write_report(path, resnet.schedule, resnet.profile, resnet.plain)
+    write_report(path, analyse(resnet.schedule, resnet.profile, resnet.plain))
     return path
 
 
 @pytest.fixture(scope="session")
 def runs(resnet):
     """What Python knows of both runs."""
-    return {
-        "scheduled": break_down(resnet.profile, simulate(resnet.profile, resnet.schedule)),
-        "plain": break_down(resnet.plain, simulate(resnet.plain, plain_steps(resnet.plain.graph))),
-    }
+    analysis = analyse(resnet.schedule, resnet.profile, resnet.plain)
+    return {"scheduled": analysis.scheduled, "plain": analysis.plain}
 
 
 @pytest.fixture(scope="session")
@@ -101,7 +96,7 @@ def opened(solved):
 
 @pytest.fixture(scope="session")
 def subject(opened):
-    return subject_of(opened.schedule, opened.profile, opened.plain)
+    return analyse(opened.schedule, opened.profile, opened.plain)
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +106,7 @@ def large(synthetic):
     steps = segment_checkpointing(profile)
     assert len(profile.graph.operators) > 9_700
     assert len(steps) > 12_000
-    return subject_of(schedule_of(profile, steps), profile, profile)
+    return analyse(schedule_of(profile, steps), profile, profile)
 
 
 @pytest.fixture(scope="session")

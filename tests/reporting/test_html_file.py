@@ -15,8 +15,8 @@ from step_lists import drop_once, schedule_of
 from monetlite.core.errors import ScheduleFileError
 from monetlite.core.graph import Phase
 from monetlite.core.units import format_bytes, format_ms
+from monetlite.reporting.analysis import Holding, analyse
 from monetlite.reporting.html import write_report
-from monetlite.reporting.memory import Holding
 from monetlite.solving.baselines import sqrt_checkpointing
 
 HOSTILE = (
@@ -71,7 +71,7 @@ def test_nothing_is_requested_and_nothing_else_can_run(browser, resnet_file):
 def test_it_is_small_and_its_bytes_are_always_the_same(resnet, resnet_file, tmp_path):
     assert resnet_file.stat().st_size < 1_000_000
     again = tmp_path / "again.html"
-    write_report(again, resnet.schedule, resnet.profile, resnet.plain)
+    write_report(again, analyse(resnet.schedule, resnet.profile, resnet.plain))
     assert again.read_bytes() == resnet_file.read_bytes()
 
 
@@ -137,7 +137,7 @@ def test_five_thousand_operators_are_painted_within_two_seconds(browser, synthet
     profile = synthetic(139)
     assert len(profile.graph.operators) >= 5000
     path = tmp_path / "large.html"
-    write_report(path, schedule_of(profile, sqrt_checkpointing(profile)), profile, profile)
+    write_report(path, analyse(schedule_of(profile, sqrt_checkpointing(profile)), profile, profile))
     paints = []
     for _ in range(3):
         page = Page(browser, path)
@@ -158,7 +158,7 @@ def test_plain_training_with_its_images_laid_out_otherwise(resnet, runs, tmp_pat
     )
     plain = replace(plain, graph=replace(plain.graph, operators=operators))
     path = tmp_path / "layouts.html"
-    write_report(path, resnet.schedule, resnet.profile, plain)
+    write_report(path, analyse(resnet.schedule, resnet.profile, plain))
     data = data_of(path)
     modules = {
         run: data["texts"][data["graphs"][data[run]["graph"]]["operators"]["module"][0]]
@@ -185,7 +185,7 @@ def test_a_mask_that_is_made_between_the_last_forward_and_the_first_backward_ope
         ]
         read = {value for index, at in backward for value in graph.operators[index].implementations[at].reads}
         path = tmp_path / f"{seed}.html"
-        write_report(path, schedule_of(profile, [*forward, *backward]), profile, profile)
+        write_report(path, analyse(schedule_of(profile, [*forward, *backward]), profile, profile))
         data = data_of(path)
         for mask in made & read:
             masks += 1
@@ -204,5 +204,5 @@ def data_of(path):
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(resnet, tmp_path):
     with pytest.raises(ScheduleFileError, match="no-such-folder"):
-        write_report(tmp_path / "no-such-folder" / "r.html", resnet.schedule, resnet.profile, resnet.plain)
+        write_report(tmp_path / "no-such-folder" / "r.html", analyse(resnet.schedule, resnet.profile, resnet.plain))
     assert list(tmp_path.iterdir()) in ([], [tmp_path / "monetlite-cache"])

@@ -11,10 +11,10 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.memory import Breakdown, Holding
+from monetlite.reporting.analysis import Holding, StepAnalysis
 
 
-def alive(breakdown: Breakdown, step: int):
+def alive(breakdown: StepAnalysis, step: int):
     """The stays that a step's memory counts."""
     return [
         stay

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +23,12 @@ import monetlite
 from monetlite.core.graph import Phase
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.reporting.memory import Holding
-from monetlite.reporting.model_columns import Fate, columns_of, in_at_most
+from monetlite.reporting.analysis import Fate, Holding, analyse
+from monetlite.reporting.model_columns import columns_of, in_at_most
 from monetlite.reporting.plots.choices_plot import draw_choices
 from monetlite.reporting.plots.drawing import FILLS, save_figure
 from monetlite.reporting.plots.timeline_plot import draw_timeline
-from monetlite.reporting.step_columns import MOST_COLUMNS, columns
-from monetlite.reporting.subject import subject_of
+from monetlite.reporting.timeline_columns import MAX_COLUMNS, columns
 
 STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 
@@ -70,14 +70,14 @@ def test_a_timeline_names_what_people_look_for(solved, subject, work_folder):
 def test_the_areas_drawn_sum_to_what_simulate_says(subject):
     figure = draw_timeline(subject, by_time=False)
     for axes, side in zip(figure.axes, (subject.plain, subject.scheduled), strict=True):
-        timeline = simulate(side.profile, side.breakdown.timeline.steps)
+        timeline = simulate(side.profile, side.timeline.steps)
         areas = stacks(axes)
         assert np.array_equal(areas[-1][1], timeline.memory_bytes)
         assert np.array_equal(areas[0][2], np.zeros(len(timeline.steps)))
         for (_, above, _, _), (_, _, below, _) in itertools.pairwise(areas):
             assert np.array_equal(above, below)
         for label, above, below, edges in areas:
-            assert np.array_equal(above - below, side.breakdown.bytes_of[Holding(label)])
+            assert np.array_equal(above - below, side.bytes_of[Holding(label)])
             assert np.array_equal(edges, np.arange(len(timeline.steps) + 1))
     drawn = {label for axes in figure.axes for label, *_ in stacks(axes)}
     assert {"weights", "stored", "gradients in flight"} <= drawn
@@ -86,9 +86,9 @@ def test_the_areas_drawn_sum_to_what_simulate_says(subject):
 def test_along_time_a_step_is_as_wide_as_it_is_long(subject):
     figure = draw_timeline(subject)
     for axes, side in zip(figure.axes, (subject.plain, subject.scheduled), strict=True):
-        timeline = side.breakdown.timeline
+        timeline = side.timeline
         _, top, _, edges = stacks(axes)[-1]
-        finest = axes.get_xlim()[1] / MOST_COLUMNS
+        finest = axes.get_xlim()[1] / MAX_COLUMNS
         begin = 0.0
         for latency_ms, memory_bytes in zip(timeline.latencies_ms, timeline.memory_bytes, strict=True):
             if latency_ms > 3 * finest:
@@ -107,13 +107,13 @@ def test_columns_lose_no_step_that_matters(seed):
     memory_bytes = [rng.randrange(10**6) for _ in range(count)]
     extent = max(sum(widths), 1e-3)
     found = columns(widths, memory_bytes, extent)
-    assert len(found.edges) == len(found.steps) + 1 <= 2 * MOST_COLUMNS + 3
+    assert len(found.edges) == len(found.steps) + 1 <= 2 * MAX_COLUMNS + 3
     assert all(before < after for before, after in itertools.pairwise(found.edges))
     assert list(found.steps) == sorted(set(found.steps))
     assert max(memory_bytes) in [memory_bytes[step] for step in found.steps]
     ends = list(itertools.accumulate(widths))
     for step, left, right in zip(found.steps, found.edges, found.edges[1:], strict=False):
-        if widths[step] > 5 * extent / MOST_COLUMNS:
+        if widths[step] > 5 * extent / MAX_COLUMNS:
             assert left <= ends[step] - widths[step] / 2 <= right
 
 
@@ -121,7 +121,7 @@ def test_ten_thousand_operators(large, tmp_path):
     for name, figure in (("timeline", draw_timeline(large)), ("operators", draw_timeline(large, by_time=False))):
         for axes, side in zip(figure.axes, (large.plain, large.scheduled), strict=True):
             _, top, _, edges = stacks(axes)[-1]
-            assert len(edges) <= MOST_COLUMNS + 2
+            assert len(edges) <= MAX_COLUMNS + 2
             assert top.max() == side.peak_bytes
         assert_readable(figure)
         save_figure(figure, tmp_path / f"{name}.svg", name)
@@ -151,7 +151,7 @@ def test_a_peak_anywhere_has_a_label_that_fits(shift, synthetic):
     graph = replace(made.graph, operators=tuple(operators))
     profile = replace(made, graph=graph, costs=tuple(costs))
     steps = plain_steps(graph)
-    shown = subject_of(schedule_of(profile, steps), profile, profile)
+    shown = analyse(schedule_of(profile, steps), profile, profile)
     assert shown.plain.peak_operator == name
     figure = draw_timeline(shown)
     labels = [item.get_text() for item in figure.findobj(Text) if " at base_model" in item.get_text()]
@@ -163,7 +163,7 @@ def test_a_peak_anywhere_has_a_label_that_fits(shift, synthetic):
 def test_choices_are_what_the_steps_say(opened):
     graph = opened.profile.graph
     steps = recompute_everything(graph)
-    shown = subject_of(opened.schedule, opened.profile, opened.plain, steps).scheduled
+    shown = analyse(opened.schedule, opened.profile, opened.plain, steps).scheduled
     found = columns_of(shown)
     written = {
         value
@@ -175,14 +175,14 @@ def test_choices_are_what_the_steps_say(opened):
     assert sum(sum(column.bytes_of.values()) for column in found) == pytest.approx(
         sum(graph.values[value].size_bytes for value in written), abs=100
     )
-    begins = shown.breakdown.backward_begins
+    begins = shown.border
     again = [index for index, _ in steps[begins:] if graph.operators[index].phase is Phase.FORWARD]
     assert sum(column.again for column in found) == len(again) > 10
     convolution = next(column for column in found if column.name == "1.0")
     size_bytes = 8 * 8 * 32 * 32 * 4
     assert convolution.bytes_of == {Fate.RECOMPUTED: size_bytes}
     assert convolution.again == steps[begins:].count((graph.by_name["1.0"], 0)) > 0
-    plain = subject_of(opened.schedule, opened.profile, opened.plain, plain_steps(graph)).scheduled
+    plain = analyse(opened.schedule, opened.profile, opened.plain, plain_steps(graph)).scheduled
     stored = {column.name: column for column in columns_of(plain)}["1.0"]
     assert (dict(stored.bytes_of), stored.again, dict(stored.ways)) == ({Fate.STORED: size_bytes}, 0, {})
 
@@ -195,7 +195,7 @@ def test_choices_name_other_implementations(opened, subject, solved, work_folder
     result = plot(solved, "--kind", "choices", "--output", "c.svg", "--csv", "c.csv", "--json")
     facts = json.loads(result.stdout)
     assert sum(item["runs"] for item in facts["implementations"]) == others
-    begins = subject.scheduled.breakdown.backward_begins
+    begins = subject.scheduled.border
     phases = [subject.scheduled.profile.graph.operators[index].phase for index, _ in opened.steps[begins:]]
     assert facts["runs_again"] == phases.count(Phase.FORWARD)
     words = words_of_svg("c.svg")
@@ -230,7 +230,7 @@ def test_the_numbers_behind_a_timeline(solved, subject, work_folder):
         rows = list(csv.DictReader(file))
     for run_of, side in (("plain", subject.plain), ("scheduled", subject.scheduled)):
         memory_bytes = [int(row["memory_bytes"]) for row in rows if row["run"] == run_of]
-        assert memory_bytes == list(side.breakdown.timeline.memory_bytes)
+        assert memory_bytes == list(side.timeline.memory_bytes)
     for row in rows:
         assert sum(int(row[f"{holding.replace(' ', '_')}_bytes"]) for holding in Holding) == int(
             row["memory_bytes"]
@@ -257,7 +257,8 @@ def test_the_numbers_behind_a_timeline(solved, subject, work_folder):
     ],
 )
 def test_usage_errors_before_any_work(options, says, solved, work_folder, monkeypatch):
-    monkeypatch.setattr("monetlite.cli.plot.open_schedule", lambda *_: pytest.fail("opened in vain"))
+    module = sys.modules["monetlite.cli.plot_command"]
+    monkeypatch.setattr(module, "open_schedule", lambda *_: pytest.fail("opened in vain"))
     result = plot(solved, *options)
     assert result.exit_code == 2, result.output
     assert says in " ".join(result.stderr.split())
@@ -304,7 +305,7 @@ def test_areas_that_can_touch_differ_in_lightness_or_pattern():
 
 
 def test_names_that_look_like_formulas(opened, tmp_path):
-    shown = subject_of(replace(opened.schedule, name="price_$x^2$_\\frac"), opened.profile, opened.plain)
+    shown = analyse(replace(opened.schedule, name="price_$x^2$_\\frac"), opened.profile, opened.plain)
     save_figure(draw_timeline(shown), tmp_path / "t.svg", "t")
     assert "price_$x^2$_\\frac" in words_of_svg(tmp_path / "t.svg")
 

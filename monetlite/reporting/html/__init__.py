@@ -1,7 +1,4 @@
-"""A schedule as one interactive HTML page that needs nothing but a browser.
-
-`facts` has what the page says, `columns` what its script draws, `document` puts the files in `page/` together.
-"""
+"""The HTML page: `report_page` has its words and writes it, `page_data` has the figures that its script draws."""
 
 from monetlite.reporting.html.report_page import write_report
 

@@ -1,20 +1,18 @@
-"""A schedule and plain training as columns of numbers: what the page's script draws.
+"""A schedule and plain training as columns of numbers, which the page's script draws.
 
 A step's tensors are not listed: the script has every stay of a value in memory, and finds a step's among them.
 """
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from typing import Any
 
 from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, OperatorGraph, Value, ValueKind
-from monetlite.core.steps import stored_values
-from monetlite.reporting.html.page_steps import Pair, Part, Run
-from monetlite.reporting.memory import Holding, always_there, holding_of
+from monetlite.reporting.analysis import Analysis, Fate, Holding, StepAnalysis
 from monetlite.tracing.builder import LOSS
 
-HELD_BECAUSE = {
+_HELD_BECAUSE = {
     ValueKind.OUTPUT: "the caller holds it until the step ends",
     ValueKind.TANGENT: "autograd holds it until the step ends",
     ValueKind.PARAM_GRAD: "the gradient of a weight or an input: never freed within the step",
@@ -27,7 +25,19 @@ _FAMILIES = {
 }
 _INSTALLED = "/site-packages/"
 _HOLDINGS = tuple(Holding)
-_PARTS = tuple(Part)
+
+
+class StepKind(StrEnum):
+    """Kinds of steps of a schedule."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    AGAIN = "run again"
+    EXTRA = "extra"
+    """A first run of an operator that plain training never runs, such as one that packs a mask."""
+
+
+_KINDS = tuple(StepKind)
 
 
 class _Texts:
@@ -46,49 +56,58 @@ class _Texts:
         return list(self._numbers)
 
 
-def columns_of(pair: Pair) -> dict[str, Any]:
-    """Everything that the script draws, as JSON has it: texts by number, holdings and parts by position."""
+def page_data(analysis: Analysis) -> dict[str, Any]:
+    """Everything that the script draws, for JSON: texts by number, holdings and kinds of steps by position."""
     texts = _Texts()
-    graphs = [_graph(texts, pair.scheduled.graph)]
-    same_graph = pair.plain.graph == pair.scheduled.graph
+    scheduled, plain = analysis.scheduled, analysis.plain
+    graphs = [_graph(texts, scheduled.graph)]
+    same_graph = plain.graph == scheduled.graph
     if not same_graph:
-        graphs.append(_graph(texts, pair.plain.graph))
+        graphs.append(_graph(texts, plain.graph))
+    in_plain = frozenset(plain.graph.operators[index].name for index, _ in plain.timeline.steps)
+    kinds = _kinds(scheduled, in_plain)
+    fates = (fate_in_words(scheduled, value) for value in range(len(scheduled.graph.values)))
     data = {
         "holdings": list(_HOLDINGS),
-        "parts": list(_PARTS),
-        "budget_bytes": pair.schedule.budget_bytes,
+        "parts": list(_KINDS),
+        "budget_bytes": analysis.schedule.budget_bytes,
         "graphs": graphs,
-        "scheduled": {"graph": 0, **_run(texts, pair.scheduled)},
-        "plain": {"graph": 0 if same_graph else 1, **_run(texts, pair.plain)},
-        "fates": [texts.number(fate) if fate else -1 for fate in fates(pair.scheduled)],
-        "other_ways": _other_ways(pair.scheduled),
+        "scheduled": {"graph": 0, **_run(texts, scheduled, kinds)},
+        "plain": {"graph": 0 if same_graph else 1, **_run(texts, plain, _kinds(plain, in_plain))},
+        "fates": [texts.number(fate) if fate else -1 for fate in fates],
+        "other_ways": _other_ways(scheduled, kinds),
     }
     return {**data, "texts": texts.all()}
 
 
-def fates(run: Run) -> list[str]:
-    """For each value, what a schedule does with it; empty if it is never computed."""
-    graph, timeline = run.graph, run.timeline
-    stored = set(stored_values(graph, timeline.steps))
-    stays = Counter(stay.value for stay in run.breakdown.lifetimes)
-    begins = {stay.value: stay.begin for stay in reversed(run.breakdown.lifetimes)}
+def fate_in_words(side: StepAnalysis, value: int) -> str:
+    """The fate of a value, with the number of its recomputations; empty if it is never made."""
+    fate = side.fate(value)
+    if fate is Fate.NEVER_MADE:
+        return ""
+    if fate is Fate.HELD:
+        return "held to the end"
+    if fate is Fate.GRADIENT:
+        return str(fate)
+    stays = side.stays[value]
+    found = ["stored"] if fate in (Fate.STORED, Fate.STORED_THEN_RECOMPUTED) else []
+    if stays[0].backward:
+        found.append("computed in the backward pass")
+    if (times := len(stays) - 1) > 0:
+        found.append("recomputed once" if times == 1 else f"recomputed {times} times")
+    return ", ".join(found) or "never kept"
 
-    def fate(index: int) -> str:
-        value = graph.values[index]
-        if not stays[index]:
-            return ""
-        if value.held:
-            return "held to the end"
-        if value.kind is ValueKind.GRADIENT:
-            return "gradient in flight"
-        found = ["stored"] if index in stored else []
-        if begins[index] >= run.breakdown.backward_begins:
-            found.append("computed in the backward pass")
-        if (times := stays[index] - 1) > 0:
-            found.append("recomputed once" if times == 1 else f"recomputed {times} times")
-        return ", ".join(found) or "never kept"
 
-    return [fate(index) for index in range(len(graph.values))]
+def _kinds(side: StepAnalysis, in_plain: frozenset[str]) -> list[StepKind]:
+    """The kind of each step. `in_plain` has the names of the operators that plain training runs."""
+    kinds: list[StepKind] = []
+    ran: set[int] = set()
+    for at, (index, _) in enumerate(side.timeline.steps):
+        operator = side.graph.operators[index]
+        first = StepKind.FORWARD if at < side.border else StepKind.BACKWARD
+        kinds.append(StepKind.AGAIN if index in ran else first if operator.name in in_plain else StepKind.EXTRA)
+        ran.add(index)
+    return kinds
 
 
 def _graph(texts: _Texts, graph: OperatorGraph) -> dict[str, Any]:
@@ -105,29 +124,27 @@ def _graph(texts: _Texts, graph: OperatorGraph) -> dict[str, Any]:
             "bytes": [value.size_bytes for value in values],
             "shape": texts.numbers(_shape(value) for value in values),
             "dtype": texts.numbers(value.dtype for value in values),
-            "held": texts.numbers(HELD_BECAUSE.get(value.kind, "") for value in values),
+            "held": texts.numbers(_HELD_BECAUSE.get(value.kind, "") for value in values),
         },
     }
 
 
-def _run(texts: _Texts, run: Run) -> dict[str, Any]:
-    timeline, stays = run.timeline, run.breakdown.lifetimes
-    ways = (run.graph.operators[index].implementations[way].name for index, way in timeline.steps)
-    always = always_there(run.graph.resident)
-    taken = run.breakdown.bytes_of[Holding.WORKSPACE]
-    workspaces = [workspace - always[Holding.WORKSPACE] for workspace in taken]
+def _run(texts: _Texts, side: StepAnalysis, kinds: Sequence[StepKind]) -> dict[str, Any]:
+    timeline, stays = side.timeline, side.lifetimes
     return {
         "operator": [index for index, _ in timeline.steps],
-        "implementation": texts.numbers(ways),
-        "part": [_PARTS.index(part) for part in run.parts],
+        "implementation": texts.numbers(
+            side.graph.operators[index].implementations[choice].name for index, choice in timeline.steps
+        ),
+        "part": [_KINDS.index(kind) for kind in kinds],
         "latency_ms": [_short(latency_ms) for latency_ms in timeline.latencies_ms],
-        "workspace_bytes": workspaces,
-        "backward_begins": run.breakdown.backward_begins,
+        "workspace_bytes": side.workspace_bytes,
+        "backward_begins": side.border,
         "peak_step": timeline.peak_step,
-        "always_bytes": [always.get(holding, 0) for holding in _HOLDINGS],
+        "always_bytes": [side.resident_bytes[holding] for holding in _HOLDINGS],
         "stays": {
             "value": [stay.value for stay in stays],
-            "holding": [_HOLDINGS.index(holding_of(run.graph, stay)) for stay in stays],
+            "holding": [_HOLDINGS.index(side.holding(stay)) for stay in stays],
             "begin": [stay.begin for stay in stays],
             "end": [stay.end for stay in stays],
             "overwritten": [int(stay.overwritten) for stay in stays],
@@ -136,13 +153,14 @@ def _run(texts: _Texts, run: Run) -> dict[str, Any]:
     }
 
 
-def _other_ways(run: Run) -> dict[str, list[float]]:
-    """The steps that are not run by their operator's default implementation, and what that would have taken."""
+def _other_ways(side: StepAnalysis, kinds: Sequence[StepKind]) -> dict[str, list[float]]:
+    """Steps that are not run by the default implementation, and the costs of the default there."""
     found: dict[str, list[float]] = {"step": [], "default_latency_ms": [], "default_workspace_bytes": []}
-    for at, (_, way) in enumerate(run.timeline.steps):
-        if way == 0:
+    for at, (index, choice) in enumerate(side.timeline.steps):
+        if choice == 0:
             continue
-        latency_ms, workspace_bytes = run.default_of(at)
+        cost = side.profile.costs[index][0]
+        latency_ms, workspace_bytes = cost.of_run(again=kinds[at] is StepKind.AGAIN)
         found["step"].append(at)
         found["default_latency_ms"].append(_short(latency_ms))
         found["default_workspace_bytes"].append(workspace_bytes)
@@ -150,7 +168,7 @@ def _other_ways(run: Run) -> dict[str, list[float]]:
 
 
 def _without_folder(sources: Sequence[str]) -> list[str]:
-    """Source lines without the folders that tell others of somebody's machine.
+    """Source lines without the folders of somebody's machine.
 
     An installed package's lines begin with the package; others lose the folder that all of them are in.
     """
@@ -164,13 +182,10 @@ def _without_folder(sources: Sequence[str]) -> list[str]:
 
 
 def _shape(value: Value) -> str:
-    """As people write it; empty where it is not known."""
+    """A shape as people write it; empty if it is not known."""
     return "×".join(map(str, value.shape)) or ("scalar" if value.dtype else "")
 
 
 def _short(latency_ms: float) -> float:
     """Six digits of a latency, which is more than any is known to."""
     return float(f"{latency_ms:.6g}")
-
-
-__all__ = ["HELD_BECAUSE", "columns_of", "fates"]

@@ -1,4 +1,4 @@
-"""The page: its skeleton, style and script from `page/`, filled with a schedule's figures and written to a file."""
+"""The page: its words, and the files in `page/` filled with them and with a schedule's figures."""
 
 import base64
 import hashlib
@@ -9,12 +9,12 @@ from importlib import resources
 from os import PathLike
 from string import Template
 
-from monetlite.core.costs import Profile
 from monetlite.core.files.atomic import write_atomically
-from monetlite.core.schedule import Schedule
-from monetlite.reporting.html import page_facts as facts
-from monetlite.reporting.html.page_data import columns_of
-from monetlite.reporting.html.page_steps import Pair, pair_up
+from monetlite.core.graph import CHANNELS_LAST, TensorSpec
+from monetlite.core.units import format_bytes, format_ms
+from monetlite.reporting.analysis import Analysis, Holding, cost_source
+from monetlite.reporting.html.page_data import page_data
+from monetlite.reporting.text_solve import exactness
 
 _SCRIPTS = (
     "format.js",
@@ -33,43 +33,98 @@ _SCRIPTS = (
 """In the order in which they need each other."""
 
 
-def write_report(path: str | PathLike[str], schedule: Schedule, profile: Profile, plain: Profile) -> None:
+def write_report(path: str | PathLike[str], analysis: Analysis) -> None:
     """Write a schedule as an HTML page that loads nothing and sends nothing, atomically.
 
-    Args:
-        path: where to.
-        schedule: what to show.
-        profile: the graph and the costs that it is shown with.
-        plain: those of plain training, whose images may be laid out otherwise.
+    The page has the same bytes for the same schedule and costs.
 
     Raises:
-        ScheduleMismatch, IllegalSchedule: the schedule is not one of the profile's graph.
-        ScheduleFileError: the file can't be written; what was there before is left as it was.
+        ScheduleFileError: the file can't be written; what was there before is unchanged.
     """
-    write_atomically(path, page_of(pair_up(schedule, profile, plain)))
-
-
-def page_of(pair: Pair) -> str:
-    """The page as text: the same bytes for the same schedule and costs."""
+    schedule = analysis.schedule
+    batch = f", batch {schedule.source.batch}" if schedule.source else ""
     style = _read("style.css")
     # In one function, so that nothing is global; strict from its first statement on.
     script = '(() => {\n"use strict";\n' + "".join(_read(name) for name in _SCRIPTS) + "})();\n"
-    return Template(_read("page.html")).substitute(
-        title=_text(facts.title_of(pair)),
-        introduction=_text(facts.introduction(pair)),
-        figures="".join(
-            f'<div class="figure"><dt>{_text(item.label)}</dt><dd><b>{_text(item.value)}</b>'
-            f"<span>{_text(item.note)}</span></dd></div>\n"
-            for item in facts.figures(pair)
+    page = Template(_read("page.html")).substitute(
+        title=_text(f"{schedule.name}{batch}, within {format_bytes(schedule.budget_bytes)}"),
+        introduction=_text(
+            "One training step by its schedule, and as plain training runs it. "
+            f"Memory and latency are {analysis.costs}. "
+            f"Solved in {schedule.seconds:.1f} s by {schedule.solver}: {schedule.status}."
         ),
-        details="".join(f"<dt>{_text(what)}</dt><dd>{_text(said)}</dd>\n" for what, said in facts.details(pair)),
-        at_peaks="".join(_row(row) for row in facts.at_peaks(pair)),
+        figures="".join(
+            f'<div class="figure"><dt>{_text(label)}</dt><dd><b>{_text(value)}</b>'
+            f"<span>{_text(note)}</span></dd></div>\n"
+            for label, value, note in _figures(analysis)
+        ),
+        details="".join(f"<dt>{_text(what)}</dt><dd>{_text(said)}</dd>\n" for what, said in _details(analysis)),
+        at_peaks="".join(_row(row) for row in _at_peaks(analysis)),
         style=style,
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
-        data=_data(columns_of(pair)),
+        data=_data(page_data(analysis)),
     )
+    write_atomically(path, page)
+
+
+def _figures(analysis: Analysis) -> list[tuple[str, str, str]]:
+    """(label, figure in large type, what it is to be compared with)."""
+    schedule, scheduled, plain = analysis.schedule, analysis.scheduled, analysis.plain
+    spare = schedule.budget_bytes - scheduled.peak_bytes
+    within = f"{format_bytes(spare)} to spare" if spare >= 0 else f"exceeded by {format_bytes(-spare)}"
+    of_plain = f"{scheduled.peak_bytes / plain.peak_bytes:.0%} of plain training's {format_bytes(plain.peak_bytes)}"
+    over_plain = f"{analysis.overhead:+.1%} over plain training's {format_ms(plain.latency_ms)}, {analysis.costs}"
+    gap, bound = "unknown", "no bound on the step time is proven"
+    if schedule.lower_bound_ms > 0:
+        solved = cost_source(schedule)
+        other_costs = "" if solved == analysis.costs else f" (costs {solved})"
+        gap = f"{schedule.gap:.1%}"
+        bound = f"no schedule within the budget is faster than {format_ms(schedule.lower_bound_ms)}{other_costs}"
+    return [
+        ("Budget", format_bytes(schedule.budget_bytes), within),
+        ("Peak", format_bytes(scheduled.peak_bytes), of_plain),
+        ("Step time", format_ms(scheduled.latency_ms), over_plain),
+        ("Gap", gap, bound),
+    ]
+
+
+def _details(analysis: Analysis) -> list[tuple[str, str]]:
+    """Everything else about a schedule, as (name, in words)."""
+    schedule, profile = analysis.schedule, analysis.scheduled.profile
+    inputs = ", ".join(f"{name} {_layout(spec)}" for name, spec in schedule.inputs.items())
+    environment = ", ".join(f"{name} {value}" for name, value in sorted(profile.environment.items()))
+    training = [
+        f"{schedule.optimizer} state counted" if schedule.optimizer else "no optimizer state counted",
+        "gradients of earlier batches counted" if schedule.accumulate else "",
+        f"autocast to {schedule.autocast}" if schedule.autocast else "",
+        "images in channels-last" if schedule.layout == CHANNELS_LAST else "",
+    ]
+    return [
+        ("Inputs", inputs or "none"),
+        ("Costs", analysis.costs + (f" ({environment})" if environment else "")),
+        ("Training", ", ".join(item for item in training if item)),
+        ("Results", exactness(schedule)),
+        ("Peak at", f"{analysis.scheduled.peak_operator}; plain training: {analysis.plain.peak_operator}"),
+        ("Fingerprint", schedule.fingerprint),
+    ]
+
+
+def _at_peaks(analysis: Analysis) -> list[tuple[str, ...]]:
+    """(held for, scheduled, plain) at the peak of each: a page without a script shows it instead of pictures."""
+    sides = (analysis.scheduled, analysis.plain)
+    rows = [(holding, *(format_bytes(side.peak_bytes_of[holding]) for side in sides)) for holding in Holding]
+    return [
+        *rows,
+        ("in all", *(format_bytes(side.peak_bytes) for side in sides)),
+        ("at operator", *(side.peak_operator for side in sides)),
+        ("step time", *(format_ms(side.latency_ms) for side in sides)),
+    ]
+
+
+def _layout(spec: TensorSpec) -> str:
+    return f"{'×'.join(map(str, spec.shape)) or 'scalar'} {spec.dtype}"
 
 
 def _data(columns: object) -> str:
@@ -92,8 +147,5 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What a Content-Security-Policy allows a style or a script by."""
+    """The hash by which a Content-Security-Policy allows a style or a script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-__all__ = ["page_of", "write_report"]

@@ -1,25 +1,15 @@
-"""What a schedule stores, recomputes and runs otherwise than by default, along the model."""
+"""Values stored and recomputed, and runs not by default, along the model."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from monetlite.core.units import format_bytes
-from monetlite.reporting.memory import Holding
-from monetlite.reporting.model_columns import (
-    Column,
-    Fate,
-    Stretch,
-    When,
-    columns_of,
-    depth_of,
-    in_at_most,
-    stretches_at,
-)
+from monetlite.reporting.analysis import Analysis, Fate, Holding
+from monetlite.reporting.model_columns import Column, Stretch, When, columns_of, depth_of, in_at_most, stretches_at
 from monetlite.reporting.plots.drawing import (
     FILLS,
     INK,
@@ -27,22 +17,23 @@ from monetlite.reporting.plots.drawing import (
     PAPER,
     Fill,
     add_axes,
+    add_legend,
     bytes_axis,
     elided,
     heading,
     new_figure,
+    stack_areas,
     styled,
 )
-from monetlite.reporting.subject import Subject
 
 WIDTH = 12.0
 _LEFT, _RIGHT, _TOP, _BETWEEN = 1.85, 2.3, 1.05, 0.35
 """Margins, in inches."""
 _BYTES_HEIGHT, _AGAIN_HEIGHT, _ROW_HEIGHT = 2.7, 0.8, 0.3
-_MOST_ROWS = 9
+MAX_ROWS = 9
 _NAMED_COLUMNS = 60
 """Of so few columns each is named."""
-_FEWEST_NAMES = 3
+MIN_NAMES = 3
 _LETTER, _LINE = 0.078, 0.14
 """Inches that a letter of a label takes at the most, and a line of it."""
 _LONGEST = 30
@@ -61,20 +52,20 @@ _WHEN = {
 
 
 @styled()
-def draw_choices(subject: Subject) -> Figure:
+def draw_choices(analysis: Analysis) -> Figure:
     """Three panels over the operators of the forward pass, in order (modules, where there are many).
 
-    What becomes of the bytes that each writes; how often it runs again in the backward part; and which
-    implementations other than the default it, its re-runs and its gradient use.
+    The bytes that each writes, by fate; the number of its runs again in the backward part; and the implementations
+    other than the default that it, its re-runs and its gradient use.
     """
-    operators = columns_of(subject.scheduled)
+    operators = columns_of(analysis.scheduled)
     columns = in_at_most(operators)
     ways: Counter[str] = Counter()
     for column in columns:
         for (name, _), count in column.ways.items():
             ways[name] += count
     rows = [name for name, _ in sorted(ways.items(), key=lambda item: (-item[1], item[0]))]
-    others = rows[_MOST_ROWS - 1 :] if len(rows) > _MOST_ROWS else []
+    others = rows[MAX_ROWS - 1 :] if len(rows) > MAX_ROWS else []
     shown = rows[: len(rows) - len(others)]
 
     width = WIDTH - _LEFT - _RIGHT
@@ -86,10 +77,10 @@ def draw_choices(subject: Subject) -> Figure:
     figure = new_figure(WIDTH, height)
     runs = sum(column.again for column in columns)
     title = (
-        f"{subject.title}: what a schedule for {format_bytes(subject.schedule.budget_bytes)} keeps and runs again"
+        f"{analysis.title}: what a schedule for {format_bytes(analysis.schedule.budget_bytes)} keeps and runs again"
     )
     each = "" if len(columns) == len(operators) else f"; {len(operators)} operators in {len(columns)} columns"
-    heading(figure, title, [subject.figures, f"{subject.costs}{each}"], _LEFT)
+    heading(figure, title, [analysis.figures, f"costs {analysis.costs}{each}"], _LEFT)
 
     at = bottom + ways_height + _BETWEEN
     lower = add_axes(figure, _LEFT, bottom, width, ways_height)
@@ -99,39 +90,24 @@ def draw_choices(subject: Subject) -> Figure:
     _draw_again(middle, columns, runs)
     _draw_ways(lower, columns, shown, others, ways)
     _name_columns((upper, middle, lower), columns, named, rotation)
-    met = [fate for fate in reversed(Fate) if any(column.bytes_of.get(fate) for column in columns)]
-    _legend(upper, [(_FATES[fate], _total(columns, fate)) for fate in met], "results of the forward pass")
+    totals = {fate: sum(column.bytes_of.get(fate, 0) for column in columns) for fate in reversed(_FATES)}
+    entries = [(_FATES[fate], f"{fate}: {format_bytes(size)}") for fate, size in totals.items() if size]
+    _legend(upper, entries, "results of the forward pass")
     if ways:
         words = {When.FIRST: "forward (top)", When.AGAIN: "again (middle)", When.BACKWARD: "gradient (bottom)"}
         _legend(lower, [(_WHEN[when], words[when]) for when in When], "not by default")
     return figure
 
 
-def _total(columns: Sequence[Column], fate: Fate) -> str:
-    return f"{fate}: {format_bytes(sum(column.bytes_of.get(fate, 0) for column in columns))}"
-
-
 def _draw_bytes(axes: Axes, columns: Sequence[Column]) -> None:
     edges = range(len(columns) + 1)
-    below = [0] * len(columns)
-    for fate, fill in _FATES.items():
-        above = [base + column.bytes_of.get(fate, 0) for base, column in zip(below, columns, strict=True)]
-        axes.stairs(
-            above,
-            edges,
-            baseline=below,
-            fill=True,
-            facecolor=fill.colour,
-            edgecolor=INK,
-            hatch=fill.hatch,
-            linewidth=0,
-            label=str(fate),
-        )
-        below = above
-    axes.stairs(below, edges, color=INK, linewidth=0.5)
-    axes.vlines(edges[1:-1], 0, list(map(min, below, below[1:])), color=PAPER, linewidth=0.4)
-    axes.set_ylim(0, max(below, default=0) * 1.05 or 1)
-    bytes_axis(axes.yaxis, max(below, default=0), "written")
+    layers = (
+        (str(fate), [column.bytes_of.get(fate, 0) for column in columns], fill) for fate, fill in _FATES.items()
+    )
+    top = stack_areas(axes, layers, edges, 0.5)
+    axes.vlines(edges[1:-1], 0, list(map(min, top, top[1:])), color=PAPER, linewidth=0.4)
+    axes.set_ylim(0, max(top, default=0) * 1.05 or 1)
+    bytes_axis(axes.yaxis, max(top, default=0), "written")
 
 
 def _draw_again(axes: Axes, columns: Sequence[Column], runs: int) -> None:
@@ -190,7 +166,7 @@ def _draw_ways(
 
 
 def _names(columns: Sequence[Column], width: float) -> tuple[list[Stretch], int]:
-    """What is named along the axis, and the names' rotation.
+    """Names along the axis, and their rotation.
 
     Few columns are named each; of more, the modules are, as deep in the model as their names can be read. Where
     that says next to nothing, columns at regular intervals are.
@@ -205,7 +181,7 @@ def _names(columns: Sequence[Column], width: float) -> tuple[list[Stretch], int]
             covered = sum(item.after - item.first for item in readable)
             if len(readable) > len(best) and covered >= min(best_covered, 0.9 * len(columns)):
                 best, best_covered = readable, covered
-    if len(best) < _FEWEST_NAMES:
+    if len(best) < MIN_NAMES:
         apart = -(-len(columns) // _NAMED_COLUMNS)
         return [Stretch(name=columns[at].name, first=at, after=at + 1) for at in range(0, len(columns), apart)], 90
     level = all(len(item.name) * _LETTER + 0.1 <= (item.after - item.first) * inch for item in best)
@@ -232,21 +208,5 @@ def _name_columns(
 
 
 def _legend(axes: Axes, entries: Sequence[tuple[Fill, str]], title: str) -> None:
-    axes.legend(
-        handles=[
-            Patch(facecolor=fill.colour, edgecolor=INK, hatch=fill.hatch, linewidth=0.4, label=label)
-            for fill, label in entries
-        ],
-        title=title,
-        alignment="left",
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1.02),
-        borderaxespad=0,
-        handlelength=1.4,
-        handleheight=1.1,
-        fontsize=7.5,
-        title_fontsize=8.5,
-    )
-
-
-__all__ = ["draw_choices"]
+    sizes = {"handlelength": 1.4, "handleheight": 1.1, "fontsize": 7.5, "title_fontsize": 8.5}
+    add_legend(axes, entries, title, (1.01, 1.02), **sizes)

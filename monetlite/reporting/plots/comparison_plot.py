@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,7 +13,9 @@ from monetlite.reporting.plots.drawing import (
     INK,
     PALE,
     PAPER,
+    PointStyle,
     add_axes,
+    add_note,
     bytes_axis,
     elided,
     heading,
@@ -34,25 +36,19 @@ _TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 20, 30, 50, 70, 100)
 _Line: TypeAlias = list[tuple[float, float]]
 
 
-class _Look(NamedTuple):
-    colour: str
-    marker: str
-    line: str = ""
-
-
-_LOOKS = {
-    Peer.PLAIN: _Look(INK, "*"),
-    Peer.CHECKPOINT: _Look("#222222", "X"),
-    Peer.SEGMENTS: _Look("#7a5195", "P"),
-    Peer.SELECTIVE: _Look("#a67c00", "D"),
-    Peer.AOT_EAGER: _Look("#6b6b6b", "<"),
-    Peer.INDUCTOR: _Look("#b00020", ">"),
-    Peer.CHECKMATE: _Look("#d55e00", "s", "--"),
-    Peer.GIST: _Look("#1b8a6b", "^", "-."),
-    Peer.MONETLITE: _Look("#0b5394", "o", "-"),
+_STYLES = {
+    Peer.PLAIN: PointStyle(INK, "*"),
+    Peer.CHECKPOINT: PointStyle("#222222", "X"),
+    Peer.SEGMENTS: PointStyle("#7a5195", "P"),
+    Peer.SELECTIVE: PointStyle("#a67c00", "D"),
+    Peer.AOT_EAGER: PointStyle("#6b6b6b", "<"),
+    Peer.INDUCTOR: PointStyle("#b00020", ">"),
+    Peer.CHECKMATE: PointStyle("#d55e00", "s", "--"),
+    Peer.GIST: PointStyle("#1b8a6b", "^", "-."),
+    Peer.MONETLITE: PointStyle("#0b5394", "o", "-"),
 }
 """Colours that colour-blind people tell apart, and a marker each for everybody else."""
-_COMPILED = _Look("#4a90d9", "v", ":")
+_COMPILED = PointStyle("#4a90d9", "v", ":")
 """Schedules that Inductor compiles: a line of their own, since they run at another speed."""
 
 
@@ -95,15 +91,15 @@ def draw_comparison(comparison: Comparison) -> Figure:
 
 
 def _series(runs: Sequence[PeerRun]) -> list[list[PeerRun]]:
-    """Runs that look alike, by their peaks: a peer's, and of schedules those that are compiled apart."""
+    """Runs of one style, by their peaks: a peer's, and of schedules those that are compiled apart."""
     found: dict[tuple[Peer, str], list[PeerRun]] = {}
     for run in sorted(runs, key=lambda run: (list(Peer).index(run.peer), run.label, run.peak_bytes or 0)):
         found.setdefault((run.peer, run.label if run.peer in BY_MONETLITE else ""), []).append(run)
     return list(found.values())
 
 
-def _look(run: PeerRun) -> _Look:
-    return _COMPILED if run.peer in BY_MONETLITE and run.label else _LOOKS[run.peer]
+def _style(run: PeerRun) -> PointStyle:
+    return _COMPILED if run.peer in BY_MONETLITE and run.label else _STYLES[run.peer]
 
 
 def _limit(axes: Axes, runs: Sequence[PeerRun], unit_ms: float, *, relative: bool) -> None:
@@ -132,16 +128,8 @@ def _mark_budgets(axes: Axes, comparison: Comparison) -> None:
     for standing in comparison.standings:
         if left < standing.budget_bytes < right:
             axes.axvline(standing.budget_bytes, color="#c8c8c8", linewidth=0.8, zorder=1)
-            axes.annotate(
-                standing.budget,
-                (standing.budget_bytes, 1),
-                xycoords=axes.get_xaxis_transform(),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="center",
-                size=8,
-                color=PALE,
-            )
+            at, style = (standing.budget_bytes, 1), {"ha": "center", "size": 8, "color": PALE}
+            add_note(axes, standing.budget, at, (0, 3), xycoords=axes.get_xaxis_transform(), **style)
 
 
 def _mark_plain(axes: Axes, plain: PeerRun, unit_ms: float) -> list[_Line]:
@@ -158,25 +146,25 @@ def _draw(axes: Axes, runs: Sequence[PeerRun], unit_ms: float) -> list[_Line]:
     """One series of runs, at least one; returns the lines that are drawn."""
     drawn: list[_Line] = []
     for run in runs:
-        look = _look(run)
+        style = _style(run)
         low, high = (edge / unit_ms for edge in run.middle_half_ms)
         x, y = float(run.peak_bytes or 0), run.step_ms / unit_ms
-        axes.plot([x, x], [low, high], color=look.colour, linewidth=0.8, alpha=0.6, zorder=3)
+        axes.plot([x, x], [low, high], color=style.colour, linewidth=0.8, alpha=0.6, zorder=3)
         drawn.append([(x, low), (x, high)])
         axes.plot(
             [x],
             [y],
-            look.marker,
-            markersize=12 if look.marker == "*" else 7,
-            markerfacecolor=PAPER if run.faults else look.colour,
-            markeredgecolor=look.colour,
+            style.marker,
+            markersize=12 if style.marker == "*" else 7,
+            markerfacecolor=PAPER if run.faults else style.colour,
+            markeredgecolor=style.colour,
             markeredgewidth=1.3,
             zorder=5 if run.peer is Peer.MONETLITE else 4,
         )
-    if (look := _look(runs[0])).line:
+    if (style := _style(runs[0])).line:
         drawn.append([(float(run.peak_bytes or 0), run.step_ms / unit_ms) for run in runs])
         axes.plot(
-            *zip(*drawn[-1]), look.line, color=look.colour, linewidth=2 if look.line == "-" else 1.2, zorder=2
+            *zip(*drawn[-1]), style.line, color=style.colour, linewidth=2 if style.line == "-" else 1.2, zorder=2
         )
     return drawn
 
@@ -185,10 +173,7 @@ def _labels(runs: Sequence[PeerRun], unit_ms: float) -> list[Label]:
     """One for each point; one for all that a line joins, at its smallest peak."""
     found = []
     for of in _series(runs):
-        for run in of[:1] if _look(of[0]).line else of:
+        for run in of[:1] if _style(of[0]).line else of:
             text = run.label or TITLES[run.peer]
             found.append(Label(text=text, x=float(run.peak_bytes or 0), y=run.step_ms / unit_ms))
     return found
-
-
-__all__ = ["draw_comparison", "save_comparison"]

@@ -1,11 +1,11 @@
-"""What pictures share: colours that also differ in lightness, units on axes, and files that are reproducible.
+"""Parts that pictures share: colours that also differ in lightness, units on axes, and files that are reproducible.
 
 Everything is drawn on a `Figure` of its own, with matplotlib's defaults and not a person's settings; no state
 outlives a call.
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,12 @@ from matplotlib.axis import Axis
 from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from monetlite.core.files.atomic import write_atomically
-from monetlite.reporting.memory import Holding
+from monetlite.reporting.analysis import Holding
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -28,10 +30,20 @@ BUDGET = "#b00020"
 
 
 class Fill(NamedTuple):
-    """How an area is filled; neighbours differ in lightness, so that they do in print too."""
+    """Colour and pattern of an area; neighbours differ in lightness, so that they do in print too."""
 
     colour: str
     hatch: str | None = None
+
+
+class PointStyle(NamedTuple):
+    """Colour and marker of points, and the style of the line that joins them; the meaning is for a legend."""
+
+    colour: str
+    marker: str
+    line: str = ""
+    meaning: str = ""
+    filled: bool = True
 
 
 FILLS = {
@@ -88,7 +100,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def renderer_of(figure: Figure) -> RendererBase:
-    """What measures text: a figure's size on paper is the same in every format."""
+    """A renderer to measure text with: a figure's size on paper is the same in every format."""
     canvas: Any = figure.canvas
     renderer: RendererBase = canvas.get_renderer()
     return renderer
@@ -135,7 +147,7 @@ def add_axes(
 
 
 def bytes_axis(axis: Axis, largest_bytes: float, label: str, below: Callable[[float], str] | None = None) -> None:
-    """Ticks in the decimal unit that suits the largest size, and what else is said `below` each."""
+    """Ticks in the decimal unit that suits the largest size, each with the text that `below` returns for it."""
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     factor, unit = next(((factor, unit) for factor, unit in units if largest_bytes >= factor), (1.0, "bytes"))
     _scaled(axis, factor, f"{label} ({unit})", below)
@@ -155,6 +167,46 @@ def _scaled(axis: Axis, factor: float, label: str, below: Callable[[float], str]
     axis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(tick))
     axis.set_label_text(label)
+
+
+def stack_areas(
+    axes: Axes, layers: Iterable[tuple[str, Sequence[int], Fill]], edges: Sequence[float], line_width: float
+) -> list[int]:
+    """Draw areas (label, height of each column, fill) from the bottom up, and a line on top, which is returned."""
+    below = [0] * (len(edges) - 1)
+    for label, heights, fill in layers:
+        above = [base + height for base, height in zip(below, heights, strict=True)]
+        axes.stairs(
+            above,
+            edges,
+            baseline=below,
+            fill=True,
+            facecolor=fill.colour,
+            edgecolor=INK,
+            hatch=fill.hatch,
+            linewidth=0,
+            label=label,
+        )
+        below = above
+    axes.stairs(below, edges, color=INK, linewidth=line_width)
+    return below
+
+
+def add_legend(
+    to: Axes | Figure, entries: Iterable[tuple[Fill, str]], title: str, at: tuple[float, float], **more: Any
+) -> Legend:
+    """A legend of areas, with its upper left corner at a place in fractions of the axes or the figure."""
+    patches = [
+        Patch(facecolor=fill.colour, edgecolor=INK, hatch=fill.hatch, linewidth=0.4, label=label)
+        for fill, label in entries
+    ]
+    places: Any = {"loc": "upper left", "bbox_to_anchor": at, "borderaxespad": 0, "alignment": "left"}
+    return to.legend(handles=patches, title=title, **places, **more)
+
+
+def add_note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
+    """A text so many points (1/72 inch) from a place in data coordinates, or in those of `xycoords`."""
+    axes.annotate(text, at, xytext=offset, textcoords="offset points", **style)
 
 
 def fitted(figure: Figure, text: str, width: float, *, size: float, weight: str = "normal") -> str:

@@ -22,14 +22,14 @@ _JOINED = 12.0
 """A label further away than this is joined to its point by a line."""
 _CLEARANCE = 3.0
 _CROSSING = 1e6
-"""What it costs that a joining line runs over another point or label: more than covering any text."""
+"""Cost of a joining line that runs over another point or label: more than covering any text."""
 _OVER_TEXT = 20.0
-"""How much worse it is to cover a square pixel of a label or of a point than one of a line."""
+"""Cost of covering a square pixel of a label or of a point, over that of a line's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What is said of a point, in data coordinates."""
+    """A text, and its point in data coordinates."""
 
     text: str
     x: float
@@ -98,7 +98,7 @@ def _candidates(
 
 
 def _shared(boxes: Boxes, others: Boxes) -> NDArray[np.float64]:
-    """For each box, how much of its area others cover."""
+    """The area of each box that others cover."""
     right_top = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
     left_bottom = np.maximum(boxes[:, None, :2], others[None, :, :2])
     sides = np.clip(right_top - left_bottom, 0, None)
@@ -107,7 +107,7 @@ def _shared(boxes: Boxes, others: Boxes) -> NDArray[np.float64]:
 
 
 def _passes(point: NDArray[np.float64], box: NDArray[np.float64], others: Boxes) -> bool:
-    """Whether a line from a point to the middle of its label passes another point or label."""
+    """True if a line from a point to the middle of its label passes another point or label."""
     middle = (box[:2] + box[2:]) / 2
     on_the_way = (point + np.linspace(0, 1, 41)[:, None] * (middle - point))[:, None]
     inside = (on_the_way > others[None, :, :2]) & (on_the_way < others[None, :, 2:])
@@ -125,6 +125,3 @@ def _along(corners: NDArray[np.float64], apart: float) -> NDArray[np.float64]:
         count = max(1, int(np.hypot(*(other - one)) / apart))
         pieces.append(one + np.linspace(0, 1, count + 1)[1:, None] * (other - one))
     return np.concatenate(pieces)
-
-
-__all__ = ["Label", "place_labels"]

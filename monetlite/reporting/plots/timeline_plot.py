@@ -1,11 +1,10 @@
-"""The memory of one training step, plain and scheduled, stacked by what it is held for."""
+"""The memory of one training step, plain and scheduled, stacked by purpose."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.memory import Holding
+from monetlite.reporting.analysis import Analysis, Holding, StepAnalysis
 from monetlite.reporting.plots.drawing import (
     BUDGET,
     FILLS,
@@ -13,49 +12,56 @@ from monetlite.reporting.plots.drawing import (
     PALE,
     PAPER,
     add_axes,
+    add_legend,
+    add_note,
     bytes_axis,
     fitted,
     heading,
     new_figure,
+    stack_areas,
     styled,
     time_axis,
 )
-from monetlite.reporting.step_columns import Columns, columns_of, extent_of
-from monetlite.reporting.subject import Side, Subject
+from monetlite.reporting.timeline_columns import StepColumns, extent_of, step_columns
 
 WIDTH, HEIGHT = 11.0, 7.0
 _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 0.75, 2.35, 1.35, 0.55, 0.6
 """Margins, in inches."""
 _HEADROOM = 1.17
-"""How much higher than the largest peak the panels are, for its label."""
+"""Height of the panels over the largest peak, so that its label fits."""
 
 
 @styled()
-def draw_timeline(subject: Subject, *, by_time: bool = True) -> Figure:
+def draw_timeline(analysis: Analysis, *, by_time: bool = True) -> Figure:
     """Two panels, plain training's above the schedule's, to the same scales.
 
     Args:
-        subject: the schedule and plain training.
+        analysis: the schedule and plain training.
         by_time: along the step's time; else along the operators that are run, each as wide as any other.
     """
     figure = new_figure(WIDTH, HEIGHT)
-    budget_bytes = subject.schedule.budget_bytes
-    title = f"{subject.title}: a training step within {format_bytes(budget_bytes)}"
-    heading(figure, title, [subject.figures, subject.costs], _LEFT)
+    budget_bytes = analysis.schedule.budget_bytes
+    title = f"{analysis.title}: a training step within {format_bytes(budget_bytes)}"
+    heading(figure, title, [analysis.figures, f"costs {analysis.costs}"], _LEFT)
     height = (HEIGHT - _TOP - _BOTTOM - _BETWEEN) / 2
     width = WIDTH - _LEFT - _RIGHT
     upper = add_axes(figure, _LEFT, _BOTTOM + height + _BETWEEN, width, height)
     lower = add_axes(figure, _LEFT, _BOTTOM, width, height, share_x=upper)
-    extent = extent_of(subject, by_time=by_time)
+    extent = extent_of(analysis, by_time=by_time)
     # A budget far above both peaks is left out of sight rather than make everything else small.
-    highest_bytes = max(subject.plain.peak_bytes, subject.scheduled.peak_bytes)
+    highest_bytes = max(analysis.plain.peak_bytes, analysis.scheduled.peak_bytes)
     if budget_bytes <= 1.5 * highest_bytes:
         highest_bytes = max(highest_bytes, budget_bytes)
-    for axes, side, label in ((upper, subject.plain, "plain training"), (lower, subject.scheduled, "scheduled")):
+    for axes, side, label in ((upper, analysis.plain, "plain training"), (lower, analysis.scheduled, "scheduled")):
         axes.set_xlim(0, extent)
         axes.set_ylim(0, highest_bytes * _HEADROOM)
-        shown = columns_of(side, by_time=by_time, extent=extent)
-        _stack(axes, side, shown)
+        shown = step_columns(side, by_time=by_time, extent=extent)
+        layers = (
+            (str(holding), [of_step[step] for step in shown.steps], FILLS[holding])
+            for holding, of_step in side.bytes_of.items()
+            if any(of_step)
+        )
+        stack_areas(axes, layers, shown.edges, 0.6)
         _mark_budget(axes, budget_bytes)
         _mark_phases(axes, side, by_time=by_time)
         _mark_peak(figure, axes, side, shown, budget_bytes)
@@ -67,32 +73,8 @@ def draw_timeline(subject: Subject, *, by_time: bool = True) -> Figure:
         time_axis(lower.xaxis, extent, "time within the step")
     else:
         lower.set_xlabel("operators run")
-    _legend(figure, subject)
+    _legend(figure, analysis)
     return figure
-
-
-def _stack(axes: Axes, side: Side, shown: Columns) -> None:
-    """One area for each thing that memory is held for, from the bottom up, and a line around them all."""
-    below = [0] * len(shown.steps)
-    for holding in Holding:
-        of_step = side.breakdown.bytes_of[holding]
-        if not any(of_step):
-            continue
-        above = [base + of_step[step] for base, step in zip(below, shown.steps, strict=True)]
-        fill = FILLS[holding]
-        axes.stairs(
-            above,
-            shown.edges,
-            baseline=below,
-            fill=True,
-            facecolor=fill.colour,
-            edgecolor=INK,
-            hatch=fill.hatch,
-            linewidth=0,
-            label=str(holding),
-        )
-        below = above
-    axes.stairs(below, shown.edges, color=INK, linewidth=0.6)
 
 
 def _mark_budget(axes: Axes, budget_bytes: int) -> None:
@@ -101,47 +83,31 @@ def _mark_budget(axes: Axes, budget_bytes: int) -> None:
     # A pale line below makes the dashes stand out on dark areas.
     axes.axhline(budget_bytes, color=PAPER, linewidth=1.9)
     axes.axhline(budget_bytes, color=BUDGET, linewidth=1.3, linestyle=(0, (5, 2)))
-    axes.annotate(
-        f"budget\n{format_bytes(budget_bytes)}",
-        (1, budget_bytes),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(8, 0),
-        textcoords="offset points",
-        color=BUDGET,
-        va="center",
-        size=8.5,
-    )
+    text, at = f"budget\n{format_bytes(budget_bytes)}", (1, budget_bytes)
+    add_note(axes, text, at, (8, 0), xycoords=axes.get_yaxis_transform(), color=BUDGET, va="center", size=8.5)
 
 
-def _mark_phases(axes: Axes, side: Side, *, by_time: bool) -> None:
+def _mark_phases(axes: Axes, side: StepAnalysis, *, by_time: bool) -> None:
     """A line where the backward pass begins, and the names of both above the panel."""
-    timeline, begins = side.breakdown.timeline, side.breakdown.backward_begins
+    timeline, begins = side.timeline, side.border
     if not 0 < begins < len(timeline.steps):
         return
     at = sum(timeline.latencies_ms[:begins]) if by_time else float(begins)
     axes.axvline(at, color=PAPER, linewidth=1.2)
     axes.axvline(at, color=INK, linewidth=1.0, linestyle=(0, (1, 1.5)))
     for text, side_of_line, offset in (("forward ◂", "right", -3), ("▸ backward", "left", 3)):
-        axes.annotate(
-            text,
-            (at, 1),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(offset, 3),
-            textcoords="offset points",
-            ha=side_of_line,
-            size=8,
-            color=PALE,
-        )
+        style = {"ha": side_of_line, "size": 8, "color": PALE}
+        add_note(axes, text, (at, 1), (offset, 3), xycoords=axes.get_xaxis_transform(), **style)
 
 
-def _mark_peak(figure: Figure, axes: Axes, side: Side, shown: Columns, budget_bytes: int) -> None:
+def _mark_peak(figure: Figure, axes: Axes, side: StepAnalysis, shown: StepColumns, budget_bytes: int) -> None:
     """A ring at the peak and what it is, clear of the budget's line and of the line between the phases."""
-    timeline = side.breakdown.timeline
+    timeline = side.timeline
     column = shown.steps.index(timeline.peak_step)
     at = (shown.edges[column] + shown.edges[column + 1]) / 2
     share = at / axes.get_xlim()[1]
     rooms = {True: 1 - share, False: share}
-    onward = timeline.peak_step >= side.breakdown.backward_begins
+    onward = timeline.peak_step >= side.border
     text = f"{format_bytes(side.peak_bytes)} at {side.peak_operator}"
     width = WIDTH - _LEFT - _RIGHT
     if fitted(figure, text, rooms[onward] * width, size=8.5, weight="bold") != text:
@@ -159,11 +125,11 @@ def _mark_peak(figure: Figure, axes: Axes, side: Side, shown: Columns, budget_by
         clip_on=False,
         zorder=5,
     )
-    axes.annotate(
+    add_note(
+        axes,
         text,
         (at, base_bytes),
-        xytext=(4 if onward else -4, 7),
-        textcoords="offset points",
+        (4 if onward else -4, 7),
         ha="left" if onward else "right",
         va="bottom",
         weight="bold",
@@ -173,27 +139,16 @@ def _mark_peak(figure: Figure, axes: Axes, side: Side, shown: Columns, budget_by
     )
 
 
-def _legend(figure: Figure, subject: Subject) -> None:
-    """What areas mean, in the order in which they are stacked."""
-    sides = (subject.plain, subject.scheduled)
-    entries: list[Patch] = []
-    for holding in reversed(Holding):
-        if any(any(side.breakdown.bytes_of[holding]) for side in sides):
-            fill = FILLS[holding]
-            entries.append(
-                Patch(facecolor=fill.colour, edgecolor=INK, hatch=fill.hatch, linewidth=0.4, label=str(holding))
-            )
+def _legend(figure: Figure, analysis: Analysis) -> None:
+    """Meanings of the areas, in the order in which they are stacked."""
+    sides = (analysis.plain, analysis.scheduled)
+    met = [holding for holding in reversed(Holding) if any(any(side.bytes_of[holding]) for side in sides)]
     width, height = figure.get_size_inches()
-    figure.legend(
-        handles=entries,
-        title="held for",
-        alignment="left",
-        loc="upper left",
-        bbox_to_anchor=((WIDTH - _RIGHT + 0.7) / width, 1 - (_TOP - 0.1) / height),
+    add_legend(
+        figure,
+        [(FILLS[holding], str(holding)) for holding in met],
+        "held for",
+        ((WIDTH - _RIGHT + 0.7) / width, 1 - (_TOP - 0.1) / height),
         handlelength=1.6,
         handleheight=1.2,
-        borderaxespad=0,
     )
-
-
-__all__ = ["draw_timeline"]

@@ -1,7 +1,6 @@
-"""Step time against memory: monetlite's curve, what is proven, and what others reach."""
+"""Step time against memory: monetlite's curve, the proven bound, and the baselines."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,53 +8,52 @@ from matplotlib.ticker import FuncFormatter
 
 from monetlite.core.units import format_bytes
 from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, Tradeoff, TradeoffPoint
+from monetlite.reporting.analysis import Analysis
 from monetlite.reporting.plots.drawing import (
     INK,
     PALE,
     PAPER,
+    PointStyle,
     add_axes,
+    add_note,
     bytes_axis,
     heading,
     new_figure,
     styled,
 )
 from monetlite.reporting.plots.point_labels import Label, place_labels
-from monetlite.reporting.subject import Subject
-from monetlite.reporting.text_tradeoff import OURS, smallest_in_words
+from monetlite.reporting.text_solve import OURS, smallest_in_words
 
 WIDTH, HEIGHT = 10.0, 6.4
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.8, 2.4, 1.2, 0.65
 
 
-class _Look(NamedTuple):
-    colour: str
-    marker: str
-    line: str = ""
-    meaning: str = ""
-    filled: bool = True
-
-
 _CURVES = {
-    OURS: _Look("#0b5394", "o", "-", "monetlite"),
-    CHECKMATE: _Look("#d55e00", "s", "--", "Checkmate: what is kept\nand recomputed alone"),
-    GIST: _Look("#1b8a6b", "^", "-.", "Gist: masks, and nothing\nrecomputed"),
-    GREEDY: _Look("#8c6bb1", "D", ":", "greedy: dropping what is\ncheap to recompute"),
+    OURS: PointStyle("#0b5394", "o", "-", "monetlite"),
+    CHECKMATE: PointStyle("#d55e00", "s", "--", "Checkmate: what is kept\nand recomputed alone"),
+    GIST: PointStyle("#1b8a6b", "^", "-.", "Gist: masks, and nothing\nrecomputed"),
+    GREEDY: PointStyle("#8c6bb1", "D", ":", "greedy: dropping what is\ncheap to recompute"),
 }
-_SINGLE_LOOKS = (_Look(INK, "o", filled=False), _Look("#b00020", "*"), _Look("#666666", "X"), _Look("#666666", "P"))
+_SINGLES = (
+    PointStyle(INK, "o", filled=False),
+    PointStyle("#b00020", "*"),
+    PointStyle("#666666", "X"),
+    PointStyle("#666666", "P"),
+)
 """Of plain training, this schedule, and the two ways of checkpointing."""
 _LEAST_SPAN = 0.02
-"""The least difference between overheads that fills the picture."""
+"""Smallest difference between overheads that fills the picture."""
 _ABOVE = 0.5
-"""How far above monetlite's and all single points curves are shown, as a share of their span."""
+"""Height above monetlite's and all single points that curves are shown to, as a share of those points' span."""
 _IMPOSSIBLE = "#d9d9d9"
 
 
 @styled()
-def draw_tradeoff(tradeoff: Tradeoff, subject: Subject) -> Figure:
+def draw_tradeoff(tradeoff: Tradeoff, analysis: Analysis) -> Figure:
     """Overhead over budget, with the region in which it is proven that no schedule can be."""
     figure = new_figure(WIDTH, HEIGHT)
-    lines = [subject.costs, f"smallest budget: {smallest_in_words(tradeoff)}"]
-    heading(figure, f"{subject.title}: step time against memory", lines, _LEFT)
+    lines = [f"costs {analysis.costs}", f"smallest budget: {smallest_in_words(tradeoff)}"]
+    heading(figure, f"{analysis.title}: step time against memory", lines, _LEFT)
     axes = add_axes(figure, _LEFT, _BOTTOM, WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM)
     curves = {OURS: _ours(tradeoff), **{name: tradeoff.others.get(name, ()) for name in (CHECKMATE, GIST, GREEDY)}}
     _limit(axes, tradeoff, curves)
@@ -127,33 +125,19 @@ def _shade_impossible(axes: Axes, tradeoff: Tradeoff) -> None:
     )
     axes.stairs(bounds, [proven, *budgets], baseline=None, color=PALE, linewidth=0.9, zorder=2)
     axes.axvline(proven, color=PALE, linewidth=0.9, zorder=2)
-    axes.annotate(
-        f"nothing fits below {format_bytes(proven)}",
-        (proven, 0.98),
-        xycoords=axes.get_xaxis_transform(),
-        xytext=(-3, 0),
-        textcoords="offset points",
-        rotation=90,
-        ha="right",
-        va="top",
-        size=8,
-    )
+    across = axes.get_xaxis_transform()
+    text = f"nothing fits below {format_bytes(proven)}"
+    style = {"rotation": 90, "ha": "right", "va": "top", "size": 8}
+    add_note(axes, text, (proven, 0.98), (-3, 0), xycoords=across, **style)
     reached = tradeoff.smallest_reached_bytes
     if reached > proven:
         axes.axvline(reached, color=_CURVES[OURS].colour, linewidth=0.9, linestyle=(0, (2, 2)), zorder=2)
-        axes.annotate(
-            f"smallest peak reached: {format_bytes(reached)}",
-            (reached, 1),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(-2, 4),
-            textcoords="offset points",
-            size=8,
-            color=_CURVES[OURS].colour,
-        )
+        text = f"smallest peak reached: {format_bytes(reached)}"
+        add_note(axes, text, (reached, 1), (-2, 4), xycoords=across, size=8, color=_CURVES[OURS].colour)
 
 
 def _bound_line(tradeoff: Tradeoff) -> list[tuple[float, float]]:
-    """The corners of what is drawn for the bound: it holds up to its budget."""
+    """The corners of the bound's line: each bound holds up to its budget."""
     corners: list[tuple[float, float]] = []
     left: float = tradeoff.smallest_proven_bytes
     for item in tradeoff.budgets:
@@ -164,7 +148,7 @@ def _bound_line(tradeoff: Tradeoff) -> list[tuple[float, float]]:
 
 
 def _singles(tradeoff: Tradeoff) -> dict[str, TradeoffPoint]:
-    """What is a single point, by what it is called."""
+    """Single points by name."""
     alone = {name: points[0] for name, points in tradeoff.others.items() if name in (SQRT, BLOCKS) and points}
     return {"plain training": tradeoff.plain, "this schedule": tradeoff.own, **alone}
 
@@ -173,7 +157,7 @@ def _label_points(
     figure: Figure, axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[TradeoffPoint]]
 ) -> None:
     labels = []
-    for (name, point), look in zip(_singles(tradeoff).items(), _SINGLE_LOOKS, strict=False):
+    for (name, point), look in zip(_singles(tradeoff).items(), _SINGLES, strict=False):
         overhead = tradeoff.overhead(point.latency_ms)
         axes.plot(
             [point.peak_bytes],
@@ -207,6 +191,3 @@ def _name_axes(axes: Axes, tradeoff: Tradeoff) -> None:
     digits = 0 if top - bottom > 0.1 else 1
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:+.{digits}%}" if share else "0%"))
     axes.set_ylabel("step time over plain training's")
-
-
-__all__ = ["draw_tradeoff"]

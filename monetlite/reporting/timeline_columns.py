@@ -1,19 +1,18 @@
-"""The memory of a step along its time or its operators: what timelines draw, and what they are made of."""
+"""The memory of a step along its time or its operators, for pictures and for files."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from monetlite.reporting.memory import Holding
-from monetlite.reporting.subject import Side, Subject
+from monetlite.reporting.analysis import Analysis, Holding, StepAnalysis
 
-MOST_COLUMNS = 2000
+MAX_COLUMNS = 2000
 """Finer than a picture shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class StepColumns:
     """Steps along an axis: `steps[i]` stands from `edges[i]` to `edges[i + 1]`.
 
     Steps too narrow to be seen share a column, which shows the one of them that holds most memory.
@@ -23,12 +22,12 @@ class Columns:
     steps: tuple[int, ...]
 
 
-def columns(widths: Sequence[float], memory_bytes: Sequence[int], extent: float) -> Columns:
+def columns(widths: Sequence[float], memory_bytes: Sequence[int], extent: float) -> StepColumns:
     """Columns for steps of these widths, on an axis that is `extent` long.
 
     A step that takes no time is given what can just be seen of the next one's width.
     """
-    least = extent / MOST_COLUMNS
+    least = extent / MAX_COLUMNS
     ends = tuple(accumulate(widths))
     edges, chosen = [0.0], []
     waiting: list[int] = []
@@ -46,26 +45,26 @@ def columns(widths: Sequence[float], memory_bytes: Sequence[int], extent: float)
             close()
     if waiting:
         close()
-    return Columns(edges=tuple(edges), steps=tuple(chosen))
+    return StepColumns(edges=tuple(edges), steps=tuple(chosen))
 
 
-def columns_of(side: Side, *, by_time: bool, extent: float) -> Columns:
+def step_columns(side: StepAnalysis, *, by_time: bool, extent: float) -> StepColumns:
     """The columns of one panel: in ms, or in operators run."""
-    timeline = side.breakdown.timeline
+    timeline = side.timeline
     widths = timeline.latencies_ms if by_time else (1.0,) * len(timeline.steps)
     return columns(widths, timeline.memory_bytes, extent)
 
 
-def extent_of(subject: Subject, *, by_time: bool) -> float:
-    """How long an axis is that both ways to run the step fit, in ms or in operators run."""
-    sides = (subject.plain, subject.scheduled)
-    return max(side.latency_ms if by_time else len(side.breakdown.timeline.steps) for side in sides) or 1.0
+def extent_of(analysis: Analysis, *, by_time: bool) -> float:
+    """Length of an axis that both ways to run the step fit, in ms or in operators run."""
+    sides = (analysis.plain, analysis.scheduled)
+    return max(side.latency_ms if by_time else len(side.timeline.steps) for side in sides) or 1.0
 
 
-def timeline_rows(subject: Subject) -> Iterator[dict[str, Any]]:
-    """Every step of plain training and of the schedule: what runs, when, and what memory is held for, in bytes."""
-    for label, side in (("plain", subject.plain), ("scheduled", subject.scheduled)):
-        timeline, graph = side.breakdown.timeline, side.profile.graph
+def timeline_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    """Every step of plain training and of the schedule: its operator, time, and memory in bytes by purpose."""
+    for label, side in (("plain", analysis.plain), ("scheduled", analysis.scheduled)):
+        timeline, graph = side.timeline, side.graph
         begins = (0.0, *accumulate(timeline.latencies_ms))
         for at, (index, choice) in enumerate(timeline.steps):
             operator = graph.operators[index]
@@ -77,31 +76,23 @@ def timeline_rows(subject: Subject) -> Iterator[dict[str, Any]]:
                 "begins_ms": begins[at],
                 "latency_ms": timeline.latencies_ms[at],
                 "memory_bytes": timeline.memory_bytes[at],
-                **{
-                    f"{holding.replace(' ', '_')}_bytes": side.breakdown.bytes_of[holding][at]
-                    for holding in Holding
-                },
+                **{f"{holding.replace(' ', '_')}_bytes": side.bytes_of[holding][at] for holding in Holding},
             }
 
 
-def timeline_facts(subject: Subject) -> dict[str, Any]:
-    """What a timeline shows, for `--json`: the peaks, where they are, and what is held there, in bytes."""
+def timeline_facts(analysis: Analysis) -> dict[str, Any]:
+    """The peaks, their operators, and the memory there in bytes by purpose, for `--json`."""
 
-    def facts(side: Side) -> dict[str, Any]:
-        timeline = side.breakdown.timeline
+    def facts(side: StepAnalysis) -> dict[str, Any]:
+        timeline = side.timeline
         return {
             "steps": len(timeline.steps),
-            "backward_begins": side.breakdown.backward_begins,
+            "backward_begins": side.border,
             "latency_ms": side.latency_ms,
             "peak_bytes": side.peak_bytes,
             "peak_step": timeline.peak_step,
             "peak_operator": side.peak_operator,
-            "peak_holds_bytes": {
-                str(holding): side.breakdown.bytes_of[holding][timeline.peak_step] for holding in Holding
-            },
+            "peak_holds_bytes": {str(holding): size for holding, size in side.peak_bytes_of.items()},
         }
 
-    return {"plain": facts(subject.plain), "scheduled": facts(subject.scheduled)}
-
-
-__all__ = ["Columns", "columns", "columns_of", "extent_of", "timeline_facts", "timeline_rows"]
+    return {"plain": facts(analysis.plain), "scheduled": facts(analysis.scheduled)}

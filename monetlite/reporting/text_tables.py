@@ -1,0 +1,41 @@
+"""Tables without lines, for the terminal and for Markdown."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.markup import escape
+from rich.table import Table
+
+
+def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names in bold, each beside a text that may take several lines. Texts are shown as they are, not as markup."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, escape(text))
+    return table
+
+
+def figures_table(
+    columns: Iterable[str], rows: Iterable[Sequence[str]] = (), *, left: Sequence[str] = ("",), title: str = ""
+) -> Table:
+    """Figures below the names of their columns, all to the right but for those of the columns `left`.
+
+    The texts of the first column may be folded, if it is one of those.
+    """
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        if column in left:
+            table.add_column(column, overflow="fold", no_wrap=number > 0)
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ("",)) -> list[str]:
+    """The lines of a table in Markdown."""
+    rules = (" --- " if column in left else " ---: " for column in columns)
+    lines = [f"| {' | '.join(columns)} |".replace("|  |", "| |"), f"|{'|'.join(rules)}|"]
+    return [*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)]
