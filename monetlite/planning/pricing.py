@@ -36,7 +36,7 @@ def profile(
         ModelError: an unknown optimizer, or a tolerance that is not a fraction.
     """
     if device not in (None, "cpu", "cuda"):
-        from monetlite.profiling.attention import attention_problem
+        from monetlite.profiling.estimate import attention_problem
 
         if problem := attention_problem(graph, device):
             warnings.warn(problem, stacklevel=2)

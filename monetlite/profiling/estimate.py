@@ -7,6 +7,8 @@ error against measurements.
 import math
 from dataclasses import replace
 
+import torch
+
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.devices import Device, find_device
 from monetlite.core.graph import Argument, Call, OperatorGraph, TensorRef
@@ -14,33 +16,17 @@ from monetlite.fx.calls import each_dimension
 from monetlite.operators.implementations import find_function
 from monetlite.operators.traits import aten_name, family_of, operation_formula, traits_of
 from monetlite.profiling import roofline
-from monetlite.profiling.roofline import Convolution, Kernel
-
-_ITEM_BYTES = {
-    "complex128": 16,
-    "float64": 8,
-    "complex64": 8,
-    "int64": 8,
-    "float32": 4,
-    "int32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int16": 2,
-}
+from monetlite.profiling.roofline import Convolution
 
 
-def estimate_profile(
-    graph: OperatorGraph, device_name: str, *, tf32_convolutions: bool = True, tf32_matmuls: bool = False
-) -> Profile:
+def estimate_profile(graph: OperatorGraph, device_name: str) -> Profile:
     """Estimate the costs of every implementation of every operator on a named device.
+
+    Convolutions in float32 run as TF32 where the device can, and matrix products don't: torch's default settings.
 
     Args:
         graph: a traced step.
-        device_name: one of `known_devices()`, such as `h100`, or what torch calls it.
-        tf32_convolutions: let float32 convolutions run as TF32 where the device can, as
-            `torch.backends.cudnn.allow_tf32` does by default.
-        tf32_matmuls: the same for matrix products, which `torch.backends.cuda.matmul.allow_tf32` by default
-            doesn't.
+        device_name: one of `known_devices()`, such as `h100`, or torch's name of it.
 
     Returns:
         A profile of kind `estimated`. Operators outside of the model (calls of None) cost nothing.
@@ -48,8 +34,6 @@ def estimate_profile(
     Raises:
         DeviceError: no figures for a device of that name.
     """
-    import torch
-
     device = find_device(device_name)
     graph = graph.available("cuda")
     estimated: dict[tuple[str, int], Cost] = {}
@@ -63,20 +47,14 @@ def estimate_profile(
             written_bytes = sum(graph.values[value].size_bytes for value in implementation.writes)
             key = (implementation.call.signature, written_bytes)
             if key not in estimated:
-                estimated[key] = estimate_call(
-                    implementation.call,
-                    device,
-                    written_bytes,
-                    tf32_convolutions=tf32_convolutions,
-                    tf32_matmuls=tf32_matmuls,
-                )
+                estimated[key] = estimate_call(implementation.call, device, written_bytes)
             row.append(estimated[key])
         costs.append(tuple(row))
     environment = {
         "device": device.title,
         "method": "roofline",
-        "float32 convolutions": "tf32" if tf32_convolutions and "tf32" in device.peak_flops else "fp32",
-        "float32 matmuls": "tf32" if tf32_matmuls and "tf32" in device.peak_flops else "fp32",
+        "float32 convolutions": "tf32" if "tf32" in device.peak_flops else "fp32",
+        "float32 matmuls": "fp32",
         "torch": torch.__version__,
     }
     return Profile(
@@ -88,38 +66,40 @@ def estimate_profile(
     )
 
 
-def estimate_call(
-    call: Call,
-    device: Device,
-    written_bytes: int,
-    *,
-    tf32_convolutions: bool = True,
-    tf32_matmuls: bool = False,
-) -> Cost:
-    """Estimate one call on a device.
+def attention_problem(graph: OperatorGraph, device_name: str) -> str:
+    """The problem of estimating a graph for a device whose attention is another; empty if there is none."""
+    device = find_device(device_name)
+    traced_on = graph.device
+    if traced_on not in ("cpu", "cuda") and find_device(traced_on).compute_capability == device.compute_capability:
+        return ""
+    families = {
+        family_of(call.target) for operator in graph.operators if (call := operator.implementations[0].call)
+    }
+    if traced_on == "cuda" or families.isdisjoint(("attention", "attention_backward", "safe_softmax")):
+        return ""
+    return (
+        f"the attention of {graph.name} was traced as {traced_on} runs it, and {device.name} may run other "
+        f"operators: a schedule solved from this would then not fit the model there. Trace it with "
+        f'device="{device.name}"'
+    )
+
+
+def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
+    """Estimate one call on a device, whose results have so many bytes.
 
     A target without a formula is taken to be bound by memory: it reads its operands and writes its results.
-
-    Args:
-        call: target and arguments.
-        device: the device.
-        written_bytes: of the results.
-        tf32_convolutions: see `estimate_profile`.
-        tf32_matmuls: see `estimate_profile`.
     """
     registered = find_function(call.target)
-    if registered is not None and registered.parts is not None and registered.like is not None:
-        return _in_parts(
-            registered.like(call), registered.parts(call), device, written_bytes, tf32_convolutions, tf32_matmuls
-        )
     if registered is not None and registered.like is not None:
-        call = registered.like(call)
+        call, own = registered.like(call), call
+        if registered.parts is not None:
+            return _in_parts(call, registered.parts(own), device, written_bytes)
     name, launches = aten_name(call.target), 1
     dtype = _compute_dtype(call)
     if name in ("convolution", "convolution_backward"):
-        kernel = _convolutions(call, name, device, dtype, written_bytes, tf32=tf32_convolutions)
+        kernel = _convolutions(call, device, dtype, written_bytes)
     elif (operations := _operations(call)) is not None:
-        kernel = _matrix_product(call, device, dtype, operations, written_bytes, tf32=tf32_matmuls)
+        kernel = _matrix_product(call, device, dtype, operations, written_bytes)
     else:
         kernel = _memory_bound(call, device, written_bytes)
         if registered is not None and registered.like is None:
@@ -129,33 +109,22 @@ def estimate_call(
                 roofline.memory_bound(device, moved, getattr(device.efficiency, registered.limit)),
                 workspace_bytes=registered.workspace_bytes(call),
             )
-    return Cost(
-        latency_ms=launches * device.launch_us / 1e3 + kernel.seconds * 1e3,
-        workspace_bytes=kernel.workspace_bytes,
-    )
+    return replace(kernel, latency_ms=launches * device.launch_us / 1e3 + kernel.latency_ms)
 
 
-def _in_parts(
-    call: Call, count: int, device: Device, written_bytes: int, tf32_convolutions: bool, tf32_matmuls: bool
-) -> Cost:
+def _in_parts(call: Call, count: int, device: Device, written_bytes: int) -> Cost:
     """A convolution, or the gradients of one, over a part of the batch at a time.
 
-    What each part makes is held beside the whole result: it is copied there, or, of a weight's gradient, added.
+    A part's result is held beside the whole one: it is copied there or, of a weight's gradient, added.
     """
     forward = aten_name(call.target) == "convolution"
     whole = (0,) if forward else (0, 1)
     args = tuple(_part(item, count) if at in whole else item for at, item in enumerate(call.args))
     of_batch = forward or call.args[10] == (True, False, False)
     made_bytes = written_bytes // count if of_batch else written_bytes
-    cost = estimate_call(
-        replace(call, args=args),
-        device,
-        made_bytes,
-        tf32_convolutions=tf32_convolutions,
-        tf32_matmuls=tf32_matmuls,
-    )
+    cost = estimate_call(replace(call, args=args), device, made_bytes)
     gathered = roofline.memory_bound(device, (2 if of_batch else 3) * made_bytes, device.efficiency.elementwise)
-    each_ms = cost.latency_ms + device.launch_us / 1e3 + gathered.seconds * 1e3
+    each_ms = cost.latency_ms + device.launch_us / 1e3 + gathered.latency_ms
     return Cost(latency_ms=count * each_ms, workspace_bytes=cost.workspace_bytes + made_bytes)
 
 
@@ -166,15 +135,16 @@ def _part(tensor: Argument, count: int) -> Argument:
 
 
 def tensor_bytes(tensor: TensorRef) -> int:
-    """Bytes of a tensor's distinct elements: what a kernel has to read of it."""
+    """Bytes of a tensor's distinct elements, which a kernel has to read."""
     spec = tensor.spec
     elements = math.prod(size for size, step in zip(spec.shape, spec.stride, strict=True) if step != 0)
-    return elements * _ITEM_BYTES.get(spec.dtype, 1)
+    item_bytes: int = getattr(torch, spec.dtype).itemsize
+    return elements * item_bytes
 
 
-def _convolutions(call: Call, name: str, device: Device, dtype: str, written_bytes: int, *, tf32: bool) -> Kernel:
+def _convolutions(call: Call, device: Device, dtype: str, written_bytes: int) -> Cost:
     """A convolution, or the gradients of one that `output_mask` asks for."""
-    if name == "convolution":
+    if aten_name(call.target) == "convolution":
         image, weight = _tensor(call, 0), _tensor(call, 1)
         space = len(image.spec.shape) - 2
         stride, padding, dilation, extra = (each_dimension(call.args[at], space) for at in (3, 4, 5, 7))
@@ -211,13 +181,12 @@ def _convolutions(call: Call, name: str, device: Device, dtype: str, written_byt
                 channels_last=image.spec.stride[1] == 1 and image.spec.shape[1] > 1,
             ),
             dtype=dtype,
-            tf32=tf32,
         )
         for role in roles
     ]
     kernels.append(roofline.memory_bound(device, bias, device.efficiency.elementwise))
-    return Kernel(
-        seconds=sum(kernel.seconds for kernel in kernels),
+    return Cost(
+        latency_ms=sum(kernel.latency_ms for kernel in kernels),
         workspace_bytes=max(kernel.workspace_bytes for kernel in kernels),
     )
 
@@ -241,9 +210,7 @@ def _operations(call: Call) -> int | None:
     return int(formula(*shapes))
 
 
-def _matrix_product(
-    call: Call, device: Device, dtype: str, operations: int, written_bytes: int, *, tf32: bool
-) -> Kernel:
+def _matrix_product(call: Call, device: Device, dtype: str, operations: int, written_bytes: int) -> Cost:
     first = traits_of(call.target).left_factor
     left, right = _tensor(call, first).spec.shape, _tensor(call, first + 1).spec.shape
     # Attention multiplies queries by keys transposed.
@@ -257,12 +224,11 @@ def _matrix_product(
         depth=left[-1],
         moved_bytes=_read_bytes(call) + written_bytes,
         dtype=dtype,
-        tf32=tf32,
     )
 
 
-def _memory_bound(call: Call, device: Device, written_bytes: int) -> Kernel:
-    """A kernel that is bound by memory: what it reads and writes, at which fraction of the bandwidth."""
+def _memory_bound(call: Call, device: Device, written_bytes: int) -> Cost:
+    """A kernel that is bound by memory, at its fraction of the bandwidth."""
     read, traits = _read_bytes(call), traits_of(call.target)
     if traits.reads_twice:
         read *= 2

@@ -5,7 +5,7 @@ import gc
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +13,7 @@ import torch
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.errors import MonetliteError, ProfileError
-from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
+from monetlite.core.graph import Call, Implementation, Operator, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
 from monetlite.operators.implementations import find_function
 from monetlite.operators.program_calls import compacting
@@ -23,13 +23,12 @@ from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
 from monetlite.profiling.memory_use import is_out_of_memory, steady_heap
 from monetlite.profiling.meters import Meter, meter_for
-from monetlite.profiling.plans import is_plan, on_front
 
 Progress = Callable[[int, int], None]
-"""Told (calls measured, calls in all)."""
+"""Called with (calls measured, calls in all)."""
 
-MOST_NAMED = 3
-"""How many implementations are named in a warning."""
+MAX_NAMED = 3
+"""Number of implementations that a warning names."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,16 +39,16 @@ def measure_profile(
     """Measure every implementation of every operator on this machine.
 
     On CUDA, convolutions also have cuDNN's plans where its frontend is installed: those that run here, and of them
-    those that beat the others in latency or workspace. What cuBLAS keeps between calls counts as resident there.
+    those that beat the others in latency or workspace. Memory that cuBLAS keeps between calls counts as resident.
 
     An implementation that runs out of memory, and that the operator can do without, is left out, with a warning.
     Costs that the cache has are measured again if the slowest of them now take much less: with a warning, as other
-    programs had the machine then.
+    programs used the machine then.
 
     Args:
         graph: traced with inputs on that device.
         device: `"cpu"` or `"cuda"`.
-        tolerance: the implementations that promise at least this; all of them without one.
+        tolerance: only implementations within it; all of them without one.
         progress: called after each distinct call.
 
     Raises:
@@ -62,7 +61,7 @@ def measure_profile(
         graph = graph.restricted(lambda item: item.tolerance <= tolerance)
     cache = CostCache(meter.environment())
     candidates = _candidates(graph)
-    costs: dict[str, tuple[float, int]] = {}
+    costs: dict[str, Cost] = {}
     too_large: list[str] = []
     try:
         with steady_heap() if device == "cpu" else contextlib.nullcontext():
@@ -73,9 +72,9 @@ def measure_profile(
                     if cost is None:
                         cost = _measure(candidate, meter)
                         cache.put(signature, cost)
-                    costs[signature] = (cost.latency_ms, cost.workspace_bytes)
+                    costs[signature] = cost
                 except MonetliteError as error:
-                    if candidate.needed or not (candidate.is_plan or isinstance(error, _OutOfMemory)):
+                    if candidate.needed or not (candidate.only_plans or isinstance(error, _OutOfMemory)):
                         raise
                     _log.info("left out: %s", error)
                     if isinstance(error, _OutOfMemory):
@@ -88,24 +87,21 @@ def measure_profile(
     if too_large:
         warnings.warn(
             f"{len(too_large)} implementations ran out of memory while they were measured and are left out: "
-            f"{', '.join(too_large[:MOST_NAMED])}{' and others' if len(too_large) > MOST_NAMED else ''}. "
+            f"{', '.join(too_large[:MAX_NAMED])}{' and others' if len(too_large) > MAX_NAMED else ''}. "
             f"With more of {device}'s memory free, there would be more to choose from",
             stacklevel=3,
         )
-    graph = graph.restricted(lambda item: all(run.signature in costs for run in _runs(graph, item)))
+    graph = graph.restricted(lambda item: all(call.signature in costs for call in _calls(graph, item)))
     graph = replace(graph, resident=replace(graph.resident, libraries=_library_bytes(graph, meter)))
 
     def cost_of(item: Implementation) -> Cost:
-        found = [costs[run.signature] for run in _runs(graph, item)]
+        found = [costs[call.signature] for call in _calls(graph, item)]
         if not found:
             return Cost(latency_ms=0.0, workspace_bytes=0)
-        again = found[1] if len(found) > 1 else (None, None)
-        return Cost(
-            latency_ms=found[0][0],
-            workspace_bytes=found[0][1],
-            recompute_latency_ms=again[0],
-            recompute_workspace_bytes=again[1],
-        )
+        first, last = found[0], found[-1]
+        if len(found) == 1:
+            return first
+        return replace(first, recompute_latency_ms=last.latency_ms, recompute_workspace_bytes=last.workspace_bytes)
 
     profile = Profile(
         graph=graph,
@@ -117,68 +113,108 @@ def measure_profile(
     return on_front(profile)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Candidate:
-    """A distinct call, named after the first operator and implementation that make it.
+def on_front(profile: Profile) -> Profile:
+    """The same profile with only those of cuDNN's plans that are worth choosing.
 
-    `needed`: the default implementation of some operator makes it; `is_plan`: of none but cuDNN's plans.
+    A plan is worth choosing if nothing costs at most as much in both latency and workspace, among the operator's
+    other plans and what can always take a plan's place: implementations that read no more, are as exact, overwrite
+    nothing and have no guard.
     """
-
-    name: str
-    run: "_Run"
-    needed: bool
-    is_plan: bool
-
-
-def _candidates(graph: OperatorGraph) -> dict[str, _Candidate]:
-    """What there is to measure, by signature."""
-    found: dict[str, _Candidate] = {}
-    for operator in graph.operators:
-        for number, item in enumerate(operator.implementations):
-            for run in _runs(graph, item):
-                known = found.get(run.signature)
-                found[run.signature] = _Candidate(
-                    name=known.name if known else f"{operator.name} ({run.call.target}, {item.name})",
-                    run=run,
-                    needed=number == 0 or (known is not None and known.needed),
-                    is_plan=is_plan(item) and (known is None or known.is_plan),
-                )
-    return found
+    kept = {
+        (item.writes, item.name)
+        for operator, costs in zip(profile.graph.operators, profile.costs, strict=True)
+        for item in _on_front(operator, costs)
+    }
+    return profile.restricted(lambda item: not _is_plan(item) or (item.writes, item.name) in kept)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """A call to measure, and the memory that its results take beyond what they take over, in bytes."""
+def _on_front(operator: Operator, costs: Sequence[Cost]) -> list[Implementation]:
+    plan = next(filter(_is_plan, operator.implementations), None)
+    if plan is None:
+        return []
+
+    def rivals(item: Implementation) -> bool:
+        replaces = set(item.reads) <= set(plan.reads) and item.tolerance <= plan.tolerance
+        return _is_plan(item) or (replaces and not item.overwrites and item.guard is None)
+
+    positions = [at for at, item in enumerate(operator.implementations) if rivals(item)]
+    return [operator.implementations[positions[at]] for at in pareto([costs[at] for at in positions])]
+
+
+def pareto(costs: Sequence[Cost]) -> list[int]:
+    """Positions of the costs that no other one is at or below in both latency and workspace.
+
+    Of equal costs, the first is taken.
+    """
+    order = sorted(range(len(costs)), key=lambda at: (costs[at].latency_ms, costs[at].workspace_bytes, at))
+    front: list[int] = []
+    for at in order:
+        if not front or costs[at].workspace_bytes < costs[front[-1]].workspace_bytes:
+            front.append(at)
+    return sorted(front)
+
+
+def _is_plan(item: Implementation) -> bool:
+    return item.name.startswith(cudnn.PREFIX)
+
+
+@dataclass(kw_only=True)
+class _MeasuredCall:
+    """A distinct call to measure, named after the first operator and implementation that make it.
+
+    Attributes:
+        result_bytes: memory of its results beyond the memory that they take over.
+        needed: True if the default implementation of some operator makes it.
+        only_plans: True if only cuDNN's plans make it.
+    """
 
     call: Call
     result_bytes: int
+    name: str = ""
+    needed: bool = False
+    only_plans: bool = True
 
     @property
     def signature(self) -> str:
         return f"{self.call.signature} {self.result_bytes}"
 
 
-def _runs(graph: OperatorGraph, item: Implementation) -> Iterator[_Run]:
-    """The first run of an implementation and, where they are another call, the later ones."""
+def _candidates(graph: OperatorGraph) -> dict[str, _MeasuredCall]:
+    """Calls to measure, by signature."""
+    found: dict[str, _MeasuredCall] = {}
+    for operator in graph.operators:
+        for number, item in enumerate(operator.implementations):
+            for call in _calls(graph, item):
+                known = found.setdefault(call.signature, call)
+                known.name = known.name or f"{operator.name} ({call.call.target}, {item.name})"
+                known.needed |= number == 0
+                known.only_plans &= _is_plan(item)
+    return found
+
+
+def _calls(graph: OperatorGraph, item: Implementation) -> Iterator[_MeasuredCall]:
+    """The first call of an implementation and, where later runs make another call, that one."""
     if item.call is None or not item.call.outputs:  # nothing is computed
         return
     overwritten = sum(graph.values[value].size_bytes for value in item.overwrites)
     used = [position for position, name in enumerate(item.call.outputs) if name is not None]
     size = {position: graph.values[value].size_bytes for position, value in zip(used, item.writes, strict=False)}
     for call in (item.call, item.again):
-        if (call is not None and call.target != REPLAY) or call is item.call:
-            assert call is not None
+        if call is item.call or (call is not None and call.target != REPLAY):
             written = sum(size.get(position, 0) for position, name in enumerate(call.outputs) if name is not None)
-            yield _Run(call=_measured(call), result_bytes=written - overwritten)
+            registered = find_function(call.target)
+            if registered is not None and registered.measured_like and registered.like is not None:
+                call = registered.like(call)
+            yield _MeasuredCall(call=call, result_bytes=written - overwritten)
 
 
-def _recheck(candidates: dict[str, _Candidate], cache: CostCache, meter: Meter) -> None:
+def _recheck(candidates: dict[str, _MeasuredCall], cache: CostCache, meter: Meter) -> None:
     """Forget the costs of these calls that the cache has, if they were measured while other work ran."""
     known = {signature: cost for signature in candidates if (cost := cache.get(signature)) is not None}
 
     def latency_ms(signature: str) -> float:
         try:
-            with _callable(candidates[signature].run.call, meter.device) as (call, recent):
+            with _callable(candidates[signature].call, meter.device) as (call, recent):
                 return meter.latency_ms(call, recent)
         except (RuntimeError, MemoryError):  # out of memory beside what is there now: the known cost stays
             return math.inf
@@ -192,26 +228,19 @@ def _recheck(candidates: dict[str, _Candidate], cache: CostCache, meter: Meter) 
         cache.forget(known)
 
 
-def _measured(call: Call) -> Call:
-    registered = find_function(call.target)
-    if registered is not None and registered.measured_like and registered.like is not None:
-        return registered.like(call)
-    return call
-
-
 class _OutOfMemory(ProfileError):
     """A call that did not fit beside what else is in memory."""
 
 
-def _measure(candidate: _Candidate, meter: Meter) -> Cost:
+def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
     try:
         try:
-            return _cost(candidate.run, meter)
+            return _cost(candidate, meter)
         except (RuntimeError, IndexError) as error:
             if is_out_of_memory(error):
                 raise
             try:
-                return _cost(candidate.run, meter, fractions=True)
+                return _cost(candidate, meter, fractions=True)
             except RuntimeError:
                 raise error from None
     except (RuntimeError, MemoryError, IndexError, TypeError) as error:
@@ -230,10 +259,10 @@ def _measure(candidate: _Candidate, meter: Meter) -> Cost:
         gc.collect(0)
 
 
-def _cost(run: _Run, meter: Meter, *, fractions: bool = False) -> Cost:
-    with _callable(run.call, meter.device, fractions=fractions) as (call, recent):
+def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False) -> Cost:
+    with _callable(measured.call, meter.device, fractions=fractions) as (call, recent):
         latency_ms = meter.latency_ms(call, recent)
-        return Cost(latency_ms=latency_ms, workspace_bytes=max(0, meter.growth_bytes(call) - run.result_bytes))
+        return Cost(latency_ms=latency_ms, workspace_bytes=max(0, meter.growth_bytes(call) - measured.result_bytes))
 
 
 @contextlib.contextmanager
@@ -251,7 +280,7 @@ def _callable(
 
 
 def _library_bytes(graph: OperatorGraph, meter: Meter) -> int:
-    """What libraries keep between the calls of a step, in bytes.
+    """Memory that libraries keep between the calls of a step, in bytes.
 
     cuBLAS keeps a workspace for each thread that calls it, and autograd runs the backward part in another thread
     than the forward part. So each part's is measured by one call of every kind that makes a matrix product.
@@ -260,9 +289,9 @@ def _library_bytes(graph: OperatorGraph, meter: Meter) -> int:
     for phase in Phase:
         of_kind: dict[str, Call] = {}
         for operator in graph.operators:
-            for run in _runs(graph, operator.implementations[0]) if operator.phase is phase else ():
-                if traits_of(run.call.target).runs_on_cublas:
-                    of_kind.setdefault(run.call.target, run.call)
+            for item in _calls(graph, operator.implementations[0]) if operator.phase is phase else ():
+                if traits_of(item.call.target).runs_on_cublas:
+                    of_kind.setdefault(item.call.target, item.call)
         total += meter.kept_bytes([partial(_run_once, call, meter.device) for call in of_kind.values()])
     return total
 

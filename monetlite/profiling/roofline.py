@@ -1,4 +1,4 @@
-"""How long a kernel takes on a named device, by what it computes and what it moves.
+"""Cost of a kernel on a named device, without its launch, by what it computes and what it moves.
 
     latency = launch + max(operations / (peak · efficiency), bytes / (bandwidth · efficiency))
 
@@ -9,6 +9,7 @@ authors measured on a P100 (`docs/estimates.md` says how well).
 import math
 from dataclasses import dataclass
 
+from monetlite.core.costs import Cost
 from monetlite.core.devices import Device
 
 # A matrix product of M×K by K×N approaches the device's rate as K and M·N grow. Fitted on the P100's
@@ -35,23 +36,15 @@ _WORKSPACE_SHARE = 3
 enough to care, cuDNN's choice would fail to allocate it and ATen take the next."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """Time that a kernel takes, without its launch, and the workspace that it needs."""
-
-    seconds: float
-    workspace_bytes: int = 0
-
-
 def arithmetic(device: Device, dtype: str, *, tf32: bool) -> tuple[float, bool]:
-    """(Operations per second at peak, whether on tensor cores) for matrix products in a dtype.
+    """(Operations per second at peak, True on tensor cores) for matrix products in a dtype.
 
     A dtype that the device has no arithmetic for runs as float32 (bfloat16 before Ampere), or at a 32nd of it
     (float64 on consumer cards).
 
     Args:
         dtype: torch's name, without the `torch.` prefix.
-        tf32: whether float32 may be computed as TF32, on devices that have it.
+        tf32: compute float32 as TF32 on devices that have it.
     """
     peaks = device.peak_flops
     if dtype == "float64":
@@ -64,9 +57,9 @@ def arithmetic(device: Device, dtype: str, *, tf32: bool) -> tuple[float, bool]:
     return peaks["fp32"], False
 
 
-def memory_bound(device: Device, moved_bytes: float, fraction: float) -> Kernel:
+def memory_bound(device: Device, moved_bytes: float, fraction: float) -> Cost:
     """A kernel that moves bytes at a fraction of the device's bandwidth."""
-    return Kernel(seconds=moved_bytes / (device.bandwidth_bytes_per_s * fraction))
+    return _cost(moved_bytes / (device.bandwidth_bytes_per_s * fraction))
 
 
 def matmul(
@@ -78,14 +71,13 @@ def matmul(
     depth: int,
     moved_bytes: float,
     dtype: str,
-    tf32: bool,
     batch: int = 1,
-) -> Kernel:
+) -> Cost:
     """`batch` products of (rows × depth) by (depth × columns), of so many operations in all."""
-    peak, tensor_cores = arithmetic(device, dtype, tf32=tf32)
+    peak, tensor_cores = arithmetic(device, dtype, tf32=False)
     best = device.efficiency.tensor_matmul if tensor_cores else device.efficiency.fp32_matmul
     rate = peak * best * _saturation(rows, columns, depth, batch)
-    return Kernel(seconds=max(operations / rate, _move(device, moved_bytes)))
+    return _cost(max(operations / rate, _move(device, moved_bytes)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +145,7 @@ class Convolution:
         return outgoing, incoming * positions, self.batch * math.prod(self.output_size)
 
 
-def convolution(device: Device, work: Convolution, *, dtype: str, tf32: bool) -> Kernel:
+def convolution(device: Device, work: Convolution, *, dtype: str) -> Cost:
     """The fastest of the algorithms that a library would choose from, with its workspace.
 
     - Tensor cores: an implicit matrix product in channels-last. Contiguous images are converted there and
@@ -163,7 +155,7 @@ def convolution(device: Device, work: Convolution, *, dtype: str, tf32: bool) ->
       the workspace.
     - Depthwise convolutions are kernels of their own, bound by memory.
     """
-    peak, tensor_cores = arithmetic(device, dtype, tf32=tf32)
+    peak, tensor_cores = arithmetic(device, dtype, tf32=True)
     efficiency = device.efficiency
     if work.depthwise:
         return memory_bound(device, work.moved_bytes, efficiency.pooling)
@@ -174,16 +166,16 @@ def convolution(device: Device, work: Convolution, *, dtype: str, tf32: bool) ->
     direct = max(work.operations / rate, _move(device, work.moved_bytes))
     if tensor_cores:
         if work.channels_last:
-            return Kernel(seconds=direct)
-        return Kernel(seconds=direct + _move(device, 2 * work.moved_bytes), workspace_bytes=work.moved_bytes)
-    algorithms = [Kernel(seconds=direct)]
+            return _cost(direct)
+        return _cost(direct + _move(device, 2 * work.moved_bytes), work.moved_bytes)
+    algorithms = [_cost(direct)]
     if work.suits_winograd:
         algorithms += _winograd(device, work, best)
     allowed = device.memory_bytes // _WORKSPACE_SHARE
-    return min((item for item in algorithms if item.workspace_bytes <= allowed), key=lambda item: item.seconds)
+    return min((item for item in algorithms if item.workspace_bytes <= allowed), key=lambda item: item.latency_ms)
 
 
-def _winograd(device: Device, work: Convolution, rate: float) -> list[Kernel]:
+def _winograd(device: Device, work: Convolution, rate: float) -> list[Cost]:
     """Winograd's algorithms (Lavin and Gray, arXiv:1509.09308).
 
     F(m×m, 3×3) makes a tile of m² results of (m+2)² inputs with (m+2)² multiplications, where the direct
@@ -206,10 +198,10 @@ def _winograd(device: Device, work: Convolution, rate: float) -> list[Kernel]:
         padding *= math.ceil(work.batch / _WINOGRAD_IMAGES) * _WINOGRAD_IMAGES / work.batch
         depth = incoming if work.role == "forward" else outgoing
         fused = rate * _FUSED_WINOGRAD * _saturation(math.inf, math.inf, depth)
-        kernels.append(Kernel(seconds=max(work.operations / 2.25 / fused, _move(device, work.moved_bytes))))
+        kernels.append(_cost(max(work.operations / 2.25 / fused, _move(device, work.moved_bytes))))
     transformed = 36 / 16 * padding * work.image_bytes + 36 / 9 * work.weight_bytes
     seconds = work.operations * padding / 4 / products + _move(device, work.moved_bytes + 2 * transformed)
-    return [*kernels, Kernel(seconds=seconds, workspace_bytes=math.ceil(transformed))]
+    return [*kernels, _cost(seconds, math.ceil(transformed))]
 
 
 def _saturation(rows: float, columns: float, depth: float, batch: int = 1) -> float:
@@ -225,3 +217,7 @@ def _saturation(rows: float, columns: float, depth: float, batch: int = 1) -> fl
 def _move(device: Device, moved_bytes: float) -> float:
     """Seconds to move bytes in long runs."""
     return moved_bytes / (device.bandwidth_bytes_per_s * device.efficiency.elementwise)
+
+
+def _cost(seconds: float, workspace_bytes: int = 0) -> Cost:
+    return Cost(latency_ms=seconds * 1e3, workspace_bytes=workspace_bytes)

@@ -15,7 +15,7 @@ from monetlite.core.errors import CudnnError, ProfileError
 from monetlite.core.simulate import simulate
 from monetlite.operators import cudnn
 from monetlite.profiling import measured
-from monetlite.profiling.plans import on_front, pareto
+from monetlite.profiling.measured import on_front, pareto
 
 
 @pytest.fixture

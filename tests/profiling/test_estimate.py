@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from monetlite.core.costs import ProfileKind
+from monetlite.core.costs import Cost, ProfileKind
 from monetlite.core.devices import Efficiency, find_device
 from monetlite.core.errors import DeviceError
 from monetlite.core.graph import (
@@ -154,7 +154,7 @@ def test_convolutions_count_operations_as_torch_does(case, monkeypatch):
 
     def record(device, work, **_):
         seen.append(work)
-        return roofline.Kernel(seconds=0.0)
+        return Cost(latency_ms=0.0, workspace_bytes=0)
 
     monkeypatch.setattr(estimate.roofline, "convolution", record)
     options = {key: value for key, value in case.items() if key != "kernel"}
@@ -237,7 +237,8 @@ def test_tensor_cores_convert_contiguous_images():
     assert last.latency_ms < contiguous.latency_ms
     assert last.workspace_bytes == 0
     assert contiguous.workspace_bytes == 2 * written + tensor_bytes(weight)
-    strict = estimate_call(convolution(tensor(*image), weight, padding=1), a100, written, tf32_convolutions=False)
+    without_tf32 = replace(a100, peak_flops={key: peak for key, peak in a100.peak_flops.items() if key != "tf32"})
+    strict = estimate_call(convolution(tensor(*image), weight, padding=1), without_tf32, written)
     assert strict.latency_ms > contiguous.latency_ms
 
 
