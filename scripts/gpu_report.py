@@ -44,7 +44,7 @@ import monetlite  # noqa: E402  # from this checkout, installed or not
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment, reason  # noqa: E402
 from monetlite.checking.comparison.peer_runs import TITLES, Peer, PeerRun  # noqa: E402
 from monetlite.checking.comparison.peers import every_block, inductor  # noqa: E402
-from monetlite.checking.comparison.scheduled import scheduled  # noqa: E402
+from monetlite.checking.comparison.runner import scheduled  # noqa: E402
 from monetlite.checking.trainee import default_loss  # noqa: E402
 from monetlite.core.schedule import Schedule  # noqa: E402
 from monetlite.core.simulate import simulate  # noqa: E402

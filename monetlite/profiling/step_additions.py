@@ -121,5 +121,5 @@ def with_accumulation(profile: Profile) -> Profile:
 
 def _kind(name: str) -> OptimizerKind:
     if name not in OPTIMIZERS:
-        raise ModelError(f"unknown optimizer {name!r}; known are {', '.join(OPTIMIZERS)}")
+        raise ModelError(f"optimizer {name!r} is unknown; there are {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison import PEERS, Peer, PeerRun, runner, scheduled
+from monetlite.checking.comparison import PEERS, Peer, PeerRun, runner
 from monetlite.checking.comparison import peers as other_ways
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
 from monetlite.checking.comparison.peer_runs import Comparison, standings
@@ -164,7 +164,7 @@ def test_what_is_refused_before_anything_runs(folder, monkeypatch, arguments, co
 
 def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
     """A solve takes Ctrl-C for the end of its time; the comparison ends."""
-    solve_layouts = scheduled.solve_layouts
+    solve_layouts = runner.solve_layouts
 
     def interrupted(*args, **kwargs):
         try:
@@ -173,7 +173,7 @@ def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
             return solve_layouts(*args, **kwargs)
         pytest.fail("not interrupted")
 
-    monkeypatch.setattr(scheduled, "solve_layouts", interrupted)
+    monkeypatch.setattr(runner, "solve_layouts", interrupted)
     before = signal.getsignal(signal.SIGINT)
     result = run("--model", "net.py:build", "--peers", "gist", *QUICK, "--output", "t.md", "--output", "p.png")
     assert result.exit_code == 4
@@ -296,7 +296,7 @@ def test_beside_inductor_schedules_run_compiled_too(monkeypatch):
         return [Contender(peer=Peer.INDUCTOR, setting="budget 0.5", prepare=lambda model: model)]
 
     monkeypatch.setitem(runner.FAMILIES, Peer.INDUCTOR, fused)
-    monkeypatch.setattr("monetlite.checking.comparison.scheduled.MONeTWrapper", wrap)
+    monkeypatch.setattr("monetlite.checking.comparison.runner.MONeTWrapper", wrap)
     model, inputs = net()
     for refusing in (False, True):
         asked.clear()

@@ -17,14 +17,16 @@ def test_a_run_over_its_budget_is_shown_where_nothing_takes_less():
         def enter(contender):
             return Entrant(run=PeerRun(peer=contender.peer, setting=contender.setting, peak_bytes=120))
 
-    def solve(budget_bytes):
-        solved.append(budget_bytes)
-        if len(solved) == 2:
-            raise Unsupported("no schedule within it")
-        return Within
+    class Planner:
+        @staticmethod
+        def solve(peer, budget_bytes, starts):
+            solved.append(budget_bytes)
+            if len(solved) == 2:
+                raise Unsupported("no schedule within it")
+            return Within
 
-    contest = runner._Contest(bench=Measured, planner=None, budgets_bytes=[100], say=lambda _: None)
-    item, schedule = contest._scheduled(Peer.MONETLITE, 100, solve, compiled=True)
+    contest = runner._Contest(bench=Measured, planner=Planner, budgets_bytes=[100], say=lambda _: None)
+    item, schedule = contest._scheduled(Peer.MONETLITE, 100, compiled=True)
     assert solved == [100, 70]
     assert item.run.peak_bytes == 120
     assert schedule is Within

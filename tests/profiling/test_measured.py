@@ -435,7 +435,7 @@ def test_optimizer_state_is_what_torch_keeps():
 
 
 def test_unknown_optimizers_and_devices(graph, monkeypatch):
-    with pytest.raises(ModelError, match="unknown optimizer 'lion'; known are sgd, momentum, adam, adamw"):
+    with pytest.raises(ModelError, match="optimizer 'lion' is unknown; there are sgd, momentum, adam, adamw"):
         monetlite.profile(graph, "p100", optimizer="lion")
     with pytest.raises(DeviceError, match="traced on cpu, so its operators can't be measured on cuda"):
         monetlite.profile(graph, "cuda")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,19 +18,22 @@ from monetlite.checking.comparison.peer_runs import (
     fastest_within,
     standings,
 )
-from monetlite.checking.comparison.scheduled import Planner, budget_setting, scheduled
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.costs import Profile
-from monetlite.core.errors import BudgetError, DeviceError, ModelError
-from monetlite.core.options import SolvingOptions
+from monetlite.core.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError
+from monetlite.core.interrupts import interrupts_kept
+from monetlite.core.options import DEFAULT_IMPLEMENTATIONS, SolvingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.operators.random import forked_state
-from monetlite.planning.layouts import layouts_to_try
+from monetlite.planning.budgets import solve_budget
+from monetlite.planning.layouts import layouts_to_try, solve_layouts
 from monetlite.planning.pricing import profile
+from monetlite.runtime import MONeTWrapper
+from monetlite.solving.baselines import restrict_gist
 from monetlite.tracing import split_inputs, trace
 from monetlite.tracing.build import Arguments, Inputs, device_of
 
@@ -144,6 +146,74 @@ def compare(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """Solves for schedules of one step.
+
+    Attributes:
+        profiles: of the step in every layout that may be chosen, the first as plain training runs it.
+        options: of monetlite's schedules; the others have its time limit and seed.
+    """
+
+    profiles: Sequence[Profile]
+    options: SolvingOptions
+
+    def solve(self, peer: Peer, budget_bytes: int, starts: Iterable[Schedule] = ()) -> Schedule:
+        """The fastest schedule that a method can choose.
+
+        Checkmate stores and recomputes, every operator running as it was traced. Gist has compact intermediates
+        that lose nothing, and no recomputation.
+
+        Raises:
+            Unsupported: nothing fits.
+        """
+        plain, exact = self.profiles[0], replace(self.options, tolerance=0.0)
+        try:
+            with interrupts_kept():
+                match peer:
+                    case Peer.CHECKMATE:
+                        return solve_budget(
+                            plain, budget_bytes, replace(exact, implementations=DEFAULT_IMPLEMENTATIONS)
+                        )
+                    case Peer.GIST:
+                        restricted = restrict_gist(plain.within(0.0)).profile
+                        schedule = solve_budget(restricted, budget_bytes, exact)
+                        graph = plain.graph  # the schedule serves this one, of which less may be chosen there
+                        return replace(schedule, fingerprint=graph.fingerprint, structure=graph.structure)
+                return solve_layouts(self.profiles, budget_bytes, self.options, starts=starts)
+        except InfeasibleBudget as error:
+            least = (
+                f"; the smallest peak reached is {format_bytes(error.reached_bytes)}" if error.reached_bytes else ""
+            )
+            raise Unsupported(f"no schedule within it{least}") from error
+
+
+def scheduled(
+    peer: Peer, schedule: Schedule, asked_bytes: int, *, compiled: bool = False, with_defaults: bool = False
+) -> Contender:
+    """A model that trains by a schedule, for a budget that the schedule's own may be a little below.
+
+    Args:
+        peer: whose schedule it is. schedule: its schedule. asked_bytes: the budget.
+        compiled: run it by Inductor, which rounds as Inductor does.
+        with_defaults: say in the setting that the schedule has only default implementations.
+    """
+    return Contender(
+        peer=peer,
+        setting=_budget_setting(asked_bytes, compiled=compiled, with_defaults=with_defaults),
+        label=f"{TITLES[peer]}, compiled" if compiled else "",
+        prepare=lambda model: MONeTWrapper(model, schedule, compile=compiled),
+        asked_bytes=asked_bytes,
+        limit_bytes=None if schedule.reserved_bytes is None else max(asked_bytes, schedule.reserved_bytes),
+    )
+
+
+def _budget_setting(budget_bytes: int, *, compiled: bool = False, with_defaults: bool = False) -> str:
+    """The setting of a schedule for a budget, in words."""
+    words = [f"budget {format_bytes(budget_bytes)}"]
+    return ", ".join([*words, *["default implementations"] * with_defaults, *["compiled"] * compiled])
+
+
 @dataclass(kw_only=True)
 class _Contest:
     """Ways to train that take part or have failed, and settings that were tried and left out."""
@@ -160,10 +230,9 @@ class _Contest:
     def add_peer(self, peer: Peer, trial_repeats: int) -> None:
         """Measure a peer in every setting that it has, and let those take part that are best within a budget."""
         if peer in (Peer.CHECKMATE, Peer.GIST):
-            solve = self.planner.checkmate if peer is Peer.CHECKMATE else self.planner.gist
             for budget_bytes in reversed(self.budgets_bytes):
                 try:
-                    entrant, schedule = self._scheduled(peer, budget_bytes, solve)
+                    entrant, schedule = self._scheduled(peer, budget_bytes)
                 except Unsupported as error:
                     self.shown.append(
                         _refused(peer, budget_bytes, error, less=budget_bytes > self.budgets_bytes[0])
@@ -213,8 +282,7 @@ class _Contest:
             starts = [schedule for _, schedule in found[-2:]]
             starts += [schedule for schedule in self.restricted if schedule.peak_bytes <= budget_bytes]
             try:
-                solve = partial(self.planner.monetlite, starts=starts)
-                entrant, schedule = self._scheduled(Peer.MONETLITE, budget_bytes, solve)
+                entrant, schedule = self._scheduled(Peer.MONETLITE, budget_bytes, starts)
             except Unsupported as error:
                 refused.append(_refused(Peer.MONETLITE, budget_bytes, error, less=bool(refused)))
                 continue
@@ -232,13 +300,12 @@ class _Contest:
         One that fails is set aside.
         """
         for with_defaults in (False, True):
-            solve = self.planner.checkmate if with_defaults else partial(self.planner.monetlite, starts=starts)
             try:
                 entrant, _ = self._scheduled(
-                    Peer.MONETLITE, budget_bytes, solve, compiled=True, with_defaults=with_defaults
+                    Peer.MONETLITE, budget_bytes, starts, compiled=True, with_defaults=with_defaults
                 )
             except Unsupported as error:
-                setting = budget_setting(budget_bytes, compiled=True, with_defaults=with_defaults)
+                setting = _budget_setting(budget_bytes, compiled=True, with_defaults=with_defaults)
                 entrant = _failed(Peer.MONETLITE, setting, budget_bytes, error)
             if entrant.run.failure:
                 self.tried.append(entrant.run)
@@ -249,7 +316,7 @@ class _Contest:
         self,
         peer: Peer,
         budget_bytes: int,
-        solve: Callable[[int], Schedule],
+        starts: Sequence[Schedule] = (),
         *,
         compiled: bool = False,
         with_defaults: bool = False,
@@ -264,13 +331,14 @@ class _Contest:
         for attempt in range(RETRIES + 1):
             self.say(f"solving for {TITLES[peer]} within {format_bytes(within_bytes)}")
             try:
-                schedule = solve(within_bytes)
+                method = Peer.CHECKMATE if with_defaults else peer
+                schedule = self.planner.solve(method, within_bytes, starts)
             except Unsupported:
                 if found is None:
                     raise
                 return found  # over the budget, as its figures say; nothing takes less
             except Exception as error:
-                setting = budget_setting(budget_bytes, compiled=compiled, with_defaults=with_defaults)
+                setting = _budget_setting(budget_bytes, compiled=compiled, with_defaults=with_defaults)
                 return _failed(peer, setting, budget_bytes, error), None
             contender = scheduled(peer, schedule, budget_bytes, compiled=compiled, with_defaults=with_defaults)
             entrant = self.bench.enter(contender)
@@ -287,7 +355,7 @@ class _Contest:
 
 def _refused(peer: Peer, budget_bytes: int, error: Unsupported, *, less: bool) -> Entrant:
     """The entry of a budget that nothing fits, and with `less` of all below it that were asked for."""
-    return _failed(peer, f"{budget_setting(budget_bytes)}{' and less' if less else ''}", budget_bytes, error)
+    return _failed(peer, f"{_budget_setting(budget_bytes)}{' and less' if less else ''}", budget_bytes, error)
 
 
 def _failed(peer: Peer, setting: str, budget_bytes: int, error: Exception) -> Entrant:
