@@ -45,7 +45,8 @@ class Device:
 
     `peak_flops` is in operations per second (an addition and a multiplication are two), dense, by arithmetic:
     `fp64`, `fp32`, `tf32`, `fp16`, `bf16`, as far as the device has each. `compute_capability` is NVIDIA's
-    (major, minor). `sources` says where the figures of `memory`, `peak`, `launch` and `efficiency` come from.
+    (major, minor). `cuda` has the attributes that cuDNN plans by, under its names for them; it is empty if they
+    are not known. `sources` has the origin of the figures of `memory`, `peak`, `launch`, `efficiency` and `cuda`.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Device:
     compute_capability: tuple[int, int]
     efficiency: Efficiency
     aliases: tuple[str, ...]
+    cuda: Mapping[str, int]
     sources: Mapping[str, str]
 
     @property
@@ -101,6 +103,12 @@ def known_devices() -> Mapping[str, Device]:
 def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
     memory, peak = entry["memory"], entry["peak"]
     launch, efficiency = data["launch_us"][entry["launch_us"]], data["efficiency"][entry["efficiency"]]
+    parts = {"memory": memory, "peak": peak, "launch": launch, "efficiency": efficiency}
+    cuda = {}
+    if "cuda" in entry:
+        parts["cuda"] = entry["cuda"]
+        cuda = {**data["cuda_limits"][entry["compute_capability"]], **entry["cuda"]}
+        del cuda["source"]
     return Device(
         name=name,
         title=entry["title"],
@@ -111,14 +119,8 @@ def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
         compute_capability=_capability(entry["compute_capability"]),
         efficiency=Efficiency(**{item.name: float(efficiency[item.name]) for item in fields(Efficiency)}),
         aliases=tuple(entry["aliases"]),
-        sources=MappingProxyType(
-            {
-                "memory": memory["source"],
-                "peak": peak["source"],
-                "launch": launch["source"],
-                "efficiency": efficiency["source"],
-            }
-        ),
+        cuda=MappingProxyType(cuda),
+        sources=MappingProxyType({name: part["source"] for name, part in parts.items()}),
     )
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from monetlite.operators.cudnn import execution, library, offers, plans
+from monetlite.operators.cudnn import execution_plans, library, offers
 
 PLANS = ("cudnn.engine9.k2=4.k12=-1", "cudnn.engine0")
 """The names of the plans that the fake can build; that of the one it can't is `UNBUILT`."""
@@ -20,9 +20,9 @@ def install(monkeypatch):
     monkeypatch.setattr(library, "problem", lambda: None)
     monkeypatch.setattr(library, "load", lambda: fake)
     monkeypatch.setattr(library, "_local", threading.local())
-    monkeypatch.setattr(execution, "_local", threading.local())
-    monkeypatch.setattr(execution, "_common_device", lambda first, second: 0)
-    for module in (execution, library, offers, plans):
+    monkeypatch.setattr(execution_plans, "_local", threading.local())
+    monkeypatch.setattr(execution_plans, "_common_device", lambda first, second: 0)
+    for module in (execution_plans, library, offers):
         monkeypatch.setattr(module, "torch", FakeTorch(fake))
     return fake
 
@@ -149,7 +149,7 @@ class FakeGraph:
 
 
 class FakeFrontend:
-    """What monetlite uses of the frontend."""
+    """The part of the frontend that monetlite uses."""
 
     data_type = SimpleNamespace(FLOAT=torch.float32, HALF=torch.float16, BFLOAT16=torch.bfloat16)
     heur_mode = SimpleNamespace(A="A", B="B", FALLBACK="FALLBACK")

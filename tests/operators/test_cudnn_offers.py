@@ -12,11 +12,11 @@ from torch import nn
 from monetlite.core.devices import find_device
 from monetlite.core.graph import TensorRef
 from monetlite.operators import cudnn
-from monetlite.operators.cudnn import library, plans
-from monetlite.operators.cudnn.calls import described, work_of
+from monetlite.operators.cudnn import library
+from monetlite.operators.cudnn.convolution_parts import PLAN_NAME, cudnn_convolution
+from monetlite.operators.cudnn.execution_plans import ExecutionPlan
 from monetlite.operators.cudnn.offers import ranked
-from monetlite.operators.cudnn.parts import PLAN_NAME
-from monetlite.operators.cudnn.plans import Plan
+from monetlite.operators.cudnn.work import ConvolutionWork
 from monetlite.profiling.estimate import estimate_call
 
 needs_cudnn = pytest.mark.skipif(not cudnn.available(), reason=f"no cuDNN to ask: {cudnn.problem()}")
@@ -41,7 +41,7 @@ def offered_names(graph):
 
 def works(graph):
     return {
-        operator.name: work_of(plans_of(operator)[0].call.args[4:])
+        operator.name: ConvolutionWork.decoded(plans_of(operator)[0].call.args[4:])
         for operator, _ in convolutions(graph)
         if plans_of(operator)
     }
@@ -214,12 +214,12 @@ class TestFake:
 
     def test_work_survives_being_arguments(self, frontend):
         for work in works(cudnn.offer_plans(traced())).values():
-            as_lists = [list(item) if isinstance(item, tuple) else item for item in described(work)]
-            assert work_of(as_lists) == work
+            as_lists = [list(item) if isinstance(item, tuple) else item for item in work.encoded()]
+            assert ConvolutionWork.decoded(as_lists) == work
 
 
 def plan(name, workspace_bytes):
-    return Plan(name=name, engine=0, knobs=(), workspace_bytes=workspace_bytes, index=0)
+    return ExecutionPlan(name=name, workspace_bytes=workspace_bytes, index=0)
 
 
 def test_of_plans_with_as_much_workspace_the_favourites_are_measured():
@@ -269,14 +269,13 @@ def test_offered_implementations_compute_what_the_default_does(frontend, name, c
 def test_an_operand_that_is_not_as_captured_is_copied(frontend):
     part = works(cudnn.offer_plans(traced()))["conv2"]
     image, weight = (torch.randn(layout[0]) for layout in part.operands)
-    function = cudnn.calls.cudnn_convolution
-    (expected,) = function(PLANS[0], image, weight, None, *described(part))
+    (expected,) = cudnn_convolution(PLANS[0], image, weight, None, *part.encoded())
     unaligned = torch.empty(image.numel() + 1)[1:].view(image.shape).copy_(image)
     for other in (image.to(memory_format=torch.channels_last), unaligned):
         with pytest.warns(UserWarning, match="copied at every step"):
-            (made,) = function(PLANS[0], other, weight, None, *described(part))
+            (made,) = cudnn_convolution(PLANS[0], other, weight, None, *part.encoded())
         assert torch.equal(made, expected)
 
 
 def test_plans_are_listed_with_the_knobs_of_the_index_they_run_by(frontend):
-    assert plans.find_plan(works(cudnn.offer_plans(traced()))["conv2"], PLANS[1]).index == 2
+    assert cudnn.find_plan(works(cudnn.offer_plans(traced()))["conv2"], PLANS[1])[1].index == 2

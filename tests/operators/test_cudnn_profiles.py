@@ -168,7 +168,7 @@ class TestMeasured:
         def fail(*_):
             raise error
 
-        monkeypatch.setattr("monetlite.operators.cudnn.calls.run", fail)
+        monkeypatch.setattr("monetlite.operators.cudnn.convolution_parts.run", fail)
         told = []
         profile = monetlite.profile(block(), "cuda", progress=lambda done, total: told.append((done, total)))
         assert not any(kept(profile).values())
@@ -185,7 +185,7 @@ class TestMeasured:
 
     def test_plans_that_were_built_to_be_measured_are_dropped(self, frontend, meter, monkeypatch):
         self.measure(monkeypatch, lambda name: (1, 1))
-        assert not cudnn.execution._local.__dict__
+        assert not cudnn.execution_plans._local.__dict__
 
     def test_on_the_cpu_there_are_none(self, frontend, meter):
         profile = monetlite.profile(replace(block(), device="cpu"), "cpu")

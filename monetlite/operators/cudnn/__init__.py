@@ -5,20 +5,16 @@ work by the plan of a name. Both need the optional package nvidia-cudnn-frontend
 implementations of plans, and `with_named_plans` of those that a schedule names.
 """
 
-from monetlite.operators.cudnn.execution import forget_plans, run
-from monetlite.operators.cudnn.library import available, problem
+from monetlite.operators.cudnn.convolution_parts import PREFIX
+from monetlite.operators.cudnn.execution_plans import ExecutionPlan, enumerate_plans, find_plan, forget_plans, run
+from monetlite.operators.cudnn.library import available, problem, properties_json
 from monetlite.operators.cudnn.offers import offer_plans, with_named_plans
-from monetlite.operators.cudnn.parts import PREFIX
-from monetlite.operators.cudnn.plans import Plan, enumerate_plans, find_plan
-from monetlite.operators.cudnn.properties import DEVICES, DeviceProperties, properties_json
 from monetlite.operators.cudnn.work import ConvolutionWork, Role
 
 __all__ = [
-    "DEVICES",
     "PREFIX",
     "ConvolutionWork",
-    "DeviceProperties",
-    "Plan",
+    "ExecutionPlan",
     "Role",
     "available",
     "enumerate_plans",

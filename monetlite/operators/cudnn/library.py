@@ -1,4 +1,4 @@
-"""NVIDIA's cuDNN frontend: whether it can be used here, and a handle for each thread and device.
+"""NVIDIA's cuDNN frontend, descriptions of devices for it, and a handle for each thread and device.
 
 The frontend (`import cudnn`, the package nvidia-cudnn-frontend) is optional. It finds the libcudnn that torch
 with CUDA brings; without a GPU, libcudnn and cuBLASLt from wheels are enough to enumerate plans.
@@ -7,6 +7,7 @@ with CUDA brings; without a GPU, libcudnn and cuBLASLt from wheels are enough to
 import ctypes
 import importlib
 import importlib.util
+import json
 import sys
 import sysconfig
 import threading
@@ -17,23 +18,23 @@ from typing import Any
 
 import torch
 
-from monetlite.core.errors import CudnnError, CudnnMissing
-from monetlite.operators.cudnn.properties import properties_json
+from monetlite.core.devices import known_devices
+from monetlite.core.errors import CudnnError, CudnnMissing, DeviceError
 
-_OLDEST = 90800
+MIN_VERSION = 90800
 """cuDNN 9.8, the first that plans from a description of a device."""
 
 _local = threading.local()
 
 
 def available() -> bool:
-    """Whether plans can be enumerated here. That needs no GPU; running one does."""
+    """Tell whether plans can be enumerated here. That needs no GPU; running one does."""
     return problem() is None
 
 
 @cache
 def problem() -> str | None:
-    """What keeps cuDNN from being used here, and what to do about it; None if nothing does."""
+    """The reason why cuDNN can't be used here, and what to do about it; None if it can."""
     if not sys.platform.startswith("linux"):
         return f"cuDNN plans are supported on Linux, and this is {sys.platform}"
     if importlib.util.find_spec("cudnn") is None:
@@ -43,8 +44,8 @@ def problem() -> str | None:
         version = int(library.backend_version())
     except (ImportError, OSError, RuntimeError, AttributeError, AssertionError) as error:
         return f"nvidia-cudnn-frontend does not find libcudnn ({_first_line(error)}); torch with CUDA brings it"
-    if version < _OLDEST:
-        return f"cuDNN {version} is older than {_OLDEST}; install torch with a newer CUDA"
+    if version < MIN_VERSION:
+        return f"cuDNN {version} is older than {MIN_VERSION}; install torch with a newer CUDA"
     missing = _load_cublas()
     if missing is not None:
         return missing
@@ -69,6 +70,43 @@ def load() -> ModuleType:
     if reason is not None:
         raise CudnnMissing(f"cuDNN plans are not available: {reason}")
     return importlib.import_module("cudnn")
+
+
+def properties_json(device: str) -> str:
+    """A named device (`monetlite/core/devices.yaml`) as the JSON that cuDNN plans by, without having the device.
+
+    Raises:
+        DeviceError: no such device; the message lists those that there are.
+
+    >>> json.loads(properties_json("h100"))["multiProcessorCount"]
+    132
+    """
+    known = {name: item for name, item in known_devices().items() if item.cuda}
+    if device not in known:
+        raise DeviceError(
+            f"cuDNN plans can't be enumerated for {device!r} without having it; known: {', '.join(known)}"
+        )
+    major, minor = known[device].compute_capability
+    return json.dumps(
+        {
+            "deviceVer": 100 * major + 10 * minor,
+            **known[device].cuda,
+            "warpSize": 32,
+            "maxThreadsPerBlock": 1024,
+            "maxBlockSize": [1024, 1024, 64],
+            "maxGridSize": [2**31 - 1, 65535, 65535],
+            "regsPerBlock": 65536,
+            "maxRegistersPerSM": 65536,
+            "maxSharedMemoryPerBlock": 49152,
+            "supportCoopLaunch": 1,
+            # cuDNN wants these fields, which tell one device from another, and plans without regard to them.
+            "deviceName": device,
+            "cudaDeviceId": 0,
+            "pciDeviceId": 0,
+            "isTccDriver": 0,
+            "driverVer": 13000,
+        }
+    )
 
 
 def thread_handle(device: int) -> Any:

@@ -10,13 +10,13 @@ import torch
 from monetlite.core.choices import Choices, Run
 from monetlite.core.errors import CudnnError, ScheduleMismatch
 from monetlite.core.graph import Implementation, Operator, OperatorGraph
-from monetlite.operators.cudnn import library, plans
-from monetlite.operators.cudnn.parts import PLAN_NAME, PREFIX, Part, layouts_of, part_of
-from monetlite.operators.cudnn.plans import Plan
+from monetlite.operators.cudnn import execution_plans, library
+from monetlite.operators.cudnn.convolution_parts import PLAN_NAME, PREFIX, ConvolutionPart, layouts_of, part_of
+from monetlite.operators.cudnn.execution_plans import ExecutionPlan
 from monetlite.operators.cudnn.work import ConvolutionWork
 
-_RANKED = 4
-"""A plan is not offered where so many that cuDNN ranks before it need no more workspace: it lists some forty for a
+MAX_BETTER_RANKED = 4
+"""A plan is not offered if so many that cuDNN ranks before it need no more workspace. cuDNN lists some forty for a
 convolution on tensor cores, and all that are offered are measured."""
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def offer_plans(graph: OperatorGraph, device_properties: str | None = None) -> O
     if graph.device != "cuda" or not (present or device_properties) or not library.available():
         return graph
     layouts = layouts_of(graph)
-    known: dict[ConvolutionWork, tuple[Plan, ...]] = {}
+    known: dict[ConvolutionWork, tuple[ExecutionPlan, ...]] = {}
 
     def offered(operator: Operator) -> Operator:
         part = part_of(graph, operator, layouts)
@@ -46,20 +46,20 @@ def offer_plans(graph: OperatorGraph, device_properties: str | None = None) -> O
     return replace(graph, operators=tuple(map(offered, graph.operators)))
 
 
-def _enumerated(work: ConvolutionWork, device_properties: str | None) -> tuple[Plan, ...]:
+def _enumerated(work: ConvolutionWork, device_properties: str | None) -> tuple[ExecutionPlan, ...]:
     try:
-        return ranked(plans.enumerate_plans(work, device_properties))
+        return ranked(execution_plans.enumerate_plans(work, device_properties))
     except CudnnError as error:
         _log.warning("no cuDNN plans are offered for a convolution: %s", error)
         return ()
 
 
-def ranked(found: Sequence[Plan]) -> tuple[Plan, ...]:
+def ranked(found: Sequence[ExecutionPlan]) -> tuple[ExecutionPlan, ...]:
     """Of plans in cuDNN's order, those that are worth measuring."""
     return tuple(
         plan
         for at, plan in enumerate(found)
-        if sum(other.workspace_bytes <= plan.workspace_bytes for other in found[:at]) < _RANKED
+        if sum(other.workspace_bytes <= plan.workspace_bytes for other in found[:at]) < MAX_BETTER_RANKED
     )
 
 
@@ -143,7 +143,7 @@ class _Search:
 
     def _exists(self, work: ConvolutionWork, plan_name: str) -> bool:
         try:
-            if plans.find_plan(work, plan_name, self._device_properties) is not None:
+            if execution_plans.find_plan(work, plan_name, self._device_properties) is not None:
                 return True
             where = "the described device" if self._device_properties else torch.cuda.get_device_name()
             reason = f"cuDNN doesn't offer them for these shapes and settings on {where}; solve again there"
@@ -152,7 +152,7 @@ class _Search:
         self.reasons[reason] = None
         return False
 
-    def _instead(self, operator: Operator, part: Part, wanted: Implementation) -> Implementation:
+    def _instead(self, operator: Operator, part: ConvolutionPart, wanted: Implementation) -> Implementation:
         alike = [
             item
             for item in operator.implementations

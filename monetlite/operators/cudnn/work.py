@@ -1,16 +1,26 @@
-"""What a convolution has to do: shapes, layouts, dtype and the arithmetic that is allowed."""
+"""The work of a convolution: shapes, layouts, dtype and the arithmetic that is allowed."""
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, get_args
 
 from monetlite.core.errors import ConvolutionError
+from monetlite.core.graph import Argument
 
 Role: TypeAlias = Literal["forward", "input_gradient", "weight_gradient"]
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and stride, in elements."""
 
 DTYPES = ("float32", "float16", "bfloat16")
+MADE = {"forward": "result", "input_gradient": "image", "weight_gradient": "weight"}
+"""The layout that each role writes."""
+OPERANDS = {
+    "forward": ("image", "weight"),
+    "input_gradient": ("result", "weight"),
+    "weight_gradient": ("image", "result"),
+}
+"""The layouts that each role reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +28,13 @@ class ConvolutionWork:
     """A convolution, or one of its gradients, as cuDNN has to know it. Transposed convolutions are not covered.
 
     Shapes and strides count elements: `image` is (batch, channels, *space), `weight` is (features, channels /
-    groups, *kernel), and `result` is what the forward convolution returns, (batch, features, *space), or the
-    gradient of that. Which two of the three are read and which one is made depends on `role`. There are one, two
+    groups, *kernel), and `result` is the forward convolution's, (batch, features, *space), or its
+    gradient. Which two of the three are read and which one is made depends on `role`. There are one, two
     or three dimensions of space, and `stride`, `padding` and `dilation` have an entry for each.
 
     `tf32` allows float32 inputs to be rounded to TF32 (19 bits), as `torch.backends.cudnn.allow_tf32` does; it
-    means nothing to other dtypes. `deterministic` leaves out what may sum in another order from run to run. A bias
-    is not part of the work.
+    means nothing to other dtypes. `deterministic` leaves out plans that may sum in another order from run to
+    run. A bias is not part of the work.
 
     Raises:
         ConvolutionError: the fields contradict one another.
@@ -101,19 +111,19 @@ class ConvolutionWork:
 
     @property
     def operands(self) -> tuple[Layout, Layout]:
-        """What is read, in the order of `run`'s arguments."""
-        if self.role == "forward":
-            return self.image, self.weight
-        return (self.result, self.weight) if self.role == "input_gradient" else (self.image, self.result)
+        """The layouts that are read, in the order of `run`'s arguments."""
+        first, second = OPERANDS[self.role]
+        return getattr(self, first), getattr(self, second)
 
     @property
     def made(self) -> Layout:
-        """What is written."""
-        return {"forward": self.result, "input_gradient": self.image, "weight_gradient": self.weight}[self.role]
+        """The layout that is written."""
+        layout: Layout = getattr(self, MADE[self.role])
+        return layout
 
     @property
     def beyond(self) -> tuple[int, ...]:
-        """By how many points the image reaches past what a transposed convolution of the result would make."""
+        """Points by which the image reaches past a transposed convolution of the result."""
         return tuple(
             size - ((points - 1) * stride - 2 * pad + dilation * (window - 1) + 1)
             for size, points, window, stride, pad, dilation in zip(
@@ -129,15 +139,22 @@ class ConvolutionWork:
 
     @property
     def plannable(self) -> bool:
-        """Whether cuDNN may be asked: no tensor overlaps itself, or needs an index of more than 32 bits."""
+        """Tell whether cuDNN may be asked: no tensor overlaps itself, or needs an index of more than 32 bits."""
         return all(
             math.prod(shape) < 2**31
             and all(step > 0 or size == 1 for size, step in zip(shape, stride, strict=True))
             for shape, stride in (self.image, self.weight, self.result)
         )
 
-    def with_batch(self, batch: int) -> "ConvolutionWork":
-        """The same work on another number of images: what a smaller last batch needs."""
-        return replace(
-            self, image_shape=(batch, *self.image_shape[1:]), result_shape=(batch, *self.result_shape[1:])
-        )
+    def encoded(self) -> tuple[Argument, ...]:
+        """The fields in order, as arguments of a call."""
+        return tuple(getattr(self, item.name) for item in fields(self))
+
+    @classmethod
+    def decoded(cls, arguments: Sequence[Any]) -> "ConvolutionWork":
+        """The reverse of `encoded`, also of arguments that have become lists on the way."""
+        values: dict[str, Any] = {
+            item.name: tuple(value) if isinstance(value, list) else value
+            for item, value in zip(fields(cls), arguments, strict=True)
+        }
+        return cls(**values)

@@ -1,0 +1,249 @@
+"""The convolutions of an operator graph as work for cuDNN, and the functions that run them by a plan."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from monetlite.core.errors import ConvolutionError
+from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef, TensorSpec
+from monetlite.fx.calls import each_dimension
+from monetlite.operators.cudnn.execution_plans import ALIGNMENT_BYTES, run
+from monetlite.operators.cudnn.work import DTYPES, MADE, OPERANDS, ConvolutionWork, Layout, Role
+from monetlite.operators.implementations import function, name_of, reads_of
+from monetlite.operators.strides import is_whole, same_places, suggests_channels_last
+
+PREFIX = "cudnn."
+PLAN_NAME = re.compile(r"cudnn\.engine[0-9]{1,6}(\.k[0-9]{1,6}=-?[0-9]{1,10}){0,64}")
+
+TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+"""Tolerances of plans by dtype. float32: sums in another order. Half precision: the sums are in float32 and
+rounded once, so they differ by one step of the dtype, which is 2⁻¹⁰ or 2⁻⁷ of a number at most."""
+TF32_TOLERANCE = 2e-3
+"""Tolerance with TF32: either of the default and the plan may round both factors of every product to 10 bits."""
+
+_FORWARD, _BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionPart:
+    """A convolution, or one part of a convolution's backward pass, as cuDNN does it.
+
+    `first`, `second` and `third` are as for `cudnn_convolution`.
+    """
+
+    default: Implementation
+    first: TensorRef
+    second: TensorRef
+    third: Argument
+    work: ConvolutionWork
+
+    def implementation(self, plan_name: str) -> Implementation:
+        """The implementation that runs a plan. It may read less than the default does."""
+        assert self.default.call is not None
+        call = Call(
+            target=name_of(cudnn_convolution),
+            args=(plan_name, self.first, self.second, self.third, *self.work.encoded()),
+            outputs=self.default.call.outputs,
+        )
+        rounded = self.work.tf32 and self.work.dtype == "float32"
+        return replace(
+            self.default,
+            name=plan_name,
+            reads=reads_of(call),
+            tolerance=TF32_TOLERANCE if rounded else TOLERANCES[self.work.dtype],
+            devices=("cuda",),
+            call=call,
+            again=None,
+        )
+
+    def stand_in(self) -> Implementation:
+        """The default call with only the layouts of the tensors that it does not need: the same bits."""
+        call = self.default.call
+        assert call is not None
+        needed = (self.first, self.second)
+        args = tuple(
+            (item.spec.shape, item.spec.stride) if isinstance(item, TensorRef) and item not in needed else item
+            for item in call.args
+        )
+        call = replace(call, target=name_of(convolution_backward_unread), args=args)
+        return replace(self.default, name="unread", reads=reads_of(call), call=call)
+
+
+def part_of(graph: OperatorGraph, operator: Operator, layouts: Mapping[str, TensorSpec]) -> ConvolutionPart | None:
+    """An operator as work for cuDNN; None for what is not a convolution, or not one that plans are offered for.
+
+    The work allows the arithmetic that torch is set to now. `layouts` are `layouts_of(graph)`.
+    """
+    default = operator.implementations[0]
+    found = None if default.call is None else _convolution(default.call)
+    if found is None:
+        return None
+    role, third, tensors, geometry = found
+    first, second = (tensors[name] for name in OPERANDS[role])
+    if not (is_whole(graph.values, first) and is_whole(graph.values, second)):
+        return None
+    layout = {name: (tensor.spec.shape, tensor.spec.stride) for name, tensor in tensors.items()}
+    layout[MADE[role]] = _made(graph, default, layout, layouts)
+    image = tensors["image"].spec
+    stride, padding, dilation = (each_dimension(item, len(image.shape) - 2) for item in geometry[:3])
+    assert isinstance(geometry[3], int)
+    try:
+        work = ConvolutionWork(
+            role=role,
+            **{f"{name}_{what}": item for name in layout for what, item in zip(("shape", "stride"), layout[name])},
+            dtype=image.dtype,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=geometry[3],
+            tf32=image.dtype == "float32" and _tf32_allowed(),
+            deterministic=torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+        )
+    except ConvolutionError:
+        return None
+    part = ConvolutionPart(default=default, first=first, second=second, third=third, work=work)
+    return part if work.plannable else None
+
+
+_Convolution: TypeAlias = tuple[Role, Argument, dict[str, TensorRef], tuple[Argument, ...]]
+
+
+def _convolution(call: Call) -> _Convolution | None:
+    """A call's role, third argument, tensors (image, weight, result) and (stride, padding, dilation, groups).
+
+    None for what is not a convolution, or a transposed one, or of tensors of several dtypes or one without plans.
+    """
+    role: Role
+    if call.target == _FORWARD:
+        image, weight, third, *geometry = call.args
+        role, given = "forward", {"image": image, "weight": weight}
+    elif call.target == _BACKWARD:
+        gradient, image, weight, _, *geometry, mask = call.args
+        given = {"image": image, "weight": weight, "result": gradient}
+        if mask == (True, False, False):
+            role, third = "input_gradient", None
+        elif mask in ((False, True, False), (False, True, True)):
+            role, third = "weight_gradient", mask == (False, True, True)
+        else:
+            return None
+    else:
+        return None
+    stride, padding, dilation, transposed, _, groups = geometry
+    dtypes = {ref.spec.dtype for ref in call.tensors()}
+    if transposed is not False or len(dtypes) > 1 or not dtypes.issubset(DTYPES):
+        return None
+    tensors = {name: item for name, item in given.items() if isinstance(item, TensorRef)}
+    return role, third, tensors, (stride, padding, dilation, groups)
+
+
+def _tf32_allowed() -> bool:
+    # Where it was set by this name, reading it by the older one, allow_tf32, is an error.
+    precision: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]  # made at import
+    return precision == "tf32"
+
+
+def layouts_of(graph: OperatorGraph) -> dict[str, TensorSpec]:
+    """The layout of every tensor that a default call of a graph reads, by name."""
+    calls = (operator.implementations[0].call for operator in graph.operators)
+    return {ref.node: ref.spec for call in calls if call is not None for ref in call.tensors()}
+
+
+def _made(
+    graph: OperatorGraph, default: Implementation, layout: Mapping[str, Layout], layouts: Mapping[str, TensorSpec]
+) -> Layout:
+    """The layout that the default call writes: as its readers have it, or else by PyTorch's rule for cuDNN."""
+    assert default.call is not None
+    name = next(name for name in default.call.outputs if name is not None)
+    if name in layouts:
+        return layouts[name].shape, layouts[name].stride
+    shape = graph.values[default.writes[0]].shape
+    # cudnn_conv_suggest_memory_format, in aten/src/ATen/native/ConvUtils.h.
+    channels_last = any(suggests_channels_last(*layout[item]) for item in ("image", "weight"))
+    order = (1, *reversed(range(2, len(shape))), 0) if channels_last else tuple(reversed(range(len(shape))))
+    stride, step = [0] * len(shape), 1
+    for dimension in order:
+        stride[dimension] = step
+        step *= shape[dimension]
+    return shape, tuple(stride)
+
+
+def _like(call: Call) -> Call:
+    """The convolution of PyTorch's own that does the same."""
+    _, first, second, third, *description = call.args
+    work = ConvolutionWork.decoded(description)
+    geometry = (work.stride, work.padding, work.dilation)
+    args: tuple[Argument, ...]
+    if work.role == "forward":
+        args = (first, second, third, *geometry, False, (0,) * len(work.stride), work.groups)
+        return Call(target=_FORWARD, args=args, outputs=call.outputs)
+    if work.role == "input_gradient":
+        # A transposed convolution, which needs no image.
+        args = (first, second, None, *geometry, True, work.beyond, work.groups)
+        return Call(target=_FORWARD, args=args, outputs=call.outputs[:1])
+    shape, stride = work.weight
+    weight = TensorRef(node="weight", value=None, spec=TensorSpec(shape=shape, stride=stride, dtype=work.dtype))
+    mask = (False, True, bool(third))
+    args = (second, first, weight, None, *geometry, False, (0,) * len(work.stride), work.groups, mask)
+    return Call(target=_BACKWARD, args=args, outputs=call.outputs)
+
+
+@function("cudnn_convolution", like=_like)
+def cudnn_convolution(
+    plan_name: str, first: Tensor, second: Tensor, third: Tensor | bool | None, *description: Any
+) -> tuple[Tensor | None, ...]:
+    """Do a convolution, or one of its gradients, by a plan.
+
+    `first` and `second` are as for `run`; `third` is the bias or None (forward), None (input_gradient), or whether
+    the bias's gradient is wanted (weight_gradient). The results are those of PyTorch's own operator, by position:
+    of `convolution` one, of `convolution_backward` three, with None for those that it doesn't compute.
+
+    Raises:
+        ConvolutionError, DeviceError, CudnnMissing, CudnnError: as `run` does.
+    """
+    work = ConvolutionWork.decoded(description)
+    operands = (_laid_out(tensor, layout) for tensor, layout in zip((first, second), work.operands, strict=True))
+    made = run(work, plan_name, *operands)
+    if work.role == "forward":
+        if isinstance(third, Tensor):
+            made.add_(third.view(-1, *[1] * len(work.stride)))
+        return (made,)
+    if work.role == "input_gradient":
+        return made, None, None
+    return None, made, second.sum((0, *range(2, second.dim()))) if third else None
+
+
+@function("convolution_backward_unread")
+def convolution_backward_unread(
+    gradient: Tensor, image: Tensor | Layout, weight: Tensor | Layout, *rest: Any
+) -> tuple[Tensor | None, ...]:
+    """`convolution_backward` where the image or the weight is given by its shape and strides alone.
+
+    The gradient for one of the two needs no more of it; memory of that size is allocated meanwhile.
+    """
+    operands = [item if isinstance(item, Tensor) else gradient.new_empty_strided(*item) for item in (image, weight)]
+    results: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward.default(gradient, *operands, *rest)
+    return results
+
+
+def _laid_out(tensor: Tensor, layout: Layout) -> Tensor:
+    """A tensor as a plan needs it: itself, or a copy if its layout is not the captured one.
+
+    Torch's fake tensors have other strides than real ones after a few kernels, and a person's input may be part of
+    a larger tensor.
+    """
+    shape, stride = layout
+    there = tuple(tensor.shape) == shape and same_places(shape, tensor.stride(), stride)
+    if tuple(tensor.shape) != shape or (there and tensor.data_ptr() % ALIGNMENT_BYTES == 0):
+        return tensor
+    warnings.warn(
+        f"an operand of a cuDNN plan, of shape {shape}, has strides {tensor.stride()} and starts "
+        f"{tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}; planned were strides "
+        f"{stride} and aligned memory. It is copied at every step, which adds its size to the workspace",
+        stacklevel=2,
+    )
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
