@@ -22,7 +22,7 @@ from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.zoo import Shelf
 from monetlite.zoo.check import Checked, Checker
-from monetlite.zoo.rebuild import build, estimated, traced
+from monetlite.zoo.repricing import build, estimated, traced
 
 SCHEDULES = Path(__file__).resolve().parent.parent / "schedules"
 PAPER_GB = (10, 9, 8, 7, 6, 5, 4, 3)

@@ -35,7 +35,7 @@ def rescale_command(
     from monetlite.reporting.text_solve import schedule_facts
     from monetlite.reporting.text_zoo import print_rescaled
     from monetlite.zoo import load_schedule
-    from monetlite.zoo.rescale import rescale
+    from monetlite.zoo.repricing import rescale
 
     given = load_schedule(schedule)
     choice = model_of(given, schedule, choice)

@@ -47,7 +47,7 @@ def list_command(
 ) -> None:
     """List schedules: memory against overhead."""
     from monetlite.reporting.text_zoo import print_entries
-    from monetlite.zoo.queries import Query, matching
+    from monetlite.zoo.collection import Query, matching
 
     there = _shelf(folder).entries()
     entries = matching(there, Query(model=model, device=device, budget=budget, batch=batch))
@@ -139,25 +139,44 @@ def add_command(terminal: Terminal, file: Path, folder: Path | None) -> None:
 @command(
     "import",
     click.argument("file", type=click.Path(path_type=Path)),
-    click.option("--with", "ours", help="A schedule to put beside it: a file, or a name such as zoo:resnet50@6GB."),
+    click.option(
+        "--with",
+        "ours",
+        help="A schedule to put beside it: a file, or a name such as zoo:resnet50@6GB. By default the fastest "
+        "shipped one for a P100 of the same model, batch and budget.",
+    ),
+    click.option(
+        "--time-limit",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Also solve for this many seconds on the graph and the costs in the file.",
+    ),
     _folder,
     group=zoo_command,
 )
-def import_command(terminal: Terminal, file: Path, ours: str | None, folder: Path | None) -> None:
-    """Read one of MONeT's published solutions (a pickle, of which nothing is run) to compare with ours."""
-    from dataclasses import asdict
-
+def import_command(
+    terminal: Terminal, file: Path, ours: str | None, time_limit: float | None, folder: Path | None
+) -> None:
+    """Read one of MONeT's published solutions beside monetlite's own. It is a pickle; nothing in it is run."""
     from monetlite.reporting.text_solve import schedule_facts
     from monetlite.reporting.text_zoo import print_monet
-    from monetlite.zoo.monet import read_monet
+    from monetlite.zoo.monet_solutions import read_monet, similar_entry, solve_again
 
     theirs = read_monet(file)
-    name, schedule = (None, None) if ours is None else _find(ours, folder)
+    same_costs = None if time_limit is None else solve_again(theirs, time_limit)
+    name, schedule = (None, None)
+    if ours is not None:
+        name, schedule = _find(ours, folder)
+    elif entry := similar_entry(theirs, (shelf := _shelf(folder)).entries()):
+        name, schedule = entry.file, shelf.load(entry)
     if terminal.as_json:
-        beside = None if schedule is None else {**schedule_facts(schedule), "file": name}
-        terminal.print_json({"monet": asdict(theirs), "ours": beside})
+        facts = {
+            "monet": theirs.data(),
+            "same_costs": None if same_costs is None else schedule_facts(same_costs),
+            "ours": None if schedule is None else {**schedule_facts(schedule), "file": name},
+        }
+        terminal.print_json(facts)
     else:
-        print_monet(terminal.console, theirs, schedule)
+        print_monet(terminal.console, theirs, same_costs, schedule, name)
 
 
 def _shelf(folder: Path | None) -> "Shelf":
@@ -168,7 +187,7 @@ def _shelf(folder: Path | None) -> "Shelf":
 
 def _find(name: str, folder: Path | None) -> "tuple[str, Schedule]":
     from monetlite.zoo import load_schedule
-    from monetlite.zoo.queries import PREFIX, find_entry
+    from monetlite.zoo.collection import PREFIX, find_entry
 
     if not name.startswith(PREFIX) and Path(name).is_file():
         return name, load_schedule(name)

@@ -12,8 +12,8 @@ from monetlite.reporting.analysis import batch_of, cost_source
 from monetlite.reporting.text_solve import overhead_row, schedule_rows
 from monetlite.reporting.text_tables import facts_table, figures_table
 from monetlite.zoo.check import Checked
-from monetlite.zoo.entries import Entry
-from monetlite.zoo.monet import MonetSolution
+from monetlite.zoo.collection import Entry
+from monetlite.zoo.monet_solutions import MS_PER_UNIT, MonetSolution
 
 
 def print_entries(console: Console, entries: Sequence[Entry]) -> None:
@@ -100,9 +100,17 @@ def print_rescaled(console: Console, before: Schedule, after: Schedule, output: 
         console.print(f"\nwritten to {escape(output)}")
 
 
-def print_monet(console: Console, theirs: MonetSolution, ours: Schedule | None) -> None:
-    """MONeT's schedule, by kind of operator, beside one of ours."""
-    console.print(f"MONeT: {theirs.model}, batch {theirs.batch}, {theirs.mode}", style="bold")
+def print_monet(
+    console: Console, theirs: MonetSolution, same_costs: Schedule | None, ours: Schedule | None, file: str | None
+) -> None:
+    """Print a published schedule by kind of operator, beside monetlite's own.
+
+    Args:
+        same_costs: solved by monetlite on the graph and the costs in the published file.
+        ours: of the same model, on costs of its own, from `file`.
+    """
+    budget = "" if theirs.budget_gib is None else f", budget {theirs.budget_gib:g} GiB"
+    console.print(f"{theirs.method}: {theirs.model}, batch {theirs.batch}, {theirs.mode}{budget}", style="bold")
     kinds: dict[str, list[int]] = {}
     for index, name in enumerate(theirs.operators):
         kinds.setdefault(name.rpartition("::")[2].strip("_"), []).append(index)
@@ -117,18 +125,35 @@ def print_monet(console: Console, theirs: MonetSolution, ours: Schedule | None) 
         for kind, members in kinds.items()
     ]
     console.print(figures_table(("operators", "in all", "stored", "run again"), rows, left=("operators",)))
-    times = (format_ms(theirs.latency_ms), f"{theirs.solve_seconds:.0f} s")
-    beside = [("MONeT", "measured on a P100", str(len(stored)), str(sum(theirs.runs_again)), *times)]
-    if ours is not None:
-        runs = str(sum(map(len, ours.choices.before.values())))
-        times = (format_ms(ours.latency_ms), f"{ours.seconds:.0f} s")
-        beside.append(("monetlite", cost_source(ours), str(len(ours.choices.stored)), runs, *times))
+
+    replay, reruns = theirs.replay, str(sum(theirs.runs_again))
+
+    def step(latency_ms: float | None) -> tuple[str, str, str]:
+        if latency_ms is None:
+            return "", "", ""
+        overhead = f"{latency_ms / replay.fastest_ms - 1:+.1%}" if replay and replay.fastest_ms else ""
+        return f"{latency_ms / MS_PER_UNIT:.0f}", format_ms(latency_ms), overhead
+
+    seconds = "" if theirs.solve_seconds is None else f"{theirs.solve_seconds:.0f} s"
+    beside = [("published", *step(theirs.latency_ms), "", str(len(stored)), reruns, seconds)]
+    if replay is not None:
+        beside.append(("replayed", *step(replay.latency_ms), format_bytes(replay.peak_bytes), "", "", ""))
+    for label, item in (("monetlite", same_costs), ("monetlite zoo", ours)):
+        if item is None:
+            continue
+        own = ("", format_ms(item.latency_ms), f"{item.overhead:+.1%}")
+        counts = (str(len(item.choices.stored)), str(sum(map(len, item.choices.before.values()))))
+        figures = own if item is ours else step(item.latency_ms)
+        beside.append((label, *figures, format_bytes(item.peak_bytes), *counts, f"{item.seconds:.0f} s"))
     console.print()
-    columns = ("", "costs", "stored", "runs again", "step", "solved in")
-    console.print(figures_table(columns, beside, left=("", "costs")))
+    columns = ("", "objective", "step", "overhead", "peak", "stored", "re-runs", "solved in")
+    console.print(figures_table(columns, beside, left=("",)))
+    notes = ["objective: in 0.01 ms, on the authors' P100. overhead: over every operator once, at its fastest."]
+    if replay is None:
+        notes.append(f"The schedule can't be replayed: {theirs.replay_problem}.")
     if ours is not None:
-        console.print(
-            "\nStep times compare only where the costs are of one device; kinds of operators differ: batch norm's "
-            "statistics and the like are values of their own here.",
-            style="dim",
+        notes.append(
+            f"monetlite zoo: {file}, {cost_source(ours)}; overhead over plain training. Step times compare only "
+            "where the costs are of one device."
         )
+    console.print(escape("\n" + "\n".join(notes)), style="dim")

@@ -1,8 +1,17 @@
 """Schedules that people share: finding one of those that come along, checking any file, contributing one."""
 
-from monetlite.zoo.entries import Entry, entry_of, file_name
-from monetlite.zoo.queries import PREFIX, find, load_schedule, matching
-from monetlite.zoo.shelf import Shelf, shipped
+from monetlite.zoo.collection import (
+    PREFIX,
+    Entry,
+    Shelf,
+    entry_of,
+    file_name,
+    find,
+    find_entry,
+    load_schedule,
+    matching,
+    shipped,
+)
 
 __all__ = [
     "PREFIX",
@@ -11,6 +20,7 @@ __all__ = [
     "entry_of",
     "file_name",
     "find",
+    "find_entry",
     "load_schedule",
     "matching",
     "shipped",

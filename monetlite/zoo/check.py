@@ -15,7 +15,7 @@ from monetlite.core.errors import IllegalSchedule, MonetliteError
 from monetlite.core.schedule import Schedule, read_schedule, schedule_problems
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.zoo.entries import file_name
+from monetlite.zoo.collection import file_name
 
 if TYPE_CHECKING:
     from monetlite.core.costs import Profile
@@ -115,7 +115,7 @@ class Checker:
             ModelError: the model can't be built here: a package is missing.
             TraceError, DeviceError: as `trace` and `profile`.
         """
-        from monetlite.zoo.rebuild import estimated, traced
+        from monetlite.zoo.repricing import estimated, traced
 
         layout = "as_traced" if plain else schedule.layout
         priced = schedule.device if schedule.kind == "estimated" else ""

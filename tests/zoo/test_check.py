@@ -15,7 +15,7 @@ from monetlite.core.source import ModelSource
 from monetlite.planning.layouts import solve_layouts
 from monetlite.zoo import Shelf, file_name
 from monetlite.zoo.check import Checker
-from monetlite.zoo.rebuild import estimated, traced
+from monetlite.zoo.repricing import estimated, traced
 
 OWN = """
 import torch

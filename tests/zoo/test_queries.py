@@ -9,7 +9,7 @@ import monetlite
 from monetlite.core.errors import BudgetError, ScheduleFileError
 from monetlite.core.source import ModelSource
 from monetlite.zoo import Shelf, find
-from monetlite.zoo.queries import Query, find_entry, matching
+from monetlite.zoo.collection import Query, find_entry, matching
 
 GB = 10**9
 
@@ -173,5 +173,5 @@ def test_a_stale_index_is_noticed(shelf):
 
 
 def test_load_schedule_takes_the_same_names(shelf, monkeypatch):
-    monkeypatch.setattr("monetlite.zoo.queries.shipped", lambda: shelf)
+    monkeypatch.setattr("monetlite.zoo.collection.shipped", lambda: shelf)
     assert monetlite.load_schedule("zoo:p100/resnet50@6GB") == shared()

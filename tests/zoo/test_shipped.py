@@ -12,7 +12,7 @@ import monetlite
 from monetlite.core.source import ModelSource
 from monetlite.zoo import shipped
 from monetlite.zoo.check import Checker
-from monetlite.zoo.rebuild import build
+from monetlite.zoo.repricing import build
 
 ENTRIES = shipped().entries()
 GROUPS = {

@@ -1,0 +1,369 @@
+"""Collections of schedule files: what they are called, what the index lists, and what `zoo:resnet50@6GB` finds.
+
+A collection is a folder with a folder for each device in it, and an index.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from monetlite.core.devices import find_device
+from monetlite.core.errors import DeviceError, ScheduleFileError
+from monetlite.core.files.atomic import write_atomically
+from monetlite.core.files.documents import Document, common_fields, plain_data, read_document
+from monetlite.core.files.plain_data import dump_yaml, load_yaml
+from monetlite.core.schedule import Schedule, read_schedule
+from monetlite.core.source import ModelSource
+from monetlite.core.units import MAX_INTEGER, Amount, Positive, format_bytes, parse_budget
+
+PREFIX = "zoo:"
+INDEX = "index.yaml"
+_FILE = r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,150}/(?=.{1,151}\Z)[A-Za-z0-9][A-Za-z0-9._+-]*\.yaml\Z"
+"""A path in a collection: nothing that leads elsewhere, or that some file system refuses."""
+_QUERY = re.compile(r"(?:(?P<device>[^/@]+)/)?(?P<model>[^/@]+)(?:@(?P<budget>[^/@]+))?")
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A schedule file of a collection, in the few figures by which people choose.
+
+    Attributes:
+        file: its path in the collection, with slashes: `DEVICE/MODEL_BATCH_BUDGET.yaml`.
+        model: as `--model` takes it; sizes: batch and input, for people (`184×224²`, `8×1024`).
+        batch: the largest that the schedule serves.
+        device, kind: what its costs are of, and whether they were measured or estimated.
+        budget_bytes, peak_bytes, plain_peak_bytes: of the whole step.
+        overhead: predicted step time over plain training's, less one. gap: see `Schedule.gap`.
+        seconds: how long it was solved for.
+    """
+
+    file: Annotated[str, Meta(pattern=_FILE, title="DEVICE/NAME.yaml")]
+    model: str
+    sizes: str
+    batch: Positive
+    device: str
+    kind: str
+    budget_bytes: Positive
+    peak_bytes: Positive
+    plain_peak_bytes: Positive
+    overhead: Annotated[float, Meta(ge=-1, le=MAX_INTEGER)]
+    gap: Amount
+    seconds: Amount
+    optimizer: str | None = None
+    autocast: str = ""
+    tolerance: Amount = 0.0
+
+    @property
+    def name(self) -> str:
+        """The name that `zoo:` takes for exactly this one."""
+        return self.file.removesuffix(".yaml")
+
+    def data(self) -> dict[str, Any]:
+        """Plain data for an index."""
+        return msgspec.structs.asdict(self)
+
+
+class ZooIndex(Document, frozen=True, kw_only=True, tag="monetlite-zoo"):
+    """The index of a collection."""
+
+    entries: tuple[Entry, ...]
+
+
+def entry_of(schedule: Schedule, file: str) -> Entry:
+    """Make the entry of a schedule.
+
+    Raises:
+        ScheduleFileError: it doesn't say what model it is of, in a way that others can build it again.
+    """
+    source = _source(schedule)
+    figures = {
+        "file": file,
+        "model": source.model,
+        "batch": source.batch,
+        "sizes": _sizes(source),
+        "overhead": round(schedule.overhead, 6),
+        "gap": round(schedule.gap, 6),
+        "seconds": round(schedule.seconds, 1),
+    }
+    return Entry(**common_fields(Entry, schedule) | figures)
+
+
+def file_name(schedule: Schedule) -> str:
+    """Name a schedule's file in a collection: `DEVICE/MODEL_BATCH_BUDGET.yaml`.
+
+    Sizes other than the batch follow it where the model has several; so do an optimizer, an autocast and a
+    tolerance, if any.
+
+    Raises:
+        ScheduleFileError: as `entry_of`.
+    """
+    source = _source(schedule)
+    usual = source.input_size == (224, 224)
+    parts = [
+        source.model.replace(":", "-"),
+        str(source.batch) if usual else _sizes(source).replace("×", "x").replace("²", "sq"),
+        format_bytes(schedule.budget_bytes).replace(" ", ""),
+        *filter(None, (source.dtype, schedule.autocast, schedule.optimizer)),
+        *(["accumulate"] if schedule.accumulate else []),
+        *([f"within{schedule.tolerance:g}"] if schedule.tolerance else []),
+    ]
+    name = f"{schedule.device}/{'_'.join(parts)}.yaml"
+    if re.search(_FILE, name) is None:
+        raise ScheduleFileError(f"{name!r:.120} is no name for a file: the device, dtype or optimizer is none")
+    return name
+
+
+def _source(schedule: Schedule) -> ModelSource:
+    if schedule.source is None:
+        raise ScheduleFileError(
+            f"the schedule of {schedule.name} doesn't say how to build the model: only those of built-in, hf:, "
+            "timm: and torchvision: models, solved by `monetlite solve`, can be shared by name"
+        )
+    return schedule.source
+
+
+def _sizes(source: ModelSource) -> str:
+    if source.input_size is not None:
+        height, width = source.input_size
+        return f"{source.batch}×{height}²" if height == width else f"{source.batch}×{height}×{width}"
+    return f"{source.batch}×{source.sequence_length}" if source.sequence_length is not None else str(source.batch)
+
+
+class Shelf:
+    """The schedule files under a folder.
+
+    Args:
+        folder: with a folder for each device in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Read the index: entries sorted by model, device and budget.
+
+        Raises:
+            ScheduleFileError: the index is missing or malformed.
+        """
+        return read_document(load_yaml(self.folder / INDEX), ZooIndex).entries
+
+    def load(self, entry: Entry) -> Schedule:
+        """Read the schedule of an entry.
+
+        Raises:
+            ScheduleFileError: as `monetlite.load_schedule`.
+        """
+        return read_schedule(self.folder / entry.file)
+
+    def files(self) -> tuple[str, ...]:
+        """List the schedule files that are there, indexed or not."""
+        return tuple(sorted(path.relative_to(self.folder).as_posix() for path in self.folder.glob("*/*.yaml")))
+
+    def add(self, schedule: Schedule) -> Entry:
+        """Write a schedule under its name, and list it in the index. One of that name is replaced.
+
+        Raises:
+            ScheduleFileError: it can't be shared by name, or the folder can't be written.
+        """
+        file = file_name(schedule)
+        target = self.folder / file
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ScheduleFileError(f"{target.parent} can't be made: {error.strerror}") from error
+        schedule.save(target)
+        entry = entry_of(schedule, file)
+        known = self.entries() if (self.folder / INDEX).exists() else ()
+        self.write_index([*(item for item in known if item.file != file), entry])
+        return entry
+
+    def write_index(self, entries: Iterable[Entry]) -> None:
+        """Write the index, atomically.
+
+        Raises:
+            ScheduleFileError: it can't be written.
+        """
+        ordered = sorted(
+            entries, key=lambda item: (item.model, item.device, item.batch, item.tolerance, -item.budget_bytes)
+        )
+        header = "The schedule files of this folder. Written by `monetlite zoo add` and scripts/make_zoo.py."
+        write_atomically(self.folder / INDEX, dump_yaml(plain_data(ZooIndex(entries=tuple(ordered))), header))
+
+    def indexed_again(self) -> tuple[Entry, ...]:
+        """Make the entries that the index should list, from the files themselves.
+
+        Raises:
+            ScheduleFileError: a file can't be read, or can't be shared by name.
+        """
+        return tuple(entry_of(read_schedule(self.folder / file), file) for file in self.files())
+
+    def stale(self) -> bool:
+        """Whether the index is not that of the files.
+
+        Raises:
+            ScheduleFileError: as `indexed_again`, and as `entries`.
+        """
+        return set(self.entries()) != set(self.indexed_again())
+
+
+def shipped() -> Shelf:
+    """The collection that comes with monetlite.
+
+    Raises:
+        ScheduleFileError: the installation is without it.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "schedules", package.parent / "schedules"):
+        if (folder / INDEX).is_file():
+            return Shelf(folder)
+    raise ScheduleFileError(f"this installation has no schedules beside {package}; install monetlite again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """A search for schedules; None where anything will do."""
+
+    model: str | None = None
+    device: str | None = None
+    budget: str | None = None
+    batch: int | None = None
+
+    def allows(self, entry: Entry) -> bool:
+        """Whether an entry is searched for.
+
+        A model matches with or without its family (`gpt2` is `hf:gpt2`), case and hyphens aside; a device by any of
+        its names; a budget, if the peak is within it; a batch, if the schedule serves it.
+        """
+        if self.model is not None:
+            names = {_plain(entry.model), _plain(entry.model.rpartition(":")[2])}
+            if _plain(self.model) not in names:
+                return False
+        if self.device is not None and _device(self.device) != entry.device:
+            return False
+        if self.batch is not None and entry.batch < self.batch:
+            return False
+        return self.budget is None or entry.peak_bytes <= parse_budget(self.budget, entry.plain_peak_bytes)
+
+
+def matching(entries: Sequence[Entry], query: Query) -> tuple[Entry, ...]:
+    """Select the entries that a query allows."""
+    return tuple(entry for entry in entries if query.allows(entry))
+
+
+def fastest(entries: Iterable[Entry]) -> Entry:
+    """Pick the entry with the least overhead."""
+    return min(entries, key=lambda entry: (entry.overhead, entry.peak_bytes))
+
+
+def find_entry(text: str, shelf: Shelf | None = None) -> Entry:
+    """Find the schedule that a name stands for.
+
+    Args:
+        text: `zoo:MODEL@BUDGET`, `zoo:DEVICE/MODEL@BUDGET`, or `zoo:DEVICE/NAME` of one file. The budget is that
+            of the whole step; of the files that keep within it, the fastest is taken. Without a device, one
+            for this machine's GPU if there is any, else for whichever device the collection has. Only schedules
+            that make the same bits as plain training are found by their budget; others, by their names.
+        shelf: where to look; by default in the collection that comes along.
+
+    Raises:
+        ScheduleFileError: nothing of that name, or nothing that fits; says what there is.
+        BudgetError: the budget can't be read.
+    """
+    entries = (shelf or shipped()).entries()
+    wanted = text.removeprefix(PREFIX)
+    for entry in entries:
+        if wanted in (entry.name, entry.file):
+            return entry
+    query = _QUERY.fullmatch(wanted)
+    if query is None:
+        raise ScheduleFileError(
+            f"{text!r:.100} names no schedule; write zoo:resnet50@6GB, or zoo:DEVICE/resnet50@6GB"
+        )
+    of_model = matching(entries, Query(model=query["model"]))
+    if not of_model:
+        known = ", ".join(sorted({entry.model for entry in entries}))
+        raise ScheduleFileError(f"{text}: no schedules of {query['model']!r:.80}; there are {known}")
+    there = matching(of_model, Query(device=query["device"]))
+    if not there:
+        known = ", ".join(sorted({entry.device for entry in of_model}))
+        raise ScheduleFileError(f"{text}: none for {query['device']!r:.80}; there are schedules for {known}")
+    if query["device"] is None:
+        there = matching(there, Query(device=_this_device())) or there
+    fitting = matching(there, Query(budget=query["budget"]))
+    if not fitting:
+        least = min(there, key=lambda entry: entry.peak_bytes)
+        raise ScheduleFileError(
+            f"{text}: nothing fits; the smallest peak is {format_bytes(least.peak_bytes)} ({least.name}, "
+            f"{least.sizes}). Solve one: monetlite solve --model {least.model} --budget {query['budget']}"
+        )
+    exact = [entry for entry in fitting if entry.tolerance == 0]
+    if not exact:
+        other = fastest(fitting)
+        raise ScheduleFileError(
+            f"{text}: what fits doesn't make the same bits as plain training; {PREFIX}{other.name} is within "
+            f"{other.tolerance:g} ({format_bytes(other.peak_bytes)}, {other.overhead:+.1%}). Name it to have it"
+        )
+    return fastest(exact)
+
+
+def load_schedule(path: str | PathLike[str]) -> Schedule:
+    """Read a schedule file, or find one in the collection that comes along: `"zoo:resnet50@6GB"`.
+
+    Nothing in a file is executed; what it names is checked against the model later.
+
+    Args:
+        path: of the file; or `zoo:MODEL@BUDGET`, `zoo:DEVICE/MODEL@BUDGET` (see `monetlite zoo list`).
+
+    Raises:
+        ScheduleFileError: the file is missing, truncated, malformed, or of another version, and says where; or
+            the collection has nothing of that name, or nothing that fits.
+    """
+    if isinstance(path, str) and path.startswith(PREFIX):
+        return find(path)
+    return read_schedule(path)
+
+
+def find(text: str, shelf: Shelf | None = None) -> Schedule:
+    """Read the schedule that a name stands for; see `find_entry`."""
+    shelf = shelf or shipped()
+    return shelf.load(find_entry(text, shelf))
+
+
+def _plain(model: str) -> str:
+    return re.sub(r"[-_ ]", "", model.lower())
+
+
+def _device(name: str) -> str:
+    """A device's own name, by whatever name; as it stands where it is not known."""
+    try:
+        return find_device(name).name
+    except DeviceError:
+        return name
+
+
+def _this_device() -> str | None:
+    import torch
+
+    return _device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+
+
+__all__ = [
+    "INDEX",
+    "PREFIX",
+    "Entry",
+    "Query",
+    "Shelf",
+    "entry_of",
+    "fastest",
+    "file_name",
+    "find",
+    "find_entry",
+    "load_schedule",
+    "matching",
+    "shipped",
+]
