@@ -11,54 +11,41 @@ from typing import TYPE_CHECKING, Any
 
 from monetlite.core.errors import MonetliteError
 
-if TYPE_CHECKING:
-    from monetlite.checking.comparison import compare
-    from monetlite.checking.verification import verify
-    from monetlite.core.costs import load_profile
-    from monetlite.core.schedule import Schedule
-    from monetlite.core.simulate import simulate
-    from monetlite.planning.budgets import solve, sweep
-    from monetlite.planning.pipeline import optimize
-    from monetlite.planning.pricing import profile
-    from monetlite.runtime.reserved_memory import limit_reserved
-    from monetlite.runtime.wrapper import MONeTWrapper
-    from monetlite.tracing import trace
-    from monetlite.zoo import load_schedule
+if TYPE_CHECKING:  # for type checkers and editors; `x as x` exports a name
+    from monetlite.checking.comparison import compare as compare
+    from monetlite.checking.verification import verify as verify
+    from monetlite.core.costs import load_profile as load_profile
+    from monetlite.core.schedule import Schedule as Schedule
+    from monetlite.core.simulate import simulate as simulate
+    from monetlite.planning.budgets import solve as solve
+    from monetlite.planning.budgets import sweep as sweep
+    from monetlite.planning.pipeline import optimize as optimize
+    from monetlite.planning.pricing import profile as profile
+    from monetlite.runtime.reserved_memory import limit_reserved as limit_reserved
+    from monetlite.runtime.wrapper import MONeTWrapper as MONeTWrapper
+    from monetlite.tracing import trace as trace
+    from monetlite.zoo import load_schedule as load_schedule
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "MONeTWrapper": "monetlite.runtime",
+    "MONeTWrapper": "monetlite.runtime.wrapper",
     "Schedule": "monetlite.core.schedule",
     "compare": "monetlite.checking.comparison",
-    "limit_reserved": "monetlite.runtime",
+    "limit_reserved": "monetlite.runtime.reserved_memory",
     "load_profile": "monetlite.core.costs",
     "load_schedule": "monetlite.zoo",
     "optimize": "monetlite.planning.pipeline",
-    "simulate": "monetlite.core.simulate",
     "profile": "monetlite.planning.pricing",
+    "simulate": "monetlite.core.simulate",
     "solve": "monetlite.planning.budgets",
     "sweep": "monetlite.planning.budgets",
     "trace": "monetlite.tracing",
     "verify": "monetlite.checking.verification",
 }
+"""Modules of the public names, which are imported when they are first used."""
 
-__all__ = [
-    "MONeTWrapper",
-    "MonetliteError",
-    "Schedule",
-    "compare",
-    "limit_reserved",
-    "load_profile",
-    "load_schedule",
-    "optimize",
-    "profile",
-    "simulate",
-    "solve",
-    "sweep",
-    "trace",
-    "verify",
-]
+__all__ = ["MonetliteError", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -75,7 +75,7 @@ def compile_graph(
         ModelError: unknown options, no budget, or a model that TorchDynamo takes apart.
         Those of `monetlite.optimize`.
     """
-    chosen = _options({**(options or {}), **others})
+    chosen = compile_options({**(options or {}), **others})
     _refuse_breaks(graph)
     _refuse_numpy_draws(graph)
     if any(isinstance(item, torch.SymInt) for item in inputs):
@@ -113,7 +113,12 @@ def on_gpu(step: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
     return run
 
 
-def _options(given: Mapping[str, Any]) -> CompileOptions:
+def compile_options(given: Mapping[str, Any]) -> CompileOptions:
+    """Read `options=` of `torch.compile`.
+
+    Raises:
+        ModelError: an unknown option, a value that is out of range, or neither a budget nor a schedule file.
+    """
     own = ("budget", "schedule")
     pricing, solving = split_options({name: value for name, value in given.items() if name not in own}, own)
     chosen = CompileOptions(

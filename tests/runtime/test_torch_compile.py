@@ -93,9 +93,46 @@ def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
     assert_same(step(second, (x,)), step(model, (x,)))
 
 
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+        self.last = nn.Linear(8 * 144, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.second(torch.relu(self.first(x))))
+        return self.last(x.flatten(1))
+
+
+def test_another_layout_runs_and_is_kept_in_the_file(tmp_path, monkeypatch):
+    model, x = Images(), (torch.randn(4, 3, 12, 12),)
+    file = tmp_path / "compiled.yaml"
+    first = compiled(
+        twin(model), budget="110%", device="cpu", tolerance=1e-4, layout="channels_last", schedule=str(file)
+    )
+    assert_same(step(first, x), step(twin(model), x), within=1e-4)
+    assert monetlite.load_schedule(file).layout == "channels_last"
+    torch._dynamo.reset()
+    monkeypatch.setattr("monetlite.runtime.torch_compile._solved", {})
+    monkeypatch.setattr("monetlite.planning.layouts.solve_layouts", lambda *_, **__: pytest.fail("solved again"))
+    second = compiled(twin(model), schedule=str(file))
+    assert_same(step(second, x), step(twin(model), x), within=1e-4)
+
+
+def test_a_budget_of_reserved_memory(tmp_path):
+    model, x = Deep(), torch.randn(64, 256)
+    file = tmp_path / "compiled.yaml"
+    other = compiled(twin(model), budget="64MiB", reserved=True, device="rtx-4090", schedule=str(file))
+    assert_same(step(other, (x,)), step(model, (x,)))
+    schedule = monetlite.load_schedule(file)
+    assert schedule.peak_bytes < schedule.reserved_bytes <= schedule.budget_bytes == 64 * 2**20
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        ({"budget": "1GB", "reserved": True, "device": "cpu"}, "leave out reserved=True"),
+        ({"budget": "1GB", "layout": "channels_last"}, "allow 1e-05 or more"),
         ({}, "needs a budget"),
         ({"schedule": "not-there.yaml"}, "needs a budget"),
         ({"schedule": "zoo:nothing@1GB"}, "nothing"),

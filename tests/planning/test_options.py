@@ -1,0 +1,144 @@
+"""Options are defined once: functions, the wrapper, the torch.compile backend and the commands agree with them."""
+
+import inspect
+import json
+import subprocess
+import sys
+from dataclasses import fields
+
+import click
+import pytest
+import torch
+from torch import nn
+
+import monetlite
+from monetlite.cli import main
+from monetlite.core.errors import ModelError
+from monetlite.core.options import PricingOptions, SolvingOptions, split_options
+from monetlite.planning.pricing import price
+from monetlite.runtime.torch_compile import compile_options
+
+PRICING = {item.name: item.default for item in fields(PricingOptions)}
+SOLVING = {item.name: item.default for item in fields(SolvingOptions)}
+CONTEXT = click.Context(main)
+
+
+def keywords(function, *, without=()):
+    """Keyword-only parameters of a function, with their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        item.name: item.default
+        for item in parameters
+        if item.kind is inspect.Parameter.KEYWORD_ONLY and item.name not in without
+    }
+
+
+def test_functions_take_every_option_with_its_default():
+    assert keywords(monetlite.optimize, without=("starts", "runs_here")) == PRICING | SOLVING
+    assert keywords(monetlite.solve, without=("starts", "progress")) == SOLVING
+    assert keywords(monetlite.sweep, without=("progress",)) == SOLVING
+    # The device stands second, the layout is the graph's, and without a tolerance everything is priced.
+    graph_options = {name: PRICING[name] for name in ("optimizer", "accumulate")}
+    assert keywords(monetlite.profile, without=("progress", "tolerance")) == graph_options
+    assert inspect.signature(monetlite.profile).parameters["device"].default is PRICING["device"]
+
+
+def default_of(option):
+    """The value that a command gets where the option is not given."""
+    return option.type_cast_value(CONTEXT, option.get_default(CONTEXT))
+
+
+def test_commands_take_every_option_with_its_default():
+    found = {item.name: item for item in main.commands["solve"].params}
+    for name, default in (PRICING | SOLVING).items():
+        assert found[name].opts == [f"--{name.replace('_', '-')}"]
+        assert default_of(found[name]) == default
+    for kind in (PricingOptions, SolvingOptions):
+        for item in fields(kind):
+            if item.metadata["choices"]:
+                assert tuple(found[item.name].type.choices) == item.metadata["choices"]
+    for command in main.commands.values():
+        for item in command.params:
+            if item.name in SOLVING and item.name != "time_limit":
+                assert default_of(item) == SOLVING[item.name], (command.name, item.name)
+
+
+OTHERS = {
+    "device": "t4",
+    "optimizer": "adam",
+    "accumulate": True,
+    "layout": "channels_last",
+    "tolerance": 1e-3,
+    "implementations": "default",
+    "reserved": True,
+    "time_limit": 3.0,
+    "solver": "HIGHS",
+    "seed": 7,
+}
+
+
+def test_the_wrapper_and_the_backend_pass_every_option_on(monkeypatch):
+    assert set(OTHERS) == set(PRICING | SOLVING)
+    assert all(value != (PRICING | SOLVING)[name] for name, value in OTHERS.items())
+    pricing, solving = split_options(OTHERS)
+    assert vars(pricing) | vars(solving) == OTHERS
+    options = compile_options({"budget": "1GB", **OTHERS})
+    assert (options.pricing, options.solving) == (pricing, solving)
+    given = []
+
+    def solve_model(model, inputs, budget, *options, **more):
+        given.append((budget, *options))
+        raise ModelError("enough is known")
+
+    monkeypatch.setattr("monetlite.planning.pipeline.solve_model", solve_model)
+    with pytest.raises(ModelError, match="enough is known"):
+        monetlite.MONeTWrapper(nn.Linear(2, 2), budget="1GB", **OTHERS)(torch.ones(1, 2))
+    assert given == [("1GB", pricing, solving)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"colour": "red"}, "there is no option 'colour'; there are accumulate, "),
+        ({"optimizer": "lion"}, "optimizer 'lion' is unknown; there are sgd"),
+        ({"layout": "rows"}, "layout 'rows' is neither 'as_traced' nor"),
+        ({"tolerance": 1.5}, r"tolerance 1.5 is not a fraction"),
+        ({"implementations": "some"}, "implementations 'some' is neither 'all' nor"),
+        ({"time_limit": 0}, "time_limit 0: seconds, more than 0"),
+    ],
+)
+def test_options_out_of_range_are_refused_everywhere(options, says):
+    with pytest.raises(ModelError, match=says):
+        split_options(options)
+    with pytest.raises(ModelError, match=says):
+        monetlite.MONeTWrapper(nn.Linear(2, 2), budget="1GB", **options)
+    with pytest.raises(ModelError, match=says):
+        compile_options({"budget": "1GB", **options})
+
+
+def test_every_public_name_is_seen_by_type_checkers():
+    """The imports for type checkers are those that happen when a name is used."""
+    program = (
+        "import ast, inspect, json, monetlite\n"
+        "tree = ast.parse(inspect.getsource(monetlite))\n"
+        "checked = next(node for node in tree.body if isinstance(node, ast.If)).body\n"
+        "print(json.dumps({item.asname: node.module for node in checked for item in node.names}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == monetlite._HOME
+    assert set(monetlite.__all__) == {"MonetliteError", *monetlite._HOME}
+
+
+def test_implementations_that_an_option_rules_out_are_neither_priced_nor_chosen():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2))
+    graph = monetlite.trace(model, torch.randn(2, 3, 8, 8))
+    pricing = PricingOptions(device="rtx-4090")
+    everything, exact = price(graph, pricing), price(graph, pricing, SolvingOptions())
+    counts = [sum(map(len, profile.costs)) for profile in (everything, exact)]
+    assert counts[0] > counts[1]
+    assert exact.costs == SolvingOptions().allowed(everything).costs
+    only = SolvingOptions(implementations="default", tolerance=0.5).allowed(everything)
+    assert all(len(costs) == 1 for costs in only.costs)
+    schedules = monetlite.sweep(everything, ["100%", 1], implementations="default", time_limit=1)
+    assert schedules["100%"].choices.implementations == {}
+    assert schedules[1] is None
