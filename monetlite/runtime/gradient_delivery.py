@@ -14,7 +14,7 @@ that part. After each, autograd does what it always does with a finished gradien
 Where a tensor that has a gradient is changed by the program or seen by one of its outputs, more is added to that
 gradient outside of the chain. Then (`Joint.at_once`) there is no chain, and the program's node runs it whole.
 
-An output that the loss does not use gets no gradient, and neither does what leads to it alone, as in plain
+An output that the loss does not use gets no gradient, and neither do parameters that lead to it alone, as in plain
 training. Autograd hands the program's node zeros for such an output, and a gradient computed from zeros is not None
 but zero: an optimizer would move that parameter by its momentum and its weight decay. A hook on the node sees
 which gradients came in, right before the node runs, on the thread that runs it.

@@ -1,8 +1,8 @@
-"""Lowered programs compiled by Inductor: its fusion inside of what a schedule stores and recomputes.
+"""Lowered programs compiled by Inductor, which fuses operators between the values that a schedule stores.
 
 Inductor plans the memory inside each program by itself, fuses elementwise operators and rounds as its kernels do:
 the prediction of the peak is then an estimate, and results differ in their last bits. The schedule still decides
-what is stored between the programs, and what is recomputed in the second.
+which values are stored between the programs, and which are recomputed in the second.
 
 Inductor orders calls by their data alone. So each draw of random numbers becomes an operator that takes something
 of the draw before it, and notes the generator's state that it begins from: the numbers are those of an eager run.
@@ -108,7 +108,7 @@ def inductor(program: fx.GraphModule, inputs: Sequence[Any], internal: Collectio
 
 
 def _as_captured(program: fx.GraphModule, captured: Sequence[Any], given: Sequence[Any]) -> None:
-    """Where a program sees storage through `as_strided`, copy inputs of other strides to those it was traced with.
+    """Copy inputs of other strides to those that a program was traced with, if it sees storage by `as_strided`.
 
     Other operators go by the order of a tensor's elements, whatever its strides.
     """

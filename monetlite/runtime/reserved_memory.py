@@ -34,7 +34,7 @@ def limit_reserved(budget: str | int | float, device: int | torch.device | str |
     Raises:
         DeviceError: there is no GPU, `device` is not a GPU, or the environment asks for another allocator than
             PyTorch's own.
-        BudgetError: the budget can't be read, is in percent, or is less than what is reserved already.
+        BudgetError: the budget can't be read, is in percent, or is less than the memory that is reserved already.
 
     Example:
         >>> import monetlite

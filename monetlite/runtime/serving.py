@@ -242,8 +242,8 @@ def _problem(schedule: Schedule, tensors: Sequence[torch.Tensor], autocast: str)
         shape = tuple(tensor.shape)
         if len(shape) != len(spec.shape) or any(size > most for size, most in zip(shape, spec.shape, strict=True)):
             return (
-                f"input {number} has shape {shape}, the schedule was solved for {spec.shape} and serves what is no "
-                "larger in any dimension; solve a schedule for this shape"
+                f"input {number} has shape {shape}, the schedule was solved for {spec.shape} and serves inputs "
+                "that are no larger in any dimension; solve a schedule for this shape"
             )
     return None
 
