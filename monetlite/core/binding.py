@@ -159,6 +159,3 @@ def _common(some: Sequence[str], others: Sequence[str]) -> int:
 
 def _described(operator: Operator) -> str:
     return f"{operator.name} ({operator.family}{f', {operator.source}' if operator.source else ''})"
-
-
-__all__ = ["autocast_problem", "bind", "by_default", "first_difference", "lacking"]

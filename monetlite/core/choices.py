@@ -1,7 +1,6 @@
-"""What a schedule chooses, by name: small enough to read in a diff, and free of indices.
+"""The choices of a schedule, by name: small enough to read in a diff, and free of indices.
 
-Everything else about a schedule follows from the rules: forward operators run in order, then backward
-operators in order.
+The rules say the rest: forward operators run in order, then backward operators in order.
 """
 
 from collections import defaultdict
@@ -23,11 +22,9 @@ class Choices:
     """The choices of a schedule.
 
     Attributes:
-        before: for an operator that runs once in order, what runs right before it: forward operators that
-            are re-run, and optional ones.
-        implementations: how operators run the first time, where that is not their first implementation.
-        stored: values computed in the forward part and kept for the backward part. For the reader: it
-            follows from the rest.
+        before: re-runs and optional operators, by the operator right before whose run in order they run.
+        implementations: of first runs, if not the default.
+        stored: values that cross the border. It follows from the rest, and is there for readers.
     """
 
     before: Mapping[str, tuple[Run, ...]] = field(default_factory=dict)

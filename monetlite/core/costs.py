@@ -39,11 +39,10 @@ class ProfileKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one run of an implementation takes.
+    """Latency and workspace of one run of an implementation.
 
-    `workspace_bytes` is the most it holds beyond its inputs and outputs while it runs; it is negative where
-    published data counts a saving that way. The `recompute_*` figures apply from the second run of the
-    operator on, where they differ.
+    `workspace_bytes` is its memory beyond its inputs and outputs while it runs, negative in published data that
+    counts a saving that way. The `recompute_*` figures, if given, apply from the operator's second run on.
     """
 
     latency_ms: float
@@ -52,7 +51,7 @@ class Cost:
     recompute_workspace_bytes: int | None = None
 
     def of_run(self, again: bool) -> tuple[float, int]:
-        """(latency in ms, workspace in bytes) of a first run, or of a run `again`."""
+        """(latency in ms, workspace in bytes) of a first run, or of a re-run."""
         latency_ms, workspace_bytes = self.latency_ms, self.workspace_bytes
         if again:
             latency_ms = latency_ms if self.recompute_latency_ms is None else self.recompute_latency_ms
@@ -65,8 +64,8 @@ class Cost:
 class Profile:
     """Costs of every implementation of every operator of a graph.
 
-    `costs[operator][i]` belongs to the operator's i-th implementation. `environment` names what the figures
-    come from: the device, and the versions that matter.
+    `costs[operator][i]` belongs to the operator's i-th implementation. `environment` names the device and the
+    versions that they were measured with.
     """
 
     graph: OperatorGraph
@@ -77,7 +76,7 @@ class Profile:
     optimizer: str | None = None
     accumulate: bool = False
     source: ModelSource | None = None
-    """What the model was built from, where another machine can build it the same."""
+    """The model's name and sizes, if another machine can build the same from them."""
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a profile file, which `monetlite.load_profile` and `monetlite solve --profile` read.
@@ -91,7 +90,7 @@ class Profile:
         assert [len(costs) for costs in self.costs] == [len(op.implementations) for op in self.graph.operators]
 
     def restricted(self, allowed: Callable[[Implementation], bool]) -> "Profile":
-        """The same profile with, beside the defaults, only the implementations that are allowed."""
+        """The same profile with the defaults and the implementations that are allowed."""
         costs = tuple(
             tuple(
                 cost
@@ -103,12 +102,12 @@ class Profile:
         return replace(self, graph=self.graph.restricted(allowed), costs=costs)
 
     def within(self, tolerance: float) -> "Profile":
-        """The same profile with only the implementations that promise at least this tolerance."""
+        """The same profile with the implementations whose tolerance is at most this."""
         return self.restricted(lambda item: item.tolerance <= tolerance)
 
 
 def without_costs(graph: OperatorGraph) -> Profile:
-    """A profile in which nothing takes time or workspace: what `simulate` finds then is what values alone take."""
+    """A profile without latencies and workspaces: `simulate` then gives the memory of values alone."""
     nothing = Cost(latency_ms=0.0, workspace_bytes=0)
     return Profile(
         graph=graph,

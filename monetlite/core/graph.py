@@ -55,7 +55,7 @@ HELD = frozenset({ValueKind.OUTPUT, ValueKind.TANGENT, ValueKind.PARAM_GRAD, Val
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """The layout of a tensor: what has to be the same for two calls of an operator to cost the same.
+    """The layout of a tensor. Calls of an operator on equal layouts cost the same.
 
     `shape` and `stride` count elements; `dtype` is torch's name without the `torch.` prefix.
     """
@@ -91,7 +91,7 @@ Argument: TypeAlias = "TensorRef | TorchConstant | bool | int | float | str | tu
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """How an implementation is executed: a function by its registered name, and its arguments.
+    """The call that executes an implementation: a function by its registered name, and its arguments.
 
     `outputs[i]` names the captured tensor that the i-th result becomes; None where nobody reads it.
     """
@@ -116,7 +116,7 @@ class Call:
 
     @cached_property
     def signature(self) -> str:
-        """What determines the cost of this call: target, layouts and constants, as canonical JSON.
+        """Everything that the cost of this call depends on: target, layouts and constants, as canonical JSON.
 
         Calls that share storage between arguments are told apart from calls that don't.
         """
@@ -144,11 +144,11 @@ class Implementation:
 
     Attributes:
         overwrites: values whose memory it takes over; they must die at the step.
-        tolerance: the most that a result may differ from the default implementation's, as a fraction of the
-            largest sum of magnitudes on the way to it; 0 promises the same bits.
-        devices: where it can run (`cpu`, `cuda`); anywhere, if empty.
-        guard: a call on weights, evaluated when a step begins, that says whether `tolerance` holds for them.
-        again: what is called from the second run on, where that is another call.
+        tolerance: largest difference of a result from the default implementation's, as a fraction of the largest
+            sum of magnitudes on the way to it; 0 promises the same bits.
+        devices: devices that it can run on (`cpu`, `cuda`); any, if empty.
+        guard: a call on weights, made when a training step begins, that returns if `tolerance` holds for them.
+        again: the call of re-runs, if that is another one.
     """
 
     name: str
@@ -193,10 +193,10 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A storage: its size, what it is for, and the layout of the tensor that its writer makes of it.
+    """A storage: its size, its kind, and the layout of the tensor that its writer makes of it.
 
-    A `note` is what one device's kernel leaves for its own gradient, such as where in the generator's sequence it
-    drew. Another device's leaves another, so notes are not part of a graph's structure.
+    A `note` is a value that one device's kernel leaves for its own gradient, such as its place in the generator's
+    sequence. Another device's kernel leaves another, so notes are not part of a graph's structure.
     """
 
     name: str
@@ -222,7 +222,7 @@ class Resident:
     gradients: Count = 0
     """Of earlier batches, to which those of this step are added."""
     libraries: Count = 0
-    """What libraries keep between their calls: cuBLAS's workspaces on CUDA, where measured."""
+    """Memory that libraries keep between their calls: cuBLAS's workspaces on CUDA, where measured."""
 
     @property
     def total(self) -> int:
@@ -242,7 +242,7 @@ class OperatorGraph:
     resident: Resident
     inputs: Mapping[str, TensorSpec] = field(default_factory=dict)
     device: str = "cpu"
-    """Where it was traced: `cpu` or `cuda`; or the name of the device that it was traced for."""
+    """The device it was traced on (`cpu` or `cuda`), or the name of the device that it was traced for."""
     layout: str = AS_TRACED
     autocast: str = ""
     """The dtype that `torch.autocast` converts operands to, as torch names it; empty where it is off."""
@@ -268,11 +268,11 @@ class OperatorGraph:
         return sum(operator.phase is Phase.FORWARD for operator in self.operators)
 
     def available(self, device: str) -> "OperatorGraph":
-        """The same graph with only those implementations that can run on a device (`cpu` or `cuda`)."""
+        """The same graph with the implementations that can run on a device (`cpu` or `cuda`)."""
         return self.restricted(lambda item: not item.devices or device in item.devices)
 
     def restricted(self, allowed: Callable[[Implementation], bool]) -> "OperatorGraph":
-        """The same graph with, beside the defaults, only the implementations that are allowed."""
+        """The same graph with the defaults and the implementations that are allowed."""
         return replace(
             self,
             operators=tuple(
@@ -289,7 +289,7 @@ class OperatorGraph:
 
     @cached_property
     def traced_count(self) -> int:
-        """How many operators are the model's own."""
+        """Number of the model's own operators."""
         return len(self.traced)
 
     @cached_property
@@ -306,9 +306,9 @@ class OperatorGraph:
 
     @cached_property
     def operator_digests(self) -> tuple[str, ...]:
-        """For each of the model's own operators, four hexadecimal digits of what it is and where it reads from.
+        """Four hexadecimal digits for each of the model's own operators, from its family and its reads.
 
-        Not a proof of anything: they tell people which operator differs where the structure does.
+        They prove nothing; they help to name the operator that differs.
         """
         digests = []
         for family, phase, _, _, reads, writes in self._structure():

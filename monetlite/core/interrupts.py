@@ -1,4 +1,4 @@
-"""Ctrl-C: one solve that is interrupted returns its best so far; what is more than one solve ends."""
+"""Ctrl-C: a solve that is interrupted returns its best so far; a command of several solves ends."""
 
 import contextlib
 import signal
@@ -11,12 +11,12 @@ BOUND_THREAD = "monetlite-bound"
 
 
 _ending = 0
-"""How many contexts are open in which Ctrl-C ends everything."""
+"""Number of open contexts in which Ctrl-C ends everything."""
 
 
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Let Ctrl-C end everything at once, solves included, which otherwise return their best so far."""
+    """Let Ctrl-C end everything at once. Outside, an interrupted solve returns its best so far."""
     global _ending
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -36,13 +36,10 @@ def interrupts_kept() -> Iterator[None]:
     finally:
         _ending -= 1
         signal.signal(signal.SIGINT, before)
-        if pressed:  # also where the exception was lost on its way, in a callback of a solver's
+        if pressed:  # a solver's callback may have lost the exception
             raise KeyboardInterrupt
 
 
 def ends_everything() -> bool:
-    """Whether Ctrl-C is to end more than the solve that it interrupts."""
+    """True if Ctrl-C ends more than the solve that it interrupts."""
     return _ending > 0
-
-
-__all__ = ["BOUND_THREAD", "ends_everything", "interrupts_kept"]

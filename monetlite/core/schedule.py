@@ -38,28 +38,24 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What to run, in which order and how, and what the solver promises of it.
+    """Values to store, values to recompute, the implementation of each run, and the solver's promises.
 
     Attributes:
-        name: of the model; fingerprint: of the operator graph it was solved for; structure: the same without
-            sizes, which another batch size of the model shares; operators: how many it has.
+        name: of the model; fingerprint, structure: of its operator graph; operators: their number.
         inputs: layouts of the input tensors it was solved for.
-        choices: what it chooses, by operator name. `steps(graph)` spells it out.
-        budget_bytes: the budget it was solved for; peak_bytes: the peak it is predicted to reach.
-        latency_ms: the predicted step time; plain_latency_ms and plain_peak_bytes: those of plain training.
+        choices: by operator name. `steps(graph)` spells them out.
+        budget_bytes: the budget it was solved for; peak_bytes: the predicted peak.
+        latency_ms: the predicted step time; plain_latency_ms, plain_peak_bytes: of plain training.
         lower_bound_ms: no schedule within the budget is faster than this.
-        status: optimal or feasible. solver, seconds: how it was found and how long that took.
-        device, kind: what the costs are of, and whether they were measured or estimated; environment: the
-            versions behind them; optimizer: whose state is counted, if any; accumulate: whether
-            gradients of earlier batches are.
-        tolerance: the most that an implementation it may use differs from the default one; layout: of images
-            in the graph it was solved for (see `trace`); autocast: the dtype of `torch.autocast` around it, if on.
-        smallest_proven_bytes: nothing fits below this; smallest_reached_bytes: the smallest peak for which a
-            schedule is known.
-        reserved_bytes: if it was solved for a budget of reserved memory, the least that torch's CUDA allocator can
-            be limited to for it, as predicted.
-        source: what the model can be built from again, if it has a name that means the same everywhere.
-        operator_digests: of each operator, to say which one differs where the structure does.
+        status: optimal or feasible; solver: the method that found it; seconds: the time that took.
+        device, kind, environment: of the costs; optimizer: whose state is counted, if any; accumulate: gradients of
+            earlier batches are counted.
+        tolerance: largest tolerance of an implementation that it may use; layout: of images (see `trace`).
+        autocast: the dtype of `torch.autocast` around it, if on.
+        smallest_proven_bytes: nothing fits below this; smallest_reached_bytes: the smallest peak known.
+        reserved_bytes: predicted smallest limit of torch's CUDA allocator, for a budget of reserved memory.
+        source: the model's name and sizes, if the name means the same everywhere.
+        operator_digests: of each operator, to name the first that differs from another graph's.
     """
 
     name: str
@@ -93,7 +89,7 @@ class Schedule:
 
     @property
     def gap(self) -> float:
-        """(latency − bound) / latency: how much faster, at most, the best schedule could be."""
+        """(latency − bound) / latency."""
         if self.latency_ms <= 0:
             return 0.0
         return max(0.0, (self.latency_ms - self.lower_bound_ms) / self.latency_ms)

@@ -19,8 +19,8 @@ from monetlite.core.units import format_bytes
 class Timeline:
     """Memory and latency of a schedule, step by step.
 
-    `memory_bytes[i]` is the most that step i holds; `latencies_ms[i]` how long it takes; `writes[i]` the values
-    it writes; `frees[i]` what dies at it.
+    `memory_bytes[i]` is the memory of step i, `latencies_ms[i]` its latency, `writes[i]` the values that it
+    writes and `frees[i]` those that die at it.
     """
 
     steps: tuple[Step, ...]
@@ -32,7 +32,7 @@ class Timeline:
 
     @cached_property
     def live(self) -> tuple[frozenset[int], ...]:
-        """For each step, the values in memory before it starts. Takes memory quadratic in the steps."""
+        """The values in memory before each step. Takes memory quadratic in the number of steps."""
         live: set[int] = set()
         before: list[frozenset[int]] = []
         for writes, frees in zip(self.writes, self.frees, strict=True):

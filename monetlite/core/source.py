@@ -1,4 +1,4 @@
-"""What a schedule's model was built from, so that another machine can build and trace it again."""
+"""The source of a schedule's model, from which another machine can build and trace it again."""
 
 import re
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class ModelSource:
 
 
 def is_shareable(model: str) -> bool:
-    """Whether a name means the same model everywhere: not a path, nor a function, nor something on a hub."""
+    """True if a name means the same model everywhere: not a path, nor a function, nor something on a hub."""
     return re.search(_SHAREABLE, model) is not None
 
 

@@ -29,9 +29,9 @@ _FACTORS = {
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%", re.ASCII)
-_LARGEST_BYTES = 2**60
-_MOST_DIGITS = 25
-"""More digits than any budget has: beyond them, a number is only compared with the largest."""
+_MAX_BYTES = 2**60
+_MAX_DIGITS = 25
+"""More digits than any budget has. A longer number is compared as a float."""
 
 
 def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None) -> int:
@@ -40,7 +40,7 @@ def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None)
     Args:
         budget: `"6GB"` (10⁹ bytes), `"6GiB"` (2³⁰), `"6000MB"`, a plain number of bytes, or `"50%"` of the
             peak of plain training.
-        plain_peak_bytes: what a percentage is a percentage of, in bytes.
+        plain_peak_bytes: the peak that a percentage refers to, in bytes.
 
     Raises:
         BudgetError: not one of those forms, not positive, or larger than any machine.
@@ -61,9 +61,9 @@ def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None)
         factor = _FACTORS.get(size[2].lower()) if size else None
         if size is None or factor is None:
             raise BudgetError(f"budget {text!r} is not an amount of memory; {forms}")
-        exact = size[1].isdigit() and len(size[1]) <= _MOST_DIGITS
+        exact = size[1].isdigit() and len(size[1]) <= _MAX_DIGITS
         amount = int(size[1]) * factor if exact else float(size[1]) * factor
-    if not 1 <= amount <= _LARGEST_BYTES:
+    if not 1 <= amount <= _MAX_BYTES:
         raise BudgetError(f"budget {text!r} must be at least 1 byte and at most 1 EiB; {forms}")
     return int(amount)
 

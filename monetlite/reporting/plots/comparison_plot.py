@@ -63,7 +63,7 @@ def save_comparison(comparison: Comparison, path: str | Path) -> None:
 
 @styled()
 def draw_comparison(comparison: Comparison) -> Figure:
-    """A point for each way to train in each setting that tables show; hollow where the step is another one."""
+    """A point for each way to train in each setting that tables show; hollow if the step is another one."""
     figure = new_figure(WIDTH, HEIGHT)
     title, *lines = lines_of(comparison)
     heading(figure, elided(title, 95), [elided(line, 150) for line in lines], _LEFT)

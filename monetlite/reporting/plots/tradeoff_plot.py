@@ -41,7 +41,7 @@ _SINGLES = (
     PointStyle("#666666", "P"),
 )
 """Of plain training, this schedule, and the two ways of checkpointing."""
-_LEAST_SPAN = 0.02
+_MIN_SPAN = 0.02
 """Smallest difference between overheads that fills the picture."""
 _ABOVE = 0.5
 """Height above monetlite's and all single points that curves are shown to, as a share of those points' span."""
@@ -101,7 +101,7 @@ def _limit(axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[Tradeof
     low, high = min(0.0, *bounds, *overheads), max(overheads)
     every = [tradeoff.overhead(point.latency_ms) for point in points]
     high = min(max(every), high + _ABOVE * (high - low)) if high > low else max(every)
-    tall = max(high - low, _LEAST_SPAN)
+    tall = max(high - low, _MIN_SPAN)
     axes.set_ylim(low - 0.08 * tall, max(high, low + tall) + 0.12 * tall)
 
 

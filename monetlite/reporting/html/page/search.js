@@ -1,6 +1,6 @@
 "use strict";
 
-const MOST_LISTED = 100;
+const MAX_LISTED = 100;
 
 /** Finds steps by the names of their operators, modules and operations. */
 class Search {
@@ -39,10 +39,10 @@ class Search {
   list(run) {
     const list = byId("matches");
     list.hidden = !this.steps.length;
-    list.replaceChildren(...this.steps.slice(0, MOST_LISTED).map((step, number) => element("li", {},
+    list.replaceChildren(...this.steps.slice(0, MAX_LISTED).map((step, number) => element("li", {},
       namedLink(run.name(step), () => this.show(number)),
       ` ${run.part(step)}, step ${step}`)));
-    if (this.steps.length > MOST_LISTED) list.append(element("li", {}, `${this.steps.length - MOST_LISTED} more`));
+    if (this.steps.length > MAX_LISTED) list.append(element("li", {}, `${this.steps.length - MAX_LISTED} more`));
   }
 
   next() {
