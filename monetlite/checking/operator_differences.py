@@ -1,13 +1,13 @@
-"""Which operators write other numbers than in plain training, and where that begins.
+"""Operators that write other numbers than in plain training, and the first of them.
 
-Two steps run through `MONeTWrapper`'s machinery, but node by node: the captured graph as plain training runs it,
-whose every result is kept in main memory; then the schedule, with the same inputs, generator and gradients of the
-outputs, where each result is compared with plain training's. A difference is *introduced* by an operator as far as
-it comes about from plain training's operands, and *propagated* otherwise.
+Two steps run through `MONeTWrapper`, but node by node. First the captured graph runs as plain training runs it, and
+all its results are kept in main memory. Then the schedule runs with the same inputs, generator and gradients of the
+outputs, and each result is compared with plain training's. An operator *introduces* the difference that it makes
+from plain training's operands; the rest is *propagated*.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.checking.step_differences import difference, negligible
+from monetlite.checking.trainee import on_cpu
 from monetlite.core.graph import AS_TRACED, DELIVERY, OperatorGraph, Phase
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step, plain_steps
@@ -32,13 +33,13 @@ class OperatorDifference:
     """A run of an operator whose results are not those of plain training, or not those of its own first run.
 
     Attributes:
-        operator, implementation: what ran, by name. number: 0 for the operator's first run, 1 for the next.
-        phase: the pass in which the operator stands.
+        operator, implementation: their names. number: 0 for the operator's first run, 1 for the next.
+        phase: the operator's phase.
         difference: of its results from plain training's, the largest absolute one over the largest magnitude.
-        introduced: what it would be from plain training's operands: the operator's own share.
+        introduced: the same from plain training's operands: the operator's own share.
         repeated: the difference of a later run's results from the first run's.
-        tolerance: what the implementation promises; 0 is the same bits.
-        broken: whether it introduces a difference that its implementation promises not to make.
+        tolerance: the implementation's; 0 promises the same bits.
+        broken: True if it introduces a difference although its implementation promises the same bits.
     """
 
     operator: str
@@ -54,13 +55,13 @@ class OperatorDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorComparison:
-    """What a comparison operator by operator found.
+    """Result of a comparison operator by operator.
 
     Attributes:
-        runs: how many runs were compared; again: how many of them computed something again.
+        runs: number of runs that were compared. again: number of re-runs among them.
         differing: the runs that differ, the largest difference first.
-        captured: what capturing the model changes by itself: the largest difference of a gradient or buffer
-            between the captured graph, run as plain training runs it, and the model.
+        captured: difference that capturing the model makes by itself: the largest of the loss, a gradient or a
+            buffer between the captured graph, run as plain training runs it, and the model.
     """
 
     runs: int
@@ -82,9 +83,9 @@ class OperatorComparison:
 
 
 class PlainStep:
-    """The results of a step as plain training runs it, by their names in the captured graph, in main memory.
+    """The results of a plain step, by their names in the captured graph, in main memory.
 
-    `ScheduledStep` adds what plain training would make of them where only the schedule makes it.
+    `ScheduledStep` adds those that only the schedule makes, computed from plain training's.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class PlainStep:
         self._given: set[str] = set()
 
     def wrap(self, model: nn.Module, schedule: Schedule) -> MONeTWrapper:
-        """A module that trains by the captured graph as plain training does, and keeps what it computes here."""
+        """A module that runs the captured graph as plain training does, and keeps its results here."""
         return _Watched(model, schedule, self, plain=True)
 
     def begin(self, traced: Traced, _: Sequence[Step]) -> None:
@@ -102,20 +103,20 @@ class PlainStep:
     def receive(self, node: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
         if node.meta[CAPTURED] in self._given:
             # A parameter does not change until the optimizer steps, so it need not be copied; a buffer does.
-            self.tensors[node.meta[CAPTURED]] = tensor.detach() if tensor.requires_grad else _copied(tensor)
+            self.tensors[node.meta[CAPTURED]] = tensor.detach() if tensor.requires_grad else on_cpu(tensor)
         return tensor
 
     def run_node(self, node: fx.Node, run: Callable[[], Any], _: Mapping[fx.Node, Any]) -> Any:
         result = run()
         for name, tensor in _results(node, result):
-            self.tensors[name] = _copied(tensor)
+            self.tensors[name] = on_cpu(tensor)
         return result
 
 
 class ScheduledStep:
     """A step by a schedule, each result compared with that of a plain step.
 
-    As in `verify`, what is next to nothing is compared on a larger scale if the schedule has a tolerance; the
+    If the schedule has a tolerance, negligible results are compared on the scale of larger ones, as in `verify`:
     gradients of parameters on that of `gradients`, plain training's.
     """
 
@@ -129,7 +130,7 @@ class ScheduledStep:
         self._graph: OperatorGraph
         self._run_again: set[int] = set()
         self._first: dict[str, torch.Tensor] = {}
-        """What the first runs of operators that run again wrote, in main memory."""
+        """Results of the first runs of operators that run again, in main memory."""
 
     def wrap(self, model: nn.Module, schedule: Schedule) -> MONeTWrapper:
         """A module that trains by a schedule, and compares what it computes."""
@@ -185,15 +186,15 @@ class ScheduledStep:
 
         @cache
         def alone() -> dict[str, torch.Tensor]:
-            """What the operator makes of plain training's operands."""
+            """Results of the operator from plain training's operands."""
             with drawing_from(state, device):
                 return dict(_results(node, _call(node, like_ours)))
 
         for name in results:
             if name not in self._plain:
                 # Plain training has no need of it: a packed mask, images in another layout.
-                self._plain[name] = _copied(alone()[name])
-        # What a kernel notes for its own gradient may be memory that it left as it found it.
+                self._plain[name] = on_cpu(alone()[name])
+        # A note of a kernel to its own gradient may be memory that was never written.
         results = {name: tensor for name, tensor in results.items() if name not in self._notes}
         if not results:
             return result
@@ -204,10 +205,10 @@ class ScheduledStep:
         return result
 
     def _from_plain(self, results: Mapping[str, torch.Tensor]) -> float:
-        """How far results are from those of plain training.
+        """The largest difference of results from those of plain training.
 
-        What cancels to nothing beside an operator's other results (the mean of what a normalisation has centred) is
-        rounding in plain training too.
+        A result that cancels to nothing beside the operator's others (the mean of what a normalisation has centred)
+        is rounding in plain training too.
         """
         expected = {name: self._plain[name] for name in results}
         if all(_difference(expected[name], tensor) == 0 for name, tensor in results.items()):
@@ -221,7 +222,7 @@ class ScheduledStep:
     def _note(
         self, run: OperatorRun, results: Mapping[str, torch.Tensor], difference: float, introduced: float
     ) -> None:
-        """Count a run, and keep what is to be said of it."""
+        """Count a run, and record its differences."""
         index, choice = run.step
         operator = self._graph.operators[index]
         implementation = operator.implementations[choice]
@@ -233,7 +234,7 @@ class ScheduledStep:
             repeated = max((_difference(*pair) for pair in again), default=0.0)
         elif index in self._run_again:
             self._first.update(
-                (name, _copied(tensor) if difference > 0 else self._plain[name]) for name, tensor in results.items()
+                (name, on_cpu(tensor) if difference > 0 else self._plain[name]) for name, tensor in results.items()
             )
         if difference == repeated == 0:
             return
@@ -261,7 +262,7 @@ class ScheduledStep:
 
 
 class _Watched(MONeTWrapper):
-    """A wrapper whose programs are run node by node under somebody's eyes."""
+    """A wrapper whose programs run node by node, watched by a step."""
 
     def __init__(
         self, model: nn.Module, schedule: Schedule, watcher: PlainStep | ScheduledStep, *, plain: bool = False
@@ -279,39 +280,32 @@ class _Watched(MONeTWrapper):
         return traced, steps
 
     def _compiler(self) -> Compiler:
-        return partial(_watched, watcher=self._watcher)
+        watcher = self._watcher
+
+        def watched(program: fx.GraphModule, *_: object) -> Boxed:
+            return boxed_function(lambda arguments: _WatchedProgram(program, watcher).call(arguments))
+
+        return watched
 
 
-def _watched(
-    program: fx.GraphModule,
-    _inputs: Sequence[Any],
-    _internal: Collection[int],
-    *,
-    watcher: PlainStep | ScheduledStep,
-) -> Boxed:
-    """A program that is run node by node under somebody's eyes."""
-
-    def call(arguments: list[Any]) -> Any:
-        inputs = program.graph.find_nodes(op="placeholder")
-        values = {node: watcher.receive(node, tensor) for node, tensor in zip(inputs, arguments, strict=True)}
-        arguments.clear()
-        return _Interpreter(program, watcher).run(initial_env=values)
-
-    return boxed_function(call)
-
-
-class _Interpreter(fx.Interpreter):
+class _WatchedProgram(fx.Interpreter):
     def __init__(self, program: fx.GraphModule, watcher: PlainStep | ScheduledStep) -> None:
         super().__init__(program)
         self.extra_traceback = False
         self._watcher = watcher
+
+    def call(self, arguments: list[Any]) -> Any:
+        inputs = self.graph.find_nodes(op="placeholder")
+        values = {node: self._watcher.receive(node, item) for node, item in zip(inputs, arguments, strict=True)}
+        arguments.clear()
+        return self.run(initial_env=values)
 
     def run_node(self, n: fx.Node) -> Any:
         return self._watcher.run_node(n, partial(super().run_node, n), self.env)
 
 
 def _results(node: fx.Node, result: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a run of an operator has made that is read, by name."""
+    """The results of an operator's run that are read, by name."""
     if RUN in node.meta:
         made = (result,) if isinstance(result, torch.Tensor) else result or ()
         for name, tensor in zip(node.meta[RUN].call.outputs, made, strict=False):
@@ -327,7 +321,7 @@ def _call(node: fx.Node, operand: Callable[[fx.Node], Any]) -> Any:
 
 
 def _laid_out_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The numbers of another tensor, laid out as a tensor is, to be overwritten."""
+    """Another tensor's numbers in a tensor's layout, free to be overwritten."""
     if any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return other.to(tensor.device)  # expanded, so nothing overwrites it
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(other)
@@ -335,10 +329,3 @@ def _laid_out_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _difference(expected: torch.Tensor, found: torch.Tensor, least: float = 0.0) -> float:
     return difference(expected.to(found.device), found, least)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-__all__ = ["OperatorComparison", "OperatorDifference", "PlainStep", "ScheduledStep"]

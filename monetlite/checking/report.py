@@ -1,5 +1,6 @@
 """The report of `verify`, and the judgement whether a schedule keeps its promises."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from monetlite.checking.operator_differences import OperatorComparison, OperatorDifference
@@ -128,28 +129,34 @@ class Report(StepDifferences):
     @property
     def reasons(self) -> tuple[Reason, ...]:
         """Checks that it did not pass, the worst kind first."""
-        return (*self._of_training(), *self._of_operators(), *self._of_figures())
+        return (*self._of_training(), *self._of_memory(), *self._of_predictions())
 
-    def _of_training(self) -> list[Reason]:
-        found = []
+    def _of_training(self) -> Iterator[Reason]:
         over = [name for name, difference in self.differences.items() if difference > self.allowed_difference]
         if over:
-            more = f" (and {len(over) - 1} more)" if len(over) > 1 else ""
-            found.append(
-                Reason(
-                    check="difference",
-                    message=f"{over[0]}{more} differs from plain training's by {self.largest_difference:.1e}, "
-                    f"{self.allowed_difference:.0e} allowed{self._where_it_begins()}",
-                    measured=self.largest_difference,
-                    allowed=self.allowed_difference,
-                )
+            yield Reason(
+                check="difference",
+                message=f"{_and_more(over[0], over)} differs from plain training's by "
+                f"{self.largest_difference:.1e}, {self.allowed_difference:.0e} allowed{self._origin()}",
+                measured=self.largest_difference,
+                allowed=self.allowed_difference,
             )
         if not self.random_state:
             message = "the random number generator is not left as plain training leaves it"
-            found.append(Reason(check="random_state", message=message))
-        return found
+            yield Reason(check="random_state", message=message)
+        introducing = self.operators.introducing if self.operators else ()
+        broken = [item for item in introducing if item.broken and item.introduced > SLACK * self.unrepeated]
+        if broken:
+            yield Reason(
+                check="operator",
+                message=f"{_and_more(describe(broken[0]), broken)} should make the same bits as plain training and "
+                f"is off by {broken[0].introduced:.1e}",
+                measured=broken[0].introduced,
+                allowed=0.0,
+            )
 
-    def _where_it_begins(self) -> str:
+    def _origin(self) -> str:
+        """The origin of the largest difference, in words."""
         if self.operators is None:
             return ""
         introducing = self.operators.introducing
@@ -159,63 +166,42 @@ class Report(StepDifferences):
             return f"; capturing the model alone makes {self.operators.captured:.1e} of it"
         return ""
 
-    def _of_operators(self) -> list[Reason]:
-        introducing = self.operators.introducing if self.operators else ()
-        broken = [item for item in introducing if item.broken and item.introduced > SLACK * self.unrepeated]
-        if not broken:
-            return []
-        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-        return [
-            Reason(
-                check="operator",
-                message=f"{describe(broken[0])}{more} should make the same bits as plain training and is off by "
-                f"{broken[0].introduced:.1e}",
-                measured=broken[0].introduced,
-                allowed=0.0,
+    def _of_memory(self) -> Iterator[Reason]:
+        if not self.limits.budget:
+            return
+        peak, budget = format_bytes(self.peak_bytes), format_bytes(self.budget_bytes)
+        if not self.within_budget:
+            excess = format_bytes(self.peak_bytes - self.budget_bytes)
+            message = f"the peak, {peak}, is over the budget of {budget} by {excess}"
+            yield Reason(check="budget", message=message, measured=self.peak_bytes, allowed=self.budget_bytes)
+        elif self.reserved_bytes is not None and self.reserved_bytes > self.budget_bytes:
+            excess = format_bytes(self.reserved_bytes - self.budget_bytes)
+            message = (
+                f"for a peak of {peak} torch's allocator reserved {format_bytes(self.reserved_bytes)}, over the "
+                f"budget of {budget} by {excess}. Solve with reserved=True (--reserved), and call "
+                "monetlite.limit_reserved before training"
             )
-        ]
+            yield Reason(check="reserved", message=message, measured=self.reserved_bytes, allowed=self.budget_bytes)
 
-    def _of_figures(self) -> list[Reason]:
-        found = []
-        if self.limits.budget and not self.within_budget:
-            found.append(
-                Reason(
-                    check="budget",
-                    message=f"the peak, {format_bytes(self.peak_bytes)}, is over the budget of "
-                    f"{format_bytes(self.budget_bytes)} by {format_bytes(self.peak_bytes - self.budget_bytes)}",
-                    measured=self.peak_bytes,
-                    allowed=self.budget_bytes,
-                )
-            )
-        elif self.limits.budget and self.reserved_bytes is not None and self.reserved_bytes > self.budget_bytes:
-            found.append(
-                Reason(
-                    check="reserved",
-                    message=f"for a peak of {format_bytes(self.peak_bytes)} torch's allocator reserved "
-                    f"{format_bytes(self.reserved_bytes)}, over the budget of {format_bytes(self.budget_bytes)} by "
-                    f"{format_bytes(self.reserved_bytes - self.budget_bytes)}. Solve with reserved=True "
-                    "(--reserved), and call monetlite.limit_reserved before training",
-                    measured=self.reserved_bytes,
-                    allowed=self.budget_bytes,
-                )
-            )
+    def _of_predictions(self) -> Iterator[Reason]:
         peaks = [format_bytes(size) for size in (self.peak_bytes, self.predicted_peak_bytes)]
         times = [format_ms(latency) for latency in (self.step_ms, self.predicted_step_ms)]
-        for check, what, error, allowed, (measured, predicted) in (
+        for check, name, error, allowed, (measured, predicted) in (
             ("peak_error", "the peak", self.peak_error, self.limits.peak_error, peaks),
             ("latency_error", "the step time", self.latency_error, self.limits.latency_error, times),
         ):
-            if allowed is None:
+            if allowed is None or (error is not None and abs(error) <= allowed):
                 continue
-            if error is None:
-                message = f"{what} can't be held against the prediction, which is {' and '.join(self.incomparable)}"
-                found.append(Reason(check=check, message=message, allowed=allowed))
-            elif abs(error) > allowed:
+            message = f"{name} can't be held against the prediction, which is {' and '.join(self.incomparable)}"
+            if error is not None:
                 message = (
-                    f"{what}, {measured}, is {error:+.1%} off the predicted {predicted}, {allowed:.1%} allowed"
+                    f"{name}, {measured}, is {error:+.1%} off the predicted {predicted}, {allowed:.1%} allowed"
                 )
-                found.append(Reason(check=check, message=message, measured=error, allowed=allowed))
-        return found
+            yield Reason(check=check, message=message, measured=error, allowed=allowed)
+
+
+def _and_more(first: str, items: Sequence[object]) -> str:
+    return f"{first} (and {len(items) - 1} more)" if len(items) > 1 else first
 
 
 def describe(item: OperatorDifference) -> str:

@@ -117,9 +117,9 @@ class Trainee:
         inputs = ((f"input {number}", item) for number, item in enumerate(self.inputs))
         named = [*self.model.named_parameters(), *inputs]
         return Snapshot(
-            loss=_on_cpu(loss),
-            gradients={name: _on_cpu(tensor.grad) for name, tensor in named if tensor.grad is not None},
-            buffers={name: _on_cpu(tensor) for name, tensor in self.model.named_buffers()},
+            loss=on_cpu(loss),
+            gradients={name: on_cpu(tensor.grad) for name, tensor in named if tensor.grad is not None},
+            buffers={name: on_cpu(tensor) for name, tensor in self.model.named_buffers()},
             random_state=after,
             drew=not torch.equal(before, after),
         )
@@ -298,7 +298,7 @@ def changed_weights(model: nn.Module, change: Callable[[str, torch.Tensor], torc
 
     `change` makes a parameter of its name and its value (at least float32, on the CPU).
     """
-    kept = {name: _on_cpu(item) for name, item in (*model.named_parameters(), *model.named_buffers())}
+    kept = {name: on_cpu(item) for name, item in (*model.named_parameters(), *model.named_buffers())}
     try:
         with torch.no_grad():
             for name, weights in model.named_parameters():
@@ -321,5 +321,6 @@ def off_by(fraction: float, seed: int) -> Callable[[str, torch.Tensor], torch.Te
     return change
 
 
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in main memory."""
     return tensor.detach().to("cpu", copy=True)

@@ -205,7 +205,7 @@ def _winograd(device: Device, work: Convolution, rate: float) -> list[Cost]:
 
 
 def _saturation(rows: float, columns: float, depth: float, batch: int = 1) -> float:
-    """What fraction of its best rate a matrix product of a given size reaches."""
+    """Fraction of its best rate that a matrix product of a given size reaches."""
     shallow = _HALF_RATE_DEPTH / depth
     deep = 1 / (1 + min(shallow, shallow**2))
     large = 1 / (1 + _HALF_RATE_AREA / (batch * rows * columns))

@@ -43,7 +43,7 @@ TRIAL_REPEATS = 3
 NEAR = 0.995
 """A schedule for this share of a budget stands for one for the budget."""
 RETRIES = 2
-"""How often a schedule whose measured peak is over the budget is solved for again, for as much less."""
+"""Number of times that a schedule whose measured peak is over the budget is solved for again, for less."""
 
 FAMILIES: dict[Peer, Callable[[Trainee], list[Contender]]] = {
     Peer.CHECKPOINT: others.every_block,
@@ -71,7 +71,7 @@ def compare(
     name: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Train steps of a model plainly, by what people use today, and by monetlite, and measure them side by side.
+    """Train steps of a model plainly, by what people use today, and by monetlite, and measure them in one run.
 
     Everything runs on copies: the model is not changed. A way to train that fails, out of memory or otherwise, is
     a run with its reason.
