@@ -1,8 +1,8 @@
-"""Operator families: how each kernel can be split into operators, and the ways each operator can be run.
+"""Operator families: one file each, with the ways to run its operators.
 
-One file per family. A family offers implementations beside the default one, which runs what was traced;
-each is a call that can be priced and lowered. Every file of this folder is imported here, which registers what
-it offers (`registry.py`).
+A family offers implementations beside the default one, which runs the traced call. Each is a call that can be
+priced and lowered. Every file of this folder is imported here, which registers what it offers
+(`implementations.py`). Facts about ATen operators are in `traits.py`.
 """
 
 import importlib
@@ -36,9 +36,9 @@ def split(call: Call) -> Iterator[tuple[str, Call]]:
 
 
 def again(call: Call, results: tuple[TensorRef | None, ...], device: str) -> Call | None:
-    """What a re-run calls, for an operator that must not be called again as it was.
+    """The call of a re-run, for an operator that must not be called again as it was; else None.
 
-    `results` are those of the first run: what a re-run reads of them is kept.
+    `results` are those of the first run; those that a re-run reads are kept.
     """
     return batch_norm.without_running_statistics(call, results, device)
 
@@ -64,7 +64,7 @@ def resolve(target: str) -> Callable[..., object]:
 
 
 def returns_tensor(call: Call) -> bool:
-    """Whether a call returns one tensor, and not a tuple of its results."""
+    """Tell whether a call returns one tensor, and not a tuple of its results."""
     target = call.target
     if target == random.REPLAY:
         target = str(call.args[2])

@@ -31,6 +31,7 @@ from monetlite.operators.convolution_kernels import (
     input_gradient_unfolded,
     multiply,
     multiply_transposed,
+    output_padding,
     weight_gradient_channels_last,
     weight_gradient_chunks,
     weight_gradient_multiplied,
@@ -60,7 +61,7 @@ def split_backward(call: Call) -> Iterator[tuple[str, Call]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shapes:
-    """What decides which ways apply to a convolution of two-dimensional images."""
+    """The sizes of a two-dimensional convolution, by which its other ways apply or don't."""
 
     image: TensorSpec
     weight: TensorSpec
@@ -71,7 +72,7 @@ class _Shapes:
 
     @property
     def pointwise(self) -> bool:
-        """Whether each result is of one point of the image alone, and of all of its channels."""
+        """Each result is of one point of the image alone, and of all of its channels."""
         return self.weight.shape[2:] == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0) and self.whole
 
     @property
@@ -80,7 +81,7 @@ class _Shapes:
 
     @property
     def weight_is_large(self) -> bool:
-        """Whether a copy of the weight takes more than the patches of one image."""
+        """A copy of the weight takes more than the patches of one image."""
         patches = math.prod(self.weight.shape[1:]) * math.prod(self.image.shape[2:]) // math.prod(self.stride)
         return math.prod(self.weight.shape) > patches
 
@@ -122,7 +123,9 @@ def input_gradient(kernel: TracedKernel) -> Iterator[Implementation]:
     if 0 in gradient.spec.shape:
         return
     stride, padding, dilation, _, _, groups = geometry
-    extra = _output_padding(gradient.spec.shape, image.spec.shape, weight.spec.shape, stride, padding, dilation)
+    extra = output_padding(
+        image.spec.shape[2:], weight.spec.shape[2:], stride, padding, dilation, gradient.spec.shape[2:]
+    )
     args = (gradient, weight, None, stride, padding, dilation, True, extra, groups)
     depthwise = is_contiguous(image.spec) and weight.spec.shape[1] == 1
     dtype = gradient.spec.dtype
@@ -175,23 +178,6 @@ def _spread(image: Argument, geometry: Sequence[Argument]) -> list[Argument]:
     assert isinstance(image, TensorRef)
     dimensions = len(image.spec.shape) - 2
     return [each_dimension(item, dimensions) if at < 3 else item for at, item in enumerate(geometry)]
-
-
-def _output_padding(
-    result: tuple[int, ...],
-    image: tuple[int, ...],
-    weight: tuple[int, ...],
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-) -> tuple[int, ...]:
-    """What a transposed convolution of the results has to add to reach the size of the image."""
-    return tuple(
-        size - ((points - 1) * step - 2 * pad + dilate * (kernel - 1) + 1)
-        for points, size, kernel, step, pad, dilate in zip(
-            result[2:], image[2:], weight[2:], stride, padding, dilation, strict=True
-        )
-    )
 
 
 def same_order(*images: TensorSpec) -> bool:

@@ -1,9 +1,9 @@
-"""What the other ways to run a convolution call on a CPU; `convolution` says which of them apply where.
+"""Functions of the other ways to run a convolution on a CPU; `convolution` says which of them apply where.
 
 All take contiguous images of two dimensions, (batch, channels, height, width), and contiguous weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,13 +56,7 @@ def convolve_chunks(image: torch.Tensor, weight: torch.Tensor, *rest: Any) -> to
 def multiply(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A 1×1 convolution as a matrix product for each image."""
     result = image.new_empty(len(image), len(weight), *image.shape[2:])
-    matrix = weight.flatten(1)
-    for source, target in zip(image.flatten(2), result.flatten(2), strict=True):
-        if bias is None:
-            torch.mm(matrix, source, out=target)
-        else:
-            torch.addmm(bias[:, None], matrix, source, out=target)
-    return result
+    return _products(image.flatten(2), weight, bias, result)
 
 
 @function("convolve_unfolded")
@@ -70,16 +64,21 @@ def convolve_unfolded(
     image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: Any, padding: Any, dilation: Any
 ) -> torch.Tensor:
     """A convolution as a matrix product with the patches of one image at a time."""
-    size = _size(image.shape[2:], weight.shape[2:], stride, padding, dilation)
-    result = image.new_empty(len(image), len(weight), *size)
+    size = result_size(image.shape[2:], weight.shape[2:], stride, padding, dilation)
+    patches = (unfold(item, weight.shape[2:], dilation, padding, stride) for item in image)
+    return _products(patches, weight, bias, image.new_empty(len(image), len(weight), *size))
+
+
+def _products(
+    columns: Iterable[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, result: torch.Tensor
+) -> torch.Tensor:
+    """Write the products of a weight with a matrix for each image."""
     matrix = weight.flatten(1)
-    for number in range(len(image)):
-        patches = unfold(image[number], weight.shape[2:], dilation, padding, stride)
-        target = result[number].flatten(1)
+    for source, target in zip(columns, result.flatten(2), strict=True):
         if bias is None:
-            torch.mm(matrix, patches, out=target)
+            torch.mm(matrix, source, out=target)
         else:
-            torch.addmm(bias[:, None], matrix, patches, out=target)
+            torch.addmm(bias[:, None], matrix, source, out=target)
     return result
 
 
@@ -136,32 +135,27 @@ def weight_gradient_multiplied(
     gradient: torch.Tensor, image: torch.Tensor, shape: list[int], mask: list[bool]
 ) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of a 1×1 convolution for weight and bias, summed image by image."""
-    total = gradient.new_zeros(shape[0], shape[1])
-    for of_result, source in zip(gradient.flatten(2), image.flatten(2), strict=True):
-        total.addmm_(of_result, source.t())
-    return None, total.view(shape) if mask[1] else None, _bias_gradient(gradient, mask)
+    return _summed_products(image.flatten(2), gradient, shape, mask)
 
 
 @function("weight_gradient_unfolded")
 def weight_gradient_unfolded(
-    gradient: torch.Tensor,
-    image: torch.Tensor,
-    shape: list[int],
-    mask: list[bool],
-    stride: Any,
-    padding: Any,
-    dilation: Any,
+    gradient: torch.Tensor, image: torch.Tensor, shape: list[int], mask: list[bool], *geometry: Any
 ) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of a convolution for weight and bias, from the patches of one image at a time."""
+    stride, padding, dilation = geometry
+    patches = (unfold(item, (shape[2], shape[3]), dilation, padding, stride) for item in image)
+    return _summed_products(patches, gradient, shape, mask)
+
+
+def _summed_products(
+    columns: Iterable[torch.Tensor], gradient: torch.Tensor, shape: list[int], mask: list[bool]
+) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients for a weight of some shape, summed over a matrix for each image, and for the bias."""
     total = gradient.new_zeros(shape[0], shape[1] * shape[2] * shape[3])
-    for number in range(len(image)):
-        patches = unfold(image[number], (shape[2], shape[3]), dilation, padding, stride)
-        total.addmm_(gradient[number].flatten(1), patches.t())
-    return None, total.view(shape) if mask[1] else None, _bias_gradient(gradient, mask)
-
-
-def _bias_gradient(gradient: torch.Tensor, mask: list[bool]) -> torch.Tensor | None:
-    return gradient.sum((0, 2, 3)) if mask[2] else None
+    for of_result, source in zip(gradient.flatten(2), columns, strict=True):
+        total.addmm_(of_result, source.t())
+    return None, total.view(shape) if mask[1] else None, gradient.sum((0, 2, 3)) if mask[2] else None
 
 
 def _last(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,9 +168,23 @@ def _parts(size: int, count: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _size(image: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[int]:
-    """Points of the result along each dimension."""
-    return [
+def result_size(
+    image: Sequence[int], window: Sequence[int], stride: Any, padding: Any, dilation: Any
+) -> tuple[int, ...]:
+    """Points of a convolution's result along each dimension of space."""
+    return tuple(
         (size + 2 * pad - dilate * (points - 1) - 1) // step + 1
-        for size, points, step, pad, dilate in zip(image, kernel, stride, padding, dilation, strict=True)
-    ]
+        for size, points, step, pad, dilate in zip(image, window, stride, padding, dilation, strict=True)
+    )
+
+
+def output_padding(
+    image: Sequence[int], window: Sequence[int], stride: Any, padding: Any, dilation: Any, result: Sequence[int]
+) -> tuple[int, ...]:
+    """Points that a transposed convolution of the results has to add to reach the size of the image."""
+    return tuple(
+        size - ((points - 1) * step - 2 * pad + dilate * (width - 1) + 1)
+        for size, width, step, pad, dilate, points in zip(
+            image, window, stride, padding, dilation, result, strict=True
+        )
+    )

@@ -44,7 +44,7 @@ def remove_copies(graph: fx.Graph) -> None:
 
 
 def _is_marked(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is another one's conjugate or negative, of which only a bit says so."""
+    """Tell whether a tensor is another one's conjugate or negative, which only a bit of it says."""
     return tensor.is_conj() or tensor.is_neg()
 
 

@@ -1,4 +1,4 @@
-"""What gradients of batch norm and layer norm share: pieces of the input, and gradients from the output.
+"""Gradients of batch norm and layer norm: pieces of the input, and gradients from the output under a guard.
 
 From the output (Rota Bulò et al., In-Place Activated BatchNorm, CVPR 2018): x̂ = (y − b)/w, so the gradient can
 be made from y instead of x. Rounding on the way to y moves x̂ by up to ε·((|x| + |μ|)/σ + |b/w|): by as much as

@@ -48,7 +48,7 @@ def relu_from_input(kernel: TracedKernel) -> Iterator[Implementation]:
 
 @intermediates_for(_RELU_BACKWARD)
 def relu_bits(node: fx.Node) -> Iterator[Intermediate]:
-    """Where the gradient stops, as one bit an element."""
+    """The elements that stop the gradient, as one bit each."""
     gradient, output, threshold = node.args
     assert isinstance(gradient, fx.Node)
     assert isinstance(output, fx.Node)
@@ -61,7 +61,7 @@ def relu_bits(node: fx.Node) -> Iterator[Intermediate]:
 
 @intermediates_for(_HARDTANH_BACKWARD)
 def hardtanh_bits(node: fx.Node) -> Iterator[Intermediate]:
-    """Where the gradient stops, as one bit an element."""
+    """The elements that stop the gradient, as one bit each."""
     gradient, source, *bounds = node.args
     assert isinstance(gradient, fx.Node)
     assert isinstance(source, fx.Node)
@@ -101,7 +101,7 @@ def hardtanh_from_output(kernel: TracedKernel) -> Iterator[Implementation]:
 
 @function("relu_mask", workspace_bytes=workspace_bytes)
 def relu_mask(source: torch.Tensor, strides: list[int]) -> torch.Tensor:
-    """Where a ReLU's gradient stops: one bit for each element of its input or output, a uint8 tensor.
+    """The elements that stop a ReLU's gradient: one bit for each of its input or output, a uint8 tensor.
 
     The bits are in the order of a storage with these strides.
     """
@@ -110,5 +110,5 @@ def relu_mask(source: torch.Tensor, strides: list[int]) -> torch.Tensor:
 
 @function("hardtanh_mask", workspace_bytes=workspace_bytes)
 def hardtanh_mask(source: torch.Tensor, strides: list[int], low: float, high: float) -> torch.Tensor:
-    """Where a hardtanh's gradient stops: as `relu_mask`."""
+    """The elements that stop a hardtanh's gradient, as `relu_mask` has them."""
     return pack(source, strides, Outside(low, high))

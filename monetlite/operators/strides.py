@@ -1,4 +1,4 @@
-"""How tensors lie in memory, told from their shapes and strides."""
+"""Layouts of tensors in memory, from their shapes and strides."""
 
 import math
 from collections.abc import Sequence

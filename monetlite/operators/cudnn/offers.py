@@ -118,7 +118,7 @@ class _Search:
             self.reasons[missing] = None
 
     def _missing(self) -> str | None:
-        """What keeps every plan from running; None if nothing does."""
+        """The reason why no plan can run; None if there is none."""
         if self._graph.device != "cuda":
             return f"they run on a GPU, and the model is on the {self._graph.device}; solve a schedule for it there"
         if (problem := library.problem()) is not None:

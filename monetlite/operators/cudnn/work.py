@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from monetlite.core.errors import ConvolutionError
 from monetlite.core.graph import Argument
+from monetlite.operators.convolution_kernels import output_padding, result_size
 
 Role: TypeAlias = Literal["forward", "input_gradient", "weight_gradient"]
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -84,12 +85,7 @@ class ConvolutionWork:
                 f"{self.groups} groups don't fit an image of {channels} channels "
                 f"and a weight of {features} × {group_channels}"
             )
-        made = tuple(
-            (size + 2 * pad - dilation * (window - 1) - 1) // stride + 1
-            for size, window, stride, pad, dilation in zip(
-                image, kernel, self.stride, self.padding, self.dilation, strict=True
-            )
-        )
+        made = result_size(image, kernel, self.stride, self.padding, self.dilation)
         if self.result_shape != (batch, features, *made):
             raise ConvolutionError(
                 f"a convolution of {self.image_shape} with {self.weight_shape} (stride {self.stride}, padding "
@@ -124,18 +120,8 @@ class ConvolutionWork:
     @property
     def beyond(self) -> tuple[int, ...]:
         """Points by which the image reaches past a transposed convolution of the result."""
-        return tuple(
-            size - ((points - 1) * stride - 2 * pad + dilation * (window - 1) + 1)
-            for size, points, window, stride, pad, dilation in zip(
-                self.image_shape[2:],
-                self.result_shape[2:],
-                self.weight_shape[2:],
-                self.stride,
-                self.padding,
-                self.dilation,
-                strict=True,
-            )
-        )
+        sizes = self.image_shape[2:], self.weight_shape[2:], self.stride, self.padding, self.dilation
+        return output_padding(*sizes, self.result_shape[2:])
 
     @property
     def plannable(self) -> bool:
