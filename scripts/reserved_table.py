@@ -17,13 +17,13 @@ from monetlite.core.costs import Profile
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
-from monetlite.zoo import Entry, shipped
+from monetlite.zoo import ZooEntry, shipped
 from monetlite.zoo.check import Checker
 
 MODELS = ("resnet50", "googlenet", "mobilenet_v2", "unet", "vgg16", "hf:gpt2", "hf:bert", "hf:vit")
 
 
-def row(entry: Entry, what: str, profile: Profile, schedule: Schedule | tuple[Step, ...]) -> str:
+def row(entry: ZooEntry, what: str, profile: Profile, schedule: Schedule | tuple[Step, ...]) -> str:
     """A line of the table, printed as well."""
     peak = simulate(profile, schedule).peak_bytes
     least = least_limit(profile, schedule)

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from monetlite.core.schedule import Schedule
-from monetlite.zoo import Entry, shipped
+from monetlite.zoo import ZooEntry, shipped
 
 # Overhead in percent at 10, 9, 8, 7, 6 and 5 GB: MONeT's README (github.com/utsaslab/MONeT), measured on a P100.
 PUBLISHED = {
@@ -22,7 +22,7 @@ PUBLISHED = {
 PAPER_GB = (10, 9, 8, 7, 6, 5)
 
 
-def rows(entries: list[tuple[Entry, Schedule]], header: str) -> list[str]:
+def rows(entries: list[tuple[ZooEntry, Schedule]], header: str) -> list[str]:
     lines = [
         f"| model | batch | tolerance | budget, GB | peak, GB | of plain | overhead |{header} gap | solved in |",
         f"| --- | ---: | ---: | ---: | ---: | ---: | ---: |{' ---: |' if header else ''} ---: | ---: |",

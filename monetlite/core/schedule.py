@@ -116,24 +116,24 @@ class Schedule:
         write_atomically(path, schedule_text(self))
 
 
-class _Costs(msgspec.Struct, frozen=True, kw_only=True):
+class _CostsFields(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[str, Meta(description="what the costs are of")]
     kind: ProfileKind
     environment: Annotated[dict[str, str], Meta(description="versions behind measured costs")]
 
 
-class _Predicted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class _PredictedFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     peak_bytes: Count
     latency_ms: Amount
     reserved_bytes: Count | None = None
 
 
-class _Plain(msgspec.Struct, frozen=True, kw_only=True):
+class _PlainFields(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: Count
     latency_ms: Amount
 
 
-class _Solve(msgspec.Struct, frozen=True, kw_only=True):
+class _SolveFields(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     lower_bound_ms: Annotated[Amount, Meta(description="no schedule within the budget is faster")]
     gap: Annotated[Amount, Meta(description="(latency - bound) / latency")]
@@ -171,11 +171,11 @@ class ScheduleFile(Document, frozen=True, kw_only=True, tag="monetlite-schedule"
     autocast: Annotated[
         Literal["bfloat16", "float16"] | None, Meta(description="dtype of torch.autocast around the model")
     ] = None
-    costs: _Costs
+    costs: _CostsFields
     budget_bytes: Annotated[Positive, Meta(description="what was asked for")]
-    predicted: _Predicted
-    plain: Annotated[_Plain, Meta(description="plain training")]
-    solve: _Solve
+    predicted: _PredictedFields
+    plain: Annotated[_PlainFields, Meta(description="plain training")]
+    solve: _SolveFields
     stored: Annotated[
         tuple[str, ...],
         Meta(description="values kept from the forward to the backward pass; it follows from the rest"),
@@ -197,13 +197,13 @@ class ScheduleFile(Document, frozen=True, kw_only=True, tag="monetlite-schedule"
 def schedule_text(schedule: Schedule) -> str:
     """Write a schedule as the text of its file."""
     choices = schedule.choices
-    solve = msgspec.convert(schedule, _Solve, from_attributes=True)
+    solve = msgspec.convert(schedule, _SolveFields, from_attributes=True)
     differing = {
         "tolerance": float(schedule.tolerance),
         "autocast": schedule.autocast or None,
-        "costs": _Costs(**common_fields(_Costs, schedule)),
-        "predicted": msgspec.convert(schedule, _Predicted, from_attributes=True),
-        "plain": _Plain(peak_bytes=schedule.plain_peak_bytes, latency_ms=float(schedule.plain_latency_ms)),
+        "costs": _CostsFields(**common_fields(_CostsFields, schedule)),
+        "predicted": msgspec.convert(schedule, _PredictedFields, from_attributes=True),
+        "plain": _PlainFields(peak_bytes=schedule.plain_peak_bytes, latency_ms=float(schedule.plain_latency_ms)),
         "solve": replace(solve, gap=round(solve.gap, 6), seconds=round(solve.seconds, 1)),
         "stored": choices.stored,
         "before": {

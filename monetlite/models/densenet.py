@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from monetlite.models.initialization import init_convnet
+from monetlite.models.convnet_weights import init_convnet
 
 _BOTTLENECK = 4
 """A layer's 1×1 convolution makes this many times the growth rate of channels."""
@@ -102,19 +102,3 @@ class DenseNet(nn.Module):
         x = F.adaptive_avg_pool2d(x, (1, 1))
         logits: torch.Tensor = self.classifier(torch.flatten(x, 1))
         return logits
-
-
-def densenet121(classes: int = 1000) -> DenseNet:
-    return DenseNet((6, 12, 24, 16), classes=classes)
-
-
-def densenet169(classes: int = 1000) -> DenseNet:
-    return DenseNet((6, 12, 32, 32), classes=classes)
-
-
-def densenet201(classes: int = 1000) -> DenseNet:
-    return DenseNet((6, 12, 48, 32), classes=classes)
-
-
-def densenet161(classes: int = 1000) -> DenseNet:
-    return DenseNet((6, 12, 36, 24), growth=48, stem_channels=96, classes=classes)

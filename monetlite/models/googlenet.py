@@ -96,7 +96,3 @@ class GoogLeNet(nn.Module):
         x = self.inception5b(self.inception5a(x))
         logits: torch.Tensor = self.fc(self.dropout(torch.flatten(self.avgpool(x), 1)))
         return logits
-
-
-def googlenet(classes: int = 1000) -> GoogLeNet:
-    return GoogLeNet(classes=classes)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from monetlite.core.errors import ModelError
-from monetlite.models.built import BuildOptions, BuiltModel, close_matches, finish
-from monetlite.models.libraries import require
+from monetlite.models.built_model import BuildOptions, BuiltModel, close_matches, finish
+from monetlite.models.library_models import require
 
 DEFAULT_BATCH = 8
 DEFAULT_SEQUENCE_LENGTH = 128

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from monetlite.models.initialization import init_convnet
+from monetlite.models.convnet_weights import init_convnet
 
 # Table 2 of the paper: expansion, output channels, repeats, stride of the first repeat.
 _STAGES = (
@@ -71,7 +71,3 @@ class MobileNetV2(nn.Module):
         x = nn.functional.adaptive_avg_pool2d(x, (1, 1))
         logits: torch.Tensor = self.classifier(torch.flatten(x, 1))
         return logits
-
-
-def mobilenet_v2(classes: int = 1000) -> MobileNetV2:
-    return MobileNetV2(classes=classes)

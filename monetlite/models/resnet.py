@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from monetlite.models.initialization import init_convnet
+from monetlite.models.convnet_weights import init_convnet
 
 
 def _downsample(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
@@ -124,31 +124,3 @@ class ResNet(nn.Module):
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         logits: torch.Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
         return logits
-
-
-def resnet18(classes: int = 1000) -> ResNet:
-    return ResNet(BasicBlock, (2, 2, 2, 2), classes=classes)
-
-
-def resnet34(classes: int = 1000) -> ResNet:
-    return ResNet(BasicBlock, (3, 4, 6, 3), classes=classes)
-
-
-def resnet50(classes: int = 1000) -> ResNet:
-    return ResNet(Bottleneck, (3, 4, 6, 3), classes=classes)
-
-
-def resnet101(classes: int = 1000) -> ResNet:
-    return ResNet(Bottleneck, (3, 4, 23, 3), classes=classes)
-
-
-def resnet152(classes: int = 1000) -> ResNet:
-    return ResNet(Bottleneck, (3, 8, 36, 3), classes=classes)
-
-
-def resnext50_32x4d(classes: int = 1000) -> ResNet:
-    return ResNet(Bottleneck, (3, 4, 6, 3), classes=classes, groups=32, width_per_group=4)
-
-
-def wide_resnet50_2(classes: int = 1000) -> ResNet:
-    return ResNet(Bottleneck, (3, 4, 6, 3), classes=classes, width_per_group=128)

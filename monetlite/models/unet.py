@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from monetlite.models.initialization import init_convnet
+from monetlite.models.convnet_weights import init_convnet
 
 
 class DoubleConv(nn.Sequential):
@@ -69,7 +69,3 @@ class UNet(nn.Module):
         x = self.up3(x, level2)
         logits: torch.Tensor = self.outc(self.up4(x, level1))
         return logits
-
-
-def unet(classes: int = 1) -> UNet:
-    return UNet(classes=classes)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from monetlite.models.initialization import init_convnet
+from monetlite.models.convnet_weights import init_convnet
 
 _STAGE_CHANNELS = (64, 128, 256, 512, 512)
 
@@ -51,23 +51,3 @@ class VGG(nn.Module):
         x = self.avgpool(self.features(x))
         logits: torch.Tensor = self.classifier(torch.flatten(x, 1))
         return logits
-
-
-def vgg11(classes: int = 1000) -> VGG:
-    return VGG((1, 1, 2, 2, 2), classes=classes)
-
-
-def vgg13(classes: int = 1000) -> VGG:
-    return VGG((2, 2, 2, 2, 2), classes=classes)
-
-
-def vgg16(classes: int = 1000) -> VGG:
-    return VGG((2, 2, 3, 3, 3), classes=classes)
-
-
-def vgg19(classes: int = 1000) -> VGG:
-    return VGG((2, 2, 4, 4, 4), classes=classes)
-
-
-def vgg16_bn(classes: int = 1000) -> VGG:
-    return VGG((2, 2, 3, 3, 3), classes=classes, batch_norm=True)

@@ -12,11 +12,11 @@ from monetlite.reporting.analysis import batch_of, cost_source
 from monetlite.reporting.text_solve import overhead_row, schedule_rows
 from monetlite.reporting.text_tables import facts_table, figures_table
 from monetlite.zoo.check import Checked
-from monetlite.zoo.collection import Entry
+from monetlite.zoo.collection import ZooEntry
 from monetlite.zoo.monet_solutions import MS_PER_UNIT, MonetSolution
 
 
-def print_entries(console: Console, entries: Sequence[Entry]) -> None:
+def print_entries(console: Console, entries: Sequence[ZooEntry]) -> None:
     """A table of memory against overhead, and how to use one of its rows."""
     rows = []
     before = None

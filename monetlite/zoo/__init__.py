@@ -2,8 +2,8 @@
 
 from monetlite.zoo.collection import (
     PREFIX,
-    Entry,
     Shelf,
+    ZooEntry,
     entry_of,
     file_name,
     find,
@@ -15,8 +15,8 @@ from monetlite.zoo.collection import (
 
 __all__ = [
     "PREFIX",
-    "Entry",
     "Shelf",
+    "ZooEntry",
     "entry_of",
     "file_name",
     "find",

@@ -29,7 +29,7 @@ _FILE = r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,150}/(?=.{1,151}\Z)[A-Za-z0-9][A-Za-z0-9
 _QUERY = re.compile(r"(?:(?P<device>[^/@]+)/)?(?P<model>[^/@]+)(?:@(?P<budget>[^/@]+))?")
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class ZooEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule file of a collection, in the few figures by which people choose.
 
     Attributes:
@@ -71,10 +71,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 class ZooIndex(Document, frozen=True, kw_only=True, tag="monetlite-zoo"):
     """The index of a collection."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ZooEntry, ...]
 
 
-def entry_of(schedule: Schedule, file: str) -> Entry:
+def entry_of(schedule: Schedule, file: str) -> ZooEntry:
     """Make the entry of a schedule.
 
     Raises:
@@ -90,7 +90,7 @@ def entry_of(schedule: Schedule, file: str) -> Entry:
         "gap": round(schedule.gap, 6),
         "seconds": round(schedule.seconds, 1),
     }
-    return Entry(**common_fields(Entry, schedule) | figures)
+    return ZooEntry(**common_fields(ZooEntry, schedule) | figures)
 
 
 def file_name(schedule: Schedule) -> str:
@@ -144,7 +144,7 @@ class Shelf:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[ZooEntry, ...]:
         """Read the index: entries sorted by model, device and budget.
 
         Raises:
@@ -152,7 +152,7 @@ class Shelf:
         """
         return read_document(load_yaml(self.folder / INDEX), ZooIndex).entries
 
-    def load(self, entry: Entry) -> Schedule:
+    def load(self, entry: ZooEntry) -> Schedule:
         """Read the schedule of an entry.
 
         Raises:
@@ -164,7 +164,7 @@ class Shelf:
         """List the schedule files that are there, indexed or not."""
         return tuple(sorted(path.relative_to(self.folder).as_posix() for path in self.folder.glob("*/*.yaml")))
 
-    def add(self, schedule: Schedule) -> Entry:
+    def add(self, schedule: Schedule) -> ZooEntry:
         """Write a schedule under its name, and list it in the index. One of that name is replaced.
 
         Raises:
@@ -182,7 +182,7 @@ class Shelf:
         self.write_index([*(item for item in known if item.file != file), entry])
         return entry
 
-    def write_index(self, entries: Iterable[Entry]) -> None:
+    def write_index(self, entries: Iterable[ZooEntry]) -> None:
         """Write the index, atomically.
 
         Raises:
@@ -194,7 +194,7 @@ class Shelf:
         header = "The schedule files of this folder. Written by `monetlite zoo add` and scripts/make_zoo.py."
         write_atomically(self.folder / INDEX, dump_yaml(plain_data(ZooIndex(entries=tuple(ordered))), header))
 
-    def indexed_again(self) -> tuple[Entry, ...]:
+    def indexed_again(self) -> tuple[ZooEntry, ...]:
         """Make the entries that the index should list, from the files themselves.
 
         Raises:
@@ -233,7 +233,7 @@ class Query:
     budget: str | None = None
     batch: int | None = None
 
-    def allows(self, entry: Entry) -> bool:
+    def allows(self, entry: ZooEntry) -> bool:
         """Whether an entry is searched for.
 
         A model matches with or without its family (`gpt2` is `hf:gpt2`), case and hyphens aside; a device by any of
@@ -250,17 +250,17 @@ class Query:
         return self.budget is None or entry.peak_bytes <= parse_budget(self.budget, entry.plain_peak_bytes)
 
 
-def matching(entries: Sequence[Entry], query: Query) -> tuple[Entry, ...]:
+def matching(entries: Sequence[ZooEntry], query: Query) -> tuple[ZooEntry, ...]:
     """Select the entries that a query allows."""
     return tuple(entry for entry in entries if query.allows(entry))
 
 
-def fastest(entries: Iterable[Entry]) -> Entry:
+def fastest(entries: Iterable[ZooEntry]) -> ZooEntry:
     """Pick the entry with the least overhead."""
     return min(entries, key=lambda entry: (entry.overhead, entry.peak_bytes))
 
 
-def find_entry(text: str, shelf: Shelf | None = None) -> Entry:
+def find_entry(text: str, shelf: Shelf | None = None) -> ZooEntry:
     """Find the schedule that a name stands for.
 
     Args:
@@ -355,9 +355,9 @@ def _this_device() -> str | None:
 __all__ = [
     "INDEX",
     "PREFIX",
-    "Entry",
     "Query",
     "Shelf",
+    "ZooEntry",
     "entry_of",
     "fastest",
     "file_name",

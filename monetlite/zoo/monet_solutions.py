@@ -37,7 +37,7 @@ from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase,
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.zoo.collection import Entry, Query, fastest, matching
+from monetlite.zoo.collection import Query, ZooEntry, fastest, matching
 from monetlite.zoo.monet_pickles import StandIn, as_array, as_number, load_pickle
 
 MS_PER_UNIT = 0.01
@@ -51,7 +51,7 @@ _MODELS = {"un": "unet"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay:
+class MonetReplay:
     """A published schedule under the rules of `simulate`, by the costs in its own file.
 
     Attributes:
@@ -96,7 +96,7 @@ class MonetSolution:
     objective: float | None
     latency_ms: float | None
     solve_seconds: float | None
-    replay: Replay | None
+    replay: MonetReplay | None
     replay_problem: str
     profile: Profile | None
     steps: tuple[Step, ...]
@@ -125,7 +125,7 @@ def read_monet(path: str | PathLike[str]) -> MonetSolution:
         raise ScheduleFileError(f"{path} is not a MONeT solution: {reason:.200}") from error
 
 
-def similar_entry(solution: MonetSolution, entries: Sequence[Entry]) -> Entry | None:
+def similar_entry(solution: MonetSolution, entries: Sequence[ZooEntry]) -> ZooEntry | None:
     """Find the fastest schedule of the same model and batch for the same device that keeps within the same budget.
 
     Schedules that make the same bits as plain training come first.
@@ -367,7 +367,7 @@ def _steps(graph: OperatorGraph, info: StandIn, solution: StandIn, loss: int, ru
     return tuple(steps)
 
 
-def _replay(profile: Profile, steps: tuple[Step, ...]) -> Replay:
+def _replay(profile: Profile, steps: tuple[Step, ...]) -> MonetReplay:
     """Simulate a solution.
 
     Raises:
@@ -380,7 +380,7 @@ def _replay(profile: Profile, steps: tuple[Step, ...]) -> Replay:
         if not operator.optional
     )
     objective = round(timeline.latency_ms / MS_PER_UNIT)
-    return Replay(
+    return MonetReplay(
         objective=objective,
         latency_ms=objective * MS_PER_UNIT,
         peak_bytes=timeline.peak_bytes,
@@ -408,4 +408,4 @@ def _text(value: Any, name: str) -> str:
     return value[:80]
 
 
-__all__ = ["MS_PER_UNIT", "MonetSolution", "Replay", "read_monet", "similar_entry", "solve_again"]
+__all__ = ["MS_PER_UNIT", "MonetReplay", "MonetSolution", "read_monet", "similar_entry", "solve_again"]

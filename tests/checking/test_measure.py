@@ -30,7 +30,7 @@ from monetlite.checking.measuring import measure, measured_place
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.models.built import BuiltModel
+from monetlite.models.built_model import BuiltModel
 from monetlite.profiling import memory_use
 from monetlite.profiling.memory_use import is_out_of_memory
 from monetlite.profiling.step_additions import OPTIMIZERS, make_optimizer

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from monetlite.core.errors import ModelError
-from monetlite.models.built import DEFAULT_BATCH, BuildOptions, BuiltModel, close_matches, finish
+from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, close_matches, finish
 
 
 def build(spec: str, options: BuildOptions) -> BuiltModel:

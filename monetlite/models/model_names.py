@@ -1,0 +1,161 @@
+"""Models by name: the networks that monetlite brings along, other libraries' models, and people's own."""
+
+import importlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from monetlite.core.errors import ModelError
+from monetlite.models import huggingface, library_models, own_models
+from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, close_matches, finish
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class _Network:
+    """A network that monetlite brings along.
+
+    Attributes:
+        make: makes it from the module that defines it.
+        size: height and width of the images. smallest: where every stage still has a pixel to work on.
+    """
+
+    title: str
+    module: str
+    make: "Callable[[Any], nn.Module]"
+    batch: int = DEFAULT_BATCH
+    size: tuple[int, int] = (224, 224)
+    smallest: int = 32
+    returns: str = "logits"
+
+
+# Batches other than the default, and the UNet's size, are the paper's (Shah et al., arXiv:2010.14501, section 5).
+_NETWORKS = {
+    "resnet18": _Network("ResNet-18", "resnet", lambda net: net.ResNet(net.BasicBlock, (2, 2, 2, 2))),
+    "resnet34": _Network("ResNet-34", "resnet", lambda net: net.ResNet(net.BasicBlock, (3, 4, 6, 3))),
+    "resnet50": _Network("ResNet-50", "resnet", lambda net: net.ResNet(net.Bottleneck, (3, 4, 6, 3)), batch=184),
+    "resnet101": _Network("ResNet-101", "resnet", lambda net: net.ResNet(net.Bottleneck, (3, 4, 23, 3))),
+    "resnet152": _Network("ResNet-152", "resnet", lambda net: net.ResNet(net.Bottleneck, (3, 8, 36, 3))),
+    "resnext50_32x4d": _Network(
+        "ResNeXt-50 32×4d",
+        "resnet",
+        lambda net: net.ResNet(net.Bottleneck, (3, 4, 6, 3), groups=32, width_per_group=4),
+    ),
+    "wide_resnet50_2": _Network(
+        "Wide ResNet-50-2", "resnet", lambda net: net.ResNet(net.Bottleneck, (3, 4, 6, 3), width_per_group=128)
+    ),
+    "vgg11": _Network("VGG-11", "vgg", lambda net: net.VGG((1, 1, 2, 2, 2))),
+    "vgg13": _Network("VGG-13", "vgg", lambda net: net.VGG((2, 2, 2, 2, 2))),
+    "vgg16": _Network("VGG-16", "vgg", lambda net: net.VGG((2, 2, 3, 3, 3)), batch=176),
+    "vgg16_bn": _Network("VGG-16 with batch norm", "vgg", lambda net: net.VGG((2, 2, 3, 3, 3), batch_norm=True)),
+    "vgg19": _Network("VGG-19", "vgg", lambda net: net.VGG((2, 2, 4, 4, 4))),
+    "googlenet": _Network("GoogLeNet", "googlenet", lambda net: net.GoogLeNet(), batch=320),
+    "mobilenet_v2": _Network("MobileNetV2", "mobilenet", lambda net: net.MobileNetV2(), batch=272),
+    "densenet121": _Network("DenseNet-121", "densenet", lambda net: net.DenseNet((6, 12, 24, 16))),
+    "densenet161": _Network(
+        "DenseNet-161", "densenet", lambda net: net.DenseNet((6, 12, 36, 24), growth=48, stem_channels=96)
+    ),
+    "densenet169": _Network("DenseNet-169", "densenet", lambda net: net.DenseNet((6, 12, 32, 32))),
+    "densenet201": _Network("DenseNet-201", "densenet", lambda net: net.DenseNet((6, 12, 48, 32))),
+    "unet": _Network(
+        "UNet",
+        "unet",
+        lambda net: net.UNet(),
+        batch=11,
+        size=(416, 608),
+        smallest=16,
+        returns="one logit per pixel",
+    ),
+}
+_LIBRARIES: dict[str, Callable[[str, BuildOptions], BuiltModel]] = {
+    "torchvision": library_models.build_torchvision,
+    "timm": library_models.build_timm,
+    "hf": huggingface.build,
+}
+
+
+def builtin_names() -> tuple[str, ...]:
+    """List the canonical names of built-in models."""
+    return tuple(_NETWORKS)
+
+
+def build_model(
+    spec: str,
+    *,
+    batch: int | None = None,
+    input_size: tuple[int, int] | None = None,
+    dtype: "torch.dtype | None" = None,
+    sequence_length: int | None = None,
+    meta: bool = False,
+) -> BuiltModel:
+    """Build a model, with random weights and in training mode, and inputs for one step of it.
+
+    Args:
+        spec: one of
+            - a built-in name (`resnet50`, `unet`, …; `builtin_names()` lists them), case and hyphens aside;
+            - `torchvision:NAME`, `timm:NAME`;
+            - `hf:NAME`, with NAME a transformers model type (`gpt2`, `bert`, …) or a path to a config.json;
+            - `path/to/file.py:FUNCTION` or `package.module:FUNCTION`, which returns a module, or
+              (module, inputs).
+        batch: the inputs' first dimension; by default the paper's, or the family's own.
+        input_size: height and width of images, in pixels.
+        dtype: of parameters and floating-point inputs; by default as the model is built, mostly float32.
+        sequence_length: tokens in a sequence, for models of text.
+        meta: build model and inputs on torch's meta device, which allocates nothing: for tracing. Without it,
+            whatever device or fake-tensor mode the caller has set applies.
+
+    Returns:
+        The model and its inputs. Built-in and torchvision models return logits, whose loss the person
+        computes outside; transformers models return their loss.
+
+    Raises:
+        ModelError: the name is unknown, a package is missing, their code failed, or an option does not apply.
+
+    >>> build_model("ResNet-18", batch=2, input_size=(64, 64), meta=True).description
+    'ResNet-18: 11.7 M parameters; input 2×3×64×64 float32; returns logits, the loss is yours'
+    """
+    options = BuildOptions(
+        batch=batch, input_size=input_size, dtype=dtype, sequence_length=sequence_length, meta=meta
+    )
+    spec = spec.strip()
+    library, colon, rest = spec.partition(":")
+    if colon and library.lower() in _LIBRARIES:
+        if not rest:
+            raise ModelError(f"{spec!r} names no model; write {library}:NAME")
+        return _LIBRARIES[library.lower()](rest, options)
+    return own_models.build(spec, options) if colon else _build_network(spec, options)
+
+
+def _build_network(spec: str, options: BuildOptions) -> BuiltModel:
+    spellings = {re.sub(r"[-_]", "", name): name for name in _NETWORKS}
+    name = spellings.get(re.sub(r"[-_ ]", "", spec.lower()))
+    if name is None:
+        if spec.endswith(".py") or os.path.isfile(spec):
+            raise ModelError(f"{spec!r} names a file but no function in it; write {spec}:build")
+        raise ModelError(
+            f"no model is called {spec!r}{close_matches(spec, _NETWORKS) or '.'} Built in: {', '.join(_NETWORKS)}. "
+            "Others: torchvision:NAME, timm:NAME, hf:MODEL_TYPE or hf:path/to/config.json, "
+            "path/to/file.py:FUNCTION, package.module:FUNCTION"
+        )
+    network = _NETWORKS[name]
+    height, width = options.input_size or network.size
+    if min(height, width) < network.smallest:
+        raise ModelError(
+            f"{name} can't take images of {height}×{width}: the least is {network.smallest}×{network.smallest}"
+        )
+    if options.sequence_length is not None:
+        raise ModelError(f"{name} takes images, not sequences; drop the sequence length, or give an input size")
+    with options.device():
+        model = network.make(importlib.import_module(f"monetlite.models.{network.module}"))
+    images = options.image(3, network.batch, network.size)
+    return finish(
+        name, model, (images,), options, title=network.title, returns=f"{network.returns}, the loss is yours"
+    )
+
+
+__all__ = ["build_model", "builtin_names"]
