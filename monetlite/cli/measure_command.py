@@ -1,6 +1,7 @@
 """`monetlite measure`."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,40 +30,37 @@ MODES = ("inference", "training")
 FORMATS = (".md", ".json", ".csv")
 
 
-class BatchList(click.ParamType[tuple[int, ...]]):
-    """`1,2,4`: batch sizes, none twice."""
+class CommaList(click.ParamType[tuple[Any, ...]]):
+    """Values with commas between, none twice."""
 
-    name = "N,N,..."
+    def __init__(self, name: str, read: Callable[[str], Any], problem: str) -> None:
+        self.name, self._read, self._problem = name, read, problem
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
         found = []
         for part in str(value).split(","):
-            text = part.strip()
-            if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
-                self.fail(f"{part!r} is not a batch size; write positive numbers: 1,2,4", param, ctx)
-            if int(text) in found:
-                self.fail(f"{text} is there twice; write each batch size once", param, ctx)
-            found.append(int(text))
-        return tuple(sorted(found))
-
-
-class ModeList(click.ParamType[tuple[str, ...]]):
-    """`inference`, `training`, or both with a comma between them."""
-
-    name = "inference,training"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        found = [part.strip() for part in str(value).split(",")]
-        for part in found:
-            if part not in MODES:
-                self.fail(f"{part!r} is neither inference nor training", param, ctx)
-            if found.count(part) > 1:
-                self.fail(f"{part} is there twice", param, ctx)
+            item = self._read(part.strip())
+            if item is None:
+                self.fail(f"{part!r} is {self._problem}", param, ctx)
+            if item in found:
+                self.fail(f"{item} is there twice; write it once", param, ctx)
+            found.append(item)
         return tuple(found)
+
+
+def _batch(text: str) -> int | None:
+    size = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    return size or None
+
+
+BATCHES = CommaList("N,N,...", _batch, "not a batch size; write positive numbers: 1,2,4")
+MODE_LIST = CommaList(
+    "inference,training",
+    lambda text: text if text in MODES else None,
+    "neither inference nor training",
+)
 
 
 def _known_format(_: click.Context, __: click.Parameter, output: Path | None) -> Path | None:
@@ -75,11 +73,11 @@ def _known_format(_: click.Context, __: click.Parameter, output: Path | None) ->
 @command(
     "measure",
     model_option(),
-    click.option("--batch", "batches", type=BatchList(), help="1,2,4; by default the model's own batch alone."),
+    click.option("--batch", "batches", type=BATCHES, help="1,2,4; by default the model's own batch alone."),
     input_options,
     here_option,
     click.option(
-        "--mode", "modes", type=ModeList(), default=",".join(MODES), show_default=True, help="One, or both."
+        "--mode", "modes", type=MODE_LIST, default=",".join(MODES), show_default=True, help="One, or both."
     ),
     options_of(PricingOptions, "optimizer", help="Take this optimizer's step too, after each backward pass."),
     autocast_option("Run under torch.autocast to this type."),
@@ -123,11 +121,11 @@ def measure_command(
     # Import what the model needs, so that loading it is timed without that; a model that can't be built on the
     # meta device may still be measured.
     with contextlib.suppress(ModelError):
-        at(batches[0] if batches else None, meta=True)
+        at(min(batches) if batches else None, meta=True)
     with terminal.line("starting") as progress, prints_aside():
         found = measure(
             at,
-            batches or (None,),
+            sorted(batches) if batches else (None,),
             [Mode(mode) for mode in modes],
             device=device,
             optimizer=optimizer,
