@@ -1,9 +1,11 @@
-"""The boolean program against the exhaustive search."""
+"""The boolean program against the exhaustive search and brute force."""
 
 import importlib.util
+import math
 import random
 
 import pytest
+from oracle import fastest
 from random_graphs import random_profile
 
 from monetlite.core.errors import SolverError
@@ -35,6 +37,31 @@ def test_optimum_is_that_of_the_exhaustive_search(seed: int) -> None:
     below = solve_program(Problem.of(profile), smallest.smallest_reached_bytes - 1, seconds=30, passes=2)
     assert below.status is Status.INFEASIBLE
     assert below.steps is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_bound_holds_for_every_schedule(seed: int) -> None:
+    """With few passes, any cutoff, and hardly any time, too: also for schedules that the template can't state."""
+    rng = random.Random(seed)
+    profile = random_profile(rng, forward_operators=rng.randint(2, 4), zero_latencies=seed % 2 == 0)
+    problem = Problem.of(profile)
+    smallest = exhaustive_smallest_peak(problem)
+    assert smallest.smallest_reached_bytes is not None
+    plain = simulate(profile, plain_steps(profile.graph))
+    for budget in {smallest.smallest_reached_bytes, (smallest.smallest_reached_bytes + plain.peak_bytes) // 2}:
+        optimum_ms = exhaustive(problem, budget).latency_ms
+        assert optimum_ms is not None
+        if len(profile.graph.operators) <= 8:
+            optimum_ms = min(optimum_ms, fastest(profile, budget, most_reruns=2))
+        result = solve_program(
+            problem,
+            budget,
+            seconds=rng.choice([0.0, 30.0]),
+            passes=rng.choice([1, 2]),
+            cutoff_ms=rng.choice([math.inf, optimum_ms, 1.1 * optimum_ms]),
+            solver=rng.choice(["SCIP", "HIGHS"]),
+        )
+        assert result.lower_bound_ms <= optimum_ms * (1 + 1e-9)
 
 
 def test_unknown_and_missing_solvers() -> None:

@@ -82,8 +82,9 @@ recomputed."""
 LEAST_LATENCY, LATENCY, OVERFLOW, PEAK, STEPS = range(5)
 """Entries of `Scratch.totals`."""
 
-TEMPERATURE_START, TEMPERATURE_END, PENALTY_START, PENALTY_END, WEIGHT = range(5)
-"""Entries of `schedule`: temperatures in cost, penalties in cost per byte, the weight in cost per ms."""
+TEMPERATURE_START, TEMPERATURE_END, PENALTY_START, PENALTY_END, WEIGHT, STRICT_PENALTY = range(6)
+"""Entries of `schedule`: temperatures in cost, penalties in cost per byte, the weight in cost per ms; and the
+penalty that implementations are chosen by in runs that price reserved memory, in ms per byte."""
 
 BEST_LATENCY, PRESSURE, RECENT_COST = range(3)
 """Entries of `record`: the latency of the best choices that fit; a factor on the penalty, which grows while nothing
@@ -91,10 +92,6 @@ fits; a moving average of the cost."""
 
 RECENT = 0.1
 """Weight of the latest cost in the moving average, which is taken every `REFRESH` iterations."""
-
-STRICT = 1e9
-"""Penalty per byte, over the least latency, while implementations are chosen in a run that prices reserved
-memory."""
 
 REFRESH = 256
 """Iterations between changes of the temperature and the penalty."""

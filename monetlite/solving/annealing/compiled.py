@@ -71,7 +71,7 @@ from monetlite.solving.annealing.arrays import (
     STEP_OPERATOR,
     STEP_OPTION,
     STEPS,
-    STRICT,
+    STRICT_PENALTY,
     TEMPERATURE_END,
     TEMPERATURE_START,
     TOUCHES,
@@ -786,33 +786,38 @@ def _cost(
     requests: Requests,
     choices: Integers,
     scratch: Scratch,
+    schedule: Floats,
     budget_bytes: int,
     room_bytes: int,
-    weight: float,
     penalty: float,
     bound: float,
 ) -> float:
     """Weight · latency + penalty · overflow; the overflow of reserved memory where there are requests."""
-    if requests.first.size == 0:
-        cost: float = evaluate(tables, choices, scratch, budget_bytes, weight, penalty, bound)
+    weight = schedule[WEIGHT]
+    reserved = requests.first.size > 0
+    # Where reserved memory is priced, implementations are chosen for the peak alone.
+    cost: float = evaluate(
+        tables,
+        choices,
+        scratch,
+        budget_bytes,
+        1.0 if reserved else weight,
+        schedule[STRICT_PENALTY] if reserved else penalty,
+        numpy.inf if reserved else bound,
+    )
+    if not reserved or cost == numpy.inf:
         return cost
-    count = generate(tables, choices, scratch)
-    least_ms = scratch.totals[LEAST_LATENCY]
-    if count < 0 or weight * least_ms > bound:
-        return numpy.inf
-    if price(tables, scratch, count, budget_bytes, 1.0, STRICT * least_ms, numpy.inf) == numpy.inf:
-        return numpy.inf
     cost = weight * scratch.totals[LATENCY]
     if cost > bound:
         return numpy.inf
+    count = int(scratch.totals[STEPS])
     operators = numpy.empty(count, dtype=numpy.int64)
     ways = numpy.empty(count, dtype=numpy.int64)
     for at in range(count):
         operators[at] = scratch.steps[at, STEP_OPERATOR]
         ways[at] = tables.options[scratch.steps[at, STEP_OPTION], OPTION_IMPLEMENTATION]
     scratch.totals[OVERFLOW] = max(0, reserved_bytes(requests, operators, ways) - room_bytes)
-    priced: float = cost + penalty * scratch.totals[OVERFLOW]
-    return priced
+    return cost + penalty * float(scratch.totals[OVERFLOW])
 
 
 @entry
@@ -846,7 +851,6 @@ def anneal(
         budget_bytes, room_bytes: see `runs.AnnealingCost`.
         stop_when_fits: stop at the first choices without overflow.
     """
-    weight = schedule[WEIGHT]
     temperature = schedule[TEMPERATURE_START]
     penalty = schedule[PENALTY_START]
     cost = numpy.inf
@@ -860,7 +864,7 @@ def anneal(
                 1.0, share / 0.85
             )
             penalty *= record[PRESSURE]
-            cost = _cost(tables, requests, choices, scratch, budget_bytes, room_bytes, weight, penalty, numpy.inf)
+            cost = _cost(tables, requests, choices, scratch, schedule, budget_bytes, room_bytes, penalty, numpy.inf)
             if cost < numpy.inf:
                 if scratch.totals[OVERFLOW] > 0 and share > 0.6:
                     record[PRESSURE] *= 1.05
@@ -872,7 +876,7 @@ def anneal(
         if undo[0, 0] == 0:
             continue
         bound = cost - temperature * math.log(1.0 - draw(random))
-        after = _cost(tables, requests, choices, scratch, budget_bytes, room_bytes, weight, penalty, bound)
+        after = _cost(tables, requests, choices, scratch, schedule, budget_bytes, room_bytes, penalty, bound)
         if after > bound or after == numpy.inf:
             take_back(choices, undo)
             continue

@@ -62,6 +62,7 @@ class AnnealingRun:
         temperatures: in the beginning and in the end, in the cost's unit.
         penalties: likewise, in the cost's unit per byte.
         total: iterations.
+        strict_penalty: in ms per byte, for implementations in a run that prices reserved memory.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class AnnealingRun:
         temperatures: tuple[float, float],
         penalties: tuple[float, float],
         total: int,
+        strict_penalty: float = NEVER_FITS,
     ) -> None:
         self.choices = start.copy()
         self.best = start.copy()
         self.cost = cost
-        self.schedule = numpy.array((*temperatures, *penalties, cost.weight), dtype=numpy.float64)
+        self.schedule = numpy.array((*temperatures, *penalties, cost.weight, strict_penalty), dtype=numpy.float64)
         self.record = numpy.array([numpy.inf, 1.0, numpy.inf])
         self.total = total
         self.at = 0

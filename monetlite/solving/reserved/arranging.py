@@ -23,7 +23,7 @@ from monetlite.solving.annealing.arrays import REFRESH, Integers, Requests
 from monetlite.solving.annealing.compiling import ensure_compiled
 from monetlite.solving.annealing.encoding import encode
 from monetlite.solving.annealing.flat_problem import flatten
-from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.annealing.runs import NEVER_FITS, AnnealingCost, AnnealingRun, Workspace
 from monetlite.solving.problem import Problem
 
 _RUNS = (
@@ -159,7 +159,8 @@ class _Arrangement:
         )
         temperatures = hottest * step_ms, _COLDEST * step_ms
         penalties = cheapest * step_ms / self.limit_bytes, dearest * step_ms / self.limit_bytes
-        return AnnealingRun(start, cost, temperatures, penalties, max(REFRESH, iterations))
+        strict = NEVER_FITS * self.flat.mean_ms
+        return AnnealingRun(start, cost, temperatures, penalties, max(REFRESH, iterations), strict)
 
     def _advance(self, run: AnnealingRun, until: float) -> None:
         """Anneal, and look now and then if the best so far keeps to the limit."""
