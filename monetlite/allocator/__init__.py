@@ -1,4 +1,4 @@
-"""What torch's CUDA allocator makes of a schedule: the memory that it takes from the GPU, on paper."""
+"""torch's CUDA allocator on paper: the memory that a schedule takes from the GPU."""
 
 from monetlite.allocator.allocator import Allocator
 from monetlite.allocator.reserved import Reserved, least_limit, reserve

@@ -26,7 +26,7 @@ SMALL_PAGE, PAGE_BYTES = 2 * MIB, 20 * MIB
 OWN_SEGMENT = 10 * MIB
 """From this size a request gets a segment of its own size, rounded up to 2 MiB."""
 _ADDRESSES = 2**60
-"""How many addresses an expandable segment has: more than any step needs, as on a GPU."""
+"""Addresses of an expandable segment: more than any step needs, as on a GPU."""
 
 
 class _State(Enum):
@@ -116,7 +116,8 @@ class _Pool:
         return block, asked
 
     def _lowest(self, size: int) -> _Block:
-        """Where the lowest addresses without a block in use begin that hold a request, some of them unmapped."""
+        """The first block of the lowest addresses that hold a request with no block in use, some of them
+        unmapped."""
         for address in self._unmapped:
             first = self.blocks[address]
             before = self._ending.get(address)
@@ -131,7 +132,7 @@ class _Pool:
         raise AssertionError("an expandable segment has more addresses than any step needs")
 
     def shrink(self) -> int:
-        """Give the GPU back what can go: segments that are free, or the whole pages that are. Returns the bytes."""
+        """Give back to the GPU all segments that are free, or all whole pages; returns the bytes."""
         returned = 0
         for size, address in list(self._free):
             block = self.blocks[address]
@@ -236,7 +237,7 @@ class Allocator:
 
 
 def _segment_bytes(size: int) -> int:
-    """What the GPU is asked for, to meet a request."""
+    """Bytes that the GPU is asked for, to meet a request."""
     if size <= SMALL:
         return SMALL_PAGE
     return PAGE_BYTES if size < OWN_SEGMENT else _rounded(size, 2 * MIB)

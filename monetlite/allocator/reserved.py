@@ -1,7 +1,7 @@
-"""What torch's CUDA allocator reserves for a schedule: what `nvidia-smi` shows of a step, without the context.
+"""Memory that torch's CUDA allocator reserves for a schedule, which `nvidia-smi` shows beside the context.
 
-A peak is of what is allocated. The allocator holds more: between blocks in use lie free ones that no request fits,
-and a schedule that recomputes leaves more of them than plain training does. What it will hold can be computed,
+A peak is of allocated memory. The allocator reserves more: between blocks in use lie free ones that no request
+fits, and a schedule that recomputes leaves more of them than plain training does. Reserved memory can be computed,
 because a schedule makes the same requests in the same order every step.
 """
 
@@ -17,14 +17,14 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, deaths
 
 _STEPS = 3
-"""Training steps that are run: what the first has reserved, the second finds, and reserves more."""
+"""Training steps that are run: the second finds the memory that the first reserved, and may reserve more."""
 _PRECISION = 0.002
 """Of the peak: how closely the smallest limit is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """What the allocator does with a schedule, step after step.
+    """The allocator's memory for a schedule, training step after training step.
 
     Attributes:
         peak_bytes: the most that it has reserved, what is always in memory included; allocated_bytes: the most that

@@ -64,7 +64,7 @@ def solve_peak(
     """Solve for a budget of the peak, as `monetlite.solving.solve_profile` says."""
     check_solver(options.solver)
     closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * options.time_limit)
-    solve = _Solve(profile, budget_bytes, options, time.monotonic() + options.time_limit - closing, progress)
+    solve = _PeakSolve(profile, budget_bytes, options, time.monotonic() + options.time_limit - closing, progress)
     infeasible = False
     try:
         infeasible = solve.run(tuple(starts))
@@ -83,7 +83,7 @@ def solve_peak(
     return solution
 
 
-class _Solve:
+class _PeakSolve:
     """One solve: its incumbent, its clock, and what its threads tell each other."""
 
     def __init__(

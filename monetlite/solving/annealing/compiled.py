@@ -106,13 +106,13 @@ def _compiled(function: Any, **options: Any) -> Any:
 
 
 def entry(function: _Function) -> _Function:
-    """Compiles what Python calls."""
+    """Compile a function that Python calls."""
     compiled: _Function = _compiled(function)
     return compiled
 
 
 def inner(function: _Function) -> _Function:
-    """Compiles what only compiled code calls; the wrappers that are left out take as long as the function."""
+    """Compile a function that only compiled code calls; its wrappers would take as long to compile as itself."""
     compiled: _Function = _compiled(function, no_cpython_wrapper=True, no_cfunc_wrapper=True)
     return compiled
 
@@ -147,7 +147,7 @@ def _run_eagerly(tables: Tables, choices: Integers, scratch: Scratch, operator: 
 
 @inner
 def generate(tables: Tables, choices: Integers, scratch: Scratch) -> int:
-    """Write the steps of a choices, without options, to `scratch`; their number, or -1 if it leads nowhere.
+    """Write the steps of choices, without options, to `scratch`; their number, or -1 if they lead nowhere.
 
     One long function on purpose: a call that hands all the arrays on costs more than what it would do.
     """
@@ -201,7 +201,7 @@ def generate(tables: Tables, choices: Integers, scratch: Scratch) -> int:
         depth = 0
         while True:
             if entering >= 0:
-                # Push an operator: with the group the choices names, or one that writes what is wanted.
+                # Push an operator: with the group the choices name, or one that writes what is wanted.
                 again = ran[entering]
                 first_group = tables.operators[entering, OPERATOR_GROUPS]
                 last_group = tables.operators[entering, OPERATOR_GROUPS_END] - 1
@@ -382,7 +382,7 @@ def evaluate(
     penalty: float,
     bound: float,
 ) -> float:
-    """`generate`, then `price`; infinity where the choices leads nowhere."""
+    """Cost of choices: `generate`, then `price`; infinity where they lead nowhere."""
     count = generate(tables, choices, scratch)
     if count < 0 or weight * scratch.totals[LEAST_LATENCY] > bound:
         return numpy.inf
@@ -621,7 +621,7 @@ def _copy_from_others(
     random: NDArray[numpy.uint64],
     others: Integers,
 ) -> None:
-    """Copy the choices of a run of operators, and of the backward operators after them, from another choices."""
+    """Copy the choices of a run of operators, and of the backward operators after them, from other choices."""
     values, operators = tables.values.shape[0], tables.operators.shape[0]
     source = _below(random, others.shape[0])
     length = 1 + _below(random, 2 ** (1 + _below(random, 8)))
@@ -669,7 +669,12 @@ def _redo_block(
 
 @entry
 def reserved_bytes(requests: Requests, operators: Integers, ways: Integers) -> int:
-    """What the segment for requests of more than 1 MiB comes to, in bytes.
+    """Bytes of the expandable segment for requests of more than 1 MiB, after a few training steps, without a limit.
+
+    The rules are `allocator.Allocator`'s. Without a limit nothing goes back, so all memory is below one end, and
+    the rules are few: a request gets the smallest gap between blocks that holds it, at its beginning; where there
+    is none, the free room at the end, and as many pages more as that takes. Requests of up to 1 MiB have a segment
+    of their own, which is left out.
 
     Args:
         requests: of the graph.
@@ -677,7 +682,7 @@ def reserved_bytes(requests: Requests, operators: Integers, ways: Integers) -> i
     """
     first, starts, lists, workspaces, sizes, held = requests
     count, values = operators.size, sizes.size
-    # What dies at each step: `dying[deaths[at]:deaths[at + 1]]`, found from the last step to the first.
+    # Values that die at each step: `dying[deaths[at]:deaths[at + 1]]`, found from the last step to the first.
     needed = held.copy()
     most = 0
     for at in range(count):
@@ -890,6 +895,6 @@ def anneal(
 
 
 def cache_folder() -> Path | None:
-    """Where numba keeps what it compiles; None where it keeps nothing."""
+    """The folder of numba's cache; None if it keeps nothing."""
     statistics = getattr(anneal, "stats", None)
     return None if statistics is None or statistics.cache_path is None else Path(statistics.cache_path)

@@ -91,7 +91,7 @@ class FlatProblem:
         return _moves(self)
 
 
-class _Entry(NamedTuple):
+class _OptionRow(NamedTuple):
     """A row of `Tables.options`."""
 
     latency_ms: float
@@ -103,8 +103,8 @@ class _Entry(NamedTuple):
 class _Group(NamedTuple):
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    first: list[_Entry]
-    again: list[_Entry]
+    first: list[_OptionRow]
+    again: list[_OptionRow]
 
 
 @lru_cache(maxsize=2)
@@ -142,8 +142,8 @@ def flatten(problem: Problem) -> FlatProblem:
     )
 
 
-def _entry(operator: Operator, option: Option, again: bool) -> _Entry:
-    return _Entry(
+def _entry(operator: Operator, option: Option, again: bool) -> _OptionRow:
+    return _OptionRow(
         option.again_ms if again else option.first_ms,
         option.again_extra_bytes if again else option.first_extra_bytes,
         operator.implementations[option.choice].overwrites,
@@ -151,9 +151,9 @@ def _entry(operator: Operator, option: Option, again: bool) -> _Entry:
     )
 
 
-def _pareto(entries: Iterable[_Entry]) -> list[_Entry]:
+def _pareto(entries: Iterable[_OptionRow]) -> list[_OptionRow]:
     """Entries that none beats, fastest first."""
-    kept: list[_Entry] = []
+    kept: list[_OptionRow] = []
     for entry in sorted(entries, key=lambda entry: (entry.latency_ms, entry.extra_bytes, len(entry.overwrites))):
         if not any(
             better.extra_bytes <= entry.extra_bytes and set(better.overwrites) <= set(entry.overwrites)

@@ -1,4 +1,4 @@
-"""From a solution of the relaxation to steps that come close to it: where a search may begin.
+"""From a solution of the relaxation to steps that come close to it, for a search to begin with.
 
 The relaxation (`relaxation`) ignores part of the memory that a schedule needs, so what it finds best is rarely
 legal as it is; but it sees the whole problem at once, and what it stores is mostly what is best to store.
@@ -13,10 +13,10 @@ from monetlite.solving.problem import Option, Problem
 
 
 def guided_steps(problem: Problem, meaning: Meaning, solution: Floats) -> tuple[Step, ...] | None:
-    """Steps that store, keep and choose what a solution of the relaxation does; None if there are none.
+    """Steps that store, keep and choose as a solution of the relaxation does; None if there are none.
 
     They run what is missing right before it is read, may overwrite what is read again, and may need more
-    memory than there is: a place to start from, for `genomes.encode`.
+    memory than there is: a place to start from, for `annealing.encoding.encode`.
 
     Args:
         problem: the problem. meaning: of the relaxation's columns. solution: their values, 0 to 1.
@@ -78,7 +78,7 @@ class _Reading:
         return min(options, key=lambda option: option.again_ms if operator in self.ran else option.first_ms)
 
     def _run(self, operator: int, option: Option) -> Iterator[Step]:
-        """Run an operator, and before it whatever makes what it reads and is not there."""
+        """Run an operator, and before it everything that makes its missing inputs."""
         waiting = [(operator, option)]
         while waiting:
             operator, option = waiting[-1]

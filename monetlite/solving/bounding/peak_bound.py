@@ -14,8 +14,8 @@ _AVAILABILITY_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lifetimes:
-    """What is known of values before anything is decided.
+class CertainLifetimes:
+    """CertainLifetimes that every schedule has.
 
     `fixed_bytes[m]` is live before main operator m in every schedule, and is no modelled value;
     `pinned_until[v]` is the last main operator before which value v certainly is live, −1 if there is none.
@@ -25,7 +25,7 @@ class Lifetimes:
     pinned_until: list[int]
 
 
-def certain_lifetimes(problem: Problem) -> Lifetimes:
+def certain_lifetimes(problem: Problem) -> CertainLifetimes:
     """The values that are live before each main operator whatever the schedule, modelled values left out.
 
     A value that only a main operator makes, and that cannot be made again, stays from its maker to the last
@@ -61,11 +61,13 @@ def certain_lifetimes(problem: Problem) -> Lifetimes:
     for at in range(count):
         running += change[at]
         fixed_bytes.append(running)
-    return Lifetimes(fixed_bytes=fixed_bytes, pinned_until=pinned_until)
+    return CertainLifetimes(fixed_bytes=fixed_bytes, pinned_until=pinned_until)
 
 
-def own_bytes(problem: Problem, at: int, option: Option, lifetimes: Lifetimes, modelled: frozenset[int]) -> int:
-    """What main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
+def own_bytes(
+    problem: Problem, at: int, option: Option, lifetimes: CertainLifetimes, modelled: frozenset[int]
+) -> int:
+    """Bytes that main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
     size = problem.size_bytes
     reads = sum(
         size[value] for value in option.reads if value not in modelled and not pinned(problem, lifetimes, value, at)
@@ -73,8 +75,8 @@ def own_bytes(problem: Problem, at: int, option: Option, lifetimes: Lifetimes, m
     return reads + sum(size[value] for value in option.writes) + option.first_extra_bytes
 
 
-def pinned(problem: Problem, lifetimes: Lifetimes, value: int, at: int) -> bool:
-    """Whether `fixed_bytes[at]` counts the value."""
+def pinned(problem: Problem, lifetimes: CertainLifetimes, value: int, at: int) -> bool:
+    """True if `fixed_bytes[at]` counts the value."""
     if lifetimes.pinned_until[value] < at:
         return False
     return problem.position[problem.producers[value][0]] < at

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monetlite.solving.bounding.peak_bound import Lifetimes, certain_lifetimes, own_bytes, pinned
+from monetlite.solving.bounding.peak_bound import CertainLifetimes, certain_lifetimes, own_bytes, pinned
 from monetlite.solving.bounding.zero_one import ZeroOneBuilder, ZeroOneProgram
 from monetlite.solving.problem import Option, Problem
 
@@ -58,7 +58,7 @@ class _Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """What the columns of a relaxation stand for; `solving.guide` reads schedules from its solutions.
+    """Meaning of a relaxation's columns; `guide` reads schedules from its solutions.
 
     Attributes:
         stored: for each value that may be stored, its column.
@@ -176,7 +176,7 @@ class _Relaxation:
         return stored
 
     def _waiting(self, stored: dict[int, int]) -> list[tuple[int, int, int]]:
-        """What stored outputs of optional operators weigh before it is known whether the operator ran.
+        """Bytes of stored outputs of optional operators, before it is known if the operator ran.
 
         Until it ran, what it reads has to stay: either the output is live or a source of it. Each source that
         is not stored itself gives (source, column, bytes): so much is live after the source's maker. What
@@ -244,7 +244,7 @@ class _Relaxation:
         return [(column, -1.0) for column in columns if column is not None]
 
     def _supply(self, span: _Span, live: list[dict[int, int]]) -> None:
-        """What the span's re-runs and main operators read, and what is live in it, comes from somewhere."""
+        """Add rows: each value that is read or live in the span was live before it, or is made in it."""
         for operator, column in span.once.items():
             for value in self.problem.must_read[operator] & self.modelled:
                 self.rows.row([(column, 1.0), *self._sources(span, value)], 0.0)
@@ -266,7 +266,7 @@ class _Relaxation:
                     self.rows.row([*((choice, 1.0) for choice in choices), *supply], 0.0)
 
     def _overwriting(self, span: _Span, live: dict[int, int]) -> None:
-        """What a main operator since the last checkpoint overwrote has to be made again to be live."""
+        """Add rows: a value that a main operator since the last checkpoint overwrote is made again to be live."""
         for at in range(max(span.places[0] - 1, self.problem.forward_main), span.places[-1]):
             for option, choice in self.chosen[at]:
                 for value in option.overwrites & live.keys():
@@ -295,7 +295,7 @@ class _Relaxation:
         self.rows.row(terms, room * self.scale)
 
     def _least_bytes(self, operator: int) -> int:
-        """What a run of an optional operator takes beyond the modelled values that it reads in any case."""
+        """Bytes of a run of an optional operator, beyond the modelled values that it reads in any case."""
         problem, size = self.problem, self.problem.size_bytes
         counted = problem.must_read[operator] & self.modelled
         return min(
@@ -336,7 +336,7 @@ def relaxation(
     return _Relaxation(problem, budget_bytes, checkpoint_limit, value_limit).build()
 
 
-def _worthwhile(problem: Problem, at: int, lifetimes: Lifetimes, modelled: frozenset[int]) -> list[Option]:
+def _worthwhile(problem: Problem, at: int, lifetimes: CertainLifetimes, modelled: frozenset[int]) -> list[Option]:
     """The options of a main operator that differ here: reading fewer modelled values at no more cost wins."""
     kept: list[tuple[tuple[float, int], frozenset[int], frozenset[int], Option]] = []
     options = problem.options[problem.main[at]]
@@ -373,7 +373,7 @@ def _modelled_values(problem: Problem, limit: int) -> list[int]:
     return sorted(candidates[:limit])
 
 
-def _checkpoints(problem: Problem, lifetimes: Lifetimes, modelled: frozenset[int], limit: int) -> list[int]:
+def _checkpoints(problem: Problem, lifetimes: CertainLifetimes, modelled: frozenset[int], limit: int) -> list[int]:
     """Backward places for memory rows: in each stretch of the backward part, the neediest operator."""
     places = list(range(problem.forward_main, len(problem.main)))
     if not places:
