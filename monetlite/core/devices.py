@@ -63,7 +63,7 @@ class Device:
 
     @property
     def has_tensor_cores(self) -> bool:
-        """Whether half precision runs on tensor cores: on the vector units it is at most twice float32."""
+        """True if half precision runs on tensor cores: on vector units it is at most twice as fast as float32."""
         return self.peak_flops.get("fp16", 0.0) > 2.5 * self.peak_flops["fp32"] or "tf32" in self.peak_flops
 
 

@@ -143,6 +143,7 @@ class _SolveFields(msgspec.Struct, frozen=True, kw_only=True):
     smallest_reached_bytes: Annotated[Count | None, Meta(description="smallest peak of any schedule seen")] = None
 
 
+# No pattern may stand in this union: msgspec 0.22 frees such a union with a mapping or a list twice.
 _RUN = str | Annotated[dict[str, str], Meta(min_length=1, max_length=1)]
 
 

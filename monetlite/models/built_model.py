@@ -1,4 +1,4 @@
-"""What a model specification resolves to, and the helpers that every family shares."""
+"""A model with its inputs, and the helpers that build one."""
 
 import contextlib
 import difflib
@@ -40,13 +40,13 @@ class BuiltModel:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What a person may ask of a model beside its name; None leaves the choice to the family."""
+    """Options of a model beside its name. None leaves the choice to the model."""
 
     batch: int | None = None
     input_size: tuple[int, int] | None = None
     """Height and width of an image, in pixels."""
     dtype: "torch.dtype | None" = None
-    """Of parameters and floating-point inputs; None keeps what the model is built with."""
+    """Type of parameters and floating-point inputs. None keeps the one that the model is built with."""
     sequence_length: int | None = None
     """Tokens of each sequence."""
     meta: bool = False

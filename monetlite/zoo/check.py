@@ -1,4 +1,4 @@
-"""Whether a schedule file holds what it says, on the code as it is now."""
+"""Checks of schedule files: their figures and choices are compared with those that the present code gives."""
 
 import math
 import warnings
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from monetlite.core.costs import Profile
 
 SAME = 1e-6
-"""How close, relatively, a latency has to be to the one that is written: floats are summed in one order only."""
+"""Largest relative difference between a latency in a file and the same one computed again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What checking a file found: nothing wrong, if there are no problems."""
+    """Result of checking a file. It is sound if there are no problems."""
 
     file: str
     problems: tuple[str, ...]
@@ -42,8 +42,8 @@ class Checker:
 
     A file is sound if it can be read, follows the schema, names a model that traces to the graph that it was
     solved for, and its choices make a legal schedule within the budget. Where costs were estimated, the peak and
-    the latency must be those that are written; those of a measured file can't be had without its device, and only
-    what tensors alone take is held against its peak.
+    the latency must be those in the file. A measured file can't be measured again without its device: its peak must
+    be at least what tensors alone take.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Checker:
             yield f"predicted.peak_bytes is {schedule.peak_bytes}, over the budget of {schedule.budget_bytes}"
 
     def profile(self, schedule: Schedule, plain: bool = False) -> "Profile":
-        """The costs that a schedule was solved with: traced again and estimated, or without any if measured.
+        """Price a schedule's model again: estimated as it was solved, or without costs if it was measured.
 
         Args:
             schedule: with a source.
@@ -132,7 +132,7 @@ class Checker:
 
 
 def _without_plans(profile: "Profile", schedule: Schedule) -> tuple["Profile", Schedule]:
-    """A measured schedule with what reads and writes the same in place of cuDNN plans, which only a GPU has."""
+    """Replace cuDNN plans, which only a GPU has, by implementations that read and write the same."""
     from monetlite.operators.cudnn import with_named_plans
 
     with warnings.catch_warnings():

@@ -203,7 +203,7 @@ class Shelf:
         return tuple(entry_of(read_schedule(self.folder / file), file) for file in self.files())
 
     def stale(self) -> bool:
-        """Whether the index is not that of the files.
+        """Compare the index with the files: true if they differ.
 
         Raises:
             ScheduleFileError: as `indexed_again`, and as `entries`.
@@ -234,7 +234,7 @@ class Query:
     batch: int | None = None
 
     def allows(self, entry: ZooEntry) -> bool:
-        """Whether an entry is searched for.
+        """Compare an entry with the search: true if it fits.
 
         A model matches with or without its family (`gpt2` is `hf:gpt2`), case and hyphens aside; a device by any of
         its names; a budget, if the peak is within it; a batch, if the schedule serves it.

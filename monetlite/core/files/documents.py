@@ -94,7 +94,7 @@ def json_schema(kind: type[Document], title: str, description: str) -> dict[str,
 
 
 def _problem(data: Any, kind: Any, place: Place) -> tuple[Place, str]:
-    """The innermost value that is not as described, and what is wrong with it."""
+    """Find the innermost value that is not as described, and the problem with it."""
     for step, item, item_kind in _items(data, kind):
         try:
             msgspec.convert(item, item_kind)
@@ -126,7 +126,7 @@ _WORDS = {
 
 
 def _allowed(kind: Any) -> str:
-    """The values that a description allows, if it names them."""
+    """Name the values that a description allows, if it lists them."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return next((item.title for item in arguments[1:] if item.title), "") or _allowed(arguments[0])
@@ -138,7 +138,7 @@ def _allowed(kind: Any) -> str:
 
 
 def _items(data: Any, kind: Any) -> Iterator[tuple[str | int, Any, Any]]:
-    """What a value holds, if it is of some kind: (name or position, item, the item's kind)."""
+    """Items inside a value of some kind: (name or position, item, the item's kind)."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         yield from _items(data, arguments[0])
