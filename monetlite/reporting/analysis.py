@@ -26,9 +26,9 @@ class Holding(StrEnum):
     INPUTS = "inputs"
     OPTIMIZER = "optimizer state"
     WEIGHT_GRADIENTS = "weight gradients"
-    """Of parameters and inputs, those of earlier batches included; never freed within the step."""
+    """Gradients of parameters and inputs, those of earlier batches included; never freed within the step."""
     STORED = "stored"
-    """Activations and what is derived from them, written in the forward part."""
+    """Activations and values derived from them, written in the forward part."""
     RECOMPUTED = "recomputed"
     """The same, written in the backward part."""
     GRADIENTS = "gradients in flight"
@@ -57,9 +57,9 @@ class Fate(StrEnum):
     """Dropped in the forward part; nothing computes it again."""
     NEVER_MADE = "never made"
     HELD = "held"
-    """In memory to the end of the training step."""
+    """Kept to the end of the training step, by the caller or by its operator."""
     GRADIENT = "gradient in flight"
-    """Of an activation: written and read in the backward part."""
+    """The gradient of an activation, written and read in the backward part."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,7 @@ class TensorHistory:
 
 
 def peak_step_of(side: StepAnalysis) -> PeakStep:
-    """The step that needs the most memory, and what is held there."""
+    """The step that needs the most memory, and the tensors there."""
     graph, timeline = side.graph, side.timeline
     at = timeline.peak_step
     index, choice = timeline.steps[at]

@@ -99,10 +99,10 @@ def columns_of(side: StepAnalysis) -> tuple[Column, ...]:
 
 
 def _places(graph: OperatorGraph) -> dict[int, int]:
-    """For each operator, the operator of the forward pass that it belongs to.
+    """The operator of the forward pass that each operator belongs to.
 
-    Operators derived from another one (a packed mask) belong to what they read from. A backward operator belongs
-    to the operator of its module whose inputs or results it reads; where none is, to that of the one before it.
+    A derived operator (one that packs a mask) belongs to the operator that it reads from. A backward operator
+    belongs to the operator of its module whose inputs or results it reads; else to that of the one before it.
     """
     forward = [index for index, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
     sizeable = [
@@ -142,7 +142,7 @@ def _forward_of(
 
 
 def in_at_most(columns: Sequence[Column], most: int = MAX_COLUMNS) -> tuple[Column, ...]:
-    """At most so many columns: where there are more operators, those of a module in a row share one.
+    """At most so many columns. Of more operators, neighbours of one module share a column.
 
     The modules are those deep in the model as far as their number allows; where one level has too many and the
     one above it few, several modules in a row share a column.

@@ -86,7 +86,7 @@ class _Page:
 
 
 def print_explanation(console: Console, analysis: Analysis, around: Around) -> None:
-    """Print how a schedule comes to its peak and its step time, and what lies around it."""
+    """Print the causes of a schedule's peak and step time, and the schedules around it."""
     page, peak = _Page(console), peak_step_of(analysis.scheduled)
     _summary(page, analysis)
     _peak(page, peak)
@@ -267,7 +267,7 @@ def _overhead(page: _Page, analysis: Analysis) -> None:
 
 
 def _groups(shares: Sequence[OverheadShare]) -> list[tuple[str, list[OverheadShare]]]:
-    """Shares of one cause: re-runs by module, others by what runs and how. The largest, and the rest as one."""
+    """Shares of one cause, largest first: re-runs by module, others by family and implementation."""
     if shares[0].cause is Cause.RECOMPUTED:
         depth = _depth([share.module for share in shares])
 

@@ -25,6 +25,8 @@ from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.text_solve import format_rate
 from monetlite.reporting.text_tables import facts_table, figures_table, markdown_table
 
+_SIZES = ("peak_bytes", "resident_bytes", "reserved_bytes", "in_use_bytes")
+
 
 def measurement_facts(found: Measurements) -> dict[str, Any]:
     """Everything measured, for `--json`: bytes, milliseconds, samples per second."""
@@ -47,11 +49,8 @@ def _run_facts(run: BatchRun) -> dict[str, Any]:
     return {
         "mode": str(run.mode),
         "batch": run.batch,
-        "outcome": _outcome(run),
-        "peak_bytes": run.memory and run.memory.peak_bytes,
-        "resident_bytes": run.memory and run.memory.resident_bytes,
-        "reserved_bytes": run.memory and run.memory.reserved_bytes,
-        "in_use_bytes": run.memory and run.memory.in_use_bytes,
+        "outcome": "out of memory" if run.out_of_memory else "ran" if run.tried else "not tried",
+        **{name: run.memory and getattr(run.memory, name) for name in _SIZES},
         "median_ms": run.median_ms if run.times_ms else None,
         "fastest_ms": min(run.times_ms, default=None),
         "slowest_ms": max(run.times_ms, default=None),
@@ -66,12 +65,6 @@ def _line_facts(found: Measurements, mode: Mode) -> dict[str, Any] | None:
         return None
     largest = None if available is None else largest_batch(line, found.of(mode), available)
     return {**asdict(line), "largest_batch": largest}
-
-
-def _outcome(run: BatchRun) -> str:
-    if run.out_of_memory:
-        return "out of memory"
-    return "ran" if run.tried else "not tried"
 
 
 def as_text(found: Measurements, suffix: str) -> str:
@@ -89,7 +82,7 @@ def as_text(found: Measurements, suffix: str) -> str:
 
 
 def print_measurements(console: Console, found: Measurements) -> None:
-    """The device, loading, and a table for each mode with what follows for larger batches."""
+    """Print the device, loading, and a table for each mode with conclusions on larger batches."""
     console.print(escape(found.description or "nothing could be loaded"))
     console.print(facts_table(_about(found)))
     for mode in found.modes:
@@ -203,7 +196,7 @@ def _conclusions(found: Measurements, mode: Mode) -> list[str]:
 
 def _slope(line: Line, count: int) -> str:
     fewer, more = line.batches
-    # A steep end of a curve that bends meets the axis below zero: then there is nothing to say of what is beside.
+    # The steep end of a bent curve meets the axis below zero: the fixed share is then unknown.
     beside = f" beside {format_bytes(line.fixed_bytes)}" if line.fixed_bytes > 0 else ""
     sentence = f"Each sample takes {format_bytes(line.bytes_per_sample)}{beside} (from batches {fewer} and {more}"
     if count > 2:

@@ -13,6 +13,7 @@ from monetlite.reporting.analysis import StepAnalysis, cost_source
 from monetlite.reporting.text_tables import figures_table
 
 MAX_FAMILIES = 10
+_TOLD = "name family phase optional derived rerunnable source"
 
 
 def profile_facts(profile: Profile) -> dict[str, Any]:
@@ -29,13 +30,7 @@ def profile_facts(profile: Profile) -> dict[str, Any]:
         "plain_latency_ms": plain.latency_ms,
         "operators": [
             {
-                "name": operator.name,
-                "family": operator.family,
-                "phase": str(operator.phase),
-                "optional": operator.optional,
-                "derived": operator.derived,
-                "rerunnable": operator.rerunnable,
-                "source": operator.source,
+                **{name: getattr(operator, name) for name in _TOLD.split()},
                 "writes_bytes": sum(graph.values[value].size_bytes for value in operator.writes),
                 "implementations": [
                     {

@@ -39,7 +39,7 @@ def schedule_facts(schedule: Schedule, output: str | None = None) -> dict[str, A
 
 
 def print_schedule(console: Console, profile: Profile, schedule: Schedule, timeline: Timeline, output: str) -> None:
-    """Print what a solve found."""
+    """Print the figures of a solved schedule."""
     graph = profile.graph
     peak_operator = graph.operators[timeline.steps[timeline.peak_step][0]].name
     resident = graph.resident
@@ -163,6 +163,7 @@ def _other_ways(schedule: Schedule) -> int:
 
 def batches_facts(name: str, profile: Profile, found: BatchLimit) -> dict[str, Any]:
     """The figures for `--json`: bytes, milliseconds, samples per second."""
+    told = "batch peak_bytes reserved_bytes latency_ms samples_per_s overhead"
     return {
         "model": name,
         "device": profile.device,
@@ -174,15 +175,7 @@ def batches_facts(name: str, profile: Profile, found: BatchLimit) -> dict[str, A
         "multiple_of": found.step,
         "proven_impossible": found.proven_impossible,
         "points": [
-            {
-                "batch": point.batch,
-                "peak_bytes": point.peak_bytes,
-                "reserved_bytes": point.reserved_bytes,
-                "latency_ms": point.latency_ms,
-                "samples_per_s": point.samples_per_s,
-                "overhead": point.overhead,
-                "scheduled": point.schedule is not None,
-            }
+            {name: getattr(point, name) for name in told.split()} | {"scheduled": point.schedule is not None}
             for point in found.points
         ],
     }

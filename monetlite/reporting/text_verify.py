@@ -1,4 +1,4 @@
-"""The text of `monetlite verify`: what was measured beside what was promised, what differs, and the verdict."""
+"""The text of `monetlite verify`: measured figures beside the promised ones, differences, and the verdict."""
 
 import math
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def _finite(item: Any) -> Any:
 
 
 def print_report(console: Console, report: Report, most_operators: int) -> None:
-    """Print what a verification found, so many operators that differ, and the verdict."""
+    """Print the figures of a verification, so many operators that differ, and the verdict."""
     same = "bit for bit plain training's"
     if report.largest_difference > 0:
         same = (
@@ -152,7 +152,7 @@ def _named(words: str, items: Sequence[OperatorDifference]) -> str:
 def _print_operators(console: Console, differing: Sequence[OperatorDifference], most: int) -> None:
     """Print the runs that differ most from plain training's, and the part of it that they introduce.
 
-    A re-run that writes what the first run wrote is left out.
+    Re-runs that repeat their first run are left out.
     """
     differing = [item for item in differing if item.number == 0 or item.repeated > 0]
     rows = [

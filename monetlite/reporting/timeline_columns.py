@@ -8,7 +8,7 @@ from typing import Any
 from monetlite.reporting.analysis import Analysis, Holding, StepAnalysis
 
 MAX_COLUMNS = 2000
-"""Finer than a picture shows."""
+"""Columns that a picture can show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class StepColumns:
 def columns(widths: Sequence[float], memory_bytes: Sequence[int], extent: float) -> StepColumns:
     """Columns for steps of these widths, on an axis that is `extent` long.
 
-    A step that takes no time is given what can just be seen of the next one's width.
+    A step that takes no time gets the smallest visible width, from the next one's.
     """
     least = extent / MAX_COLUMNS
     ends = tuple(accumulate(widths))

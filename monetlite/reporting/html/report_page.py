@@ -30,7 +30,7 @@ _SCRIPTS = (
     "search.js",
     "main.js",
 )
-"""In the order in which they need each other."""
+"""Each needs only those before it."""
 
 
 def write_report(path: str | PathLike[str], analysis: Analysis) -> None:
@@ -70,7 +70,7 @@ def write_report(path: str | PathLike[str], analysis: Analysis) -> None:
 
 
 def _figures(analysis: Analysis) -> list[tuple[str, str, str]]:
-    """(label, figure in large type, what it is to be compared with)."""
+    """(label, figure in large type, its comparison)."""
     schedule, scheduled, plain = analysis.schedule, analysis.scheduled, analysis.plain
     spare = schedule.budget_bytes - scheduled.peak_bytes
     within = f"{format_bytes(spare)} to spare" if spare >= 0 else f"exceeded by {format_bytes(-spare)}"

@@ -1,1 +1,1 @@
-"""Pictures of schedules, by matplotlib: one file each, and `style` for what they share."""
+"""Pictures of schedules, by matplotlib: one file each, and `drawing` with the parts that they share."""

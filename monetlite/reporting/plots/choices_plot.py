@@ -32,10 +32,10 @@ _LEFT, _RIGHT, _TOP, _BETWEEN = 1.85, 2.3, 1.05, 0.35
 _BYTES_HEIGHT, _AGAIN_HEIGHT, _ROW_HEIGHT = 2.7, 0.8, 0.3
 MAX_ROWS = 9
 _NAMED_COLUMNS = 60
-"""Of so few columns each is named."""
+"""Largest number of columns that are all named."""
 MIN_NAMES = 3
 _LETTER, _LINE = 0.078, 0.14
-"""Inches that a letter of a label takes at the most, and a line of it."""
+"""Largest width of a letter of a label, and the height of a line, in inches."""
 _LONGEST = 30
 
 _FATES = {

@@ -85,7 +85,7 @@ _METADATA: dict[str, dict[str, str | None]] = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw with these settings, whatever a person's own are; those are back afterwards."""
+    """Draw with these settings instead of a person's own, which are back afterwards."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
@@ -210,7 +210,7 @@ def add_note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float
 
 
 def fitted(figure: Figure, text: str, width: float, *, size: float, weight: str = "normal") -> str:
-    """As much of a text as fits into so many inches: its middle gives way."""
+    """A text shortened in its middle to fit into so many inches."""
     renderer = renderer_of(figure)
     note = figure.text(0, 0, text, size=size, weight=weight)
     most = len(text)
@@ -222,7 +222,7 @@ def fitted(figure: Figure, text: str, width: float, *, size: float, weight: str 
 
 
 def elided(text: str, most: int) -> str:
-    """A name of at most so many characters: its middle gives way."""
+    """A name shortened in its middle to so many characters."""
     if len(text) <= most:
         return text
     front = (most - 1) // 2

@@ -1,4 +1,4 @@
-"""Labels beside points, where they are clear of each other and of what is drawn."""
+"""Labels beside points, clear of each other and of the lines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -101,7 +101,7 @@ def _mark_phases(axes: Axes, side: StepAnalysis, *, by_time: bool) -> None:
 
 
 def _mark_peak(figure: Figure, axes: Axes, side: StepAnalysis, shown: StepColumns, budget_bytes: int) -> None:
-    """A ring at the peak and what it is, clear of the budget's line and of the line between the phases."""
+    """A ring at the peak, and a label clear of the lines of the budget and the border."""
     timeline = side.timeline
     column = shown.steps.index(timeline.peak_step)
     at = (shown.edges[column] + shown.edges[column + 1]) / 2

@@ -40,7 +40,7 @@ _SINGLES = (
     PointStyle("#666666", "X"),
     PointStyle("#666666", "P"),
 )
-"""Of plain training, this schedule, and the two ways of checkpointing."""
+"""Styles of plain training, this schedule, and the two ways of checkpointing."""
 _MIN_SPAN = 0.02
 """Smallest difference between overheads that fills the picture."""
 _ABOVE = 0.5
@@ -89,7 +89,7 @@ def _ours(tradeoff: Tradeoff) -> tuple[TradeoffPoint, ...]:
 
 
 def _limit(axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[TradeoffPoint]]) -> None:
-    """Room for everything but baselines that are far above the rest; those leave at the top."""
+    """Set limits that show everything but baselines far above the rest."""
     singles = _singles(tradeoff)
     points = [*singles.values(), *(point for of in curves.values() for point in of)]
     least = min(tradeoff.smallest_proven_bytes, *(point.peak_bytes for point in points))
@@ -106,7 +106,7 @@ def _limit(axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[Tradeof
 
 
 def _shade_impossible(axes: Axes, tradeoff: Tradeoff) -> None:
-    """A bound for a budget holds for all smaller ones; nothing at all fits below the smallest."""
+    """Shade the region below the bounds, and the budgets below the smallest feasible one."""
     left, _ = axes.get_xlim()
     bottom, _ = axes.get_ylim()
     budgets = [item.budget_bytes for item in tradeoff.budgets]
