@@ -3,7 +3,7 @@
     schedule = monetlite.optimize(model, example_inputs, budget="6GB")
     model = monetlite.MONeTWrapper(model, schedule)
 
-Heavy imports happen where they are used: running a shared schedule needs torch and YAML alone.
+Heavy imports happen where they are used: running a shared schedule needs torch, PyYAML and msgspec alone.
 """
 
 from importlib import import_module
