@@ -1,4 +1,4 @@
-"""Real tensors for a call that is to be measured, with the layouts and the kind of contents it had."""
+"""Real tensors for a call that is measured, with the layouts and the kind of contents of the step's own."""
 
 from typing import Any
 
@@ -10,14 +10,16 @@ from monetlite.operators.implementations import find_function
 from monetlite.operators.traits import traits_of
 
 NOTES_ON_CPU = "aten._scaled_dot_product_efficient_attention_backward."
-"""Reads the generator's seed and offset on the host, where its forward pass leaves them (fake ones: on the GPU)."""
+"""Operator that reads the generator's seed and offset on the host, where its forward pass leaves them.
+
+Fake tensors have them on the GPU."""
 
 
 def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of a call on a device: random numbers, and indices that are in range.
 
     Tensors that shared a storage in the step share one here. With `fractions`, numbers are between 0 and 1 and
-    integers above 0, as operators want probabilities, rates, deviations and pivots.
+    integers above 0, as operators require of probabilities, rates, deviations and pivots.
     """
     bound = index_bound(call)
     wide = wide_statistics(call)
@@ -59,9 +61,9 @@ def wide_statistics(call: Call) -> frozenset[str]:
 
 
 def bag_sizes(call: Call) -> str:
-    """The name of the tensor that says how much is in each bag of an `EmbeddingBag`, for its gradient.
+    """The name of the tensor with the sizes of an `EmbeddingBag`'s bags, in the call of its gradient.
 
-    Its kernel copies what belongs to bags that are not empty.
+    No bag may be empty: the kernel copies only those that are not.
     """
     of_bags = call.target.startswith("aten._embedding_bag_backward.")
     sizes = call.args[4] if of_bags else None
@@ -69,7 +71,7 @@ def bag_sizes(call: Call) -> str:
 
 
 def index_bound(call: Call) -> int:
-    """Integer arguments of a call may take values below this."""
+    """Bound of a call's integer arguments, which are below it."""
     registered = find_function(call.target)
     if registered is not None and registered.integers is not None:
         return registered.integers(call)

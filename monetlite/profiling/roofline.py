@@ -17,7 +17,7 @@ from monetlite.core.devices import Device
 _HALF_RATE_DEPTH = 48
 _HALF_RATE_AREA = 13_000
 _TILE = 32
-"""Kernels compute whole tiles: M and N are rounded up to multiples of this."""
+"""Side of a tile. Kernels compute whole tiles: M and N are rounded up to its multiples."""
 
 # Rates of other convolution algorithms relative to the direct one, fitted on the same measurements.
 _INPUT_GRADIENT = 0.82
@@ -26,14 +26,14 @@ _FUSED_WINOGRAD = 0.80
 _WINOGRAD_PRODUCTS = 1.20
 
 _WINOGRAD_IMAGES = 16
-"""Winograd's algorithm in three kernels pads the batch to a multiple of this, except for weight gradients:
-the measured workspaces say so."""
+"""Multiple to which Winograd's algorithm in three kernels pads the batch, except for weight gradients, by the
+measured workspaces."""
 _WINOGRAD_CHANNELS = 16
-"""With fewer input or output channels, Winograd's algorithms aren't chosen."""
+"""Fewest input and output channels with which Winograd's algorithms are chosen."""
 
-_WORKSPACE_SHARE = 3
-"""An algorithm whose workspace exceeds the device's memory divided by this is left out: where memory is tight
-enough to care, cuDNN's choice would fail to allocate it and ATen take the next."""
+_MAX_WORKSPACE_SHARE = 3
+"""Divisor of the device's memory that gives the largest workspace of an algorithm. Where memory is tight, cuDNN's
+choice would fail to allocate more, and ATen take the next."""
 
 
 def arithmetic(device: Device, dtype: str, *, tf32: bool) -> tuple[float, bool]:
@@ -171,7 +171,7 @@ def convolution(device: Device, work: Convolution, *, dtype: str) -> Cost:
     algorithms = [_cost(direct)]
     if work.suits_winograd:
         algorithms += _winograd(device, work, best)
-    allowed = device.memory_bytes // _WORKSPACE_SHARE
+    allowed = device.memory_bytes // _MAX_WORKSPACE_SHARE
     return min((item for item in algorithms if item.workspace_bytes <= allowed), key=lambda item: item.latency_ms)
 
 
