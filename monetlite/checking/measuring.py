@@ -17,7 +17,7 @@ from monetlite.core.errors import ModelError
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.profiling import memory_use
 from monetlite.profiling.meters import meter_for
-from monetlite.tracing.build import Inputs, resident_bytes, split_inputs
+from monetlite.tracing.step_inputs import Inputs, resident_bytes, split_inputs
 
 if TYPE_CHECKING:
     from monetlite.models import BuiltModel

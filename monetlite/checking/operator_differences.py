@@ -24,8 +24,8 @@ from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent
 from monetlite.operators.random import drawing_from, rng_state
 from monetlite.runtime.lowering import CAPTURED, RUN, OperatorRun
 from monetlite.runtime.wrapper import MONeTWrapper
-from monetlite.tracing.build import Traced, build_graph
 from monetlite.tracing.capture import Boxed, Compiler, Joint
+from monetlite.tracing.operator_graph import Traced, build_graph
 
 
 @dataclass(frozen=True, kw_only=True)

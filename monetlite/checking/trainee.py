@@ -27,7 +27,7 @@ from monetlite.profiling.meters import MAX_PAGE_FAULTS
 from monetlite.profiling.step_additions import make_optimizer
 from monetlite.runtime.reserved_memory import reserved_within
 from monetlite.runtime.wrapper import MONeTWrapper
-from monetlite.tracing.build import resident_bytes
+from monetlite.tracing.step_inputs import resident_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.schedule import Schedule
 from monetlite.profiling.meters import meter_for
 from monetlite.runtime.wrapper import MONeTWrapper, loaded
-from monetlite.tracing.build import Inputs, split_inputs
-from monetlite.tracing.signature import tensors_in_order
+from monetlite.tracing.step_inputs import Inputs, split_inputs, tensors_in_order
 
 MAX_ALLOWED = 0.5
 """Largest difference that any tolerance allows: a gradient that is zero everywhere is off by 1."""

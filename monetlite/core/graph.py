@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from monetlite.core.units import Count
 
+LOSS = "monetlite.loss"
+"""Family of the operator for code outside the model: it reads the outputs and writes their gradients."""
 DELIVERY = "monetlite.delivery"
 """Family of the operators that hand gradients over to autograd, some at a time: not part of the model either."""
 OPTIMIZER_STEP = "monetlite.optimizer_step"

@@ -109,15 +109,19 @@ class Reachability:
 
     @cached_property
     def output(self) -> list[fx.Node | None]:
-        node = next(node for node in reversed(self.graph.nodes) if node.op == "output")
-        flat = node.args[0]
+        flat = self.graph.output_node().args[0]
         assert isinstance(flat, (list, tuple))
         return [item if isinstance(item, fx.Node) else None for item in flat]
 
     @cached_property
+    def primals(self) -> list[fx.Node]:
+        """Inputs of the forward pass: parameters, buffers and arguments."""
+        return [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
+
+    @cached_property
     def updates(self) -> dict[int, fx.Node]:
         """Positions of outputs that are new contents of an input (running statistics), with that input."""
-        output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        output = self.graph.output_node()
         inputs = {node.meta["desc"]: node for node in self.graph.nodes if node.op == "placeholder"}
         return {
             at: inputs[item.mutated_input]
@@ -137,8 +141,7 @@ class Reachability:
         What is done with such a tensor or view after the step goes into the gradient too. AOTAutograd sees to
         that, with the very tensors that it is called with.
         """
-        inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
-        gradients = zip(inputs, self.output[self.forward_outputs :], strict=True)
+        gradients = zip(self.primals, self.output[self.forward_outputs :], strict=True)
         seen = {base(node) for node in self.output[: self.forward_outputs] if node is not None}
         return {node for node, gradient in gradients if gradient is not None} & (self.mutated | seen)
 
@@ -149,8 +152,7 @@ class Reachability:
         They are not where an argument that is changed shares its storage with another, or is made of several
         tensors.
         """
-        inputs = [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
-        given = [node.meta["desc"] for node in inputs]
+        given = [node.meta["desc"] for node in self.primals]
         plain = all(isinstance(item, (BufferAOTInput, ParamAOTInput, PlainAOTInput)) for item in given)
         return plain and all(getattr(item, "idx", at) == at for at, item in enumerate(given))
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from monetlite.core.graph import Call, Implementation, TensorRef
-from monetlite.fx.calls import spec_of
+from monetlite.fx.call_encoding import spec_of
 from monetlite.operators.implementations import (
     Intermediate,
     TracedKernel,

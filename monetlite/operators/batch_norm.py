@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from monetlite.core.graph import Argument, Call, Implementation, TensorRef, TensorSpec
-from monetlite.fx.calls import spec_of
+from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.operators.implementations import TracedKernel, alternatives_for, function, name_of, tensor_at
 from monetlite.operators.normalization import float32_bytes, from_output, piece_bytes, pieces

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monetlite.core.graph import Argument, Call, Implementation, TensorRef, TensorSpec
-from monetlite.fx.calls import each_dimension
+from monetlite.fx.call_encoding import each_dimension
 from monetlite.operators.convolution_kernels import (
     BACKWARD,
     FORWARD,

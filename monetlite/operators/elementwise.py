@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from monetlite.core.graph import Implementation
-from monetlite.fx.calls import spec_of
+from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.storages import base
 from monetlite.operators.implementations import TracedKernel, alternatives_for
 from monetlite.operators.strides import same_layout

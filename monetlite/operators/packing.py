@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from monetlite.core.graph import Call, Implementation, TensorRef
-from monetlite.fx.calls import spec_of
+from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_dispatch import without_modes, without_transforms
 from monetlite.operators import triton_kernels
 from monetlite.operators.implementations import Intermediate, TracedKernel, elements, function

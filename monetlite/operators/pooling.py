@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from monetlite.core.graph import Call, Implementation, TensorRef
-from monetlite.fx.calls import spec_of
+from monetlite.fx.call_encoding import spec_of
 from monetlite.operators import triton_kernels
 from monetlite.operators.implementations import (
     Intermediate,

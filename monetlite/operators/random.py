@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from monetlite.core.graph import Call, TensorRef
-from monetlite.fx.calls import fake_mode
+from monetlite.fx.call_encoding import fake_mode
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.operators.implementations import PREFIX, find_function, function, target_of

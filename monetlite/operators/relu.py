@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from monetlite.core.graph import Implementation, TensorRef
-from monetlite.fx.calls import spec_of
+from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.storages import base
 from monetlite.operators.elementwise import with_in_place
 from monetlite.operators.implementations import (

@@ -71,7 +71,7 @@ def solve_model(
 ) -> Schedule:
     """Trace, price and solve a model within a budget; args and errors as in `optimize`."""
     from monetlite.tracing import trace
-    from monetlite.tracing.build import on_its_gpu
+    from monetlite.tracing.step_inputs import on_its_gpu
 
     runs_on = None if runs_here else pricing.device
     with on_its_gpu(model, example_inputs):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from monetlite.core.graph import Call, TensorRef
-from monetlite.fx.calls import decode_argument
+from monetlite.fx.call_encoding import decode_argument
 from monetlite.operators.implementations import find_function
 from monetlite.operators.traits import traits_of
 

@@ -12,7 +12,7 @@ import torch
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.devices import Device, find_device
 from monetlite.core.graph import Argument, Call, OperatorGraph, TensorRef
-from monetlite.fx.calls import each_dimension
+from monetlite.fx.call_encoding import each_dimension
 from monetlite.operators.implementations import find_function
 from monetlite.operators.traits import aten_name, family_of, operation_formula, traits_of
 from monetlite.profiling import roofline

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import OperatorGraph
 from monetlite.core.steps import Step
-from monetlite.fx.calls import fake_mode
+from monetlite.fx.call_encoding import fake_mode
 from monetlite.fx.torch_internals.torch_aot import boxed_function
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.fx.torch_internals.torch_inductor import (

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetlite.core.graph import Argument, Call, TensorRef
+from monetlite.core.graph import LOSS, Argument, Call, TensorRef
 from monetlite.core.steps import Step, border
 from monetlite.fx import storages
-from monetlite.fx.calls import decode_argument
+from monetlite.fx.call_encoding import decode_argument
 from monetlite.fx.torch_internals.torch_aot import is_tangent
 from monetlite.operators import resolve, returns_tensor
 from monetlite.operators.batch_norm import reading_the_batch
 from monetlite.operators.implementations import name_of
 from monetlite.operators.normalization import is_invertible, require_invertible
 from monetlite.operators.program_calls import compacting, deliver, require
-from monetlite.tracing.build import Traced
-from monetlite.tracing.builder import LOSS
+from monetlite.tracing.operator_graph import Traced
 
 _DELIVER = name_of(deliver)
 CAPTURED = "monetlite_captured"

@@ -27,8 +27,8 @@ from monetlite.fx.torch_internals.torch_dispatch import storage_key
 from monetlite.operators.cudnn import with_named_plans
 from monetlite.profiling.step_additions import with_accumulation, with_optimizer
 from monetlite.runtime.reserved_memory import warn_if_unlimited
-from monetlite.tracing.build import Traced
-from monetlite.tracing.signature import tensors_in_order
+from monetlite.tracing.operator_graph import Traced
+from monetlite.tracing.step_inputs import tensors_in_order
 
 CONSTANTS = (bool, int, float, complex, str, bytes)
 """Types of arguments whose values a program is compiled for. Dynamo's guards notice a change of any other."""

@@ -24,11 +24,12 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.serving import ScheduleSet
-from monetlite.tracing.build import Traced, autocast_dtype, build_graph, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.capture import Joint
-from monetlite.tracing.fused import kernels_kept_whole
-from monetlite.tracing.names import Namer
-from monetlite.tracing.reasons import DRAW_OTHERWISE, NUMPY_DRAWS
+from monetlite.tracing.names import source_of
+from monetlite.tracing.operator_graph import Traced, build_graph
+from monetlite.tracing.refusals import NUMPY_DRAWS
+from monetlite.tracing.step_inputs import autocast_dtype, device_of, gpu_of, on_its_gpu
+from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +152,8 @@ def _refuse_numpy_draws(graph: fx.GraphModule) -> None:
     """Refuse random numbers from numpy: TorchDynamo would draw them with torch instead."""
     for node in graph.graph.nodes:
         if draws_like_numpy(node):
-            where = Namer(graph).source(node) or "the model"
-            raise ModelError(f"{where} can't be captured: {NUMPY_DRAWS}. {DRAW_OTHERWISE}")
+            where = source_of(node) or "the model"
+            raise ModelError(f"{where} can't be captured: {NUMPY_DRAWS}")
 
 
 def _schedule(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) -> Schedule:

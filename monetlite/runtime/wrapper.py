@@ -26,7 +26,7 @@ from monetlite.core.units import parse_budget
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed
-from monetlite.fx.torch_internals.torch_dynamo import FailOnRecompileLimitHit, TorchDynamoException
+from monetlite.fx.torch_internals.torch_dynamo import FailOnRecompileLimitHit, TorchDynamoException, allow_programs
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.operators.random import forked_state
 from monetlite.runtime.buffers import eager
@@ -34,19 +34,18 @@ from monetlite.runtime.delegation import Delegating
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.serving import ScheduleSet, TooLarge, input_signature, without_guards
-from monetlite.tracing.build import Arguments, Traced, autocast_dtype, build_graph, device_of, on_its_gpu
 from monetlite.tracing.capture import (
+    MAX_PROGRAMS,
     Compiler,
     Joint,
-    capture_settings,
     compile_step,
-    program_limit,
     refuse_uninitialized,
+    run_captured,
     too_many_programs,
     training_step,
 )
-from monetlite.tracing.explaining import explain, own_error
-from monetlite.tracing.recording import install_recorders
+from monetlite.tracing.operator_graph import Traced, build_graph
+from monetlite.tracing.step_inputs import Arguments, autocast_dtype, device_of, on_its_gpu
 
 _AMOUNT = re.compile(r"[\d.]+\s*(%|[kmgt]?i?b)", re.IGNORECASE)
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
@@ -155,7 +154,7 @@ class MONeTWrapper(Delegating):
         if signature in self._ready:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
-            with contextlib.suppress(TorchDynamoException), program_limit():
+            with contextlib.suppress(TorchDynamoException), allow_programs(MAX_PROGRAMS):
                 return self._compiled()(*args, **kwargs)
         return self._first(signature, args, kwargs)
 
@@ -182,15 +181,7 @@ class MONeTWrapper(Delegating):
         with patched():  # by one thread at a time
             self.__dict__["_example"] = (args, kwargs)
             try:
-                with capture_settings():
-                    return self._compiled()(*args, **kwargs)
-            except TorchDynamoException as error:
-                if cause := own_error(error):
-                    raise cause from None
-                if install_recorders(self.model, error):
-                    with capture_settings():
-                        return self._compiled()(*args, **kwargs)
-                raise explain(error) from error
+                return run_captured(self.model, lambda: self._compiled()(*args, **kwargs))
             finally:
                 del self.__dict__["_example"]
 

@@ -1,5 +1,6 @@
 """From a module to an operator graph: capture the joint graph, find its storages, name and build operators."""
 
-from monetlite.tracing.build import Inputs, Traced, build_graph, split_inputs, trace
+from monetlite.tracing.operator_graph import Traced, build_graph, trace
+from monetlite.tracing.step_inputs import Inputs, split_inputs
 
 __all__ = ["Inputs", "Traced", "build_graph", "split_inputs", "trace"]

@@ -13,40 +13,40 @@ import re
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx, nn
 
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.fx.launching import as_function
+from monetlite.fx.direct_calls import as_function
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, boxed_function
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode
 from monetlite.fx.torch_internals.torch_dynamo import (
-    allow_programs,
+    TorchDynamoException,
     dynamo_settings,
     messages_left_out,
     recompile_reason,
 )
 from monetlite.fx.torch_internals.torch_inductor import torch_random
-from monetlite.tracing.attention import Capability, as_on_gpu
-from monetlite.tracing.explaining import explain, own_error
-from monetlite.tracing.fused import kernels_kept_whole
-from monetlite.tracing.names import Namer
-from monetlite.tracing.recording import install_recorders
+from monetlite.tracing.attention_capture import Capability, as_on_gpu
+from monetlite.tracing.names import source_of
+from monetlite.tracing.refusals import explain, install_recorders, own_error
+from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joint:
-    """The joint graph: its flat outputs are `forward_outputs` results and then a gradient for each input.
+    """The joint graph of a training step.
 
-    `at_once`: whether every gradient has to be handed over at the end, because of what the caller may do with a
-    tensor that the step changes or returns a view of (`Reachability.shared`).
+    Attributes:
+        graph: its flat outputs are `forward_outputs` results and then a gradient for each input.
+        at_once: every gradient has to be handed over at the end, because of what the caller may do with a tensor
+            that the step changes or returns a view of (`Reachability.shared`).
     """
 
     graph: fx.GraphModule
@@ -54,17 +54,18 @@ class Joint:
     at_once: bool
 
 
-MOST_LAYOUTS = 32
-"""How many different input layouts one wrapper compiles programs for, before it refuses another."""
+MAX_PROGRAMS = 32
+"""Programs that are compiled for one wrapper, for different inputs, before another is refused."""
 
 Partition = Callable[[Joint], tuple[fx.GraphModule, fx.GraphModule]]
 """From a joint graph to a forward and a backward program."""
 Boxed = Callable[[list[Any]], Any]
 """A program as a function of one list, which it empties."""
+_T = TypeVar("_T")
 
 
 class Compiler(Protocol):
-    """Makes what runs of a program."""
+    """Makes a function of a program."""
 
     def __call__(self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int], /) -> Boxed:
         """A program as a function.
@@ -73,14 +74,14 @@ class Compiler(Protocol):
             program: its placeholders say in `meta["val"]` what was captured.
             inputs: fake tensors in the layouts that the program will be called with. Those of `internal` results
                 of other programs may have other strides than captured.
-            internal: positions of results that only other programs read, whose layout is the compiler's affair. A
-                function that chooses it says so in an attribute `output_strides`: for each result its strides, or
-                None for those that were captured.
+            internal: positions of results that only other programs read, whose layout the compiler may choose. Its
+                function then has an attribute `output_strides`: for each result its strides, or None for those
+                that were captured.
         """
 
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-"""What `torch.compile` takes: from a graph and example inputs to a function."""
+"""A backend of `torch.compile`: from a graph and example inputs to a function."""
 
 
 def training_step(model: nn.Module) -> Callable[..., Any]:
@@ -94,7 +95,9 @@ def training_step(model: nn.Module) -> Callable[..., Any]:
     would keep every layer's keys and values in memory until the step ends (as gradient checkpointing does).
     """
     config = getattr(model, "config", None)
-    without_cache = bool(getattr(config, "use_cache", False)) and "use_cache" in _parameters(model)
+    without_cache = (
+        bool(getattr(config, "use_cache", False)) and "use_cache" in inspect.signature(model.forward).parameters
+    )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if without_cache and "use_cache" not in kwargs:
@@ -105,16 +108,12 @@ def training_step(model: nn.Module) -> Callable[..., Any]:
     return types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
-def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(model.forward).parameters
-
-
 def detach_all_but_loss(output: Any) -> tuple[Any, dict[Any, list[bool]] | None]:
-    """Detach what stands beside a scalar `loss` in a mapping; anything else is returned as it is.
+    """Detach all items of a mapping but its scalar `loss`; any other output is returned as it is.
 
     Returns:
-        The output, and for what stands beside the loss, by name, which of its tensors had to be detached; None
-        where there is no loss.
+        The output, and for each other item, by name, which of its tensors had to be detached; None if there is no
+        loss.
     """
     if not has_loss(output):
         return output, None
@@ -151,7 +150,7 @@ def _like(output: Any, items: dict[Any, Any]) -> Any:
 
 
 def has_loss(output: Any) -> bool:
-    """Whether an output is a mapping (a dict, or a transformers ModelOutput) with a scalar tensor `loss`."""
+    """Tell whether an output is a mapping (a dict, a transformers ModelOutput) with a scalar tensor `loss`."""
     if not isinstance(output, dict) or "loss" not in output:
         return False
     loss = output["loss"]
@@ -166,7 +165,6 @@ def compile_step(step: Callable[..., Any], backend: Backend) -> Callable[..., An
 
 def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) -> Backend:
     """A backend for `torch.compile` with a partition of our own: two programs, each run as its compiler says."""
-
     results = 0
 
     def partition_fn(
@@ -222,7 +220,7 @@ def _refuse_checks(graph: fx.Graph) -> None:
         if node.target is torch.ops.higher_order.with_effects:
             name = next((str(item) for item in reversed(node.args) if isinstance(item, str)), str(node.args[1]))
             raise TraceError(
-                f"{Namer.source(node) or 'the model'} can't be captured: {name} looks at its result on the host, "
+                f"{source_of(node) or 'the model'} can't be captured: {name} looks at its result on the host, "
                 "to raise where there is none. Use a function that leaves this out (torch.linalg.solve_ex, inv_ex, "
                 "cholesky_ex, lu_factor_ex), or wrap only submodules without it: MONeTWrapper(model.backbone, ...)"
             )
@@ -265,7 +263,7 @@ def capture(
         model: in training mode, on any device, the meta device included. It is not run and not changed.
         args, kwargs: example inputs; only shapes, strides, dtypes and devices of tensors matter.
         meta_device: the device that tensors on the meta device stand for.
-        capability: of a GPU whose kernels to choose though the model is on the CPU (see `tracing.attention`).
+        capability: of a GPU whose kernels to choose though the model is on the CPU (see `attention_capture`).
 
     Raises:
         TraceError: the model can't be captured as one graph; names the line.
@@ -290,19 +288,14 @@ def capture(
         return compiled(graph if capability is None else as_on_gpu(graph, capability), inputs)
 
     def run() -> None:
-        with mode, capture_settings():
-            compile_step(training_step(model), backend)(*args, **kwargs)
-
-    try:
         try:
-            run()
-        except Exception as error:
-            if captured or not install_recorders(model, error):
+            with mode:
+                compile_step(training_step(model), backend)(*args, **kwargs)
+        except Exception:
+            if not captured:
                 raise
-            run()
-    except Exception as error:
-        if not captured:
-            raise own_error(error) or explain(error) from error
+
+    run_captured(model, run, Exception)
     if not captured:
         off = "" if torch.is_grad_enabled() else "; gradients are switched off here (torch.no_grad)"
         raise TraceError(
@@ -310,6 +303,31 @@ def capture(
             f"{off}"
         )
     return captured[0]
+
+
+def run_captured(model: nn.Module, run: Callable[[], _T], refused: type[Exception] = TorchDynamoException) -> _T:
+    """Run a step that captures a model, with torch changed as a capture needs it.
+
+    A transformers model that lacks its hooks gets them, and runs once more.
+
+    Args:
+        model: is captured.
+        run: the step.
+        refused: class of the errors of `run` that are put in words for the person whose model it is.
+
+    Raises:
+        TraceError: the model can't be captured.
+        MonetliteError: raised by `run` itself.
+    """
+    try:
+        with capture_settings():
+            return run()
+    except refused as error:
+        if own := own_error(error):
+            raise own from None
+        if not install_recorders(model, error):
+            raise explain(error) from error
+    return run_captured(model, run, refused)
 
 
 @contextlib.contextmanager
@@ -323,7 +341,7 @@ def capture_settings() -> Iterator[None]:
         kernels_kept_whole(),
         messages_left_out(),
         dynamo_settings(
-            recompile_limit=MOST_LAYOUTS,
+            recompile_limit=MAX_PROGRAMS,
             use_numpy_random_stream=True,  # and not torch's generator in its place
             skip_nnmodule_hook_guards=False,  # so that a hook which comes after the first step is noticed
             optimize_ddp=False,  # which would cut the graph at DistributedDataParallel's buckets
@@ -334,18 +352,13 @@ def capture_settings() -> Iterator[None]:
         yield
 
 
-def program_limit() -> AbstractContextManager[None]:
-    """Allow as many programs as captures do, around steps that are expected to need none: takes microseconds."""
-    return allow_programs(MOST_LAYOUTS)
-
-
 def too_many_programs() -> ModelError:
-    """What to say when Dynamo has just refused to compile one more program for a model."""
+    """The error for a model for which TorchDynamo has just refused to compile one more program."""
     # A guard that did not hold: `1/14: model.n == 7    # s.n += 1  # model.py:7 in forward (HINT: ...)`.
     guard = re.sub(r"^\d+/\d+: ", "", recompile_reason().partition("\n")[0].partition("  #")[0]).strip()
     fixed = f" (the last one is for {guard})" if guard else ""
     return ModelError(
-        f"programs have been compiled for {MOST_LAYOUTS} different steps of this model, which is the most, and "
+        f"programs have been compiled for {MAX_PROGRAMS} different steps of this model, which is the most, and "
         f"none is for this one{fixed}. A number, flag or attribute that the forward pass reads, and the shapes of "
         "inputs, are fixed in a program. Make a value that changes from step to step a tensor (register_buffer, or "
         "a tensor argument), keep counters out of the forward pass, and pad inputs to a few sizes"

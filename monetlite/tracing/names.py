@@ -19,47 +19,42 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 class Namer:
     """Gives every kernel of a joint graph a unique name.
 
-    The main kernel of a leaf module has the module's name, its gradient `NAME.backward`; other kernels add
-    what they do: `layer1.0.add`, `layer1.0.add.backward`.
+    The main kernel of a leaf module, the one with the largest results, has the module's name, and its gradient
+    `NAME.backward`. Other kernels add what they do: `layer1.0.add`, `layer1.0.add.backward`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._leaves = {name for name, module in model.named_modules() if not any(True for _ in module.children())}
-        self._names: dict[fx.Node, str] = {}
+    def __init__(self, model: nn.Module, kernels: Sequence[fx.Node]) -> None:
+        leaves = {name for name, module in model.named_modules() if not any(True for _ in module.children())}
+        self._taken: Counter[str] = Counter()
         self._forward: dict[tuple[str, int], str] = {}
         """Module of a forward kernel, by what it does and its autograd sequence number."""
-        self._taken: Counter[str] = Counter()
-
-    def assign(self, kernels: Sequence[fx.Node]) -> None:
-        """Choose the names of all kernels at once, as the main one of a module is found by comparing them."""
         for node in kernels:
             if not is_backward(node) and node.meta.get("seq_nr") is not None:
                 self._forward[family_of(target_of(node)), node.meta["seq_nr"]] = self.module(node)
         largest: dict[tuple[str, bool], tuple[int, fx.Node]] = {}
         for node in kernels:
-            module = self.module(node)
-            if module and module in self._leaves:
-                key = (module, is_backward(node))
-                weight = sum(storages.storage_bytes(item) for item in storages.results(node) if item is not None)
+            key = self.module(node), is_backward(node)
+            if key[0] and key[0] in leaves:
+                size = sum(storages.storage_bytes(item) for item in storages.results(node) if item is not None)
                 if node.target is torch.ops.aten.clone.default:
-                    weight = 0  # a copy is never what a module is for
-                if key not in largest or weight > largest[key][0]:
-                    largest[key] = (weight, node)
+                    size = 0  # a copy is never what a module is for
+                if key not in largest or size > largest[key][0]:
+                    largest[key] = (size, node)
         main = {node for _, node in largest.values()}
+        self._names: dict[fx.Node, str] = {}
         for node in kernels:
-            module = self.module(node)
-            if node in main:
-                name = module
-            else:
-                what = family_of(target_of(node)).removesuffix("_backward")
-                name = f"{module}.{what}" if module else what
-            self._names[node] = f"{name}.backward" if is_backward(node) else name
+            parts = (
+                self.module(node),
+                "" if node in main else _what(node),
+                "backward" if is_backward(node) else "",
+            )
+            self._names[node] = ".".join(filter(None, parts))
 
     def name(self, node: fx.Node) -> str:
         return self._names[node]
 
     def unique(self, node: fx.Node, suffix: str = "") -> str:
-        """The name of (a part of) a kernel, made unique by a number where it has to be."""
+        """The name of (a part of) a kernel, made unique by a number if it has to be."""
         return self.reserve(self._names[node] + suffix)
 
     def reserve(self, name: str) -> str:
@@ -73,19 +68,21 @@ class Namer:
         stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
         if not stack:
             # The gradient of an in-place operator carries no module, and a sequence number one before its own.
-            what, number = family_of(target_of(node)).removesuffix("_backward"), node.meta.get("seq_nr", -1)
-            return self._forward.get((what, number + 1), "") if is_backward(node) else ""
-        path = ""
-        for item, _ in stack.values():
-            path = item
+            key = _what(node), node.meta.get("seq_nr", -1) + 1
+            return self._forward.get(key, "") if is_backward(node) else ""
+        *_, (path, _) = stack.values()
         path = _ROOT.sub("", path)
         path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
         path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
         return path.lstrip(".")
 
-    @staticmethod
-    def source(node: fx.Node) -> str:
-        """File and line of the person's code that a node comes from."""
-        trace = node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or ""
-        frames = _FRAME.findall(str(trace))
-        return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+
+def source_of(node: fx.Node) -> str:
+    """File and line of the person's code that a node comes from."""
+    trace = node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or ""
+    frames = _FRAME.findall(str(trace))
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+
+
+def _what(node: fx.Node) -> str:
+    return family_of(target_of(node)).removesuffix("_backward")

@@ -23,7 +23,7 @@ from monetlite.profiling.meters import meter_for
 from monetlite.profiling.step_additions import with_optimizer
 from monetlite.reporting.text_verify import print_report, report_facts
 from monetlite.tracing import trace
-from monetlite.tracing.build import resident_bytes
+from monetlite.tracing.step_inputs import resident_bytes
 from monetlite.zoo.repricing import build
 
 AMPLE = 10**9

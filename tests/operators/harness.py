@@ -13,15 +13,14 @@ import torch
 from magnitudes import magnitudes
 from torch import fx, nn
 
-from monetlite.core.graph import Call, Implementation, Operator, TensorSpec
+from monetlite.core.graph import LOSS, Call, Implementation, Operator, TensorSpec
 from monetlite.fx import storages
-from monetlite.fx.calls import decode_argument, spec_of
+from monetlite.fx.call_encoding import decode_argument, spec_of
 from monetlite.operators import resolve, returns_tensor
 from monetlite.operators.random import REPLAY
 from monetlite.runtime.lowering import lower
-from monetlite.tracing.build import Traced, build_graph
-from monetlite.tracing.builder import LOSS
 from monetlite.tracing.capture import aot_backend, boxed, capture_settings, compile_step, training_step
+from monetlite.tracing.operator_graph import Traced, build_graph
 
 LARGEST = 1e36
 """Sums of magnitudes above this may overflow float32 in one order and not in another."""

@@ -7,7 +7,7 @@ import torch
 from harness import difference, same_bits
 
 from monetlite.core.graph import Call, Implementation, TensorRef, Value, ValueKind
-from monetlite.fx.calls import decode_argument, spec_of
+from monetlite.fx.call_encoding import decode_argument, spec_of
 from monetlite.operators import TracedKernel, resolve
 
 

@@ -12,7 +12,7 @@ from test_relu import shapes
 from torch.nn import functional as F
 
 from monetlite.core.graph import ValueKind
-from monetlite.fx.calls import spec_of
+from monetlite.fx.call_encoding import spec_of
 from monetlite.operators import alternatives
 from monetlite.operators.traits import TRAITS
 

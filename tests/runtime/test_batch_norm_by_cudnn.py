@@ -12,7 +12,7 @@ from torch._C import DispatchKey
 
 import monetlite
 from monetlite.core.simulate import simulate
-from monetlite.tracing import fused
+from monetlite.tracing import whole_kernels
 
 KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
@@ -41,7 +41,7 @@ def by_cudnn(monkeypatch):
                 native.py_kernels.update(before)
                 native._dispatch_cache.clear()
 
-    original = fused.kernels_kept_whole
+    original = whole_kernels.kernels_kept_whole
     for module in ("tracing.capture", "runtime.torch_compile"):
         monkeypatch.setattr(f"monetlite.{module}.kernels_kept_whole", kept_whole)
 

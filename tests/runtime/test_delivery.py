@@ -13,7 +13,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.runtime import gradient_delivery
-from monetlite.tracing import builder
+from monetlite.tracing import graph_builder
 
 WIDTH, LAYERS = 512, 6
 
@@ -178,7 +178,7 @@ def two_steps(model, x):
 
 @pytest.fixture
 def every_gradient_delivered(monkeypatch):
-    monkeypatch.setattr(builder, "LEAST_DELIVERY", 0)
+    monkeypatch.setattr(graph_builder, "MIN_DELIVERY_BYTES", 0)
 
 
 @pytest.mark.usefixtures("every_gradient_delivered")

@@ -145,7 +145,7 @@ def test_numbers_may_change_more_often_than_torchs_own_limit_of_recompilations()
     ids=["counter", "attribute", "argument"],
 )
 def test_numbers_that_change_at_every_step(monkeypatch, change, named):
-    monkeypatch.setattr(capture, "MOST_LAYOUTS", 2)
+    monkeypatch.setattr(capture, "MAX_PROGRAMS", 2)
     network, x = Annealed(counts="steps" in named), torch.randn(3, 6)
     wrapper = wrap(network, (x, 1.0))
     for number in range(2):

@@ -16,7 +16,7 @@ import monetlite
 from monetlite.profiling import meters
 from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.runtime.torch_compile import on_gpu
-from monetlite.tracing.build import gpu_of
+from monetlite.tracing.step_inputs import gpu_of
 
 log = logging.getLogger(__name__)
 

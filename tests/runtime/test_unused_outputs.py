@@ -7,7 +7,7 @@ from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.tracing import builder
+from monetlite.tracing import graph_builder
 
 
 class Outputs(nn.Module):
@@ -26,7 +26,7 @@ class Outputs(nn.Module):
 
 @pytest.fixture(params=[2**20, 0], ids=["at once", "in parts"])
 def deliveries(request, monkeypatch):
-    monkeypatch.setattr(builder, "LEAST_DELIVERY", request.param)
+    monkeypatch.setattr(graph_builder, "MIN_DELIVERY_BYTES", request.param)
 
 
 def pair(model, x):

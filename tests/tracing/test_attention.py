@@ -12,7 +12,7 @@ from monetlite.core.devices import known_devices
 from monetlite.core.errors import ScheduleMismatch
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.tracing.attention import _kernel
+from monetlite.tracing.attention_capture import _kernel
 
 AMPERE, ADA, HOPPER, TURING, PASCAL = (8, 0), (8, 9), (9, 0), (7, 5), (6, 0)
 

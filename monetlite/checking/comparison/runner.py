@@ -35,7 +35,7 @@ from monetlite.planning.pricing import profile
 from monetlite.runtime import MONeTWrapper
 from monetlite.solving.baselines import restrict_gist
 from monetlite.tracing import split_inputs, trace
-from monetlite.tracing.build import Arguments, Inputs, device_of
+from monetlite.tracing.step_inputs import Arguments, Inputs, device_of
 
 BUDGETS = ("70%", "50%", "40%")
 TRIAL_REPEATS = 3

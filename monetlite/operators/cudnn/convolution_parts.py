@@ -11,7 +11,7 @@ from torch import Tensor
 
 from monetlite.core.errors import ConvolutionError
 from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef, TensorSpec
-from monetlite.fx.calls import each_dimension
+from monetlite.fx.call_encoding import each_dimension
 from monetlite.operators.cudnn.execution_plans import ALIGNMENT_BYTES, run
 from monetlite.operators.cudnn.work import DTYPES, MADE, OPERANDS, ConvolutionWork, Layout, Role
 from monetlite.operators.implementations import function, name_of, reads_of

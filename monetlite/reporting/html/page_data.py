@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, OperatorGraph, Value, ValueKind
+from monetlite.core.graph import DELIVERY, LOSS, OPTIMIZER_STEP, OperatorGraph, Value, ValueKind
 from monetlite.reporting.analysis import Analysis, Fate, Holding, StepAnalysis
-from monetlite.tracing.builder import LOSS
 
 _HELD_BECAUSE = {
     ValueKind.OUTPUT: "the caller holds it until the step ends",

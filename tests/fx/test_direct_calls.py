@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from monetlite.fx.launching import as_function
+from monetlite.fx.direct_calls import as_function
 
 aten = torch.ops.aten
 

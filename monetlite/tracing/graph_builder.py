@@ -9,6 +9,7 @@ from torch import fx
 
 from monetlite.core.graph import (
     DELIVERY,
+    LOSS,
     Call,
     Implementation,
     Operator,
@@ -18,7 +19,7 @@ from monetlite.core.graph import (
     ValueKind,
 )
 from monetlite.fx import storages
-from monetlite.fx.calls import encode_arguments, fake_mode, spec_of
+from monetlite.fx.call_encoding import encode_arguments, fake_mode, spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_tangent
 from monetlite.operators import TracedKernel, again, is_random, split
@@ -33,13 +34,11 @@ from monetlite.operators.program_calls import deliver
 from monetlite.operators.random import STATE as RNG_STATE
 from monetlite.operators.random import note_state, replayed
 from monetlite.operators.traits import family_of, traits_of
-from monetlite.tracing.gradients import copied_for
-from monetlite.tracing.names import Namer
+from monetlite.tracing.names import Namer, source_of
 
-LOSS = "monetlite.loss"
-DELIVERIES, LEAST_DELIVERY = 16, 2**20
-"""Gradients are handed over to autograd when a 16th of their bytes is there, and at least 1 MiB: as they become
-ready, for the little that each time costs."""
+DELIVERIES, MIN_DELIVERY_BYTES = 16, 2**20
+"""Gradients are handed over to autograd when a 16th of their bytes is ready, and at least 1 MiB."""
+_NONE = Implementation(name="", reads=(), writes=())
 
 
 @dataclass
@@ -60,7 +59,7 @@ class GraphBuilder:
     written: dict[str, TensorRef] = field(default_factory=dict)
     """The tensors that operators have written, by name."""
     intermediates: dict[fx.Node, dict[str, TensorRef]] = field(default_factory=dict)
-    """For each backward kernel, the small values that it may read in place of large ones."""
+    """For each backward kernel, small values that it may read in place of large ones."""
     _final: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     """For each backward kernel, the gradients that can be handed over after it."""
     _waiting: list[fx.Node] = field(default_factory=list)
@@ -71,23 +70,35 @@ class GraphBuilder:
         flat = self.reach.output
         count = self.reach.forward_outputs
         self.outputs = {storages.base(node) for node in flat[:count] if node is not None}
-        primals = [node for node in self.reach.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
         self.gradient_of: dict[fx.Node, list[fx.Node]] = {}
-        for node, primal in zip(flat[count:], primals, strict=True):
+        for node, primal in zip(flat[count:], self.reach.primals, strict=True):
             if node is not None:
                 self.gradient_of.setdefault(node, []).append(primal)
         self.gradients = set(map(storages.base, self.gradient_of))
-        self.copied = {
-            node: copied_for(node, primals, self.reach.backward) for node, primals in self.gradient_of.items()
-        }
+        self.copied = {node: self._copied_for(node, primals) for node, primals in self.gradient_of.items()}
         """For each gradient, the inputs for which autograd copies it."""
         self.kept = {
             storages.base(node)
             for node, primals in self.gradient_of.items()
             if len(self.copied[node]) < len(primals)
         }
-        """The storages of gradients that autograd keeps as they are."""
+        """Storages of gradients that autograd keeps as they are."""
         self.gradient_bytes = sum(map(storages.storage_bytes, self.gradients))
+
+    def _copied_for(self, gradient: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+        """Those of the inputs with this gradient for which autograd copies it (AccumulateGrad).
+
+        A leaf's first gradient becomes its `.grad` if nobody else holds the tensor and it is laid out as the leaf
+        is. The gradient of a mean is a number, expanded; those of two parameters that were joined are slices of one
+        tensor; that of a sum is the same for every operand: they are copied. Others may hold the gradient of an
+        output, and what is computed before there are any: it counts as copied, though autograd may keep a view.
+        """
+        base = storages.base(gradient)
+        if is_tangent(base) or base not in self.reach.backward:
+            return list(inputs)
+        # All but the last leaf to get a tensor find that others will.
+        kept = [item for item in inputs if _is_laid_out_as(gradient.meta["val"], item.meta["val"])]
+        return [item for item in inputs if item not in kept[:1]]
 
     def add(self, node: fx.Node, phase: Phase, optional: bool = False) -> None:
         """Add the operators that a kernel becomes: one, or several where parts of it can run apart."""
@@ -101,7 +112,6 @@ class GraphBuilder:
             ),
         )
         results = {item.name: item for item in storages.results(node) if item is not None}
-        module, source = self.namer.module(node), self.namer.source(node)
         random_state, random_device = None, ""
         if phase is Phase.FORWARD and is_random(node) and not self._reads_mutated(node):
             random_state, random_device = self._note_random_state(node)
@@ -139,8 +149,8 @@ class GraphBuilder:
                     None if name is None else spec_of(results[name].meta["val"]) for name in part.outputs
                 ),
                 values=self.values,
-                writer_call=self._writer_call,
-                writer_again=self._writer_again,
+                writer_call=lambda value: self._written_by(value).call,
+                writer_again=lambda value: self._written_by(value).again,
                 reader_calls=lambda value: self.reader_calls.get(value, ()),
                 references=self.written.get,
                 intermediates=self.intermediates.get(node, {}),
@@ -152,18 +162,23 @@ class GraphBuilder:
                 others = [_drawn_again(item, random_state, random_device) for item in implementations[1:]]
                 implementations[1:] = others
             self.writers.update(dict.fromkeys(writes, len(self.operators)))
-            self.operators.append(
-                Operator(
-                    name=operator_name,
-                    family=family_of(part.target) + suffix,
-                    phase=phase,
-                    implementations=tuple(implementations),
-                    optional=optional,
-                    rerunnable=phase is Phase.FORWARD and (rerun is not None or not (changes or is_random(node))),
-                    module=module,
-                    source=source,
-                )
+            self._add_operator(
+                node,
+                operator_name,
+                family_of(part.target) + suffix,
+                *implementations,
+                phase=phase,
+                optional=optional,
+                rerunnable=phase is Phase.FORWARD and (rerun is not None or not (changes or is_random(node))),
             )
+
+    def _add_operator(
+        self, node: fx.Node | None, name: str, family: str, *implementations: Implementation, **facts: Any
+    ) -> None:
+        """Add an operator, which belongs to the module and line of a node if it is of the model."""
+        if node is not None:
+            facts |= {"module": self.namer.module(node), "source": source_of(node)}
+        self.operators.append(Operator(name=name, family=family, implementations=implementations, **facts))
 
     def _note_random_state(self, node: fx.Node) -> tuple[TensorRef, str]:
         """Add the operator that notes the generator's state right before a random kernel draws from it."""
@@ -173,17 +188,8 @@ class GraphBuilder:
         (device,) = state.args
         assert isinstance(device, str)
         call = Call(target=RNG_STATE, args=(device,), outputs=(state.name,))
-        self.operators.append(
-            Operator(
-                name=name,
-                family="rng_state",
-                phase=Phase.FORWARD,
-                implementations=(Implementation(name="default", reads=(), writes=(value,), call=call),),
-                rerunnable=False,
-                module=self.namer.module(node),
-                source=self.namer.source(node),
-            )
-        )
+        default = Implementation(name="default", reads=(), writes=(value,), call=call)
+        self._add_operator(node, name, "rng_state", default, phase=Phase.FORWARD, rerunnable=False)
         return self.written[state.name], device
 
     def add_intermediates(self, node: fx.Node) -> None:
@@ -217,24 +223,16 @@ class GraphBuilder:
             (way, Call(target=target, args=encode_arguments(args, self.value_of), outputs=(node.name,)))
             for way, args in ways
         ]
-        self.operators.append(
-            Operator(
-                name=name,
-                family=family_of(target),
-                phase=Phase.FORWARD,
-                implementations=tuple(
-                    Implementation(name=way, reads=_values(call), writes=(value,), call=call) for way, call in calls
-                ),
-                optional=True,
-                derived=True,
-                module=self.namer.module(reader),
-                source=self.namer.source(reader),
-            )
+        implementations = [
+            Implementation(name=way, reads=_values(call), writes=(value,), call=call) for way, call in calls
+        ]
+        self._add_operator(
+            reader, name, family_of(target), *implementations, phase=Phase.FORWARD, optional=True, derived=True
         )
         return self.written[node.name]
 
     def add_loss(self) -> None:
-        """Add what happens outside the model: the caller reads the outputs and autograd hands in gradients."""
+        """Add the operator for code outside the model: it reads the outputs and writes their gradients."""
         reads = {self.index_of[node] for node in self.outputs if node in self.index_of}
         tangents = [node for node in self.reach.graph.nodes if is_tangent(node)]
         writes = []
@@ -243,18 +241,11 @@ class GraphBuilder:
             writes.append(len(self.values))
             self.values.append(_value(node, f"loss.tangent{number}", ValueKind.TANGENT))
         implementation = Implementation(name="default", reads=tuple(sorted(reads)), writes=tuple(writes))
-        self.operators.append(
-            Operator(
-                name=self.namer.reserve("loss"),
-                family=LOSS,
-                phase=Phase.BACKWARD,
-                implementations=(implementation,),
-                rerunnable=False,
-            )
-        )
+        name = self.namer.reserve("loss")
+        self._add_operator(None, name, LOSS, implementation, phase=Phase.BACKWARD, rerunnable=False)
 
     def plan_deliveries(self, backward: Sequence[fx.Node], *, at_once: bool = False) -> None:
-        """Note after which backward kernel each gradient is final, and nothing reads what it is the gradient of.
+        """Find the backward kernel after which each gradient is final and nothing reads its parameter any more.
 
         An optimizer that steps as soon as it has a gradient may then change the parameter. With `at_once` all are
         handed over after the last kernel.
@@ -280,22 +271,15 @@ class GraphBuilder:
         self._waiting += self._given if node is None else self._final.get(node, [])
         values = {self.index_of[storages.base(gradient)] for gradient in self._waiting}
         waiting_bytes = sum(self.values[value].size_bytes for value in values)
-        least = 0 if node is None else max(LEAST_DELIVERY, self.gradient_bytes // DELIVERIES)
+        least = 0 if node is None else max(MIN_DELIVERY_BYTES, self.gradient_bytes // DELIVERIES)
         if not values or waiting_bytes < least:
             return
         call = Call(target=name_of(deliver), args=encode_arguments(self._waiting, self.value_of), outputs=())
         copies = tuple(self._copy(gradient, of) for gradient in self._waiting for of in self.copied[gradient])
         implementation = Implementation(name="default", reads=tuple(sorted(values)), writes=copies, call=call)
         self._waiting = []
-        self.operators.append(
-            Operator(
-                name=self.namer.reserve("deliver"),
-                family=DELIVERY,
-                phase=Phase.BACKWARD,
-                implementations=(implementation,),
-                rerunnable=False,
-            )
-        )
+        name = self.namer.reserve("deliver")
+        self._add_operator(None, name, DELIVERY, implementation, phase=Phase.BACKWARD, rerunnable=False)
 
     def _copy(self, gradient: fx.Node, primal: fx.Node) -> int:
         """Add the copy of a gradient that autograd makes for an input when it is handed over."""
@@ -311,7 +295,7 @@ class GraphBuilder:
         return self.index_of.get(storages.base(node))
 
     def _keep(self, rerun: Call | None, writes: Iterable[int]) -> None:
-        """Hold what a kernel's later runs read of its first run's results."""
+        """Keep the results of a kernel's first run that later runs read."""
         for value in set(writes).intersection(_values(rerun)):
             self.values[value] = replace(self.values[value], kind=ValueKind.STATISTIC)
 
@@ -337,18 +321,10 @@ class GraphBuilder:
         )
         return self.index_of[node]
 
-    def _writer(self, value: int) -> Implementation | None:
-        """The default implementation of the operator that writes a value, when it has been added."""
-        operator = self.writers.get(value)
-        return None if operator is None else self.operators[operator].implementations[0]
-
-    def _writer_call(self, value: int) -> Call | None:
-        writer = self._writer(value)
-        return None if writer is None else writer.call
-
-    def _writer_again(self, value: int) -> Call | None:
-        writer = self._writer(value)
-        return None if writer is None else writer.again
+    def _written_by(self, value: int) -> Implementation:
+        """The default implementation of the operator that writes a value; one without a call if there is none."""
+        writer = self.writers.get(value)
+        return _NONE if writer is None else self.operators[writer].implementations[0]
 
 
 def _value(node: fx.Node, name: str, kind: ValueKind, note: bool = False) -> Value:
@@ -368,6 +344,14 @@ def _drawn_again(item: Implementation, state: TensorRef, device: str) -> Impleme
     assert item.call is not None
     rerun = replayed(item.call, state, device)
     return replace(item, reads=_values(item.call, rerun), again=rerun)
+
+
+def _is_laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Torch's layout contract of gradients: a dense leaf's strides, or else contiguous."""
+    if torch.empty_like(leaf).stride() != leaf.stride():  # with gaps or overlaps
+        return gradient.is_contiguous()
+    pairs = zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)
+    return all(size == 1 or ours == theirs for size, ours, theirs in pairs)
 
 
 def _values(*calls: Call | None) -> tuple[int, ...]:

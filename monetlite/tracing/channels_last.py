@@ -17,7 +17,7 @@ from torch import fx
 
 from monetlite.core.errors import TraceError
 from monetlite.fx import storages
-from monetlite.fx.calls import fake_mode
+from monetlite.fx.call_encoding import fake_mode
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload
 from monetlite.operators.random import is_random
 from monetlite.operators.traits import traits_of

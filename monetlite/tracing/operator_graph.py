@@ -1,0 +1,196 @@
+"""From a joint graph to an `OperatorGraph`: one operator per kernel, one value per storage.
+
+| operators | kernels (see `Reachability`) |
+| --- | --- |
+| mandatory forward | those that a result of the forward pass or the generator's state after it needs |
+| optional forward | those that only the backward pass needs, and that can run at any time |
+| `loss` | none: the caller reads the outputs and writes their gradients |
+| backward | those that depend on the gradient of an output |
+"""
+
+import itertools
+import operator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx, nn
+
+from monetlite.core.devices import find_device
+from monetlite.core.errors import DeviceError, TraceError
+from monetlite.core.graph import AS_TRACED, CHANNELS_LAST, OperatorGraph, Phase
+from monetlite.fx import storages
+from monetlite.fx.call_encoding import spec_of
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_aot import is_forward
+from monetlite.fx.torch_internals.torch_dispatch import OpOverload
+from monetlite.operators import is_random, merge
+from monetlite.operators.implementations import find_function, target_of
+from monetlite.operators.traits import traits_of
+from monetlite.tracing.capture import Joint, capture
+from monetlite.tracing.channels_last import channels_last
+from monetlite.tracing.graph_builder import GraphBuilder
+from monetlite.tracing.names import Namer, source_of
+from monetlite.tracing.step_inputs import (
+    Inputs,
+    autocast_dtype,
+    device_of,
+    resident_bytes,
+    split_inputs,
+    tensors_in_order,
+)
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    device: str | None = None,
+    meta_device: str = "cpu",
+    layout: str = AS_TRACED,
+) -> OperatorGraph:
+    """Trace one training step of a model, without running it and without allocating memory.
+
+    Under `torch.autocast` the step is traced as it runs there.
+
+    Args:
+        model: a module in training mode; on the CPU, a GPU, or the meta device.
+        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Only the
+            shapes, strides, dtypes, devices and `requires_grad` of its tensors matter.
+        device: the name of a GPU to trace for (`"rtx-4090"`), where the model is not on one: attention runs by
+            other operators there than on a CPU.
+        meta_device: the device that tensors on the meta device stand for.
+        layout: `"as_traced"`, or `"channels_last"` to have images with their channels innermost throughout the
+            step, whatever the model and its inputs have.
+
+    Returns:
+        The operator graph: every kernel of the forward and backward pass, and every storage they write.
+
+    Raises:
+        TraceError: the model can't be captured as one graph, or has nothing to train.
+        DeviceError: `device` is not one whose figures are known.
+    """
+    inputs = split_inputs(example_inputs)
+    if layout not in (AS_TRACED, CHANNELS_LAST):
+        raise TraceError(f"layout {layout!r} is neither {AS_TRACED!r} nor {CHANNELS_LAST!r}")
+    if not model.training:
+        raise TraceError("the model is in evaluation mode; call model.train() before tracing a training step")
+    here = device_of(model, inputs, meta_device)
+    if here == "cuda" and not torch.cuda.is_available():
+        # torch ends the process where it looks for a GPU that isn't there.
+        raise DeviceError(
+            "a step on 'cuda' is traced on a machine that has a GPU; here, trace for one by name: device='rtx-4090'"
+        )
+    gpu = find_device(device) if here == "cpu" and device not in (None, "cpu", "cuda") else None
+    capability = None if gpu is None else gpu.compute_capability
+    joint = capture(model, *inputs, meta_device=meta_device, capability=capability)
+    autocast = autocast_dtype(here)
+    graph = build_graph(joint, model, inputs, meta_device=meta_device, layout=layout, autocast=autocast).graph
+    return graph if gpu is None or capability is None else replace(graph, device=gpu.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """An operator graph together with the joint graph that its calls refer to, for lowering."""
+
+    graph: OperatorGraph
+    joint: Joint
+
+
+def build_graph(
+    joint: Joint,
+    model: nn.Module,
+    inputs: tuple[tuple[object, ...], dict[str, object]],
+    *,
+    meta_device: str = "cpu",
+    layout: str = AS_TRACED,
+    autocast: str = "",
+) -> Traced:
+    """Build the operator graph of a joint graph.
+
+    Args:
+        joint: is changed.
+        model, inputs, meta_device, layout: as in `trace`; inputs are (positional, keyword) arguments.
+        autocast: name of the dtype that `torch.autocast` converted to during the capture; empty if it was off.
+
+    Raises:
+        TraceError: a kernel whose memory can't be planned.
+    """
+    if layout == CHANNELS_LAST:
+        joint = channels_last(joint)
+    graph = joint.graph.graph
+    merge(graph)
+    effects = _draws(graph) | {node for node in graph.nodes if traits_of(str(node.target)).checks}
+    late = frozenset(itertools.filterfalse(is_forward, effects))
+    reach = storages.Reachability(graph, joint.forward_outputs, effects=effects, late_effects=late)
+    kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
+    for node in kernels:
+        _refuse_unplannable(node)
+    device = device_of(model, inputs, meta_device)
+    builder = GraphBuilder(reach=reach, namer=Namer(model, kernels), device=device)
+    backward = [node for node in kernels if node in reach.backward]
+    optional = [node for node in kernels if node not in reach.forward and node not in reach.backward]
+    for node in kernels:
+        if node in reach.forward:
+            builder.add(node, Phase.FORWARD)
+    for node in optional:
+        builder.add(node, Phase.FORWARD, optional=True)
+    for node in backward:
+        builder.add_intermediates(node)
+    builder.add_loss()
+    builder.plan_deliveries(backward, at_once=joint.at_once)
+    for node in backward:
+        builder.add(node, Phase.BACKWARD)
+        builder.add_delivery(node)
+    builder.add_delivery(None)
+    tensors = tensors_in_order(model, *inputs)
+    built = OperatorGraph(
+        name=type(model).__name__,
+        operators=tuple(builder.operators),
+        values=tuple(builder.values),
+        resident=resident_bytes(model, tensors),
+        inputs={f"input{index}": spec_of(tensor) for index, tensor in enumerate(tensors)},
+        device=device,
+        layout=layout,
+        autocast=autocast,
+    )
+    return Traced(graph=built, joint=joint)
+
+
+def _draws(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The random kernels of a captured graph, and the first result of those whose results nobody reads."""
+    draws = {node for node in graph.nodes if storages.is_kernel(node) and is_random(node)}
+    for node in list(draws):
+        if not isinstance(node.meta["val"], torch.Tensor) and not any(storages.results(node)):
+            with graph.inserting_after(node):
+                first = graph.call_function(operator.getitem, (node, 0))
+            first.meta = {**node.meta, "val": node.meta["val"][0]}
+            draws.add(first)
+    return frozenset(draws)
+
+
+def _refuse_unplannable(node: fx.Node) -> None:
+    """Refuse a kernel that is not an operator, or whose results' storages or their sizes are not known."""
+    where = source_of(node) or "the model"
+    if not isinstance(node.target, OpOverload) and find_function(target_of(node)) is None:
+        raise TraceError(f"{where}: {node.target} can't be scheduled (not an operator)")
+    results = [item for item in pytree.tree_leaves(node.meta.get("val")) if isinstance(item, torch.Tensor)]
+    for item in results:
+        if item.layout != torch.strided:
+            layout = str(item.layout).removeprefix("torch.")
+            raise TraceError(
+                f"{where}: {node.target} makes a sparse tensor ({layout}), whose size depends on the data, so its "
+                "memory can't be planned; make it dense (nn.Embedding and nn.EmbeddingBag with sparse=False)"
+            )
+    if storages.shares_storage(node):
+        raise TraceError(
+            f"{where}: {node.target} returns memory that it was given, or the same twice, and its schema doesn't "
+            "say so; have it return a copy (.clone())"
+        )
+    if any(not isinstance(size, int) for item in results for size in item.shape):
+        raise TraceError(
+            f"{where}: {node.target} makes a tensor whose shape depends on the data, so its memory can't be "
+            "planned; keep shapes fixed (a mask in place of a selection)"
+        )
+
+
+__all__ = ["Traced", "build_graph", "trace"]

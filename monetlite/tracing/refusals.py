@@ -1,0 +1,153 @@
+"""Errors of a capture, put in words for the person whose model it is."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from monetlite.core.errors import MonetliteError, TraceError
+
+NUMPY_DRAWS = (
+    "it draws random numbers from numpy, which captured would be torch's. Draw them with torch, or before the "
+    "forward pass and hand them in as an input"
+)
+_REFUSALS = (
+    (
+        r"^Module-level backwards hooks",
+        "a module has backward hooks, which autograd would call in the midst of the backward pass. Remove them "
+        "before it is wrapped; hooks of parameters, of tensors in the forward pass, and of the wrapper that "
+        "MONeTWrapper returns do work",
+    ),
+    (
+        r"^Attempted to wrap RNN, GRU, or LSTM",
+        "nn.RNN, nn.GRU and nn.LSTM run other kernels captured than in plain training, without their dropout. Loop "
+        "over nn.RNNCell, nn.GRUCell or nn.LSTMCell, or wrap the submodules beside them: "
+        "MONeTWrapper(model.backbone, ...)",
+    ),
+    (
+        r"(?s)^attempted to trace (numpy|torch\._numpy).*(RandomState|default_rng)|of class `RandomState`",
+        NUMPY_DRAWS,
+    ),
+    (
+        r"FloatTrueDiv\(1\.0, ToFloat\(u\d+\)\)",
+        "batch norm with momentum=None divides by the number of batches so far, which it looks at on the host. "
+        "Give it a momentum, as nn.BatchNorm2d(channels) has",
+    ),
+    (
+        r"(?is)\brandom\.random\b|function marked as skipped.*\brandom\b",
+        "random.random() can't be captured. random.uniform(0, 1) can, and draws the same number",
+    ),
+    (
+        r"_ctc_loss|ctc_loss",
+        "how much memory F.ctc_loss takes depends on its targets. Have the model return log-probabilities, and "
+        "compute the loss outside of it",
+    ),
+    (
+        r"^failed to bind arguments",
+        "a function is called with other arguments than it takes. Check that the model runs on these inputs as it "
+        "is",
+    ),
+    (
+        r"(?s)^Failed to convert args/kwargs to proxy.*\(Generator\)",
+        "it draws random numbers from a torch.Generator of its own. Leave out generator=, or draw them before the "
+        "forward pass and hand them in as an input",
+    ),
+)
+"""(pattern of TorchDynamo's text, what it means and what to do), the first that fits counting."""
+_ON_DATA = (
+    "Move what depends on the data (an if on a tensor's value, .item(), .numpy()) out of the forward pass, "
+    "or wrap only the submodule that doesn't need it: MONeTWrapper(model.backbone, ...)"
+)
+_RAISED = re.compile(r"^ *Developer debug context: raised exception (.+)$", re.MULTILINE)
+_WRITTEN_OUT = re.compile(r"(\w+)\([\[(]ConstantVariable\(\w+: (.*)\),?[\])]\)")
+"""Form in which some versions write an exception of one argument."""
+_FAILED_ASSERTION = re.compile(r"^Data-dependent assertion failed.*context: value: ConstantVariable\(", re.DOTALL)
+_OPERATOR_FAILURE = re.compile(
+    r"got \w+Error\((['\"])(?P<said>.*?)\1\)|TypeError \w+: (?P<call>\w+\(\) received .*)"
+)
+"""Form in which TorchDynamo quotes the error of an operator."""
+_NOT_THE_MODELS = (str(torch.__path__[0]), str(Path(__file__).with_name("capture.py")))
+"""Files whose frames are not shown: torch's, and that of the function which calls the model."""
+
+
+def explain(error: Exception) -> TraceError:
+    """Turn TorchDynamo's exception into one that names the line of the person's model and says what to do."""
+    frames = [
+        frame
+        for frame in getattr(error, "real_stack", None) or ()
+        if not frame.filename.startswith(_NOT_THE_MODELS)
+    ]
+    where = (
+        f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else "the model"
+    )
+    text = str(error)
+    if failure := _OPERATOR_FAILURE.search(text):
+        said = failure["said"] or failure["call"]
+        return TraceError(f"{where} fails on these inputs: {said}; check that the model runs on them as it is")
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, Exception):
+        return TraceError(
+            f"{where} was captured, but PyTorch or monetlite failed to compile it: {_first_line(inner)}. "
+            "Try another schedule, or run without compile=True, if it is set; and please report this with the model"
+        )
+    if exception := _raised(text):
+        return TraceError(
+            f"{where} raises {exception} on these inputs; check that the model runs on them as it is. If it does, "
+            "TorchDynamo misreads that line: wrap only submodules without it, MONeTWrapper(model.backbone, ...)"
+        )
+    reason = next((reason for pattern, reason in _REFUSALS if re.search(pattern, text)), None)
+    return TraceError(f"{where} can't be captured in one graph: {reason or f'{_first_line(error)}. {_ON_DATA}'}")
+
+
+def own_error(error: BaseException | None) -> MonetliteError | None:
+    """Monetlite's own error, if TorchDynamo wrapped one."""
+    while error is not None:
+        if isinstance(error, MonetliteError):
+            return error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return None
+
+
+def install_recorders(model: nn.Module, error: Exception) -> bool:
+    """Put the hooks on a transformers model that record its hidden states, if its capture failed for want of them.
+
+    Transformers puts them on at a model's first call, under a lock, which can't be captured.
+
+    Returns:
+        True if there were any to put on, so that another capture may succeed.
+    """
+    transformers: Any = sys.modules.get("transformers.utils.output_capturing")
+    install = getattr(transformers, "maybe_install_capturing_hooks", None)
+    if install is None or "output_capturing" not in str(error):
+        return False
+    lacking = [
+        module
+        for module in model.modules()
+        if getattr(module, "_can_record_outputs", None)
+        and not getattr(module, "_output_capturing_hooks_installed", False)
+    ]
+    for module in lacking:
+        install(module)
+    return bool(lacking)
+
+
+def _raised(text: str) -> str | None:
+    """The exception that the model itself raises, if TorchDynamo says so."""
+    if _FAILED_ASSERTION.search(text):
+        return "AssertionError"
+    found = _RAISED.search(text)
+    if found is None:
+        return None
+    written_out = _WRITTEN_OUT.fullmatch(found[1])
+    return f"{written_out[1]}({written_out[2]})" if written_out else found[1].replace("([])", "()")
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip().rstrip(".") if lines else type(error).__name__
+
+
+__all__ = ["NUMPY_DRAWS", "explain", "install_recorders", "own_error"]

@@ -1,0 +1,118 @@
+"""Inputs of a training step: their order, the device they are on, and what is resident with them."""
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from monetlite.core.graph import Resident
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_dispatch import storage_key
+from monetlite.fx.torch_internals.torch_modules import uncompiled
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Example inputs of a call with both positional and keyword arguments."""
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+
+
+Inputs: TypeAlias = torch.Tensor | tuple[object, ...] | list[object] | dict[str, object] | Arguments
+
+
+def split_inputs(example_inputs: Inputs) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Example inputs as (positional, keyword) arguments."""
+    if isinstance(example_inputs, Arguments):
+        return example_inputs.args, dict(example_inputs.kwargs)
+    if isinstance(example_inputs, dict):
+        return (), dict(example_inputs)
+    return (tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)), {}
+
+
+def leaves_in_order(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
+    """Leaves of a call's arguments in the order of the forward pass's parameters; those of `**kwargs` by name.
+
+    A forward pass that takes only `*args, **kwargs` doesn't say which of its positional arguments has which name.
+    Arguments that don't fit the signature come as they are: the model itself refuses them.
+    """
+    if not kwargs:
+        return pytree.tree_leaves(args)
+    try:
+        signature = inspect.signature(uncompiled(model).forward)
+        bound = signature.bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return pytree.tree_leaves((args, dict(kwargs)))
+    for name, item in signature.parameters.items():
+        if item.kind is inspect.Parameter.VAR_KEYWORD:
+            bound[name] = dict(sorted(bound.get(name, {}).items()))
+    return pytree.tree_leaves(list(bound.values()))
+
+
+def tensors_in_order(
+    model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> list[torch.Tensor]:
+    """Tensors among the leaves of a call's arguments, in the order of `leaves_in_order`."""
+    return [leaf for leaf in leaves_in_order(model, args, kwargs) if isinstance(leaf, torch.Tensor)]
+
+
+def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
+    """Bytes of a model's parameters and buffers and of its inputs, each storage counted once."""
+    seen: set[int] = set()
+
+    def total(tensors: Iterable[object]) -> int:
+        new = {storage_key(item): item for item in tensors if isinstance(item, torch.Tensor)}
+        size = sum(item.untyped_storage().nbytes() for key, item in new.items() if key not in seen)
+        seen.update(new)
+        return size
+
+    return Resident(parameters=total(model.parameters()), buffers=total(model.buffers()), inputs=total(inputs))
+
+
+def device_of(model: nn.Module, inputs: object, meta_device: str = "cpu") -> str:
+    """The type of the device that a step runs on: that of its inputs, or of the parameters."""
+    first = next(_tensors(model, inputs), None)
+    return meta_device if first is None or first.is_meta else first.device.type
+
+
+def gpu_of(model: nn.Module, inputs: object) -> torch.device | None:
+    """The GPU that a step runs on, that of its inputs or of the parameters; None if it runs on none."""
+    first = next(_tensors(model, inputs), None)
+    return first.device if first is not None and first.is_cuda else None
+
+
+def on_its_gpu(model: nn.Module, inputs: object) -> contextlib.AbstractContextManager[Any]:
+    """Make the GPU of a step torch's current one, whose generator and statistics are read."""
+    gpu = gpu_of(model, inputs)
+    return contextlib.nullcontext() if gpu is None else torch.cuda.device(gpu)
+
+
+def autocast_dtype(device: str) -> str:
+    """Name of the dtype that `torch.autocast` converts to on a device at present; empty if it is off."""
+    on = torch.is_autocast_enabled(device)
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else ""
+
+
+def _tensors(model: nn.Module, inputs: object) -> Iterator[torch.Tensor]:
+    leaves = (item for item in pytree.tree_leaves(inputs) if isinstance(item, torch.Tensor))
+    return itertools.chain(leaves, model.parameters())
+
+
+__all__ = [
+    "Arguments",
+    "Inputs",
+    "autocast_dtype",
+    "device_of",
+    "gpu_of",
+    "leaves_in_order",
+    "on_its_gpu",
+    "resident_bytes",
+    "split_inputs",
+    "tensors_in_order",
+]
