@@ -1,10 +1,10 @@
 """A captured program as a Python function that adds little to each operator beyond what plain training does.
 
-What a captured program calls, `torch.ops.aten.add.Tensor`, is a Python function that reads its arguments by the
-operator's schema; plain training calls `torch.add` or `tensor.add_`, generated for the operator, in half the time.
-Where such a function calls the same operator with the same arguments, it is called here too. That it does is not
-assumed of a name: each call is made once, stopped at the operator, and what arrived there is compared. Operators
-that have no such function (gradients, mostly) are called by their schema. Views that change nothing are left out.
+A captured program calls `torch.ops.aten.add.Tensor`, a Python function that reads its arguments by the operator's
+schema. Plain training calls `torch.add` or `tensor.add_`, generated for the operator, in half the time. Such a
+function takes the operator's place here if it calls the same operator with the same arguments. Its name is no proof
+of that: each call is made once, stopped at the operator, and the arguments that arrive are compared. Operators
+without such a function (gradients, mostly) are called by their schema. Views that change nothing are left out.
 """
 
 import functools
@@ -44,7 +44,7 @@ _ALL_IF_OF_ONE_SHAPE = frozenset(
 """Views whose result is their argument, whatever its strides, where both have one shape."""
 
 
-class _Launched:
+class _NamedFunction:
     """A function under a name of its own, which generated code looks up once."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
@@ -57,14 +57,15 @@ class _Launched:
 
 
 def as_function(program: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """What runs a program: takes its arguments in a list, which it empties, so that they die at their last use.
+    """Turn a program into a function of one list, which it empties: arguments die at their last use.
 
-    The program's nodes say in `meta["val"]` what was captured; a call whose arguments don't is run as it stands.
-    The program's graph becomes that of what runs, less readable than it was.
+    Args:
+        program: its nodes have captured tensors in `meta["val"]`; a call of a node without one is left as it is.
+            Its graph becomes that of the function.
     """
     graph = program.graph
     _leave_out_views(graph)
-    launched: dict[Callable[..., Any], _Launched] = {}
+    launched: dict[Callable[..., Any], _NamedFunction] = {}
     with without_modes():
         quick = list(_quick_calls(graph))
     for node, function in quick:
@@ -72,10 +73,12 @@ def as_function(program: fx.GraphModule) -> Callable[[list[Any]], Any]:
             node.op, node.target = "call_method", function
         else:
             name = f"{node.target}".replace(".", "_")
-            node.target = launched.setdefault(function, _Launched(function, name))
+            node.target = launched.setdefault(function, _NamedFunction(function, name))
     set_boxed(graph)
     code = graph.python_code("self")
-    names = {name: item.function if isinstance(item, _Launched) else item for name, item in code.globals.items()}
+    names = {
+        name: item.function if isinstance(item, _NamedFunction) else item for name, item in code.globals.items()
+    }
     return functools.partial(function_of(code.src, names), program)
 
 
@@ -105,7 +108,7 @@ def _leave_out_views(graph: fx.Graph) -> None:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """What a view is one of; None for anything else."""
+    """The tensor that a view is of; None if a node is not a view."""
     return cast("fx.Node", node.args[0]) if is_view(node) else None
 
 
@@ -116,14 +119,14 @@ def _shape(node: fx.Node) -> torch.Size | None:
 
 def _quick_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Callable[..., Any] | str]]:
     """The calls of operators, and what to call in their places: a function, or the name of a tensor's method."""
-    probe = _Probe()
+    recorder = _CallRecorder()
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload):
-            found = _same_call(node, node.target, probe)
+            found = _same_call(node, node.target, recorder)
             yield node, unchecked(node.target) if found is None else found
 
 
-def _same_call(node: fx.Node, target: OpOverload, probe: "_Probe") -> Callable[..., Any] | str | None:
+def _same_call(node: fx.Node, target: OpOverload, recorder: "_CallRecorder") -> Callable[..., Any] | str | None:
     """A function or method that calls a node's operator with the node's arguments; None where there is none."""
     given = _stand_ins(node)
     if given is None or target.namespace != "aten":
@@ -132,11 +135,11 @@ def _same_call(node: fx.Node, target: OpOverload, probe: "_Probe") -> Callable[.
     name: str = target.overloadpacket.__name__
     if args and isinstance(args[0], torch.Tensor) and (name.endswith("_") or target.is_view):
         method = getattr(torch.Tensor, name, None)
-        if method is not None and probe.reaches(target, args, kwargs, method):
+        if method is not None and recorder.reaches(target, args, kwargs, method):
             return name
     for namespace in GENERATED_FUNCTIONS:
         function = getattr(namespace, name, None)
-        if function is not None and probe.reaches(target, args, kwargs, function):
+        if function is not None and recorder.reaches(target, args, kwargs, function):
             return cast("Callable[..., Any]", function)
     return None
 
@@ -157,7 +160,7 @@ class _Stopped(Exception):
     """Ends a call at the operator that it reaches."""
 
 
-class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+class _CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Says whether a function calls an operator with given arguments, without running it."""
 
     def __init__(self) -> None:
@@ -169,7 +172,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         raise _Stopped
 
     def reaches(self, target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], call: Any) -> bool:
-        """Whether `call(*args, **kwargs)` calls `target` first, with these arguments."""
+        """Tell whether `call(*args, **kwargs)` calls `target` first, with these arguments."""
         self._reached = None
         try:
             with self, torch.no_grad():

@@ -1,7 +1,7 @@
-"""Which storage each tensor of a captured graph lives in, and whose views are whose.
+"""Storages of a captured graph: the kernel that makes each, and the tensors that are views of it.
 
-A view shares the storage of what it is a view of. Only operators that compute something make storages; the
-graph of operators and values is made of those, and views are rebuilt where they are read.
+A view shares the storage of its base. Only operators that compute something make storages. The graph of operators
+and values is made of those, and views are rebuilt where they are read.
 """
 
 import operator
@@ -29,7 +29,7 @@ _UNANNOTATED_VIEWS = frozenset(
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a call returns (a list of) views of its first tensor argument."""
+    """True for a call that returns (a list of) views of its first tensor argument."""
     target = node.target
     if not isinstance(target, OpOverload):
         return False
@@ -40,12 +40,12 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node takes one of the results of another."""
+    """True for a node that takes one of the results of another."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def is_kernel(node: fx.Node) -> bool:
-    """Whether a node computes something: neither an input, nor a view, nor an item of another's results."""
+    """True for a node that computes something: no input, no view, and no item of another's results."""
     return node.op == "call_function" and not is_item(node) and not is_view(node)
 
 
@@ -79,7 +79,7 @@ def results(kernel: fx.Node) -> tuple[fx.Node | None, ...]:
 
 
 def shares_storage(kernel: fx.Node) -> bool:
-    """Whether a result of a kernel was captured in the storage of an operand, or in that of another result."""
+    """True for a kernel with a result in the storage of an operand, or of another result."""
     operands = {storage for node in kernel.all_input_nodes for storage in _captured_in(node)}
     made = _captured_in(kernel)
     return not operands.isdisjoint(made) or len(set(made)) < len(made)
@@ -97,7 +97,7 @@ def storage_bytes(node: fx.Node) -> int:
 
 @dataclass(frozen=True)
 class Reachability:
-    """What the outputs of a joint graph need, and what depends on the gradients that come in."""
+    """The nodes that outputs of a joint graph need, and those that depend on gradients of outputs."""
 
     graph: fx.Graph
     forward_outputs: int
@@ -138,8 +138,8 @@ class Reachability:
     def shared(self) -> set[fx.Node]:
         """Inputs that have a gradient and that the step changes in place or returns a view of.
 
-        What is done with such a tensor or view after the step goes into the gradient too. AOTAutograd sees to
-        that, with the very tensors that it is called with.
+        Operations on such a tensor or view after the step go into the gradient, too. AOTAutograd sees to that, with
+        the very tensors that it is called with.
         """
         gradients = zip(self.primals, self.output[self.forward_outputs :], strict=True)
         seen = {base(node) for node in self.output[: self.forward_outputs] if node is not None}
@@ -147,7 +147,7 @@ class Reachability:
 
     @property
     def takes_arguments(self) -> bool:
-        """Whether the inputs are what the step is called with, one by one.
+        """True if the inputs are the step's arguments, one by one.
 
         They are not where an argument that is changed shares its storage with another, or is made of several
         tensors.

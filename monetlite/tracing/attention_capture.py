@@ -21,7 +21,7 @@ _ATTENTION = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_
 _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = {"flash": 256, "cudnn": 128}
 _ALIGNED = 8
-"""What flash attention's head size, and the rows of memory-efficient attention's mask, are multiples of."""
+"""Flash attention's head size and the rows of memory-efficient attention's mask are multiples of this."""
 
 
 def as_on_gpu(graph: fx.GraphModule, capability: Capability) -> fx.GraphModule:
@@ -142,13 +142,13 @@ def _kernel(
 
 
 def _flash_differentiates(capability: Capability, size: int, dropout_p: float) -> bool:
-    """Whether flash attention has a backward pass for heads of this size."""
+    """True if flash attention has a backward pass for heads of this size."""
     limited = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     return not limited or size <= 192 or (size > 224 and dropout_p == 0)
 
 
 def _matmul_alignment(capability: Capability, dtype: torch.dtype) -> int:
-    """What head sizes have to be multiples of for memory-efficient attention."""
+    """Number of which head sizes are multiples for memory-efficient attention."""
     half = dtype in _HALF
     on_tensor_cores = capability[0] >= 8 or (capability[0] == 7 and half)
     least = 4 if capability[0] >= 8 else 1
@@ -156,7 +156,7 @@ def _matmul_alignment(capability: Capability, dtype: torch.dtype) -> int:
 
 
 def _broadcasts(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether a mask is one that cuDNN takes: of two or four dimensions, each whole or 1, without a gradient."""
+    """True for a mask that cuDNN takes: of two or four dimensions, each whole or 1, without a gradient."""
     if mask is None:
         return True
     whole = (*query.shape[:3], key.shape[2])[-mask.dim() :]

@@ -27,7 +27,7 @@ _ANY_LAYOUT = frozenset({"aten", "prims"})
 """Libraries whose operators take operands in any layout; others may rely on those that a person tried."""
 
 _Order: TypeAlias = torch.memory_format | tuple[int, ...]
-"""How the elements of a tensor lie in memory, without gaps: a format of torch's, or dimensions, the outermost
+"""Order of a tensor's elements in memory, without gaps: a format of torch's, or dimensions, the outermost
 first."""
 
 
@@ -97,9 +97,9 @@ class _Converter:
         return self._call(node, args, kwargs)
 
     def _in_order(self, node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
-        """What a tensor has become, its elements in memory in the order in which they were.
+        """The new form of a tensor, its elements in memory in the order in which they were.
 
-        Where they had gaps between them, or were repeated, they lie as in `torch.empty_like` of it, which is how
+        If they had gaps between them, or were repeated, they lie as in `torch.empty_like` of it, which is how
         operators lay out masks and results.
         """
         new, before = self._new[node], node.meta.get("val")
@@ -110,7 +110,7 @@ class _Converter:
         return self._laid_out(new, _order_of(dense), reader or node)
 
     def _in_storage(self, node: fx.Node, reader: fx.Node | None = None) -> fx.Node:
-        """What a tensor has become, in a storage like the one that it had: a view is a view of what it was of."""
+        """The new form of a tensor, in a storage like the one that it had; a view has the same base."""
         if storages.base(node) is node:
             return self._in_order(node, reader)
         if node not in self._restored:
