@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,26 @@ def judged(judge: Path, instance: Path, steps: list[tuple[Any, str]], budget_gib
     return float(found[1])
 
 
+def with_fitting_algorithms(profile: Profile, steps: Sequence[Step], budget_bytes: int) -> tuple[Step, ...]:
+    """The same steps, each with the fastest implementation that fits of those that differ in nothing else."""
+    memory_bytes = simulate(profile, steps).memory_bytes
+    ran: set[int] = set()
+    chosen: list[Step] = []
+    for at, (operator, choice) in enumerate(steps):
+        costs = [cost.of_run(again=operator in ran) for cost in profile.costs[operator]]
+        implementations = profile.graph.operators[operator].implementations
+        ran.add(operator)
+
+        room_bytes = budget_bytes - memory_bytes[at] + costs[choice][1]
+        same = [
+            (max(0, costs[other][1] - room_bytes), costs[other][0], other)
+            for other in range(len(costs))
+            if baselines.same_values(implementations[choice], implementations[other])
+        ]
+        chosen.append((operator, min(same)[2]))
+    return tuple(chosen)
+
+
 def baseline_objectives(
     profile: Profile, budget_bytes: int, seconds: float, unit_ms: float
 ) -> dict[str, float | None]:
@@ -62,7 +82,7 @@ def baseline_objectives(
         try:
             if steps is None:
                 return None
-            steps = baselines.with_fitting_algorithms(profile, steps, budget_bytes)
+            steps = with_fitting_algorithms(profile, steps, budget_bytes)
             return simulate(profile, steps, budget_bytes).latency_ms / unit_ms
         except IllegalSchedule:
             return None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import Implementation, OperatorGraph, Phase, ValueKind
-from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 
 
@@ -182,7 +181,7 @@ def restrict_checkmate(profile: Profile, *, algorithms: bool = False) -> Restric
 
     def allowed(operator: int, choice: int) -> bool:
         ways = profile.graph.operators[operator].implementations
-        return choice == 0 or (algorithms and _same_values(ways[0], ways[choice]))
+        return choice == 0 or (algorithms and same_values(ways[0], ways[choice]))
 
     return _restrict(profile, allowed)
 
@@ -198,7 +197,7 @@ def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Restriction:
     def allowed(operator: int, choice: int) -> bool:
         ways = profile.graph.operators[operator].implementations
         compact = any(kinds[value] is ValueKind.INTERMEDIATE for value in ways[choice].reads)
-        return choice == 0 or compact or (algorithms and _same_values(ways[0], ways[choice]))
+        return choice == 0 or compact or (algorithms and same_values(ways[0], ways[choice]))
 
     restricted = _restrict(profile, allowed)
     operators = tuple(replace(op, rerunnable=False) for op in restricted.profile.graph.operators)
@@ -206,29 +205,9 @@ def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Restriction:
     return replace(restricted, profile=replace(restricted.profile, graph=graph))
 
 
-def _same_values(one: Implementation, other: Implementation) -> bool:
+def same_values(one: Implementation, other: Implementation) -> bool:
     """True if two implementations read, write and overwrite the same."""
     return (set(one.reads), one.writes, one.overwrites) == (set(other.reads), other.writes, other.overwrites)
-
-
-def with_fitting_algorithms(profile: Profile, steps: Sequence[Step], budget_bytes: int) -> tuple[Step, ...]:
-    """The same steps, each with the fastest implementation that fits of those that differ in nothing else."""
-    memory_bytes = simulate(profile, steps).memory_bytes
-    ran: set[int] = set()
-    chosen: list[Step] = []
-    for at, (operator, choice) in enumerate(steps):
-        costs = [cost.of_run(again=operator in ran) for cost in profile.costs[operator]]
-        implementations = profile.graph.operators[operator].implementations
-        ran.add(operator)
-
-        room_bytes = budget_bytes - memory_bytes[at] + costs[choice][1]
-        same = [
-            (max(0, costs[other][1] - room_bytes), costs[other][0], other)
-            for other in range(len(costs))
-            if _same_values(implementations[choice], implementations[other])
-        ]
-        chosen.append((operator, min(same)[2]))
-    return tuple(chosen)
 
 
 def _restrict(profile: Profile, allowed: Callable[[int, int], bool]) -> Restriction:
