@@ -41,7 +41,10 @@ QUICK = {
 SMALL = {name: QUICK[name] | {"input_size": (64, 64)} for name in ("verify", "measure")}
 """And with ResNet-50 in the README."""
 MONETS = "solution_resnet50_184_inplace_conv_multiway_newnode_6.00.pkl"
-BY_CI = ("python3 -m venv", ".venv/bin/pip ", ".venv/bin/python -m pytest", ".venv/bin/ruff", ".venv/bin/mypy")
+BY_CI = (
+    "python3 -m venv",
+    *(f".venv/bin/{command}" for command in ("pip ", "python -m pytest", "ruff", "mypy", "lint-imports")),
+)
 """What `.ci/run` runs, in a fresh clone."""
 ELSEWHERE = ("lines of: ", "example: ")
 """Quotations of files that test_examples.py and test_docs.py run."""

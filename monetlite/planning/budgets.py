@@ -93,8 +93,12 @@ def sweep(
     Args:
         profile: from `monetlite.profile`.
         budgets: as in `solve`, in any order.
-        tolerance, implementations, reserved, solver, seed: as in `solve`.
+        tolerance: as in `solve`.
+        implementations: as in `solve`.
+        reserved: as in `solve`.
         time_limit: seconds for each budget.
+        solver: as in `solve`.
+        seed: as in `solve`.
         progress: called with the budget in bytes, and how its solve stands.
 
     Returns:

@@ -43,9 +43,34 @@ def optimize(
 ) -> Schedule:
     """Trace a model, price its operators and solve for a schedule within a budget.
 
-    Args and errors are those of `trace`, `profile` and `solve`. Without a `layout`, one that changes the order
-    of sums is tried too where `tolerance` allows that, and the faster schedule returned. `runs_here` solves for the
-    operators that run where the model is, though costs are estimated for another device.
+    Args:
+        model: in training mode.
+        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        budget: peak of the training step: `"6GB"`, `"6GiB"`, bytes, or `"50%"` of plain training's peak.
+        device: `"cpu"` or `"cuda"` to measure here, or the name of a device to estimate (`"a100-40gb"`); by default
+            where the model is.
+        optimizer: counts the state and step of `"sgd"`, `"momentum"`, `"adam"` or `"adamw"`.
+        accumulate: counts gradients that exist when a training step begins.
+        tolerance: largest relative difference of an operator's result from plain training's, as in `solve`.
+        layout: `"as_traced"` or `"channels_last"`; by default both are tried where `tolerance` allows another order
+            of sums, and the faster schedule is returned.
+        implementations: `"all"`, or `"default"` to store and recompute only.
+        reserved: the budget is of the memory that torch's CUDA allocator reserves, as in `solve`.
+        time_limit: seconds of solving; tracing and measuring come on top.
+        solver: of the boolean program: `"SCIP"`, `"HIGHS"` or `"GUROBI"`.
+        seed: of the search.
+        starts: schedules to begin from.
+        runs_here: solves for the operators that run where the model is, though costs are estimated for another
+            device.
+
+    Raises:
+        TraceError: the model can't be captured as one graph; names the line.
+        ProfileError: an operator can't be measured.
+        BudgetError: the budget can't be read.
+        InfeasibleBudget: nothing fits, or nothing was found; says the smallest budget that is known to do.
+        DeviceError: an unknown device, or one that this machine does not have.
+        ModelError: an option that is out of range.
+        SolverError: the solver is not installed.
     """
     pricing = PricingOptions(device=device, optimizer=optimizer, accumulate=accumulate, layout=layout)
     solving = SolvingOptions(

@@ -75,7 +75,7 @@ class MONeTWrapper(Delegating):
         ScheduleMismatch: on the first training step, if the schedule was solved for another graph (another
             model, other frozen parameters, another mode of a submodule); names the operator that differs.
         ModelError: neither a schedule nor a budget; on a training step, inputs that no schedule can serve.
-        Those of `monetlite.optimize`, on a training step, with a budget.
+        MonetliteError: on a training step, with a budget: the errors of `monetlite.optimize`.
 
     Inputs that are smaller than those a schedule was solved for (the last batch, a shorter sequence) run by the
     same schedule. A model that returns a mapping with a scalar `loss` is trained through that loss; a gradient

@@ -81,15 +81,17 @@ def compare(
         example_inputs: as for `trace`.
         budgets: for monetlite, and to hold peers to: as for `solve`; percentages are of plain training's measured
             peak (its predicted one where it does not fit into memory).
-        peers: which others: `checkpoint`, `segments`, `selective`, `aot_eager`, `inductor`, `checkmate`, `gist`.
+        peers: the other methods: `checkpoint`, `segments`, `selective`, `aot_eager`, `inductor`, `checkmate` and
+            `gist`.
         device: `"cpu"` or `"cuda"`; by default where the model is.
         autocast: the dtype to train under `torch.autocast` to, as `"bfloat16"`.
-        tolerance, time_limit: of monetlite's schedules, as for `solve`; the limit is for each of them.
+        tolerance: of monetlite's schedules, as for `solve`.
+        time_limit: seconds of solving for each schedule.
         repeats: timed steps of each, taken in turn.
         seed: of the random numbers of the steps that are compared, and of solving.
         loss: makes a scalar of the model's output; by default as for `verify`.
         name: of the model, for reports; by default its class.
-        progress: told what is being done.
+        progress: called with a line about each piece of work.
 
     Raises:
         BudgetError: a budget can't be read, or there is none.
