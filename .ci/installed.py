@@ -6,6 +6,7 @@ Run it with the Python of an environment in which only the wheel is installed, f
 """
 
 import contextlib
+import lzma
 import subprocess
 import sys
 from pathlib import Path
@@ -74,8 +75,8 @@ def main_program() -> None:
     use_every_name()
     Path("own.py").write_text(OWN_MODEL, encoding="utf-8")
     Path("schedules").mkdir()
-    sample = next(REPOSITORY.glob(f"tests/**/{MONETS}"))
-    Path(MONETS).write_bytes(sample.read_bytes())
+    sample = REPOSITORY / "tests" / "zoo" / "monet_samples" / f"{MONETS}.xz"
+    Path(MONETS).write_bytes(lzma.decompress(sample.read_bytes()))
     unused = {
         name for name in commands() if not any(line.startswith(f"{name} ") for line in (*COMMANDS, "zoo list "))
     }

@@ -5,6 +5,7 @@ give them. What a page takes for granted (a model, a file of somebody's) is laid
 quoted, and the commands that CI itself runs, have tests of their own.
 """
 
+import lzma
 import re
 import shlex
 import shutil
@@ -17,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from monet_files import monet_classes, solution
 from torch import nn
 
 import monetlite
@@ -25,6 +25,7 @@ from monetlite.cli import main
 from monetlite.planning import pipeline
 
 ROOT = Path(__file__).parent.parent
+SAMPLES = ROOT / "tests" / "zoo" / "monet_samples"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 INDENTED = re.compile(r"^    (?=python |monetlite )(.*)$", re.MULTILINE)
@@ -40,7 +41,7 @@ QUICK = {
 """What commands do where a page doesn't say otherwise."""
 SMALL = {name: QUICK[name] | {"input_size": (64, 64)} for name in ("verify", "measure")}
 """And with ResNet-50 in the README."""
-MONETS = "solution_resnet50_184_inplace_conv_multiway_newnode_6.00.pkl"
+MONETS = "solution_vgg16_176_inplace_conv_multiway_newnode_7.00.pkl"
 BY_CI = (
     "python3 -m venv",
     *(f".venv/bin/{command}" for command in ("pip ", "python -m pytest", "ruff", "mypy", "lint-imports")),
@@ -121,10 +122,9 @@ def run_script(name, *arguments):
 
 
 @pytest.fixture
-def things_of_the_zoo(folder, monkeypatch):
+def things_of_the_zoo(folder):
     """A schedule of somebody's for a model that has a name, a collection to add it to, and one of MONeT's files."""
-    with monkeypatch.context() as patch:
-        (folder / MONETS).write_bytes(solution(monet_classes(patch)))
+    (folder / MONETS).write_bytes(lzma.decompress((SAMPLES / f"{MONETS}.xz").read_bytes()))
     options = ["--model", "resnet18", "--batch", "2", "--input-size", "64", "--device", "t4", "--budget", "100%"]
     done = CliRunner().invoke(main, ["solve", *options, "--time-limit", "1", "--output", "mine.yaml"])
     assert done.exit_code == 0, done.output

@@ -165,5 +165,5 @@ class TestCommands:
         assert "'--profile' in its place" in self.run("solve", *self.SOLVE, code=2).output
         (tmp_path / "p.json").write_text(TEXT)
         refused = self.run("solve", "--profile", "p.json", "--batch", "2", "--accumulate", *self.SOLVE, code=2)
-        assert "a profile says what --accumulate, --batch would" in " ".join(refused.output.split())
+        assert "a profile says what --batch, --accumulate would" in " ".join(refused.output.split())
         assert "can't be read" in self.run("solve", "--profile", "none.json", *self.SOLVE, code=4).output

@@ -114,7 +114,7 @@ def test_names_are_text_whatever_they_contain(browser, synthetic, tmp_path):
     )
     profile = replace(profile, graph=hostile)
     path = tmp_path / "hostile & strange.html"
-    write_report(path, schedule_of(profile, drop_once(hostile, range(0, 40, 3))), profile, profile)
+    write_report(path, analyse(schedule_of(profile, drop_once(hostile, range(0, 40, 3))), profile, profile))
     browser.get_log("browser")
     page = Page(browser, path)
     page.plot("scheduled").send_keys(Keys.HOME)
