@@ -28,7 +28,7 @@ def build(batch: int = 4):
     return nn.Sequential(*layers), (torch.randn(batch, 32),)
 """
 COMMANDS = (
-    "solve --model resnet50 --budget 6GB --time-limit 3",
+    "solve --model resnet50 --budget 6GB --time-limit 25",
     "plot resnet50_184_6GB.yaml --output timeline.png",
     "plot resnet50_184_6GB.yaml --output report.html",
     "verify resnet50_184_6GB.yaml --batch 2 --input-size 64 --repeats 1",
@@ -37,7 +37,7 @@ COMMANDS = (
     "profile --model own.py:build --device cpu --output profile.json",
     "measure --model own.py:build --device cpu --batch 2,4 --repeats 1 --warmup 0",
     "max-batch --model own.py:build --device t4 --budget 100kB --time-limit 1",
-    "compare --model own.py:build --budgets 90% --repeats 1 --time-limit 1 --peers checkpoint --output compared",
+    "compare --model own.py:build --budgets 90% --repeats 1 --time-limit 1 --peers checkpoint --output compared.md",
     "zoo list",
     "zoo show zoo:resnet50@6GB",
     "zoo get zoo:resnet50@6GB --output got.yaml",
@@ -58,7 +58,7 @@ def use_every_name() -> None:
     monetlite.sweep(profile, ["100%"], time_limit=1)
     schedule.save("own.yaml")
     assert isinstance(monetlite.load_schedule("own.yaml"), monetlite.Schedule)
-    assert monetlite.verify(model, "own.yaml", inputs).ok
+    assert monetlite.verify(model, "own.yaml", inputs).passed
     wrapped = monetlite.MONeTWrapper(model, "own.yaml")
     wrapped(inputs).sum().backward()
     monetlite.optimize(model, inputs, budget="100%", device="t4", time_limit=1)
