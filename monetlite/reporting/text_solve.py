@@ -1,7 +1,7 @@
 """The text of `monetlite solve`, `max-batch` and `plot --kind tradeoff`, and their facts for `--json`."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,9 +14,11 @@ from monetlite.core.simulate import Timeline
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.planning.batches import BatchLimit
 from monetlite.planning.pipeline import unplanned_loss
-from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint
 from monetlite.reporting.analysis import Analysis, cost_source
 from monetlite.reporting.text_tables import facts_table, figures_table
+
+if TYPE_CHECKING:
+    from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint  # imports the search
 
 OURS = "monetlite"
 _TOLD = (
@@ -218,10 +220,10 @@ def format_rate(samples_per_s: float) -> str:
     return f"{samples_per_s:.3g}" if samples_per_s < 999.5 else f"{samples_per_s:.0f}"
 
 
-def tradeoff_rows(tradeoff: Tradeoff) -> Iterator[dict[str, Any]]:
+def tradeoff_rows(tradeoff: "Tradeoff") -> Iterator[dict[str, Any]]:
     """Every point: its method, budget, peak and step time, and the bound if there is one."""
 
-    def row(name: str, point: TradeoffPoint | None, budget_bytes: int | None, **more: Any) -> dict[str, Any]:
+    def row(name: str, point: "TradeoffPoint | None", budget_bytes: int | None, **more: Any) -> dict[str, Any]:
         return {
             "method": name,
             "budget_bytes": budget_bytes,
@@ -241,7 +243,7 @@ def tradeoff_rows(tradeoff: Tradeoff) -> Iterator[dict[str, Any]]:
             yield row(name, point, point.budget_bytes)
 
 
-def tradeoff_facts(tradeoff: Tradeoff) -> dict[str, Any]:
+def tradeoff_facts(tradeoff: "Tradeoff") -> dict[str, Any]:
     """The same for `--json`, with the smallest budget and the time limits."""
     return {
         "smallest_proven_bytes": tradeoff.smallest_proven_bytes,
@@ -252,16 +254,16 @@ def tradeoff_facts(tradeoff: Tradeoff) -> dict[str, Any]:
     }
 
 
-def print_tradeoff(console: Console, analysis: Analysis, tradeoff: Tradeoff) -> None:
+def print_tradeoff(console: Console, analysis: Analysis, tradeoff: "Tradeoff") -> None:
     """A row for each budget: the overhead, the bound on it, and the baselines' overhead within it."""
     title = f"{analysis.title}: step time over plain training's, costs {analysis.costs}"
     console.print(title, style="bold", markup=False)
     names = [name for name, points in tradeoff.others.items() if any(point.budget_bytes for point in points)]
 
-    def overhead(point: TradeoffPoint | None) -> str:
+    def overhead(point: "TradeoffPoint | None") -> str:
         return "" if point is None else f"{tradeoff.overhead(point.latency_ms):+.1%}"
 
-    def within(name: str, budget_bytes: int) -> TradeoffPoint | None:
+    def within(name: str, budget_bytes: int) -> "TradeoffPoint | None":
         return next((point for point in tradeoff.others[name] if point.budget_bytes == budget_bytes), None)
 
     rows = [
@@ -287,5 +289,5 @@ def print_tradeoff(console: Console, analysis: Analysis, tradeoff: Tradeoff) -> 
     console.print(f"smallest budget: {smallest_in_words(tradeoff)}")
 
 
-def smallest_in_words(tradeoff: Tradeoff) -> str:
+def smallest_in_words(tradeoff: "Tradeoff") -> str:
     return _smallest(tradeoff.smallest_reached_bytes, tradeoff.smallest_proven_bytes)

@@ -380,3 +380,12 @@ def test_where_nothing_can_be_written_nothing_is_solved(where, folder, monkeypat
     assert result.exit_code == 4
     assert "can't be written" in result.stderr
     assert [path.name for path in folder.iterdir() if path.name.startswith(".x")] == []
+
+
+def test_showing_results_imports_no_solver():
+    """A search in compiled code takes 70 MB to import, which `monetlite measure` would count."""
+    code = (
+        "import sys, monetlite.cli.measure_command, monetlite.reporting.text_measure; print('numba' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
