@@ -28,7 +28,7 @@ def build(batch: int = 4):
     return nn.Sequential(*layers), (torch.randn(batch, 32),)
 """
 COMMANDS = (
-    "solve --model resnet50 --budget 6GB --time-limit 25",
+    "solve --model resnet50 --budget 6GB",
     "plot resnet50_184_6GB.yaml --output timeline.png",
     "plot resnet50_184_6GB.yaml --output report.html",
     "verify resnet50_184_6GB.yaml --batch 2 --input-size 64 --repeats 1",
