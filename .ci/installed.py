@@ -29,14 +29,14 @@ def build(batch: int = 4):
 """
 COMMANDS = (
     "solve --model resnet50 --budget 6GB",
-    "plot resnet50_184_6GB.yaml --output timeline.png",
-    "plot resnet50_184_6GB.yaml --output report.html",
-    "verify resnet50_184_6GB.yaml --batch 2 --input-size 64 --repeats 1",
-    "explain resnet50_184_6GB.yaml --time-limit 1",
-    "rescale resnet50_184_6GB.yaml --batch 92",
-    "profile --model own.py:build --device cpu --output profile.json",
+    "show resnet50_184_6GB.yaml --output timeline.png",
+    "show resnet50_184_6GB.yaml --output report.html",
+    "check resnet50_184_6GB.yaml --batch 2 --input-size 64 --repeats 1",
+    "show resnet50_184_6GB.yaml --time-limit 1",
+    "show resnet50_184_6GB.yaml --batch 92",
+    "measure --operators --model own.py:build --device cpu --output profile.json",
     "measure --model own.py:build --device cpu --batch 2,4 --repeats 1 --warmup 0",
-    "max-batch --model own.py:build --device t4 --budget 100kB --time-limit 1",
+    "solve --max-batch --model own.py:build --device t4 --budget 100kB --time-limit 1",
     "compare --model own.py:build --budgets 90% --repeats 1 --time-limit 1 --peers checkpoint --output compared.md",
     "zoo list",
     "zoo show zoo:resnet50@6GB",
@@ -90,8 +90,9 @@ def main_program() -> None:
 
 
 def commands() -> set[str]:
-    """Return the names of the commands, those of `zoo` with it."""
-    return {*main.commands, *(f"zoo {name}" for name in main.commands["zoo"].commands)}
+    """Return the names of the commands that are listed, those of `zoo` with it."""
+    listed = {name for name, command in main.commands.items() if not command.hidden}
+    return {*listed, *(f"zoo {name}" for name in main.commands["zoo"].commands)}
 
 
 if __name__ == "__main__":

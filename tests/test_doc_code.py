@@ -31,15 +31,13 @@ BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 INDENTED = re.compile(r"^    (?=python |monetlite )(.*)$", re.MULTILINE)
 QUICK = {
     "solve": {"time_limit": 2.0},
-    "max-batch": {"time_limit": 1.0, "multiple_of": 128},
-    "explain": {"time_limit": 1.0},
-    "plot": {"time_limit": 0.5, "points": 2},
-    "verify": {"repeats": 1},
+    "show": {"time_limit": 0.5, "points": 2},
+    "check": {"repeats": 1},
     "measure": {"repeats": 1, "warmup": 0},
     "compare": {"repeats": 1, "time_limit": 1.0, "peers": "checkpoint"},
 }
 """What commands do where a page doesn't say otherwise."""
-SMALL = {name: QUICK[name] | {"input_size": (64, 64)} for name in ("verify", "measure")}
+SMALL = {name: QUICK[name] | {"input_size": (64, 64)} for name in ("check", "measure")}
 """And with ResNet-50 in the README."""
 MONETS = "solution_vgg16_176_inplace_conv_multiway_newnode_7.00.pkl"
 BY_CI = (

@@ -208,7 +208,7 @@ def folder(tmp_path_factory):
 
 def test_the_command_explains_in_words_that_fit_a_terminal(folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    result = run("explain", folder / "s.yaml", "--model", f"{folder}/net.py:build", "--time-limit", "0.5")
+    result = run("show", folder / "s.yaml", "--model", f"{folder}/net.py:build", "--time-limit", "0.5")
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert max(map(len, result.stdout.splitlines())) <= 80
@@ -227,7 +227,7 @@ def test_the_command_explains_in_words_that_fit_a_terminal(folder, monkeypatch):
 
 
 def test_the_commands_facts_agree_with_the_schedule(folder):
-    result = run("explain", folder / "s.yaml", "--model", f"{folder}/net.py:build", "--time-limit", "0.5", "--json")
+    result = run("show", folder / "s.yaml", "--model", f"{folder}/net.py:build", "--time-limit", "0.5", "--json")
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     schedule = monetlite.load_schedule(folder / "s.yaml")
@@ -249,19 +249,19 @@ def test_the_commands_facts_agree_with_the_schedule(folder):
 
 
 def test_without_solving_there_are_no_alternatives(folder):
-    result = run("explain", folder / "s.yaml", "--model", f"{folder}/net.py:build", "--no-solve")
+    result = run("show", folder / "s.yaml", "--model", f"{folder}/net.py:build", "--no-solve")
     assert result.exit_code == 0, result.output
     assert "10% more" not in result.stdout
     assert "What limits going lower" in result.stdout
     facts = json.loads(
-        run("explain", folder / "s.yaml", "--model", f"{folder}/net.py:build", "--no-solve", "--json").stdout
+        run("show", folder / "s.yaml", "--model", f"{folder}/net.py:build", "--no-solve", "--json").stdout
     )
     assert (facts["limit"], facts["more_memory"], facts["less_memory"]) == (None, None, None)
 
 
 def test_costs_of_another_device_are_told_from_the_files(folder):
     model = ("--model", f"{folder}/net.py:build")
-    result = run("explain", folder / "s.yaml", *model, "--no-solve", "--device", "t4")
+    result = run("show", folder / "s.yaml", *model, "--no-solve", "--device", "t4")
     text = " ".join(result.stdout.split())
     assert "estimated for t4" in text
     assert "p100" not in text

@@ -1,7 +1,7 @@
 """The `monetlite` command: one file for each of its commands.
 
 Exit codes: 0 done, 2 usage (a bad option, budget, model or device), 3 infeasible, 4 anything else (a schedule
-that does not pass `verify` among it).
+that does not pass `check` among it).
 """
 
 import os
@@ -11,15 +11,11 @@ import threading
 import click
 
 from monetlite import __version__
+from monetlite.cli.check_command import check_command, verify_command
 from monetlite.cli.compare_command import compare_command
-from monetlite.cli.explain_command import explain_command
-from monetlite.cli.max_batch_command import max_batch_command
-from monetlite.cli.measure_command import measure_command
-from monetlite.cli.plot_command import plot_command
-from monetlite.cli.profile_command import profile_command
-from monetlite.cli.rescale_command import rescale_command
-from monetlite.cli.solve_command import solve_command
-from monetlite.cli.verify_command import verify_command
+from monetlite.cli.measure_command import measure_command, profile_command
+from monetlite.cli.show_command import explain_command, plot_command, rescale_command, show_command
+from monetlite.cli.solve_command import max_batch_command, solve_command
 from monetlite.cli.zoo_commands import zoo_command
 from monetlite.core.interrupts import BOUND_THREAD
 
@@ -30,18 +26,10 @@ def main() -> None:
     """Train PyTorch models within a memory budget."""
 
 
-for _command in (
-    solve_command,
-    profile_command,
-    measure_command,
-    verify_command,
-    compare_command,
-    explain_command,
-    plot_command,
-    zoo_command,
-    rescale_command,
-    max_batch_command,
-):
+NOW = (solve_command, show_command, check_command, measure_command, compare_command, zoo_command)
+BEFORE = (explain_command, plot_command, rescale_command, verify_command, profile_command, max_batch_command)
+"""Old names, which work as before and are not listed."""
+for _command in (*NOW, *BEFORE):
     main.add_command(_command)
 
 

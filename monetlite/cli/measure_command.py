@@ -1,4 +1,4 @@
-"""`monetlite measure`."""
+"""`monetlite measure`: a model's memory and time on this machine, or what each of its operators costs."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,16 +11,18 @@ import click
 from monetlite.cli.command_options import (
     ModelChoice,
     autocast_option,
-    here_option,
     input_options,
     model_option,
     options_of,
     output_option,
+    pricing_options,
     repeats_option,
+    size_options,
 )
-from monetlite.cli.running import Terminal, check_writable, command, prints_aside
-from monetlite.cli.subjects import build, chosen_device
+from monetlite.cli.running import Terminal, check_writable, command, only_for, prints_aside
+from monetlite.cli.subjects import build, chosen_device, price_layouts
 from monetlite.core.errors import ModelError
+from monetlite.core.graph import AS_TRACED
 from monetlite.core.options import PricingOptions
 
 if TYPE_CHECKING:
@@ -63,11 +65,14 @@ MODE_LIST = CommaList(
 )
 
 
-def _known_format(_: click.Context, __: click.Parameter, output: Path | None) -> Path | None:
-    """Refuse a file that no table can be written to, before minutes are spent on one."""
-    if output is not None and output.suffix.lower() not in FORMATS:
-        raise click.BadParameter(f"{output} ends in none of {', '.join(FORMATS)}")
-    return output
+OPERATORS_ONLY, WHOLE_ONLY = ("accumulate", "layout", "top"), ("modes", "repeats", "warmup")
+"""Parameters of `--operators`, and of measuring without it."""
+_top_option = click.option(
+    "--top", type=click.IntRange(min=1), default=15, show_default=True, help="Operators to list."
+)
+_layout_option = options_of(
+    PricingOptions, "layout", default=AS_TRACED, help="Layout of images.", show_default=True
+)
 
 
 @command(
@@ -75,7 +80,10 @@ def _known_format(_: click.Context, __: click.Parameter, output: Path | None) ->
     model_option(),
     click.option("--batch", "batches", type=BATCHES, help="1,2,4; by default the model's own batch alone."),
     input_options,
-    here_option,
+    click.option(
+        "--device",
+        help="cpu or cuda, by default the GPU if there is one; with --operators also a device to estimate.",
+    ),
     click.option(
         "--mode", "modes", type=MODE_LIST, default=",".join(MODES), show_default=True, help="One, or both."
     ),
@@ -89,18 +97,25 @@ def _known_format(_: click.Context, __: click.Parameter, output: Path | None) ->
         show_default=True,
         help="Runs right before them that are not timed; a few more are made to measure memory.",
     ),
-    output_option("Write the table too: a .md, .json or .csv file.", callback=_known_format),
+    output_option("Write the table too: a .md, .json or .csv file. With --operators: a file for solve --profile."),
+    click.option("--operators", is_flag=True, help="Show what each operator of a training step costs instead."),
+    _top_option,
+    options_of(PricingOptions, "accumulate"),
+    _layout_option,
+    rare=OPERATORS_ONLY,
+    rare_heading="Options of --operators",
 )
 def measure_command(
     terminal: Terminal,
     choice: ModelChoice,
+    pricing: PricingOptions,
     batches: tuple[int, ...] | None,
-    device: str | None,
     modes: tuple[str, ...],
-    optimizer: str | None,
     repeats: int,
     warmup: int,
     output: Path | None,
+    operators: bool,
+    top: int,
 ) -> None:
     """Measure the memory and time of a model on this machine, batch by batch, without any schedule.
 
@@ -111,9 +126,22 @@ def measure_command(
     from monetlite.core.files.atomic import write_atomically
     from monetlite.reporting import text_measure
 
+    if operators:
+        only_for("measuring without --operators", *WHOLE_ONLY)
+        if batches and len(batches) > 1:
+            raise click.UsageError("--operators is for one --batch")
+        profile(terminal, replace(choice, batch=batches[0] if batches else None), pricing, output, top)
+        return
+    only_for("measure --operators", *OPERATORS_ONLY)
+    if pricing.device not in (None, "cpu", "cuda"):
+        raise click.BadParameter(
+            f"{pricing.device!r} is neither cpu nor cuda; other devices are for --operators", param_hint="--device"
+        )
     if output is not None:
+        if output.suffix.lower() not in FORMATS:
+            raise click.BadParameter(f"{output} ends in none of {', '.join(FORMATS)}", param_hint="--output")
         check_writable(output)
-    device = chosen_device(device, advice="measure on the cpu")
+    device = chosen_device(pricing.device, advice="measure on the cpu")
 
     def at(batch: int | None, meta: bool = False) -> "BuiltModel":
         return build(replace(choice, batch=batch), meta=meta)
@@ -128,7 +156,7 @@ def measure_command(
             sorted(batches) if batches else (None,),
             [Mode(mode) for mode in modes],
             device=device,
-            optimizer=optimizer,
+            optimizer=pricing.optimizer,
             autocast=choice.autocast,
             warmup=warmup,
             repeats=repeats,
@@ -144,3 +172,35 @@ def measure_command(
     text_measure.print_measurements(terminal.console, found)
     if output is not None:
         click.echo(f"\nwritten to {output}")
+
+
+def profile(
+    terminal: Terminal, choice: ModelChoice, pricing: PricingOptions, output: Path | None, top: int
+) -> None:
+    """Show what each operator of a model's training step costs."""
+    from monetlite.reporting.text_measure import print_profile, profile_facts
+
+    if output is not None:
+        check_writable(output)
+    built, (priced,) = price_layouts(choice, pricing, terminal, [pricing.layout or AS_TRACED])
+    if output is not None:
+        priced.save(output)
+    if terminal.as_json:
+        terminal.print_json(profile_facts(priced))
+        return
+    click.echo(built.description)
+    print_profile(terminal.console, priced, top)
+    if output is not None:
+        click.echo(f"Written to {output}; monetlite solve --profile {output} --budget … solves for it.")
+
+
+profile_command = command(
+    "profile",
+    model_option(),
+    size_options(),
+    pricing_options,
+    _layout_option,
+    output_option("Write the profile to a file, which `monetlite solve --profile` takes on any machine."),
+    _top_option,
+    now="measure --operators",
+)(profile)

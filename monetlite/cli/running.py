@@ -8,12 +8,13 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from monetlite.cli.command_options import Decorator, ModelChoice, with_options
 from monetlite.core.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError, MonetliteError
@@ -94,8 +95,45 @@ def _progress_text(event: "Solution") -> str:
     return f"{event.seconds:.0f} s: {found}, bound {format_ms(event.lower_bound_ms)} ({event.phase})"
 
 
+class _Command(click.Command):
+    """A command whose rare options stand below a heading of their own."""
+
+    rare: Collection[str] = ()
+    rare_heading = ""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, rare in (("Options", False), (self.rare_heading, True)):
+            options = [item for item in self.get_params(ctx) if isinstance(item, click.Option)]
+            items = [item for item in options if (item.name in self.rare) is rare]
+            if rows := [row for item in items if (row := item.get_help_record(ctx))]:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+
+def is_given(name: str) -> bool:
+    """True if a parameter is given on the command line."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def only_for(use: str, *names: str) -> None:
+    """Refuse options that are given on the command line and have no use there.
+
+    Raises:
+        UsageError: one of these parameters is given.
+    """
+    for item in click.get_current_context().command.params:
+        if item.name in names and is_given(item.name):
+            raise click.UsageError(f"{item.opts[0]} is for {use}")
+
+
 def command(
-    name: str, *options: Decorator, group: click.Group | None = None, keeps_best: bool = False
+    name: str,
+    *options: Decorator,
+    group: click.Group | None = None,
+    keeps_best: bool = False,
+    now: str = "",
+    rare: Collection[str] = (),
+    rare_heading: str = "Rare options",
 ) -> Callable[[Callable[..., None]], click.Command]:
     """Make a click command of a function, with --json and --debug.
 
@@ -104,17 +142,22 @@ def command(
         options: click's options and arguments.
         group: the group that it joins.
         keeps_best: Ctrl-C ends the solve and not the command.
+        now: the new spelling, for an old name: it is hidden, and says so on stderr.
+        rare: parameters whose options --help lists below the others, under `rare_heading`.
 
     The function takes a `Terminal` and its options by name; parameters called `choice`, `pricing` and `solving` get
     the options that are fields of `ModelChoice`, `PricingOptions` and `SolvingOptions` as one object.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        @functools.wraps(function)
         def callback(as_json: bool, debug: bool, **given: Any) -> None:
+            if now:
+                click.echo(f"monetlite: `{name}` is now `monetlite {now}`", err=True)
             guard(lambda: function(Terminal(as_json), **_grouped(function, given)), debug, keeps_best=keeps_best)
 
-        made = click.command(name)(with_options(*options, *_COMMON)(callback))
+        callback.__doc__ = getattr(function, "func", function).__doc__
+        made = click.command(name, cls=_Command, hidden=bool(now))(with_options(*options, *_COMMON)(callback))
+        made.rare, made.rare_heading = rare, rare_heading
         if group is not None:
             group.add_command(made)
         return made

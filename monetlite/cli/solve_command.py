@@ -1,5 +1,6 @@
-"""`monetlite solve`."""
+"""`monetlite solve`: the fastest schedule within a budget, or the largest batch that trains within it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -11,10 +12,27 @@ from monetlite.cli.command_options import (
     output_option,
     pricing_options,
     size_options,
+    time_limit_option,
 )
-from monetlite.cli.running import Terminal, check_writable, command
+from monetlite.cli.running import Terminal, check_writable, command, is_given, only_for
 from monetlite.cli.subjects import load_profiles, price_layouts
+from monetlite.core.costs import Profile
+from monetlite.core.errors import InfeasibleBudget
+from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import PricingOptions, SolvingOptions
+
+FIRST_BATCH = 32
+"""Batch to begin from."""
+STEP, SMALL_BATCH = 8, 16
+"""Batches are multiples of the first; if the largest is below the second, any."""
+MAX_BATCH_SECONDS = 120.0
+_RARE = ("profiles", "layout", "accumulate", "implementations", "solver", "seed", "multiple_of")
+_multiple_option = click.option(
+    "--multiple-of",
+    type=click.IntRange(min=1),
+    help=f"With --max-batch: look at multiples of this batch only; by default {STEP}, or 1 where the largest is "
+    f"below {SMALL_BATCH}.",
+)
 
 
 @command(
@@ -25,7 +43,8 @@ from monetlite.core.options import PricingOptions, SolvingOptions
         "profiles",
         multiple=True,
         type=click.Path(dir_okay=False),
-        help="A file of `monetlite profile --output`, from any machine, in place of --model. One for each layout.",
+        help="A file of `monetlite measure --operators --output`, from any machine, in place of --model. One for "
+        "each layout.",
     ),
     size_options(),
     click.option(
@@ -37,7 +56,14 @@ from monetlite.core.options import PricingOptions, SolvingOptions
     options_of(PricingOptions, "layout"),
     options_of(SolvingOptions),
     output_option("Schedule file; by default MODEL_BATCH_BUDGET.yaml here."),
+    click.option(
+        "--max-batch",
+        is_flag=True,
+        help="Find the largest batch that trains within the budget instead, from --batch on.",
+    ),
+    _multiple_option,
     keeps_best=True,
+    rare=_RARE,
 )
 def solve_command(
     terminal: Terminal,
@@ -47,6 +73,8 @@ def solve_command(
     profiles: tuple[str, ...],
     budget: str,
     output: Path | None,
+    max_batch: bool,
+    multiple_of: int | None,
 ) -> None:
     """Find the fastest schedule of a model's training step within a memory budget."""
     from monetlite.core.simulate import simulate
@@ -57,6 +85,14 @@ def solve_command(
 
     if not profiles and choice.spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")
+    if max_batch:
+        only_for("solve without --max-batch", "profiles", "layout", "output")
+        if not is_given("time_limit"):
+            solving = replace(solving, time_limit=MAX_BATCH_SECONDS)
+        with interrupts_kept():
+            find_largest_batch(terminal, choice, budget, pricing, solving, multiple_of)
+        return
+    only_for("solve --max-batch", "multiple_of")
     # Read the budget, and see that the output can be written, before spending a minute on it.
     parse_budget(budget, plain_peak_bytes=2**40)
     if output:
@@ -91,3 +127,64 @@ def solve_command(
 def _file_name(name: str, batch: int, budget: str) -> str:
     stem = name.rpartition("/")[2].replace(":", "-").replace(".py", "")
     return f"{stem}_{batch}_{budget.replace('%', 'pct').replace(' ', '')}.yaml"
+
+
+def find_largest_batch(
+    terminal: Terminal,
+    choice: ModelChoice,
+    budget: str,
+    pricing: PricingOptions,
+    solving: SolvingOptions,
+    multiple_of: int | None,
+) -> None:
+    """Find the largest batch that trains within a memory budget, and the throughput on the way.
+
+    --batch says where to begin. Nothing is run out of memory: each batch is traced and bounded.
+    """
+    from monetlite.core.units import parse_budget
+    from monetlite.planning.batches import BatchLimit, largest_batch
+    from monetlite.reporting.text_solve import batches_facts, print_batches
+
+    budget_bytes = parse_budget(budget)
+    known: dict[int, Profile] = {}
+
+    def priced(batch: int) -> Profile:
+        if batch not in known:
+            _, (known[batch],) = price_layouts(replace(choice, batch=batch), pricing, terminal, solving=solving)
+        return known[batch]
+
+    def progress(batch: int, found: str) -> None:
+        if not terminal.quiet:
+            click.echo(f"batch {batch}: {found}", err=True)
+
+    def search(step: int) -> BatchLimit:
+        first = choice.batch or FIRST_BATCH
+        return largest_batch(priced, budget_bytes, solving, first=first, step=step, progress=progress)
+
+    try:
+        found = search(multiple_of or STEP)
+    except InfeasibleBudget:
+        if multiple_of is not None:
+            raise
+        found = search(1)
+    else:
+        if multiple_of is None and found.largest < SMALL_BATCH:
+            found = search(1)
+    profile = known[found.largest]
+    if terminal.as_json:
+        terminal.print_json(batches_facts(profile.graph.name, profile, found))
+    else:
+        print_batches(terminal.console, profile.graph.name, profile, found)
+
+
+max_batch_command = command(
+    "max-batch",
+    model_option(),
+    size_options(),
+    click.option("--budget", required=True, help="Peak of the whole step in bytes: 16GB, 16GiB."),
+    pricing_options,
+    options_of(SolvingOptions, "tolerance", "reserved", "seed"),
+    time_limit_option(MAX_BATCH_SECONDS, "Seconds for searching and solving; tracing each batch comes on top."),
+    _multiple_option,
+    now="solve --max-batch",
+)(find_largest_batch)

@@ -161,8 +161,15 @@ class OpenedSchedule:
     plain: Profile
     built: "BuiltModel"
 
+    @property
+    def at_own_sizes(self) -> bool:
+        """True if the model has the sizes that the schedule was solved for."""
+        return self.profile.graph.fingerprint == self.schedule.fingerprint
 
-def open_schedule(path: str, choice: ModelChoice, device: str | None, terminal: Terminal) -> OpenedSchedule:
+
+def open_schedule(
+    path: str, choice: ModelChoice, device: str | None, terminal: Terminal, *, other_sizes: bool = False
+) -> OpenedSchedule:
     """Read a schedule (a file, or `zoo:MODEL@BUDGET`), and trace and price its model.
 
     Args:
@@ -171,6 +178,7 @@ def open_schedule(path: str, choice: ModelChoice, device: str | None, terminal: 
         device: to price for; by default the one that the schedule was solved with, which is measured again if
             this machine is where it was measured.
         terminal: shows progress.
+        other_sizes: allow sizes that it wasn't solved for.
 
     Raises:
         ScheduleFileError: the file can't be read.
@@ -182,22 +190,29 @@ def open_schedule(path: str, choice: ModelChoice, device: str | None, terminal: 
 
     schedule = load_schedule(path)
     choice = model_of(schedule, path, choice)
-    built, profiles = price_for(schedule, choice, device or _device_of(schedule, path), terminal)
+    pricing = PricingOptions(
+        device=device or _device_of(schedule, path), optimizer=schedule.optimizer, accumulate=schedule.accumulate
+    )
+    # As plain training runs it, and last in the schedule's layout.
+    layouts = list(dict.fromkeys((AS_TRACED, schedule.layout)))
+    built, profiles = price_layouts(choice, pricing, terminal, layouts)
     graph = profiles[-1].graph
-    steps = bind(schedule, graph)
-    if graph.fingerprint != schedule.fingerprint:
-        theirs, ours = ([item.shape for item in specs.values()] for specs in (schedule.inputs, graph.inputs))
-        if theirs == ours:
-            raise ScheduleMismatch(
-                f"{path} was solved for tensors of other sizes than this model makes of inputs of {_shapes(ours)}: "
-                "layers have other widths, or the file was edited. Solve a schedule for this model"
-            )
+    opened = OpenedSchedule(
+        schedule=schedule, steps=bind(schedule, graph), profile=profiles[-1], plain=profiles[0], built=built
+    )
+    if other_sizes or opened.at_own_sizes:
+        return opened
+    theirs, ours = ([item.shape for item in specs.values()] for specs in (schedule.inputs, graph.inputs))
+    if theirs == ours:
         raise ScheduleMismatch(
-            f"{path} was solved for inputs of {_shapes(theirs)}, and the model has {_shapes(ours)}; give its sizes "
-            "(--batch, --input-size, --sequence-length), or solve one for these"
-            + (", or see what it would take with monetlite rescale" if schedule.source is not None else "")
+            f"{path} was solved for tensors of other sizes than this model makes of inputs of {_shapes(ours)}: "
+            "layers have other widths, or the file was edited. Solve a schedule for this model"
         )
-    return OpenedSchedule(schedule=schedule, steps=steps, profile=profiles[-1], plain=profiles[0], built=built)
+    raise ScheduleMismatch(
+        f"{path} was solved for inputs of {_shapes(theirs)}, and the model has {_shapes(ours)}; give its sizes "
+        "(--batch, --input-size, --sequence-length), solve one for these, or see what it would take with monetlite "
+        "show"
+    )
 
 
 def model_of(schedule: "Schedule", path: str, choice: ModelChoice) -> ModelChoice:
@@ -219,14 +234,6 @@ def model_of(schedule: "Schedule", path: str, choice: ModelChoice) -> ModelChoic
     return replace(choice, autocast=schedule.autocast or None)
 
 
-def price_for(
-    schedule: "Schedule", choice: ModelChoice, device: str, terminal: Terminal
-) -> "tuple[BuiltModel, list[Profile]]":
-    """Price a schedule's model on a device: as plain training runs it, and last in the schedule's layout."""
-    pricing = PricingOptions(device=device, optimizer=schedule.optimizer, accumulate=schedule.accumulate)
-    return price_layouts(choice, pricing, terminal, list(dict.fromkeys((AS_TRACED, schedule.layout))))
-
-
 def _device_of(schedule: "Schedule", path: str) -> str:
     """The device that a schedule was solved with, if its costs can be had here."""
     if schedule.kind == "estimated":
@@ -245,16 +252,3 @@ def _device_of(schedule: "Schedule", path: str) -> str:
             "estimate instead: --device cpu, cuda, t4, ..."
         )
     return schedule.device
-
-
-__all__ = [
-    "LoadedProfiles",
-    "OpenedSchedule",
-    "build",
-    "chosen_device",
-    "load_profiles",
-    "model_of",
-    "open_schedule",
-    "price_for",
-    "price_layouts",
-]

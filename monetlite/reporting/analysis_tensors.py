@@ -1,4 +1,4 @@
-"""The peak of a schedule, and the histories of its largest tensors, as data for `monetlite explain`."""
+"""The peak of a schedule, and the histories of its largest tensors, as data for `monetlite show`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

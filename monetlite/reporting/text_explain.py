@@ -1,4 +1,4 @@
-"""The text of `monetlite explain`, and its facts for `--json`."""
+"""The text of `monetlite show`, and its facts for `--json`."""
 
 import math
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""The text of `monetlite solve`, `max-batch` and `plot --kind tradeoff`, and their facts for `--json`."""
+"""The text of `monetlite solve` and `show --kind tradeoff`, and their facts for `--json`."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,9 @@
-"""Tables without lines, for the terminal and for Markdown."""
+"""Tables without lines, for the terminal and for Markdown; tables as CSV."""
 
-from collections.abc import Iterable, Sequence
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -39,3 +42,13 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: 
     rules = (" --- " if column in left else " ---: " for column in columns)
     lines = [f"| {' | '.join(columns)} |".replace("|  |", "| |"), f"|{'|'.join(rules)}|"]
     return [*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)]
+
+
+def csv_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as CSV, under the names of their fields."""
+    first, *others = rows
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(first), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([first, *others])
+    return text.getvalue()

@@ -1,4 +1,4 @@
-"""The text of `monetlite verify`: measured figures beside the promised ones, differences, and the verdict."""
+"""The text of `monetlite check`: measured figures beside the promised ones, differences, and the verdict."""
 
 import math
 from collections.abc import Sequence

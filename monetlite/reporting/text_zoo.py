@@ -1,4 +1,4 @@
-"""The text of `monetlite zoo` and `monetlite rescale`."""
+"""The text of `monetlite zoo`, and of `monetlite show` at other sizes."""
 
 import math
 from collections.abc import Sequence

@@ -401,7 +401,7 @@ def test_long_lists_are_cut_with_a_count_at_80_columns(measured):
 
 
 def run(*arguments):
-    return commands.run("verify", *arguments)
+    return commands.run("check", *arguments)
 
 
 def test_the_command_needs_no_model_where_the_file_names_it(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from commands import run
 
 import monetlite
+from monetlite import cli
 from monetlite.core.schedule import Status
 
 MODEL = """
@@ -133,7 +134,7 @@ def test_a_step_under_autocast_is_solved_and_verified_there(folder):
     assert result.exit_code == 0, result.output
     assert "under autocast to bfloat16" in " ".join(result.stdout.split())
     assert monetlite.load_schedule("s.yaml").autocast == "bfloat16"
-    report = run("verify", "s.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
+    report = run("check", "s.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
     assert report.exit_code == 0, report.output
     assert json.loads(report.stdout)["exact"]
 
@@ -187,7 +188,7 @@ def test_usage_errors(options, says, folder):
 
 def test_a_gpu_that_is_not_there(folder, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = run("profile", "--model", "net.py:build", "--device", "cuda")
+    result = run("measure", "--operators", "--model", "net.py:build", "--device", "cuda")
     assert result.exit_code == 2
     assert "no GPU" in result.stderr
 
@@ -247,11 +248,11 @@ def test_a_bug_is_a_message_and_with_debug_a_traceback(folder, monkeypatch):
 
 
 def test_profile_prints_tables_and_json(folder):
-    printed = run("profile", "--model", "net.py:build", "--device", "p100", "--top", "3")
+    printed = run("measure", "--operators", "--model", "net.py:build", "--device", "p100", "--top", "3")
     assert printed.exit_code == 0, printed.output
     assert "by family" in printed.stdout
     assert "convolution" in printed.stdout
-    result = run("profile", "--model", "net.py:build", "--device", "p100", "--json")
+    result = run("measure", "--operators", "--model", "net.py:build", "--device", "p100", "--json")
     facts = json.loads(result.stdout)
     names = [operator["name"] for operator in facts["operators"]]
     assert names[0] == "0"
@@ -266,14 +267,14 @@ def test_profile_prints_tables_and_json(folder):
 
 def test_verify_by_a_schedule_solved_for_the_same_shapes(folder):
     assert run(*SOLVE, "--budget", "150%", "--output", "s.yaml").exit_code == 0
-    result = run("verify", "s.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
+    result = run("check", "s.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
     facts = json.loads(result.stdout)
     assert facts["largest_difference"] == 0
     assert facts["random_state"] is True
     assert facts["same_shapes"] is True
     assert facts["passed"] == (facts["peak_bytes"] <= facts["budget_bytes"])
     assert result.exit_code == (0 if facts["passed"] else 4)
-    printed = run("verify", "s.yaml", "--model", "net.py:build", "--repeats", "1")
+    printed = run("check", "s.yaml", "--model", "net.py:build", "--repeats", "1")
     assert "bit for bit plain training's" in printed.stdout
     assert printed.stdout.splitlines()[-1].startswith("PASS" if facts["passed"] else "FAIL: the peak")
 
@@ -289,7 +290,7 @@ def test_verify_refuses_other_models_files_and_shapes(folder):
         (("cut.yaml", "--model", "net.py:build"), 4, "cut.yaml"),
         (("hostile.yaml", "--model", "net.py:build"), 4, "not allowed"),
     ):
-        result = run("verify", *arguments)
+        result = run("check", *arguments)
         assert result.exit_code == code, (arguments, result.output)
         assert says in result.stderr, (arguments, result.output)
         assert result.stdout == ""
@@ -299,7 +300,7 @@ def test_verify_refuses_other_models_files_and_shapes(folder):
 def test_a_schedule_with_an_optimizer_still_serves_the_model(folder):
     result = run(*SOLVE, "--budget", "150%", "--optimizer", "adam", "--output", "s.yaml")
     assert result.exit_code == 0, result.output
-    verified = run("verify", "s.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
+    verified = run("check", "s.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
     assert json.loads(verified.stdout)["largest_difference"] == 0, verified.output
 
 
@@ -352,7 +353,7 @@ def test_how_exact_and_in_which_layout_is_the_persons_choice(folder):
     assert loose["budget_bytes"] == facts["budget_bytes"], "100% is of plain training in either case"
     schedule = monetlite.load_schedule("loose.yaml")
     assert (schedule.tolerance, schedule.layout) == (1e-4, "channels_last")
-    verified = run("verify", "loose.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
+    verified = run("check", "loose.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
     assert json.loads(verified.stdout)["largest_difference"] <= 1e-2
     printed = run(*SOLVE, *arguments)
     assert "images in channels-last" in " ".join(printed.stdout.split())
@@ -380,6 +381,61 @@ def test_where_nothing_can_be_written_nothing_is_solved(where, folder, monkeypat
     assert result.exit_code == 4
     assert "can't be written" in result.stderr
     assert [path.name for path in folder.iterdir() if path.name.startswith(".x")] == []
+
+
+OLD = {
+    "explain": ("show", "s.yaml --no-solve", 0, "overhead_ms"),
+    "plot": ("show", "s.yaml --output t.png --x operators", 0, "kind"),
+    "rescale": ("show", "s.yaml --batch 2 --output r.yaml", 0, "from"),
+    "verify": ("check", "s.yaml --repeats 1 --no-budget-check", 0, "passed"),
+    "profile": ("measure --operators", "--device t4 --output p.json --layout channels_last", 0, "operators"),
+    "max-batch": ("solve --max-batch", "--device t4 --budget 1kB --multiple-of 8 --time-limit 1", 3, ""),
+}
+
+
+def test_old_names_are_the_new_commands_and_say_so(folder):
+    sized = MODEL.replace("def build():", "def build(batch=4):").replace("randn(4, 3", "randn(batch, 3", 1)
+    (folder / "net.py").write_text(sized)
+    assert run(*SOLVE, "--budget", "100%", "--output", "s.yaml").exit_code == 0
+    listed = run("--help").stdout
+    for old, (new, options, code, fact) in OLD.items():
+        assert f"  {old} " not in listed
+        result = run(old, *options.split(), "--model", "net.py:build", "--json")
+        assert result.exit_code == code, (old, result.output)
+        assert result.stderr.startswith(f"monetlite: `{old}` is now `monetlite {new}")
+        assert not fact or fact in json.loads(result.stdout)
+        new_options = {item.name for item in cli.main.commands[new.split()[0]].params}
+        assert {item.name for item in cli.main.commands[old].params} - {"batch"} <= new_options
+    assert monetlite.load_schedule("r.yaml").peak_bytes < monetlite.load_schedule("s.yaml").peak_bytes
+    assert "is now" not in run("show", "s.yaml", "--no-solve", "--model", "net.py:build").stderr
+
+
+def test_options_of_another_use_are_refused(folder):
+    model = ("--model", "net.py:build")
+    for arguments, says in (
+        (("measure", *model, "--top", "3"), "--top is for measure --operators"),
+        (("measure", *model, "--operators", "--warmup", "3"), "--warmup is for measuring without --operators"),
+        (("measure", *model, "--operators", "--batch", "1,2"), "--operators is for one --batch"),
+        (("measure", *model, "--device", "t4"), "neither cpu nor cuda"),
+        (
+            ("solve", *model, "--budget", "1GB", "--max-batch", "--output", "s.yaml"),
+            "--output is for solve without",
+        ),
+        (("solve", *model, "--budget", "1GB", "--multiple-of", "2"), "--multiple-of is for solve --max-batch"),
+        (("show", "s.yaml", "--csv", "t.csv"), "--csv is for pictures"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, (arguments, result.output)
+        assert says in " ".join(result.stderr.split())
+    assert os.listdir(folder) == ["net.py"]
+
+
+def test_rare_options_stand_apart():
+    usual, _, rare = run("solve", "--help").stdout.partition("Rare options:")
+    assert "--budget" in usual
+    for option in ("--solver", "--profile", "--seed", "--layout"):
+        assert f"  {option} " not in usual
+        assert f"  {option} " in rare
 
 
 def test_showing_results_imports_no_solver():

@@ -46,7 +46,7 @@ def test_what_a_model_prints_is_not_the_commands_output(file, tmp_path):
     quick = ("--model", f"{file}:build", "--json")
     for command in (
         ("solve", *quick, "--budget", "110%", "--device", "cpu", "--time-limit", "1", "--output", schedule),
-        ("verify", schedule, *quick, "--repeats", "1"),
+        ("check", schedule, *quick, "--repeats", "1"),
         ("measure", *quick, "--repeats", "1", "--warmup", "0"),
         ("compare", *quick, "--budgets", "100%", "--peers", "checkmate", "--repeats", "1", "--time-limit", "0.5"),
     ):
@@ -62,7 +62,7 @@ def test_a_model_that_ends_the_program_has_not_passed(file, tmp_path):
         "solve", *quick, "--budget", "110%", "--device", "t4", "--time-limit", "1", "--output", schedule
     )
     assert solved.exit_code == 0, solved.output
-    result = commands.run("verify", schedule, *quick, "--repeats", "1")
+    result = commands.run("check", schedule, *quick, "--repeats", "1")
     assert result.exit_code == 4
     assert "ended the program" in result.stderr
 

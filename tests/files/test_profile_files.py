@@ -134,7 +134,7 @@ class TestCommands:
 
     def test_profile_here_solve_there(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        shown = self.run("profile", *self.MODEL, "--output", "p.json")
+        shown = self.run("measure", "--operators", *self.MODEL, "--output", "p.json")
         assert "monetlite solve --profile p.json" in shown.output
         self.run("solve", *self.MODEL, *self.SOLVE, "--output", "direct.yaml")
         shown = self.run("solve", "--profile", "p.json", *self.SOLVE)
@@ -148,7 +148,7 @@ class TestCommands:
     def test_two_layouts(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         for layout in ("as_traced", "channels_last"):
-            self.run("profile", *self.MODEL, "--layout", layout, "--output", f"{layout}.json")
+            self.run("measure", "--operators", *self.MODEL, "--layout", layout, "--output", f"{layout}.json")
         both = ("--profile", "channels_last.json", "--profile", "as_traced.json")
         asked = ("--tolerance", "1e-5", "--layout", "channels_last", "--output", "s.yaml")
         self.run("solve", *both, *self.SOLVE, *asked)

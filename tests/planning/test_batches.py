@@ -102,7 +102,8 @@ def test_names_of_fits_are_for_people():
 @pytest.mark.usefixtures("traced_once")
 class TestCommand:
     ARGUMENTS = (
-        "max-batch",
+        "solve",
+        "--max-batch",
         "--model",
         "resnet18",
         "--input-size",

@@ -13,7 +13,7 @@ from matplotlib.transforms import Bbox
 
 def plot(solved, *arguments):
     path, spec = solved
-    return run("plot", path, "--model", spec, *arguments)
+    return run("show", path, "--model", spec, *arguments)
 
 
 def words_of_svg(path):

@@ -167,7 +167,7 @@ class TestCommands:
 
     def test_rescale(self, folder, sound, tmp_path):
         output, file = tmp_path / "half.yaml", folder / file_name(sound)
-        result = commands.run("rescale", str(file), "--batch", "16", "--output", str(output))
+        result = commands.run("show", str(file), "--batch", "16", "--output", str(output))
         assert result.exit_code == 0, result.output
         assert max(map(len, result.output.splitlines()[:3])) <= 80
         half = monetlite.load_schedule(output)
@@ -176,7 +176,7 @@ class TestCommands:
         assert {**half.choices.before} == {**sound.choices.before}
         assert run("check", output).exit_code == 0, "its figures are those of the new sizes"
         elsewhere = commands.run("rescale", str(file), "--device", "t4", "--json")
-        facts = json.loads(elsewhere.output)
+        facts = json.loads(elsewhere.stdout)
         assert facts["to"]["device"] == "t4"
         assert facts["to"]["latency_ms"] > facts["from"]["latency_ms"]
 
@@ -185,10 +185,10 @@ class TestCommands:
         spec, file = f"{tmp_path / 'own.py'}:build", tmp_path / "own.yaml"
         sizes = ("--device", "t4", "--budget", "90%", "--time-limit", "1", "--output", file)
         assert commands.run("solve", "--model", spec, *sizes).exit_code == 0
-        nameless = commands.run("rescale", file, "--batch", "32")
+        nameless = commands.run("show", file, "--batch", "32")
         assert nameless.exit_code == 2
         assert "--model" in nameless.output
-        result = commands.run("rescale", file, "--batch", "32", "--model", spec)
+        result = commands.run("show", file, "--batch", "32", "--model", spec)
         assert result.exit_code == 0, result.output
         assert [line.split()[1] for line in result.output.splitlines()[1:3]] == ["64", "32"]
 

@@ -1,5 +1,10 @@
-"""The memory of one training step, plain and scheduled, stacked by purpose."""
+"""The memory of one training step, plain and scheduled, stacked by purpose: as a picture, rows and facts."""
 
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -22,11 +27,12 @@ from monetlite.reporting.plots.drawing import (
     styled,
     time_axis,
 )
-from monetlite.reporting.timeline_columns import StepColumns, extent_of, step_columns
 
 WIDTH, HEIGHT = 11.0, 7.0
 _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 0.75, 2.35, 1.35, 0.55, 0.6
 """Margins, in inches."""
+MAX_COLUMNS = 2000
+"""Columns that a picture can show."""
 _HEADROOM = 1.17
 """Height of the panels over the largest peak, so that its label fits."""
 
@@ -47,24 +53,29 @@ def draw_timeline(analysis: Analysis, *, by_time: bool = True) -> Figure:
     width = WIDTH - _LEFT - _RIGHT
     upper = add_axes(figure, _LEFT, _BOTTOM + height + _BETWEEN, width, height)
     lower = add_axes(figure, _LEFT, _BOTTOM, width, height, share_x=upper)
-    extent = extent_of(analysis, by_time=by_time)
+    sides = {"plain training": analysis.plain, "scheduled": analysis.scheduled}
+    widths = [
+        side.timeline.latencies_ms if by_time else [1.0] * len(side.timeline.steps) for side in sides.values()
+    ]
+    extent = max(map(sum, widths)) or 1.0
     # A budget far above both peaks is left out of sight rather than make everything else small.
     highest_bytes = max(analysis.plain.peak_bytes, analysis.scheduled.peak_bytes)
     if budget_bytes <= 1.5 * highest_bytes:
         highest_bytes = max(highest_bytes, budget_bytes)
-    for axes, side, label in ((upper, analysis.plain, "plain training"), (lower, analysis.scheduled, "scheduled")):
+    for axes, (label, side), of_steps in zip((upper, lower), sides.items(), widths, strict=True):
         axes.set_xlim(0, extent)
         axes.set_ylim(0, highest_bytes * _HEADROOM)
-        shown = step_columns(side, by_time=by_time, extent=extent)
+        edges, steps = columns(of_steps, side.timeline.memory_bytes, extent)
         layers = (
-            (str(holding), [of_step[step] for step in shown.steps], FILLS[holding])
+            (str(holding), [of_step[step] for step in steps], FILLS[holding])
             for holding, of_step in side.bytes_of.items()
             if any(of_step)
         )
-        stack_areas(axes, layers, shown.edges, 0.6)
+        stack_areas(axes, layers, edges, 0.6)
         _mark_budget(axes, budget_bytes)
         _mark_phases(axes, side, by_time=by_time)
-        _mark_peak(figure, axes, side, shown, budget_bytes)
+        peak = steps.index(side.timeline.peak_step)
+        _mark_peak(figure, axes, side, (edges[peak] + edges[peak + 1]) / 2, budget_bytes)
         figures = f"peak {format_bytes(side.peak_bytes)}, step {format_ms(side.latency_ms)}"
         axes.set_title(f"{label}: {figures}", loc="left", weight="bold", pad=16)
         bytes_axis(axes.yaxis, highest_bytes, "memory")
@@ -75,6 +86,23 @@ def draw_timeline(analysis: Analysis, *, by_time: bool = True) -> Figure:
         lower.set_xlabel("operators run")
     _legend(figure, analysis)
     return figure
+
+
+def columns(widths: Sequence[float], memory_bytes: Sequence[int], extent: float) -> tuple[list[float], list[int]]:
+    """Columns for steps of these widths, on an axis that is `extent` long: their edges, and a step for each.
+
+    Steps too narrow to be seen share a column, which shows the one of them that holds most memory.
+    """
+    least = extent / MAX_COLUMNS
+    ends = np.cumsum(widths)
+    begins = ends - np.asarray(widths)
+    # The middle of a wide step is in a bin that no other's is in.
+    firsts = np.flatnonzero(np.diff((begins + ends) / 2 // least, prepend=-1))
+    spaced = np.arange(len(firsts) + 1) * least
+    edges = np.maximum.accumulate(np.append(begins[firsts], ends[-1]) - spaced) + spaced
+    memory = np.asarray(memory_bytes)
+    steps = [int(at + memory[at:after].argmax()) for at, after in pairwise([*firsts, len(widths)])]
+    return edges.tolist(), steps
 
 
 def _mark_budget(axes: Axes, budget_bytes: int) -> None:
@@ -100,11 +128,9 @@ def _mark_phases(axes: Axes, side: StepAnalysis, *, by_time: bool) -> None:
         add_note(axes, text, (at, 1), (offset, 3), xycoords=axes.get_xaxis_transform(), **style)
 
 
-def _mark_peak(figure: Figure, axes: Axes, side: StepAnalysis, shown: StepColumns, budget_bytes: int) -> None:
+def _mark_peak(figure: Figure, axes: Axes, side: StepAnalysis, at: float, budget_bytes: int) -> None:
     """A ring at the peak, and a label clear of the lines of the budget and the border."""
     timeline = side.timeline
-    column = shown.steps.index(timeline.peak_step)
-    at = (shown.edges[column] + shown.edges[column + 1]) / 2
     share = at / axes.get_xlim()[1]
     rooms = {True: 1 - share, False: share}
     onward = timeline.peak_step >= side.border
@@ -152,3 +178,40 @@ def _legend(figure: Figure, analysis: Analysis) -> None:
         handlelength=1.6,
         handleheight=1.2,
     )
+
+
+def timeline_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    """Every step of plain training and of the schedule: its operator, time, and memory in bytes by purpose."""
+    for label, side in (("plain", analysis.plain), ("scheduled", analysis.scheduled)):
+        timeline, graph = side.timeline, side.graph
+        begins = (0.0, *accumulate(timeline.latencies_ms))
+        for at, (index, choice) in enumerate(timeline.steps):
+            operator = graph.operators[index]
+            yield {
+                "run": label,
+                "step": at,
+                "operator": operator.name,
+                "implementation": operator.implementations[choice].name,
+                "begins_ms": begins[at],
+                "latency_ms": timeline.latencies_ms[at],
+                "memory_bytes": timeline.memory_bytes[at],
+                **{f"{holding.replace(' ', '_')}_bytes": side.bytes_of[holding][at] for holding in Holding},
+            }
+
+
+def timeline_facts(analysis: Analysis) -> dict[str, Any]:
+    """The peaks, their operators, and the memory there in bytes by purpose, for `--json`."""
+
+    def facts(side: StepAnalysis) -> dict[str, Any]:
+        timeline = side.timeline
+        return {
+            "steps": len(timeline.steps),
+            "backward_begins": side.border,
+            "latency_ms": side.latency_ms,
+            "peak_bytes": side.peak_bytes,
+            "peak_step": timeline.peak_step,
+            "peak_operator": side.peak_operator,
+            "peak_holds_bytes": {str(holding): size for holding, size in side.peak_bytes_of.items()},
+        }
+
+    return {"plain": facts(analysis.plain), "scheduled": facts(analysis.scheduled)}

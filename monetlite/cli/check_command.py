@@ -1,4 +1,4 @@
-"""`monetlite verify`."""
+"""`monetlite check`."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from monetlite.cli.command_options import (
     schedule_argument,
     schedule_model_option,
     size_options,
+    with_options,
 )
 from monetlite.cli.running import EXIT_FAILED, CommandExit, Terminal, command, prints_aside
 from monetlite.cli.subjects import build, model_of
@@ -20,8 +21,7 @@ DEFAULT_OPERATORS = 10
 """Number of operators that differ to print."""
 
 
-@command(
-    "verify",
+_options = with_options(
     schedule_argument,
     schedule_model_option,
     size_options("schedule"),
@@ -53,7 +53,9 @@ DEFAULT_OPERATORS = 10
     ),
     click.option("--no-budget-check", is_flag=True, help="Pass though the peak is over the budget."),
 )
-def verify_command(
+
+
+def check(
     terminal: Terminal,
     schedule: str,
     choice: ModelChoice,
@@ -107,6 +109,10 @@ def verify_command(
         print_report(terminal.console, report, DEFAULT_OPERATORS if operators is None else operators)
     if not report.passed:
         raise CommandExit(EXIT_FAILED)
+
+
+check_command = command("check", _options)(check)
+verify_command = command("verify", _options, now="check SCHEDULE")(check)
 
 
 def _to_cuda(inputs: Any) -> Any:
