@@ -21,8 +21,7 @@ from monetlite.core.source import ModelSource
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.zoo import Shelf
-from monetlite.zoo.check import Checked, Checker
-from monetlite.zoo.repricing import build, estimated, traced
+from monetlite.zoo.check import Checked, Checker, build, traced
 
 SCHEDULES = Path(__file__).resolve().parent.parent / "schedules"
 PAPER_GB = (10, 9, 8, 7, 6, 5, 4, 3)
@@ -84,7 +83,7 @@ WANTED = (
 def make(wanted: Wanted, shelf: Shelf, checker: Checker, time_limit: float, again: bool) -> Iterator[str]:
     """Solve what is missing of one model, from the smallest budget up, each beginning from those before it."""
     graph = traced(wanted.source, device=wanted.device)
-    profile = estimated(graph, wanted.device, optimizer=None, accumulate=False)
+    profile = monetlite.profile(graph, wanted.device)
     plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
     title = f"{wanted.source.model} on {wanted.device}, plain {format_bytes(plain_bytes)}"
     found: list[Schedule] = []

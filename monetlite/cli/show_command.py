@@ -165,7 +165,7 @@ def _kind(output: Path | None, kind: str | None) -> str:
 
 def _rescaled(opened: OpenedSchedule) -> OpenedSchedule:
     """The same choices, priced as they were opened."""
-    from monetlite.zoo.repricing import rescale
+    from monetlite.planning.budgets import rescale
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # opening it has told what this device lacks

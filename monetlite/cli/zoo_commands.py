@@ -99,12 +99,14 @@ def check_command(terminal: Terminal, files: tuple[Path, ...], folder: Path | No
     Without FILES, every file of the collection. Exit code 4 if any fails.
     """
     from monetlite.reporting.text_zoo import print_checked
-    from monetlite.zoo.check import Checked, Checker, check_all
+    from monetlite.zoo.check import Checked, Checker
 
     shelf = None if files else _shelf(folder)
-    each = check_all(shelf.folder, shelf.files()) if shelf else map(Checker().check, files)
+    checker = Checker()
+    places = ((shelf.folder / file, file) for file in shelf.files()) if shelf else ((file, None) for file in files)
     found: list[Checked] = []
-    for checked in each:
+    for path, name in places:
+        checked = checker.check(path, name)
         found.append(checked)
         if not terminal.as_json:
             print_checked(terminal.console, checked)

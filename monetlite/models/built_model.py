@@ -91,11 +91,17 @@ def finish(
     """
     import torch
 
+    from monetlite.fx.torch_internals.torch_pytree import tree_map_only
+
     if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise ModelError(f"{name} has lazy parameters without a shape; call the model once before returning it")
     if options.dtype is not None:
         model = model.to(options.dtype)
-        example_inputs = _cast(example_inputs, options.dtype)
+        example_inputs = tree_map_only(
+            torch.Tensor,
+            lambda item: item.to(options.dtype) if item.is_floating_point() else item,
+            example_inputs,
+        )
     model.train()
     tensors = [(label, tensor) for label, tensor in _named_tensors(example_inputs) if tensor.dim() > 0]
     if not tensors:
@@ -112,6 +118,7 @@ def finish(
             dtype=None if options.dtype is None else cast(Dtype, str(options.dtype).removeprefix("torch.")),
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    count = f"{parameters / 1e6:.1f} M" if parameters >= 10**6 else f"{parameters:,}"
     inputs = ", ".join(
         f"{label}{'×'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
         for label, tensor in tensors
@@ -121,23 +128,9 @@ def finish(
         model=model,
         example_inputs=example_inputs,
         batch=int(tensors[0][1].shape[0]),
-        description=f"{title}: {_count(parameters)} parameters; input {inputs}; returns {returns}",
+        description=f"{title}: {count} parameters; input {inputs}; returns {returns}",
         source=source,
     )
-
-
-def _cast(item: Any, dtype: "torch.dtype") -> Any:
-    import torch
-
-    if isinstance(item, torch.Tensor):
-        return item.to(dtype) if item.is_floating_point() else item
-    if isinstance(item, Mapping):
-        return {key: _cast(value, dtype) for key, value in item.items()}
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_cast(value, dtype) for value in item))
-    if isinstance(item, tuple | list):
-        return type(item)(_cast(value, dtype) for value in item)
-    return item
 
 
 def _named_tensors(item: Any, label: str = "") -> "Iterator[tuple[str, torch.Tensor]]":
@@ -151,10 +144,6 @@ def _named_tensors(item: Any, label: str = "") -> "Iterator[tuple[str, torch.Ten
     elif isinstance(item, tuple | list):
         for value in item:
             yield from _named_tensors(value, label)
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e6:.1f} M" if parameters >= 10**6 else f"{parameters:,}"
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:

@@ -18,48 +18,39 @@ DEFAULT_BATCH = 8
 DEFAULT_SEQUENCE_LENGTH = 128
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Head:
-    """A kind of model with a loss: where transformers lists the model types that have it, and its inputs."""
+    """A kind of model with a loss: transformers' names of it in its mappings and of its class, and its inputs."""
 
     mapping: str
     auto_class: str
     image: bool = False
     label_per_token: bool = True
 
+    def classes(self, model_type: str) -> tuple[str, ...]:
+        """Names of the classes of a model type that have this head; empty if there are none."""
+        from transformers.models.auto import modeling_auto
+
+        found = getattr(modeling_auto, f"MODEL_FOR_{self.mapping}_MAPPING_NAMES").get(model_type, ())
+        return (found,) if isinstance(found, str) else tuple(found)
+
 
 # In order of preference, where the configuration does not name an architecture: the objective that the model
 # type is mostly trained on comes before one that it also has (BERT has a causal head, BART a masked one).
 _HEADS = (
-    _Head(
-        mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-        auto_class="AutoModelForImageClassification",
-        image=True,
-        label_per_token=False,
-    ),
-    _Head(mapping="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", auto_class="AutoModelForSeq2SeqLM"),
-    _Head(mapping="MODEL_FOR_MASKED_LM_MAPPING_NAMES", auto_class="AutoModelForMaskedLM"),
-    _Head(mapping="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", auto_class="AutoModelForCausalLM"),
-    _Head(
-        mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-        auto_class="AutoModelForSequenceClassification",
-        label_per_token=False,
-    ),
+    _Head("IMAGE_CLASSIFICATION", "AutoModelForImageClassification", image=True, label_per_token=False),
+    _Head("SEQ_TO_SEQ_CAUSAL_LM", "AutoModelForSeq2SeqLM"),
+    _Head("MASKED_LM", "AutoModelForMaskedLM"),
+    _Head("CAUSAL_LM", "AutoModelForCausalLM"),
+    _Head("SEQUENCE_CLASSIFICATION", "AutoModelForSequenceClassification", label_per_token=False),
 )
-
-
+_LARGE = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     # As published: the numbers of the models' own configurations.
     "gpt2-medium": ("gpt2", {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
     "gpt2-large": ("gpt2", {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
-    "bert-large": (
-        "bert",
-        {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
-    ),
-    "vit-large": (
-        "vit",
-        {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
-    ),
+    "bert-large": ("bert", _LARGE),
+    "vit-large": ("vit", _LARGE),
     "llama-1b": (
         "llama",
         {
@@ -94,6 +85,8 @@ def build(name: str, options: BuildOptions) -> BuiltModel:
         ModelError: transformers is missing, no configuration has that name, the model type has no class with
             a loss, or the sequence is longer than the model's positions.
     """
+    import torch
+
     spec = f"hf:{name}"
     transformers = require("transformers", spec)
     config = _config(transformers, name)
@@ -108,7 +101,11 @@ def build(name: str, options: BuildOptions) -> BuiltModel:
             model = getattr(transformers, head.auto_class).from_config(config)
     except Exception as error:
         raise ModelError(f"{spec} failed to build: {type(error).__name__}: {error}") from error
-    labels = _labels(config, head, inputs, options)
+    (first,) = inputs.values()
+    labels = first.clone()
+    if not head.label_per_token:
+        with options.device():
+            labels = torch.randint(config.num_labels, (first.shape[0],))
     title = type(model).__name__
     return finish(spec, model, {**inputs, "labels": labels}, options, title=title, returns="its loss")
 
@@ -117,6 +114,7 @@ def _config(transformers: Any, name: str) -> Any:
     spec = f"hf:{name}"
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     path = os.path.expanduser(name)
+    looks_like_path = name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     try:
         if os.path.exists(path):
             return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -125,20 +123,21 @@ def _config(transformers: Any, name: str) -> Any:
         if name in _SIZES:
             model_type, sizes = _SIZES[name]
             return transformers.AutoConfig.for_model(model_type, **sizes)
-        if not _looks_like_path(name):
+        if not looks_like_path:
             return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         if os.path.exists(path):
             raise ModelError(
                 f"{spec}: {path} is not a model configuration that transformers can read "
-                f"({_first_line(error)}); it needs a config.json with a model_type"
+                f"({reason}); it needs a config.json with a model_type"
             ) from error
         if name in known:
             raise ModelError(
-                f"{spec}: the model type {name!r} has no default configuration ({_first_line(error)}); "
+                f"{spec}: the model type {name!r} has no default configuration ({reason}); "
                 "give the path of a config.json"
             ) from error
-    if _looks_like_path(name):
+    if looks_like_path:
         raise ModelError(
             f"{spec}: there is no file or folder {path}; check the path, or give a model type like hf:gpt2"
         )
@@ -151,34 +150,17 @@ def _config(transformers: Any, name: str) -> Any:
     )
 
 
-def _looks_like_path(name: str) -> bool:
-    return name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
 def _head(config: Any, spec: str) -> _Head:
     """The kind of model to build: the configuration's own architecture if it has a loss, or by preference."""
-    from transformers.models.auto import modeling_auto
-
-    model_type = config.model_type
-    offered = [head for head in _HEADS if model_type in getattr(modeling_auto, head.mapping)]
-    for architecture in config.architectures or ():
-        for head in offered:
-            if architecture in _class_names(getattr(modeling_auto, head.mapping)[model_type]):
-                return head
-    if not offered:
+    offered = {head: head.classes(config.model_type) for head in _HEADS}
+    named = [head for name in config.architectures or () for head in _HEADS if name in offered[head]]
+    known = [head for head in _HEADS if offered[head]]
+    if not known:
         raise ModelError(
-            f"{spec}: transformers has no class of model type {model_type!r} with a language-modelling or "
+            f"{spec}: transformers has no class of model type {config.model_type!r} with a language-modelling or "
             "classification loss; write a builder function instead: path/to/file.py:build"
         )
-    return offered[0]
-
-
-def _class_names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+    return (named or known)[0]
 
 
 def _images(config: Any, options: BuildOptions, spec: str) -> dict[str, Any]:
@@ -211,13 +193,3 @@ def _tokens(config: Any, options: BuildOptions, spec: str) -> dict[str, Any]:
         )
     with options.device():
         return {"input_ids": torch.randint(text.vocab_size, (options.batch or DEFAULT_BATCH, length))}
-
-
-def _labels(config: Any, head: _Head, inputs: dict[str, Any], options: BuildOptions) -> Any:
-    import torch
-
-    (first,) = inputs.values()
-    if head.label_per_token:
-        return first.clone()
-    with options.device():
-        return torch.randint(config.num_labels, (first.shape[0],))

@@ -21,12 +21,11 @@ class _Network:
     """A network that monetlite brings along.
 
     Attributes:
-        make: makes it from the module that defines it.
+        make: makes it, from the module `convnets`.
         size: height and width of the images. smallest: where every stage still has a pixel to work on.
     """
 
     title: str
-    module: str
     make: "Callable[[Any], nn.Module]"
     batch: int = DEFAULT_BATCH
     size: tuple[int, int] = (224, 224)
@@ -36,35 +35,29 @@ class _Network:
 
 # Batches other than the default, and the UNet's size, are the paper's (Shah et al., arXiv:2010.14501, section 5).
 _NETWORKS = {
-    "resnet18": _Network("ResNet-18", "resnet", lambda net: net.ResNet(net.BasicBlock, (2, 2, 2, 2))),
-    "resnet34": _Network("ResNet-34", "resnet", lambda net: net.ResNet(net.BasicBlock, (3, 4, 6, 3))),
-    "resnet50": _Network("ResNet-50", "resnet", lambda net: net.ResNet(net.Bottleneck, (3, 4, 6, 3)), batch=184),
-    "resnet101": _Network("ResNet-101", "resnet", lambda net: net.ResNet(net.Bottleneck, (3, 4, 23, 3))),
-    "resnet152": _Network("ResNet-152", "resnet", lambda net: net.ResNet(net.Bottleneck, (3, 8, 36, 3))),
+    "resnet18": _Network("ResNet-18", lambda net: net.ResNet((2, 2, 2, 2), bottleneck=False)),
+    "resnet34": _Network("ResNet-34", lambda net: net.ResNet((3, 4, 6, 3), bottleneck=False)),
+    "resnet50": _Network("ResNet-50", lambda net: net.ResNet((3, 4, 6, 3)), batch=184),
+    "resnet101": _Network("ResNet-101", lambda net: net.ResNet((3, 4, 23, 3))),
+    "resnet152": _Network("ResNet-152", lambda net: net.ResNet((3, 8, 36, 3))),
     "resnext50_32x4d": _Network(
         "ResNeXt-50 32×4d",
-        "resnet",
-        lambda net: net.ResNet(net.Bottleneck, (3, 4, 6, 3), groups=32, width_per_group=4),
+        lambda net: net.ResNet((3, 4, 6, 3), groups=32, width_per_group=4),
     ),
-    "wide_resnet50_2": _Network(
-        "Wide ResNet-50-2", "resnet", lambda net: net.ResNet(net.Bottleneck, (3, 4, 6, 3), width_per_group=128)
-    ),
-    "vgg11": _Network("VGG-11", "vgg", lambda net: net.VGG((1, 1, 2, 2, 2))),
-    "vgg13": _Network("VGG-13", "vgg", lambda net: net.VGG((2, 2, 2, 2, 2))),
-    "vgg16": _Network("VGG-16", "vgg", lambda net: net.VGG((2, 2, 3, 3, 3)), batch=176),
-    "vgg16_bn": _Network("VGG-16 with batch norm", "vgg", lambda net: net.VGG((2, 2, 3, 3, 3), batch_norm=True)),
-    "vgg19": _Network("VGG-19", "vgg", lambda net: net.VGG((2, 2, 4, 4, 4))),
-    "googlenet": _Network("GoogLeNet", "googlenet", lambda net: net.GoogLeNet(), batch=320),
-    "mobilenet_v2": _Network("MobileNetV2", "mobilenet", lambda net: net.MobileNetV2(), batch=272),
-    "densenet121": _Network("DenseNet-121", "densenet", lambda net: net.DenseNet((6, 12, 24, 16))),
-    "densenet161": _Network(
-        "DenseNet-161", "densenet", lambda net: net.DenseNet((6, 12, 36, 24), growth=48, stem_channels=96)
-    ),
-    "densenet169": _Network("DenseNet-169", "densenet", lambda net: net.DenseNet((6, 12, 32, 32))),
-    "densenet201": _Network("DenseNet-201", "densenet", lambda net: net.DenseNet((6, 12, 48, 32))),
+    "wide_resnet50_2": _Network("Wide ResNet-50-2", lambda net: net.ResNet((3, 4, 6, 3), width_per_group=128)),
+    "vgg11": _Network("VGG-11", lambda net: net.VGG((1, 1, 2, 2, 2))),
+    "vgg13": _Network("VGG-13", lambda net: net.VGG((2, 2, 2, 2, 2))),
+    "vgg16": _Network("VGG-16", lambda net: net.VGG((2, 2, 3, 3, 3)), batch=176),
+    "vgg16_bn": _Network("VGG-16 with batch norm", lambda net: net.VGG((2, 2, 3, 3, 3), batch_norm=True)),
+    "vgg19": _Network("VGG-19", lambda net: net.VGG((2, 2, 4, 4, 4))),
+    "googlenet": _Network("GoogLeNet", lambda net: net.GoogLeNet(), batch=320),
+    "mobilenet_v2": _Network("MobileNetV2", lambda net: net.MobileNetV2(), batch=272),
+    "densenet121": _Network("DenseNet-121", lambda net: net.DenseNet((6, 12, 24, 16))),
+    "densenet161": _Network("DenseNet-161", lambda net: net.DenseNet((6, 12, 36, 24), growth=48, stem_channels=96)),
+    "densenet169": _Network("DenseNet-169", lambda net: net.DenseNet((6, 12, 32, 32))),
+    "densenet201": _Network("DenseNet-201", lambda net: net.DenseNet((6, 12, 48, 32))),
     "unet": _Network(
         "UNet",
-        "unet",
         lambda net: net.UNet(),
         batch=11,
         size=(416, 608),
@@ -151,7 +144,7 @@ def _build_network(spec: str, options: BuildOptions) -> BuiltModel:
     if options.sequence_length is not None:
         raise ModelError(f"{name} takes images, not sequences; drop the sequence length, or give an input size")
     with options.device():
-        model = network.make(importlib.import_module(f"monetlite.models.{network.module}"))
+        model = network.make(importlib.import_module("monetlite.models.convnets"))
     images = options.image(3, network.batch, network.size)
     return finish(
         name, model, (images,), options, title=network.title, returns=f"{network.returns}, the loss is yours"

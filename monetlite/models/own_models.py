@@ -54,7 +54,12 @@ def build(spec: str, options: BuildOptions) -> BuiltModel:
     else:
         raise ModelError(f"{spec} returned {_describe(result)}; {wanted}")
     if inputs is None:
-        inputs = _default_images(spec, options)
+        if options.input_size is None:
+            raise ModelError(
+                f"{spec} returned a module without example inputs; return (module, example_inputs), or give "
+                "an input size for a model that takes images (N, 3, H, W)"
+            )
+        inputs = (options.image(3, DEFAULT_BATCH, options.input_size),)
     else:
         inputs = _checked_inputs(spec, inputs)
         for name, value in (("batch", options.batch), ("input_size", options.input_size)):
@@ -161,15 +166,6 @@ def _arguments(spec: str, function: Callable[..., Any], options: BuildOptions) -
         advice = f"give {', '.join(options_needed)}" if options_needed == needed else "give them defaults"
         raise ModelError(f"{spec} needs {', '.join(needed)}, which was not given; {advice}")
     return arguments
-
-
-def _default_images(spec: str, options: BuildOptions) -> tuple[Any, ...]:
-    if options.input_size is None:
-        raise ModelError(
-            f"{spec} returned a module without example inputs; return (module, example_inputs), or give "
-            "an input size for a model that takes images (N, 3, H, W)"
-        )
-    return (options.image(3, DEFAULT_BATCH, options.input_size),)
 
 
 def _checked_inputs(spec: str, inputs: Any) -> tuple[Any, ...] | dict[str, Any]:

@@ -51,14 +51,21 @@ def optimize(
             where the model is.
         optimizer: counts the state and step of `"sgd"`, `"momentum"`, `"adam"` or `"adamw"`.
         accumulate: counts gradients that exist when a training step begins.
-        tolerance: largest relative difference of an operator's result from plain training's, as in `solve`.
+        tolerance: how far an operator's result may be from the default implementation's, as a fraction of the
+            largest sum of magnitudes on the way. 0: only implementations that make the same bits. 1e-5: also
+            float32 sums in another order. 1e-4: also normalisations differentiated from their output. 4e-3: also
+            activations kept as bfloat16 for their gradient.
         layout: `"as_traced"` or `"channels_last"`; by default both are tried where `tolerance` allows another order
             of sums, and the faster schedule is returned.
-        implementations: `"all"`, or `"default"` to store and recompute only.
-        reserved: the budget is of the memory that torch's CUDA allocator reserves, as in `solve`.
-        time_limit: seconds of solving; tracing and measuring come on top.
-        solver: of the boolean program: `"SCIP"`, `"HIGHS"` or `"GUROBI"`.
-        seed: of the search.
+        implementations: `"all"`, or `"default"` to store and recompute only, every operator running as it was
+            traced (as Checkmate does, Jain et al., MLSys 2020).
+        reserved: the budget is of the memory that torch's CUDA allocator reserves, which `nvidia-smi` shows, in a
+            script that calls `monetlite.limit_reserved`; computed from the schedule's requests. Where memory is
+            hard to fill without gaps, solving takes up to three times the time limit.
+        time_limit: seconds until the best schedule found is returned, with a bound on how much better any schedule
+            could be; tracing and measuring come on top.
+        solver: of the boolean program: `"SCIP"`, `"HIGHS"`, or `"GUROBI"` where it is installed.
+        seed: of the search; the same seed gives the same schedule as far as time limits allow.
         starts: schedules to begin from.
         runs_here: solves for the operators that run where the model is, though costs are estimated for another
             device.

@@ -5,20 +5,22 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monetlite.allocator import reserve
 from monetlite.core.binding import first_difference
-from monetlite.core.costs import ProfileKind, without_costs
-from monetlite.core.errors import IllegalSchedule, MonetliteError
+from monetlite.core.costs import Profile, ProfileKind, without_costs
+from monetlite.core.devices import find_device
+from monetlite.core.errors import IllegalSchedule, ModelError, MonetliteError
+from monetlite.core.graph import AS_TRACED, OperatorGraph
 from monetlite.core.schedule import Schedule, read_schedule, schedule_problems
 from monetlite.core.simulate import simulate
+from monetlite.core.source import ModelSource, is_shareable
 from monetlite.core.steps import plain_steps
 from monetlite.zoo.collection import file_name
 
 if TYPE_CHECKING:
-    from monetlite.core.costs import Profile
+    from monetlite.models import BuiltModel
 
 SAME = 1e-6
 """Largest relative difference between a latency in a file and the same one computed again."""
@@ -104,7 +106,7 @@ class Checker:
         if schedule.peak_bytes > schedule.budget_bytes:
             yield f"predicted.peak_bytes is {schedule.peak_bytes}, over the budget of {schedule.budget_bytes}"
 
-    def profile(self, schedule: Schedule, plain: bool = False) -> "Profile":
+    def profile(self, schedule: Schedule, plain: bool = False) -> Profile:
         """Price a schedule's model again: estimated as it was solved, or without costs if it was measured.
 
         Args:
@@ -115,7 +117,7 @@ class Checker:
             ModelError: the model can't be built here: a package is missing.
             TraceError, DeviceError: as `trace` and `profile`.
         """
-        from monetlite.zoo.repricing import estimated, traced
+        from monetlite.planning.pricing import profile
 
         layout = "as_traced" if plain else schedule.layout
         priced = schedule.device if schedule.kind == "estimated" else ""
@@ -124,14 +126,56 @@ class Checker:
             assert schedule.source is not None
             graph = traced(schedule.source, schedule.autocast, layout, priced or None)
             self._profiles[key] = (
-                estimated(graph, priced, schedule.optimizer, schedule.accumulate)
+                profile(
+                    graph, find_device(priced).name, optimizer=schedule.optimizer, accumulate=schedule.accumulate
+                )
                 if priced
                 else without_costs(graph)
             )
         return self._profiles[key]
 
 
-def _without_plans(profile: "Profile", schedule: Schedule) -> tuple["Profile", Schedule]:
+def build(source: ModelSource, meta: bool = True) -> "BuiltModel":
+    """Build a model and its inputs, on the meta device unless said otherwise.
+
+    Raises:
+        ModelError: the name is not one of a built-in or a library's model, or the model can't be built.
+    """
+    import torch
+
+    from monetlite.models import build_model
+
+    if not is_shareable(source.model):
+        raise ModelError(f"{source.model!r:.80} is not the name of a built-in, hf:, timm: or torchvision: model")
+    return build_model(
+        source.model,
+        batch=source.batch,
+        input_size=source.input_size,
+        sequence_length=source.sequence_length,
+        dtype=None if source.dtype is None else getattr(torch, source.dtype),
+        meta=meta,
+    )
+
+
+def traced(
+    source: ModelSource, autocast: str = "", layout: str = AS_TRACED, device: str | None = None
+) -> OperatorGraph:
+    """Trace the training step of a model, on a named device if one is given.
+
+    Raises:
+        ModelError, TraceError, DeviceError: the model can't be built, or not be traced.
+    """
+    import torch
+
+    from monetlite.tracing import trace
+
+    built = build(source)
+    with torch.autocast("cpu", getattr(torch, autocast or "bfloat16"), enabled=bool(autocast)):
+        graph = trace(built.model, built.example_inputs, device=device, layout=layout)
+    return replace(graph, name=built.name)
+
+
+def _without_plans(profile: Profile, schedule: Schedule) -> tuple[Profile, Schedule]:
     """Replace cuDNN plans, which only a GPU has, by implementations that read and write the same."""
     from monetlite.operators.cudnn import with_named_plans
 
@@ -146,11 +190,4 @@ def _other(name: str, written: float, found: float) -> Iterator[str]:
         yield f"{name} is {written}; it comes to {found} now"
 
 
-def check_all(folder: Path, files: tuple[str, ...], checker: Checker | None = None) -> Iterator[Checked]:
-    """Check the files of a collection, those of one model one after another."""
-    checker = checker or Checker()
-    for file in files:
-        yield checker.check(folder / file, expected_name=file)
-
-
-__all__ = ["Checked", "Checker", "check_all"]
+__all__ = ["Checked", "Checker", "build", "traced"]

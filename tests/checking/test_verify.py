@@ -24,7 +24,7 @@ from monetlite.profiling.step_additions import with_optimizer
 from monetlite.reporting.text_verify import print_report, report_facts
 from monetlite.tracing import trace
 from monetlite.tracing.step_inputs import resident_bytes
-from monetlite.zoo.repricing import build
+from monetlite.zoo.check import build
 
 AMPLE = 10**9
 """A budget in bytes that nothing here exceeds."""

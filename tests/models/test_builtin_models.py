@@ -5,7 +5,7 @@ import torch
 
 from monetlite.core.errors import ModelError
 from monetlite.models import build_model, builtin_names
-from monetlite.models.unet import DoubleConv, Up
+from monetlite.models.convnets import DoubleConv, Up
 
 PARAMETERS = {
     "resnet18": 11_689_512,

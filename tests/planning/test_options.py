@@ -35,8 +35,6 @@ def keywords(function, *, without=()):
 
 def test_functions_take_every_option_with_its_default():
     assert keywords(monetlite.optimize, without=("starts", "runs_here")) == PRICING | SOLVING
-    assert keywords(monetlite.solve, without=("starts", "progress")) == SOLVING
-    assert keywords(monetlite.sweep, without=("progress",)) == SOLVING
     # The device stands second, the layout is the graph's, and without a tolerance everything is priced.
     graph_options = {name: PRICING[name] for name in ("optimizer", "accumulate")}
     assert keywords(monetlite.profile, without=("progress", "tolerance")) == graph_options
@@ -61,6 +59,20 @@ def test_commands_take_every_option_with_its_default():
         for item in command.params:
             if item.name in SOLVING and item.name != "time_limit":
                 assert default_of(item) == SOLVING[item.name], (command.name, item.name)
+
+
+def test_solve_and_sweep_take_the_options_of_solving(monkeypatch):
+    given = []
+    monkeypatch.setattr("monetlite.planning.budgets.solve_budget", lambda *args, **_: given.append(args[2]))
+    options = {name: OTHERS[name] for name in SOLVING}
+    monetlite.solve(None, "1GB", **options)
+    monetlite.solve(None, "1GB")
+    assert given == [SolvingOptions(**options), SolvingOptions()]
+    for function in (monetlite.solve, monetlite.sweep):
+        with pytest.raises(TypeError, match="colour"):
+            function(None, "1GB", colour="red")
+        with pytest.raises(ModelError, match="not a fraction"):
+            function(None, "1GB", tolerance=2)
 
 
 OTHERS = {

@@ -32,7 +32,7 @@ import monetlite
 from monetlite.core.graph import Phase
 from monetlite.core.steps import plain_steps
 from monetlite.models import build_model
-from monetlite.models.densenet import DenseNet
+from monetlite.models.convnets import DenseNet
 
 REORDERED_SUMS = 1e-6
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import monetlite
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.models.densenet import DenseNet
+from monetlite.models.convnets import DenseNet
 from monetlite.profiling import meters
 from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.profiling.step_additions import with_accumulation

@@ -14,8 +14,7 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.source import ModelSource
 from monetlite.planning.layouts import solve_layouts
 from monetlite.zoo import Shelf, file_name
-from monetlite.zoo.check import Checker
-from monetlite.zoo.repricing import estimated, traced
+from monetlite.zoo.check import Checker, traced
 
 OWN = """
 import torch
@@ -28,7 +27,7 @@ SOURCE = ModelSource(model="resnet18", batch=32, input_size=(128, 128))
 
 @pytest.fixture(scope="module")
 def sound():
-    profile = estimated(traced(SOURCE), "rtx-3090", None, False)
+    profile = monetlite.profile(traced(SOURCE), "rtx-3090")
     return replace(monetlite.solve(profile, "70%", time_limit=3), source=SOURCE, seconds=3.0)
 
 
@@ -104,8 +103,7 @@ def test_of_a_measured_file_what_tensors_take_is_checked(checker, sound, tmp_pat
 
 def test_channels_last_is_compared_with_the_model_as_it_is(checker, tmp_path):
     layouts = [
-        estimated(traced(SOURCE, layout=layout), "rtx-3090", None, False)
-        for layout in ("as_traced", "channels_last")
+        monetlite.profile(traced(SOURCE, layout=layout), "rtx-3090") for layout in ("as_traced", "channels_last")
     ]
     schedule = solve_layouts(layouts, "80%", SolvingOptions(tolerance=1e-5, time_limit=3), layout="channels_last")
     assert checked(checker, replace(schedule, source=SOURCE), tmp_path).problems == ()

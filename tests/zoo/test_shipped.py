@@ -11,8 +11,7 @@ from torch.utils import _pytree as pytree
 import monetlite
 from monetlite.core.source import ModelSource
 from monetlite.zoo import shipped
-from monetlite.zoo.check import Checker
-from monetlite.zoo.repricing import build
+from monetlite.zoo.check import Checker, build
 
 ENTRIES = shipped().entries()
 GROUPS = {
