@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from monetlite.core.errors import MonetliteError
 
 if TYPE_CHECKING:  # for type checkers and editors; `x as x` exports a name
-    from monetlite.checking.comparison import compare as compare
+    from monetlite.checking.comparison.runner import compare as compare
     from monetlite.checking.verification import verify as verify
     from monetlite.core.costs import load_profile as load_profile
     from monetlite.core.schedule import Schedule as Schedule
@@ -24,17 +24,17 @@ if TYPE_CHECKING:  # for type checkers and editors; `x as x` exports a name
     from monetlite.runtime.reserved_memory import limit_reserved as limit_reserved
     from monetlite.runtime.wrapper import MONeTWrapper as MONeTWrapper
     from monetlite.tracing import trace as trace
-    from monetlite.zoo import load_schedule as load_schedule
+    from monetlite.zoo.collection import load_schedule as load_schedule
 
 __version__ = "0.1.0"
 
 _HOME = {
     "MONeTWrapper": "monetlite.runtime.wrapper",
     "Schedule": "monetlite.core.schedule",
-    "compare": "monetlite.checking.comparison",
+    "compare": "monetlite.checking.comparison.runner",
     "limit_reserved": "monetlite.runtime.reserved_memory",
     "load_profile": "monetlite.core.costs",
-    "load_schedule": "monetlite.zoo",
+    "load_schedule": "monetlite.zoo.collection",
     "optimize": "monetlite.planning.pipeline",
     "profile": "monetlite.planning.pricing",
     "simulate": "monetlite.core.simulate",

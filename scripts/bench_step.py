@@ -20,8 +20,8 @@ from bench_compare import gpt2
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison import Peer
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
+from monetlite.checking.comparison.peer_runs import Peer
 from monetlite.checking.comparison.peers import every_block, inductor
 from monetlite.checking.trainee import default_loss
 from monetlite.tracing import split_inputs

@@ -20,8 +20,8 @@ from monetlite.core.simulate import simulate
 from monetlite.core.source import ModelSource
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
-from monetlite.zoo import Shelf
 from monetlite.zoo.check import Checked, Checker, build, traced
+from monetlite.zoo.collection import Shelf
 
 SCHEDULES = Path(__file__).resolve().parent.parent / "schedules"
 PAPER_GB = (10, 9, 8, 7, 6, 5, 4, 3)

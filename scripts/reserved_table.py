@@ -17,8 +17,8 @@ from monetlite.core.costs import Profile
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
-from monetlite.zoo import ZooEntry, shipped
 from monetlite.zoo.check import Checker
+from monetlite.zoo.collection import ZooEntry, shipped
 
 MODELS = ("resnet50", "googlenet", "mobilenet_v2", "unet", "vgg16", "hf:gpt2", "hf:bert", "hf:vit")
 

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 from monetlite.core.schedule import Schedule
-from monetlite.zoo import ZooEntry, shipped
+from monetlite.zoo.collection import ZooEntry, shipped
 
 # Overhead in percent at 10, 9, 8, 7, 6 and 5 GB: MONeT's README (github.com/utsaslab/MONeT), measured on a P100.
 PUBLISHED = {

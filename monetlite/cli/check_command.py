@@ -79,7 +79,7 @@ def check(
     from monetlite.checking.report import VerificationLimits
     from monetlite.checking.verification import verify
     from monetlite.reporting.text_verify import print_report, report_facts
-    from monetlite.zoo import load_schedule
+    from monetlite.zoo.collection import load_schedule
 
     loaded = load_schedule(schedule)
     torch.manual_seed(seed)

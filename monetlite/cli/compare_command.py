@@ -73,7 +73,7 @@ def compare_command(
     torch.compile with a memory budget, Checkmate's and Gist's methods, and monetlite at each budget and at each of
     the others' measured peaks.
     """
-    from monetlite.checking.comparison import PEERS, compare
+    from monetlite.checking.comparison.runner import PEERS, compare
     from monetlite.reporting.text_comparison import comparison_facts, print_comparison
 
     writers = [_writer(Path(output)) for output in outputs]

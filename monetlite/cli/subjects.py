@@ -186,7 +186,7 @@ def open_schedule(
         ModelError: the file doesn't say how to build its model, or was measured on another machine.
     """
     from monetlite.core.binding import bind
-    from monetlite.zoo import load_schedule
+    from monetlite.zoo.collection import load_schedule
 
     schedule = load_schedule(path)
     choice = model_of(schedule, path, choice)

@@ -11,7 +11,7 @@ from monetlite.core.errors import ScheduleFileError
 
 if TYPE_CHECKING:
     from monetlite.core.schedule import Schedule
-    from monetlite.zoo import Shelf
+    from monetlite.zoo.collection import Shelf
 
 _folder = click.option(
     "--folder",
@@ -182,14 +182,13 @@ def import_command(
 
 
 def _shelf(folder: Path | None) -> "Shelf":
-    from monetlite.zoo import Shelf, shipped
+    from monetlite.zoo.collection import Shelf, shipped
 
     return shipped() if folder is None else Shelf(folder)
 
 
 def _find(name: str, folder: Path | None) -> "tuple[str, Schedule]":
-    from monetlite.zoo import load_schedule
-    from monetlite.zoo.collection import PREFIX, find_entry
+    from monetlite.zoo.collection import PREFIX, find_entry, load_schedule
 
     if not name.startswith(PREFIX) and Path(name).is_file():
         return name, load_schedule(name)

@@ -68,6 +68,3 @@ def _built(library: str, name: str, make: "Callable[[], nn.Module]", options: Bu
     images = options.image(channels, DEFAULT_BATCH, (height, width))
     returns = "its outputs, the loss is yours"
     return finish(spec, model, (images,), options, title=f"{library} {name}", returns=returns)
-
-
-__all__ = ["build_timm", "build_torchvision", "require"]

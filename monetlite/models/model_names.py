@@ -149,6 +149,3 @@ def _build_network(spec: str, options: BuildOptions) -> BuiltModel:
     return finish(
         name, model, (images,), options, title=network.title, returns=f"{network.returns}, the loss is yours"
     )
-
-
-__all__ = ["build_model", "builtin_names"]

@@ -312,6 +312,3 @@ def _spread(plain_largest: int, largest: int, step: int) -> list[int]:
         for number in range(1, POINTS_BEYOND_PLAIN)
     ]
     return sorted({batch for batch in (plain_largest, *between, largest) if batch > 0})
-
-
-__all__ = ["BatchLimit", "BatchPoint", "Fit", "largest_batch"]

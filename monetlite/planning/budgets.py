@@ -199,6 +199,3 @@ def _nothing_fits(profile: Profile, budget_bytes: int, solution: "Solution") -> 
         proven_bytes=proven_bytes,
         reached_bytes=reached_bytes,
     )
-
-
-__all__ = ["as_schedule", "rescale", "solve", "solve_budget", "sweep"]

@@ -98,6 +98,3 @@ def solve_layouts(
     if not in_reach:
         raise refusal
     return run(item, remaining)
-
-
-__all__ = ["layouts_to_try", "solve_layouts"]

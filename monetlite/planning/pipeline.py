@@ -130,6 +130,3 @@ def unplanned_loss(graph: OperatorGraph, budget_bytes: int) -> str:
         f"what a loss of the model's outputs ({format_bytes(outputs_bytes)}) keeps and takes is not counted "
         "(cross-entropy: as much once or twice more); a model that returns its loss has it planned"
     )
-
-
-__all__ = ["optimize", "solve_model", "unplanned_loss"]

@@ -27,7 +27,7 @@ def profile(
         optimizer: `"sgd"`, `"momentum"`, `"adam"` or `"adamw"`, to count its state and its step in the peak.
         accumulate: count gradients that exist when the step begins: gradient accumulation, or
             `zero_grad(set_to_none=False)`.
-        tolerance: price only what can be chosen within this tolerance (see `optimize`), which is quicker to measure.
+        tolerance: price only what can be chosen within this tolerance (see `optimize`), which is quicker.
         progress: called with (calls measured, calls in all) while measuring.
 
     Raises:
@@ -84,6 +84,3 @@ def price(
     if options.optimizer is not None:
         made = with_optimizer(made, options.optimizer)
     return with_accumulation(made) if options.accumulate else made
-
-
-__all__ = ["price", "profile"]

@@ -257,6 +257,3 @@ def _fastest(budgets: Sequence[int], points: Sequence[TradeoffPoint]) -> list[Tr
     """For each budget the fastest of the points that fit it, if any does."""
     fitting = [[point for point in points if point.peak_bytes <= budget_bytes] for budget_bytes in budgets]
     return [min(of, key=lambda point: point.latency_ms) for of in fitting if of]
-
-
-__all__ = ["BLOCKS", "CHECKMATE", "GIST", "GREEDY", "SQRT", "BudgetPoint", "Tradeoff", "TradeoffPoint", "trade_off"]

@@ -163,7 +163,7 @@ def _schedule(graph_in: Callable[[str], OperatorGraph], options: CompileOptions)
     if key in _solved:
         return _solved[key]
     if options.schedule is not None and options.schedule_exists:
-        from monetlite.zoo import load_schedule
+        from monetlite.zoo.collection import load_schedule
 
         schedule = load_schedule(options.schedule)
     else:

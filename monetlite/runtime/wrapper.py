@@ -267,7 +267,7 @@ def loaded(schedule: OneSchedule) -> Schedule:
     """
     if isinstance(schedule, Schedule):
         return schedule
-    from monetlite.zoo import load_schedule
+    from monetlite.zoo.collection import load_schedule
 
     return load_schedule(schedule)
 

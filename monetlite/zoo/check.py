@@ -188,6 +188,3 @@ def _without_plans(profile: Profile, schedule: Schedule) -> tuple[Profile, Sched
 def _other(name: str, written: float, found: float) -> Iterator[str]:
     if not math.isclose(written, found, rel_tol=SAME if isinstance(written, float) else 0.0):
         yield f"{name} is {written}; it comes to {found} now"
-
-
-__all__ = ["Checked", "Checker", "build", "traced"]

@@ -350,20 +350,3 @@ def _this_device() -> str | None:
     import torch
 
     return _device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-
-
-__all__ = [
-    "INDEX",
-    "PREFIX",
-    "Query",
-    "Shelf",
-    "ZooEntry",
-    "entry_of",
-    "fastest",
-    "file_name",
-    "find",
-    "find_entry",
-    "load_schedule",
-    "matching",
-    "shipped",
-]

@@ -271,6 +271,3 @@ def _is_class_name(name: str) -> bool:
     return len(name) < 200 and all(
         part.isidentifier() and not (part.startswith("__") and part.endswith("__")) for part in name.split(".")
     )
-
-
-__all__ = ["StandIn", "as_array", "as_number", "load_pickle"]

@@ -406,6 +406,3 @@ def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.isprintable():
         raise ScheduleFileError(f"{name} is {shown(value)}, which is no name")
     return value[:80]
-
-
-__all__ = ["MS_PER_UNIT", "MonetReplay", "MonetSolution", "read_monet", "similar_entry", "solve_again"]

@@ -15,11 +15,12 @@ from rich.console import Console
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison import PEERS, Peer, PeerRun, runner
 from monetlite.checking.comparison import peers as other_ways
+from monetlite.checking.comparison import runner
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
-from monetlite.checking.comparison.peer_runs import Comparison, standings
+from monetlite.checking.comparison.peer_runs import Comparison, Peer, PeerRun, standings
 from monetlite.checking.comparison.peers import counts, cut, wrap_blocks
+from monetlite.checking.comparison.runner import PEERS
 from monetlite.core.errors import ModelError
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps

@@ -1,10 +1,12 @@
 """`monetlite compare` where a measured peak is more than was asked for: solving again, for less."""
 
-from monetlite.checking.comparison import Peer, PeerRun, runner
-from monetlite.checking.comparison.bench import Entrant, Unsupported
+from monetlite.checking.comparison import runner
+from monetlite.checking.comparison.bench import Entrant
+from monetlite.checking.comparison.peer_runs import Peer, PeerRun
+from monetlite.core.errors import InfeasibleBudget
 
 
-def test_a_run_over_its_budget_is_shown_where_nothing_takes_less():
+def test_a_run_over_its_budget_is_shown_where_nothing_takes_less(monkeypatch):
     """Compiled steps may take more than schedules promise; solving for less then has an end."""
     solved = []
 
@@ -17,16 +19,18 @@ def test_a_run_over_its_budget_is_shown_where_nothing_takes_less():
         def enter(contender):
             return Entrant(run=PeerRun(peer=contender.peer, setting=contender.setting, peak_bytes=120))
 
-    class Planner:
-        @staticmethod
-        def solve(peer, budget_bytes, starts):
-            solved.append(budget_bytes)
-            if len(solved) == 2:
-                raise Unsupported("no schedule within it")
-            return Within
+    def solve(peer, profiles, budget_bytes, options, starts):
+        solved.append(budget_bytes)
+        if len(solved) == 2:
+            raise InfeasibleBudget("too small", budget_bytes=budget_bytes, proven_bytes=0, reached_bytes=None)
+        return Within
 
-    contest = runner._Contest(bench=Measured, planner=Planner, budgets_bytes=[100], say=lambda _: None)
-    item, schedule = contest._scheduled(Peer.MONETLITE, 100, compiled=True)
+    monkeypatch.setattr(runner, "_solve", solve)
+    contest = runner._Contest(
+        bench=Measured, profiles=[], options=None, budgets_bytes=[100], say=lambda _: None, shown=[]
+    )
+    entrant = contest._scheduled(Peer.MONETLITE, 100, compiled=True)
     assert solved == [100, 70]
-    assert item.run.peak_bytes == 120
-    assert schedule is Within
+    assert entrant.run.peak_bytes == 120
+    assert entrant.schedule is Within
+    assert not entrant.refused

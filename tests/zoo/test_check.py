@@ -13,8 +13,8 @@ from monetlite.core.choices import Choices
 from monetlite.core.options import SolvingOptions
 from monetlite.core.source import ModelSource
 from monetlite.planning.layouts import solve_layouts
-from monetlite.zoo import Shelf, file_name
 from monetlite.zoo.check import Checker, traced
+from monetlite.zoo.collection import Shelf, file_name
 
 OWN = """
 import torch

@@ -13,8 +13,8 @@ from files.schedule_files import full_schedule
 from monetlite.core.errors import MonetliteError
 from monetlite.core.schedule import read_schedule, schedule_problems, schedule_text
 from monetlite.core.source import ModelSource
-from monetlite.zoo import Shelf
 from monetlite.zoo.check import Checker
+from monetlite.zoo.collection import Shelf
 
 FILES = 2000
 SLOWEST_SECONDS = 10.0

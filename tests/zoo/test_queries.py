@@ -8,8 +8,7 @@ from files.schedule_files import full_schedule
 import monetlite
 from monetlite.core.errors import BudgetError, ScheduleFileError
 from monetlite.core.source import ModelSource
-from monetlite.zoo import Shelf, find
-from monetlite.zoo.collection import Query, find_entry, matching
+from monetlite.zoo.collection import Query, Shelf, find, find_entry, matching
 
 GB = 10**9
 

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 import monetlite
 from monetlite.core.source import ModelSource
-from monetlite.zoo import shipped
 from monetlite.zoo.check import Checker, build
+from monetlite.zoo.collection import shipped
 
 ENTRIES = shipped().entries()
 GROUPS = {

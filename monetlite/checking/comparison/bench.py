@@ -24,6 +24,7 @@ from monetlite.checking.comparison.exactness import Examiner
 from monetlite.checking.comparison.peer_runs import Peer, PeerRun
 from monetlite.checking.trainee import Trainee, copied, leaf_copies, step_times_ms
 from monetlite.core.errors import MonetliteError
+from monetlite.core.schedule import Schedule
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dynamo import allow_programs
 from monetlite.profiling.memory_use import is_out_of_memory, refusals
@@ -64,10 +65,18 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True)
 class Entrant:
-    """A contender's run, as far as it is measured, and its trainee; None where the contender failed."""
+    """A contender's run, as far as it is measured.
+
+    Attributes:
+        trainee: None where the contender failed.
+        schedule: what it trains by, if it does.
+        refused: True if no schedule fits its budget.
+    """
 
     run: PeerRun
     trainee: Trainee | None = None
+    schedule: Schedule | None = None
+    refused: bool = False
 
 
 class Bench:

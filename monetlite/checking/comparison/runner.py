@@ -1,6 +1,6 @@
 """One model, one machine, one run: plain training, what people use beside monetlite, and monetlite."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from monetlite.checking.comparison import peers as others
-from monetlite.checking.comparison.bench import Bench, Contender, Entrant, Unsupported, environment, reason
+from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment, reason
 from monetlite.checking.comparison.peer_runs import (
     TITLES,
     Comparison,
@@ -117,15 +117,23 @@ def compare(
         where = environment(device)
         bench = Bench(model, args, kwargs, loss or default_loss, device, autocast=autocast, seed=seed)
         say("tracing the model and measuring its operators")
-        profiles = [_price(bench, layout, tolerance) for layout in layouts]
+        example = Arguments(bench.plain.args, bench.plain.kwargs)
+        with torch.autocast(device, getattr(torch, autocast or "bfloat16"), enabled=bool(autocast)):
+            graphs = [trace(bench.plain.model, example, layout=layout) for layout in layouts]
+        profiles = [profile(graph, device, tolerance=tolerance) for graph in graphs]
         say(f"measuring {TITLES[Peer.PLAIN]}")
         plain = bench.enter(Contender(peer=Peer.PLAIN))
         plain_bytes = plain.run.peak_bytes or simulate(profiles[0], plain_steps(profiles[0].graph)).peak_bytes
         limits = {budget: parse_budget(budget, plain_bytes) for budget in asked}
         options = SolvingOptions(tolerance=tolerance, time_limit=time_limit, seed=seed)
-        planner = Planner(profiles=profiles, options=options)
-        contest = _Contest(bench=bench, planner=planner, budgets_bytes=sorted(set(limits.values())), say=say)
-        contest.shown.append(plain)
+        contest = _Contest(
+            bench=bench,
+            profiles=profiles,
+            options=options,
+            budgets_bytes=sorted(set(limits.values())),
+            say=say,
+            shown=[plain],
+        )
         for peer in chosen:
             contest.add_peer(peer, min(TRIAL_REPEATS, repeats))
         contest.add_monetlite()
@@ -148,46 +156,27 @@ def compare(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planner:
-    """Solves for schedules of one step.
+def _solve(
+    peer: Peer,
+    profiles: Sequence[Profile],
+    budget_bytes: int,
+    options: SolvingOptions,
+    starts: Iterable[Schedule],
+) -> Schedule:
+    """The fastest schedule that a method can choose, of profiles of which the first is as plain training runs.
 
-    Attributes:
-        profiles: of the step in every layout that may be chosen, the first as plain training runs it.
-        options: of monetlite's schedules; the others have its time limit and seed.
+    Checkmate stores and recomputes, every operator running as it was traced. Gist has compact intermediates that
+    lose nothing, and no recomputation.
     """
-
-    profiles: Sequence[Profile]
-    options: SolvingOptions
-
-    def solve(self, peer: Peer, budget_bytes: int, starts: Iterable[Schedule] = ()) -> Schedule:
-        """The fastest schedule that a method can choose.
-
-        Checkmate stores and recomputes, every operator running as it was traced. Gist has compact intermediates
-        that lose nothing, and no recomputation.
-
-        Raises:
-            Unsupported: nothing fits.
-        """
-        plain, exact = self.profiles[0], replace(self.options, tolerance=0.0)
-        try:
-            with interrupts_kept():
-                match peer:
-                    case Peer.CHECKMATE:
-                        return solve_budget(
-                            plain, budget_bytes, replace(exact, implementations=DEFAULT_IMPLEMENTATIONS)
-                        )
-                    case Peer.GIST:
-                        restricted = restrict_gist(plain.within(0.0)).profile
-                        schedule = solve_budget(restricted, budget_bytes, exact)
-                        graph = plain.graph  # the schedule serves this one, of which less may be chosen there
-                        return replace(schedule, fingerprint=graph.fingerprint, structure=graph.structure)
-                return solve_layouts(self.profiles, budget_bytes, self.options, starts=starts)
-        except InfeasibleBudget as error:
-            least = (
-                f"; the smallest peak reached is {format_bytes(error.reached_bytes)}" if error.reached_bytes else ""
-            )
-            raise Unsupported(f"no schedule within it{least}") from error
+    plain, exact = profiles[0], replace(options, tolerance=0.0)
+    with interrupts_kept():
+        if peer is Peer.CHECKMATE:
+            return solve_budget(plain, budget_bytes, replace(exact, implementations=DEFAULT_IMPLEMENTATIONS))
+        if peer is Peer.GIST:
+            schedule = solve_budget(restrict_gist(plain.within(0.0)).profile, budget_bytes, exact)
+            graph = plain.graph  # the schedule serves this one, of which less may be chosen there
+            return replace(schedule, fingerprint=graph.fingerprint, structure=graph.structure)
+        return solve_layouts(profiles, budget_bytes, options, starts=starts)
 
 
 def scheduled(
@@ -202,7 +191,7 @@ def scheduled(
     """
     return Contender(
         peer=peer,
-        setting=_budget_setting(asked_bytes, compiled=compiled, with_defaults=with_defaults),
+        setting=_setting(asked_bytes, compiled, with_defaults),
         label=f"{TITLES[peer]}, compiled" if compiled else "",
         prepare=lambda model: MONeTWrapper(model, schedule, compile=compiled),
         asked_bytes=asked_bytes,
@@ -210,38 +199,32 @@ def scheduled(
     )
 
 
-def _budget_setting(budget_bytes: int, *, compiled: bool = False, with_defaults: bool = False) -> str:
-    """The setting of a schedule for a budget, in words."""
-    words = [f"budget {format_bytes(budget_bytes)}"]
-    return ", ".join([*words, *["default implementations"] * with_defaults, *["compiled"] * compiled])
-
-
 @dataclass(kw_only=True)
 class _Contest:
-    """Ways to train that take part or have failed, and settings that were tried and left out."""
+    """Ways to train that take part or have failed, and settings that were tried and left out.
+
+    Monetlite may choose Checkmate's and Gist's schedules (`restricted`), too: its search begins from them.
+    """
 
     bench: Bench
-    planner: Planner
+    profiles: Sequence[Profile]
+    options: SolvingOptions
     budgets_bytes: list[int]
     say: Callable[[str], None]
-    shown: list[Entrant] = field(default_factory=list)
+    shown: list[Entrant]
     tried: list[PeerRun] = field(default_factory=list)
     restricted: list[Schedule] = field(default_factory=list)
-    """Checkmate's and Gist's schedules, which monetlite may choose, too: its search begins from those that fit."""
 
     def add_peer(self, peer: Peer, trial_repeats: int) -> None:
         """Measure a peer in every setting that it has, and let those take part that are best within a budget."""
         if peer in (Peer.CHECKMATE, Peer.GIST):
             for budget_bytes in reversed(self.budgets_bytes):
-                try:
-                    entrant, schedule = self._scheduled(peer, budget_bytes)
-                except Unsupported as error:
-                    self.shown.append(
-                        _refused(peer, budget_bytes, error, less=budget_bytes > self.budgets_bytes[0])
-                    )
+                entrant = self._scheduled(peer, budget_bytes)
+                self.restricted += [entrant.schedule] if entrant.schedule else []
+                if entrant.refused:
+                    self.shown.append(_and_less(entrant) if budget_bytes > self.budgets_bytes[0] else entrant)
                     break
                 self.shown.append(entrant)
-                self.restricted += [schedule] if schedule else []
             return
         try:
             contenders = FAMILIES[peer](self.bench.plain)
@@ -283,36 +266,25 @@ class _Contest:
                 continue
             starts = [schedule for _, schedule in found[-2:]]
             starts += [schedule for schedule in self.restricted if schedule.peak_bytes <= budget_bytes]
-            try:
-                entrant, schedule = self._scheduled(Peer.MONETLITE, budget_bytes, starts)
-            except Unsupported as error:
-                refused.append(_refused(Peer.MONETLITE, budget_bytes, error, less=bool(refused)))
+            entrant = self._scheduled(Peer.MONETLITE, budget_bytes, starts)
+            if entrant.refused:
+                refused.append(_and_less(entrant) if refused else entrant)
                 continue
             added.append(entrant)
-            if schedule is not None:
-                found.append((budget_bytes, schedule))
+            if entrant.schedule is not None:
+                found.append((budget_bytes, entrant.schedule))
         for budget_bytes in sorted({run.peak_bytes or 0 for run in rivals if run.peer is Peer.INDUCTOR}):
             starts = [schedule for within, schedule in found if within <= budget_bytes]
-            added += self._compiled(budget_bytes, starts)
-        self.shown += [*reversed(added), *refused[-1:]]
-
-    def _compiled(self, budget_bytes: int, starts: Sequence[Schedule]) -> Iterator[Entrant]:
-        """Schedules within a budget, compiled by Inductor: of all implementations, and of those that it fuses best.
-
-        One that fails is set aside.
-        """
-        for with_defaults in (False, True):
-            try:
-                entrant, _ = self._scheduled(
+            # Of all implementations, and of those that Inductor fuses best.
+            for with_defaults in (False, True):
+                entrant = self._scheduled(
                     Peer.MONETLITE, budget_bytes, starts, compiled=True, with_defaults=with_defaults
                 )
-            except Unsupported as error:
-                setting = _budget_setting(budget_bytes, compiled=True, with_defaults=with_defaults)
-                entrant = _failed(Peer.MONETLITE, setting, budget_bytes, error)
-            if entrant.run.failure:
-                self.tried.append(entrant.run)
-            else:
-                yield entrant
+                if entrant.run.failure:
+                    self.tried.append(entrant.run)
+                else:
+                    added.append(entrant)
+        self.shown += [*reversed(added), *refused[-1:]]
 
     def _scheduled(
         self,
@@ -322,46 +294,53 @@ class _Contest:
         *,
         compiled: bool = False,
         with_defaults: bool = False,
-    ) -> tuple[Entrant, Schedule | None]:
-        """Solve within a budget and measure; again for less, where the measured peak is more than the budget.
-
-        Raises:
-            Unsupported: no schedule fits.
-        """
+    ) -> Entrant:
+        """Solve within a budget and measure; again for less, where the measured peak is more than the budget."""
         within_bytes = budget_bytes
-        found: tuple[Entrant, Schedule] | None = None
+        entrant: Entrant | None = None
         for attempt in range(RETRIES + 1):
             self.say(f"solving for {TITLES[peer]} within {format_bytes(within_bytes)}")
             try:
                 method = Peer.CHECKMATE if with_defaults else peer
-                schedule = self.planner.solve(method, within_bytes, starts)
-            except Unsupported:
-                if found is None:
-                    raise
-                return found  # over the budget, as its figures say; nothing takes less
+                schedule = _solve(method, self.profiles, within_bytes, self.options, starts)
             except Exception as error:
-                setting = _budget_setting(budget_bytes, compiled=compiled, with_defaults=with_defaults)
-                return _failed(peer, setting, budget_bytes, error), None
+                refused = isinstance(error, InfeasibleBudget)
+                if refused and entrant is not None:
+                    break  # over the budget, as its figures say; nothing takes less
+                setting = _setting(budget_bytes, compiled, with_defaults)
+                run = PeerRun(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=_why(error))
+                return Entrant(run=run, refused=refused)
             contender = scheduled(peer, schedule, budget_bytes, compiled=compiled, with_defaults=with_defaults)
             entrant = self.bench.enter(contender)
             if entrant.run.failure:
-                return entrant, None
-            found = entrant, schedule
+                break
+            entrant = replace(entrant, schedule=schedule)
             excess_bytes = (entrant.run.peak_bytes or 0) - budget_bytes
             if excess_bytes <= 0:
                 break
             # A compiled step's peak does not fall by as much as the schedule's does.
             within_bytes = schedule.peak_bytes - (attempt + 1) * excess_bytes
-        return entrant, schedule
+        assert entrant is not None
+        return entrant
 
 
-def _refused(peer: Peer, budget_bytes: int, error: Unsupported, *, less: bool) -> Entrant:
-    """The entry of a budget that nothing fits, and with `less` of all below it that were asked for."""
-    return _failed(peer, f"{_budget_setting(budget_bytes)}{' and less' if less else ''}", budget_bytes, error)
+def _setting(budget_bytes: int, compiled: bool, with_defaults: bool) -> str:
+    words = [f"budget {format_bytes(budget_bytes)}"]
+    return ", ".join([*words, *["default implementations"] * with_defaults, *["compiled"] * compiled])
 
 
-def _failed(peer: Peer, setting: str, budget_bytes: int, error: Exception) -> Entrant:
-    return Entrant(run=PeerRun(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=reason(error)))
+def _and_less(entrant: Entrant) -> Entrant:
+    """The entry of a budget that nothing fits, for all below it that were asked for, too."""
+    return replace(entrant, run=replace(entrant.run, setting=f"{entrant.run.setting} and less"))
+
+
+def _why(error: Exception) -> str:
+    """The reason why there is no schedule, in a line."""
+    if not isinstance(error, InfeasibleBudget):
+        return reason(error)
+    reached_bytes = error.reached_bytes
+    least = f"; the smallest peak reached is {format_bytes(reached_bytes)}" if reached_bytes else ""
+    return f"no schedule within it{least}"
 
 
 def _peers(names: Iterable[str]) -> list[Peer]:
@@ -375,14 +354,6 @@ def _peers(names: Iterable[str]) -> list[Peer]:
     if unknown := [name for name in wanted if name not in known]:
         raise ModelError(f"there is no peer {unknown[0]!r}; there are {', '.join(known)}")
     return [peer for peer in PEERS if peer in wanted]
-
-
-def _price(bench: Bench, layout: str, tolerance: float) -> Profile:
-    plain, autocast = bench.plain, bench.autocast
-    dtype = getattr(torch, autocast or "bfloat16")
-    with torch.autocast(bench.device, dtype, enabled=bool(autocast)):
-        graph = trace(plain.model, Arguments(plain.args, plain.kwargs), layout=layout)
-    return profile(graph, bench.device, tolerance=tolerance)
 
 
 def _described(args: Sequence[object], kwargs: dict[str, object]) -> str:
