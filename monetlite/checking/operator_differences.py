@@ -92,10 +92,6 @@ class PlainStep:
         self.tensors: dict[str, Any] = {}
         self._given: set[str] = set()
 
-    def wrap(self, model: nn.Module, schedule: Schedule) -> MONeTWrapper:
-        """A module that runs the captured graph as plain training does, and keeps its results here."""
-        return _Watched(model, schedule, self, plain=True)
-
     def begin(self, traced: Traced, _: Sequence[Step]) -> None:
         self.tensors.clear()
         self._given = {node.name for node in traced.joint.graph.graph.nodes if node.op == "placeholder"}
@@ -131,10 +127,6 @@ class ScheduledStep:
         self._run_again: set[int] = set()
         self._first: dict[str, torch.Tensor] = {}
         """Results of the first runs of operators that run again, in main memory."""
-
-    def wrap(self, model: nn.Module, schedule: Schedule) -> MONeTWrapper:
-        """A module that trains by a schedule, and compares what it computes."""
-        return _Watched(model, schedule, self)
 
     def begin(self, traced: Traced, steps: Sequence[Step]) -> None:
         self._graph = traced.graph
@@ -261,17 +253,18 @@ class ScheduledStep:
         return self._plain[node.meta[CAPTURED]]
 
 
-class _Watched(MONeTWrapper):
-    """A wrapper whose programs run node by node, watched by a step."""
+class WatchedWrapper(MONeTWrapper):
+    """A wrapper whose programs run node by node, watched by a step.
 
-    def __init__(
-        self, model: nn.Module, schedule: Schedule, watcher: PlainStep | ScheduledStep, *, plain: bool = False
-    ) -> None:
+    It runs the captured graph as plain training does, or by the schedule.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Schedule, watcher: PlainStep | ScheduledStep) -> None:
         super().__init__(model, schedule)
-        self.__dict__["_watcher"], self.__dict__["_plain"] = watcher, plain
+        self.__dict__["_watcher"] = watcher
 
     def _plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
-        if self._plain:
+        if isinstance(self._watcher, PlainStep):
             traced = build_graph(joint, self.model, self._example, autocast=self.schedule.autocast)
             steps = plain_steps(traced.graph)
         else:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -44,13 +44,14 @@ class Snapshot:
     drew: bool
 
 
+@dataclass(eq=False)
 class Trainee:
     """A model that takes training steps, or forward passes alone.
 
     A step begins without gradients or, to `accumulate`, with gradients of zero. The optimizer's step counts in the
     peak, as in a prediction. It changes no weight.
 
-    Args:
+    Attributes:
         model: the module, or a wrapper of it.
         args, kwargs: arguments of its call. Their gradients are cleared at each step.
         objective: makes the loss of the model's output.
@@ -60,40 +61,38 @@ class Trainee:
         autocast: dtype of `torch.autocast` around forward and loss; empty for none.
         optimizer: name of an optimizer.
         limit_bytes: what torch's CUDA allocator may reserve for a step while it is measured.
+        releases: times that the CUDA allocator gave memory back, for each step that was timed on a GPU.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        objective: Callable[[Any], torch.Tensor],
-        device: str,
-        *,
-        training: bool = True,
-        accumulate: bool = False,
-        autocast: str = "",
-        optimizer: str | None = None,
-        limit_bytes: int | None = None,
-    ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self.objective, self.device, self.training = objective, device, training
-        self.accumulate, self.limit_bytes = accumulate, limit_bytes
-        self.autocast = getattr(torch, autocast) if autocast else None
-        self.releases: list[int] = []
-        """Times that the CUDA allocator gave memory back, for each step that was timed on a GPU."""
-        self.inputs = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-        self.optimizer = None
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    objective: Callable[[Any], torch.Tensor]
+    device: str
+    _: KW_ONLY
+    training: bool = True
+    accumulate: bool = False
+    autocast: str = ""
+    optimizer: InitVar[str | None] = None
+    limit_bytes: int | None = None
+    releases: list[int] = field(default_factory=list)
+
+    def __post_init__(self, optimizer: str | None) -> None:
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        self.inputs = [item for item in leaves if isinstance(item, torch.Tensor)]
+        self.stepper = None
         if optimizer is not None:
             # At a learning rate of zero weights stay as they are, bit for bit; memory and time are as always.
-            self.optimizer = make_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad], 0.0)
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.stepper = make_optimizer(optimizer, trained, 0.0)
 
     def step(self) -> torch.Tensor:
         """Run forward and backward from cleared gradients, and return the loss."""
         self.clear()
         with torch.set_grad_enabled(self.training):
             # A training loop holds the model's output until the step ends; the schedule counts on that.
-            with torch.autocast(self.device, self.autocast, enabled=self.autocast is not None):
+            dtype = getattr(torch, self.autocast or "bfloat16")
+            with torch.autocast(self.device, dtype, enabled=bool(self.autocast)):
                 output = self.model(*self.args, **self.kwargs)
                 if not self.training:
                     return torch.zeros(())
@@ -104,8 +103,8 @@ class Trainee:
     def run(self) -> None:
         """Take a step, with the optimizer's."""
         self.step()
-        if self.optimizer is not None:
-            self.optimizer.step()
+        if self.stepper is not None:
+            self.stepper.step()
 
     def snapshot(self, seed: int) -> Snapshot:
         """Take a step from a seed, and return its results."""
@@ -148,7 +147,7 @@ class Trainee:
 
         Libraries' workspaces count; other tensors on the GPU, such as another model, don't.
         """
-        if self.optimizer is not None and not self.optimizer.state:
+        if self.stepper is not None and not self.stepper.state:
             self.run()  # makes the optimizer's state
         self.clear()
         own_bytes = self._own_bytes()
@@ -193,7 +192,7 @@ class Trainee:
         """Bytes of the step that are in memory before it begins."""
         model = self.model.model if isinstance(self.model, MONeTWrapper) else self.model
         gradients = [tensor.grad for tensor in self._leaves()]
-        state = [] if self.optimizer is None else pytree.tree_leaves(list(self.optimizer.state.values()))
+        state = [] if self.stepper is None else pytree.tree_leaves(list(self.stepper.state.values()))
         return resident_bytes(model, [*self.inputs, *gradients, *state]).total
 
     def _leaves(self) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from monetlite.checking.operator_differences import OperatorComparison, PlainStep, ScheduledStep
+from monetlite.checking.operator_differences import OperatorComparison, PlainStep, ScheduledStep, WatchedWrapper
 from monetlite.checking.report import Report, VerificationLimits
 from monetlite.checking.step_differences import REORDERED_SUMS, SLACK, Reference
 from monetlite.checking.trainee import Trainee, copied, default_loss, leaf_copies, step_times_ms
@@ -125,9 +125,9 @@ def _by_operator(
 ) -> OperatorComparison:
     """Run both steps again, node by node."""
     plain = PlainStep()
-    captured = reference.compare(reference.take(trainee(plain.wrap(copied(model), schedule))))
+    captured = reference.compare(reference.take(trainee(WatchedWrapper(copied(model), schedule, plain))))
     scheduled = ScheduledStep(plain, schedule.tolerance, reference.expected.gradients.values())
-    reference.take(trainee(scheduled.wrap(copied(model), schedule)))
+    reference.take(trainee(WatchedWrapper(copied(model), schedule, scheduled)))
     return OperatorComparison(
         runs=scheduled.runs,
         again=scheduled.again,

@@ -47,10 +47,10 @@ def list_command(
 ) -> None:
     """List schedules: memory against overhead."""
     from monetlite.reporting.text_zoo import print_entries
-    from monetlite.zoo.collection import Query, matching
+    from monetlite.zoo.collection import matching
 
     there = _shelf(folder).entries()
-    entries = matching(there, Query(model=model, device=device, budget=budget, batch=batch))
+    entries = matching(there, model=model, device=device, budget=budget, batch=batch)
     if terminal.as_json:
         terminal.print_json([{**entry.data(), "name": entry.name} for entry in entries])
     elif entries:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 from monetlite.allocator.reserved import least_limit, refuse_without_gpu
 from monetlite.core.costs import Profile
@@ -114,7 +115,7 @@ def largest_batch(
     """
     prober = _Prober(price, budget_bytes, options, progress)
     first = max(step, min(first, MAX_BATCH) // step * step)
-    largest = _bisect(first, step, prober.fits_somehow, prober.guess)
+    largest = _bisect(first, step, prober.fits_somehow, partial(prober.guess, prober.needed_bytes))
     if largest == 0:
         needed, proven = prober.needed_bytes[step], prober.fits[step] is Fit.IMPOSSIBLE
         how = "at least, by any schedule" if proven else "by the leanest schedule found"
@@ -125,7 +126,7 @@ def largest_batch(
             proven_bytes=needed if proven else 0,
             reached_bytes=None if proven else needed,
         )
-    plain_largest = _bisect(largest, step, prober.plain_fits, prober.guess_plain)
+    plain_largest = _bisect(largest, step, prober.plain_fits, partial(prober.guess, prober.plain_bytes))
     points = []
     wanted = _spread(plain_largest, largest, step)
     seconds = options.time_limit * (1 - SEARCH_SHARE) / max(1, len(wanted) - (plain_largest > 0))
@@ -260,13 +261,7 @@ class _Prober:
             overhead=schedule.latency_ms / plain.latency_ms - 1,
         )
 
-    def guess(self, low: int, high: int | None) -> int | None:
-        return self._linear(self.needed_bytes, low, high)
-
-    def guess_plain(self, low: int, high: int | None) -> int | None:
-        return self._linear(self.plain_bytes, low, high)
-
-    def _linear(self, needed: dict[int, int], low: int, high: int | None) -> int | None:
+    def guess(self, needed: dict[int, int], low: int, high: int | None) -> int | None:
         """The batch at which a line through the two batches nearest to the limit meets the budget."""
         near = sorted(needed, key=lambda batch: abs(batch - (low if high is None else high)))[:2]
         if len(near) < 2 or needed[near[0]] == needed[near[1]]:

@@ -4,7 +4,7 @@ A collection is a folder with a folder for each device in it, and an index.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -134,15 +134,11 @@ def _sizes(source: ModelSource) -> str:
     return f"{source.batch}×{source.sequence_length}" if source.sequence_length is not None else str(source.batch)
 
 
+@dataclass(frozen=True)
 class Shelf:
-    """The schedule files under a folder.
+    """The schedule files under a folder, which has a folder for each device in it."""
 
-    Args:
-        folder: with a folder for each device in it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    folder: Path
 
     def entries(self) -> tuple[ZooEntry, ...]:
         """Read the index: entries sorted by model, device and budget.
@@ -153,11 +149,7 @@ class Shelf:
         return read_document(load_yaml(self.folder / INDEX), ZooIndex).entries
 
     def load(self, entry: ZooEntry) -> Schedule:
-        """Read the schedule of an entry.
-
-        Raises:
-            ScheduleFileError: as `monetlite.load_schedule`.
-        """
+        """Read the schedule of an entry; errors as in `monetlite.load_schedule`."""
         return read_schedule(self.folder / entry.file)
 
     def files(self) -> tuple[str, ...]:
@@ -183,11 +175,7 @@ class Shelf:
         return entry
 
     def write_index(self, entries: Iterable[ZooEntry]) -> None:
-        """Write the index, atomically.
-
-        Raises:
-            ScheduleFileError: it can't be written.
-        """
+        """Write the index, atomically."""
         ordered = sorted(
             entries, key=lambda item: (item.model, item.device, item.batch, item.tolerance, -item.budget_bytes)
         )
@@ -203,11 +191,7 @@ class Shelf:
         return tuple(entry_of(read_schedule(self.folder / file), file) for file in self.files())
 
     def stale(self) -> bool:
-        """Compare the index with the files: true if they differ.
-
-        Raises:
-            ScheduleFileError: as `indexed_again`, and as `entries`.
-        """
+        """Compare the index with the files: true if they differ."""
         return set(self.entries()) != set(self.indexed_again())
 
 
@@ -224,35 +208,27 @@ def shipped() -> Shelf:
     raise ScheduleFileError(f"this installation has no schedules beside {package}; install monetlite again")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Query:
-    """A search for schedules; None where anything will do."""
+def matching(
+    entries: Iterable[ZooEntry],
+    *,
+    model: str | None = None,
+    device: str | None = None,
+    budget: str | None = None,
+    batch: int | None = None,
+) -> list[ZooEntry]:
+    """Select entries; None where anything will do.
 
-    model: str | None = None
-    device: str | None = None
-    budget: str | None = None
-    batch: int | None = None
-
-    def allows(self, entry: ZooEntry) -> bool:
-        """Compare an entry with the search: true if it fits.
-
-        A model matches with or without its family (`gpt2` is `hf:gpt2`), case and hyphens aside; a device by any of
-        its names; a budget, if the peak is within it; a batch, if the schedule serves it.
-        """
-        if self.model is not None:
-            names = {_plain(entry.model), _plain(entry.model.rpartition(":")[2])}
-            if _plain(self.model) not in names:
-                return False
-        if self.device is not None and _device(self.device) != entry.device:
-            return False
-        if self.batch is not None and entry.batch < self.batch:
-            return False
-        return self.budget is None or entry.peak_bytes <= parse_budget(self.budget, entry.plain_peak_bytes)
-
-
-def matching(entries: Sequence[ZooEntry], query: Query) -> tuple[ZooEntry, ...]:
-    """Select the entries that a query allows."""
-    return tuple(entry for entry in entries if query.allows(entry))
+    A model matches with or without its family (`gpt2` is `hf:gpt2`), case and hyphens aside; a device by any of its
+    names; a budget, if the peak is within it; a batch, if the schedule serves it.
+    """
+    return [
+        entry
+        for entry in entries
+        if (model is None or _plain(model) in (_plain(entry.model), _plain(entry.model.rpartition(":")[2])))
+        and (device is None or _device(device) == entry.device)
+        and (batch is None or batch <= entry.batch)
+        and (budget is None or entry.peak_bytes <= parse_budget(budget, entry.plain_peak_bytes))
+    ]
 
 
 def fastest(entries: Iterable[ZooEntry]) -> ZooEntry:
@@ -284,17 +260,17 @@ def find_entry(text: str, shelf: Shelf | None = None) -> ZooEntry:
         raise ScheduleFileError(
             f"{text!r:.100} names no schedule; write zoo:resnet50@6GB, or zoo:DEVICE/resnet50@6GB"
         )
-    of_model = matching(entries, Query(model=query["model"]))
+    of_model = matching(entries, model=query["model"])
     if not of_model:
         known = ", ".join(sorted({entry.model for entry in entries}))
         raise ScheduleFileError(f"{text}: no schedules of {query['model']!r:.80}; there are {known}")
-    there = matching(of_model, Query(device=query["device"]))
+    there = matching(of_model, device=query["device"])
     if not there:
         known = ", ".join(sorted({entry.device for entry in of_model}))
         raise ScheduleFileError(f"{text}: none for {query['device']!r:.80}; there are schedules for {known}")
     if query["device"] is None:
-        there = matching(there, Query(device=_this_device())) or there
-    fitting = matching(there, Query(budget=query["budget"]))
+        there = matching(there, device=_this_device()) or there
+    fitting = matching(there, budget=query["budget"])
     if not fitting:
         least = min(there, key=lambda entry: entry.peak_bytes)
         raise ScheduleFileError(

@@ -7,7 +7,7 @@ stand-in, and whatever else it names is refused.
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
@@ -103,7 +103,7 @@ def as_array(value: Any) -> np.ndarray[Any, np.dtype[Any]]:
     if not few or not all(isinstance(size, int) and 0 <= size < 2**31 for size in shape):
         raise ScheduleFileError(f"an array has the shape {shown(shape)}")
     if isinstance(raw, list) and len(raw) == math.prod(shape) and all(map(_is_number, raw)):
-        return np.array([_number(item) for item in raw]).reshape(shape, order="F" if by_columns else "C")
+        return np.array([float(item) for item in raw]).reshape(shape, order="F" if by_columns else "C")
     return _numbers(dtype, raw, shape, "F" if by_columns else "C")
 
 
@@ -117,38 +117,25 @@ def as_number(value: Any, name: str) -> float:
         value = as_array(value).item()
     if not _is_number(value):
         raise ScheduleFileError(f"{name} is {shown(value)}, which is no number")
-    return _number(value)
+    return float(value)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) < 2**62
 
 
-def _number(value: Any) -> float:
-    return float(value)
-
-
 def _listed(items: list[Any]) -> np.ndarray[Any, np.dtype[Any]]:
     """An array from lists in lists. All of one level are equally long."""
     shape: list[int] = []
-    first: Any = items
-    while isinstance(first, list) and len(shape) < 4:
-        shape.append(len(first))
-        first = first[0] if first else None
-    cells = math.prod(shape)
-    if len(shape) > 3 or cells > MAX_CELLS:
-        raise ScheduleFileError(f"lists of the shape {tuple(shape)} stand where an array of numbers should")
-
-    def cells_of(item: Any, sizes: list[int]) -> Iterator[Any]:
-        if not sizes:
-            yield item
-        elif isinstance(item, list) and len(item) == sizes[0]:
-            for each in item:
-                yield from cells_of(each, sizes[1:])
-        else:
+    level: list[Any] = [items]
+    while level and all(isinstance(item, list) for item in level):
+        if any(len(item) != len(level[0]) for item in level):
             raise ScheduleFileError("lists of different lengths stand where an array of numbers should")
-
-    return np.array([as_number(item, "an entry of a list") for item in cells_of(items, shape)]).reshape(shape)
+        shape.append(len(level[0]))
+        if len(shape) > 3 or math.prod(shape) > MAX_CELLS:
+            raise ScheduleFileError(f"lists of the shape {tuple(shape)} stand where an array of numbers should")
+        level = [cell for item in level for cell in item]
+    return np.array([as_number(cell, "an entry of a list") for cell in level]).reshape(shape)
 
 
 def _numbers(dtype: Any, raw: Any, shape: tuple[int, ...], order: Any = "C") -> np.ndarray[Any, np.dtype[Any]]:

@@ -37,7 +37,7 @@ from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase,
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.zoo.collection import Query, ZooEntry, fastest, matching
+from monetlite.zoo.collection import ZooEntry, fastest, matching
 from monetlite.zoo.monet_pickles import StandIn, as_array, as_number, load_pickle
 
 MS_PER_UNIT = 0.01
@@ -132,8 +132,9 @@ def similar_entry(solution: MonetSolution, entries: Sequence[ZooEntry]) -> ZooEn
     """
     if solution.budget_gib is None:
         return None
-    query = Query(model=solution.model, device="p100", budget=f"{solution.budget_gib:.6f}GiB", batch=solution.batch)
-    fitting = [entry for entry in matching(entries, query) if entry.batch == solution.batch]
+    budget = f"{solution.budget_gib:.6f}GiB"
+    known = matching(entries, model=solution.model, device="p100", budget=budget, batch=solution.batch)
+    fitting = [entry for entry in known if entry.batch == solution.batch]
     exact = [entry for entry in fitting if entry.tolerance == 0]
     return fastest(exact or fitting) if fitting else None
 
@@ -186,7 +187,20 @@ def _solution(loaded: Any, file_name: str) -> MonetSolution:
     try:
         profile = _profile(info, nodes, loss, model, math.ceil if not checkmate else round)
         steps = _steps(profile.graph, info, solution, loss, runs)
-        replay = _replay(profile, steps)
+        timeline = simulate(profile, steps)
+        objective_now = round(timeline.latency_ms / MS_PER_UNIT)
+        fastest_ms = sum(
+            min(cost.latency_ms for cost in costs)
+            for operator, costs in zip(profile.graph.operators, profile.costs, strict=True)
+            if not operator.optional
+        )
+        replay = MonetReplay(
+            objective=objective_now,
+            latency_ms=objective_now * MS_PER_UNIT,
+            peak_bytes=timeline.peak_bytes,
+            fastest_ms=fastest_ms,
+            overhead=timeline.latency_ms / fastest_ms - 1 if fastest_ms > 0 else 0.0,
+        )
     except Exception as error:  # a file may lack anything; what it chose is known all the same
         known = isinstance(error, (ScheduleFileError, IllegalSchedule))
         profile, steps, problem = None, (), str(error) if known else f"{type(error).__name__}: {error}"
@@ -234,9 +248,17 @@ def _profile(
     count = len(nodes)
     sizes = [_whole(nodes[index], "mem") for index in range(count)]
     fixed = [_whole(nodes[index], "fixed_mem") for index in range(count)]
+    kinds = [
+        ValueKind.GRADIENT
+        if index > loss
+        else ValueKind.INTERMEDIATE
+        if _is_intermediate(nodes[index])
+        else ValueKind.ACTIVATION
+        for index in range(count)
+    ]
     values = [
-        Value(name=f"{index}:result", kind=_kind(nodes[index], index, loss), size_bytes=size)
-        for index, size in enumerate(sizes)
+        Value(name=f"{index}:result", kind=kind, size_bytes=size)
+        for index, (kind, size) in enumerate(zip(kinds, sizes, strict=True))
     ]
     operators: list[Operator] = []
     costs: list[tuple[Cost, ...]] = []
@@ -279,6 +301,10 @@ def _profile(
     )
 
 
+def _is_intermediate(node: StandIn) -> bool:
+    return type(node).__name__ == "IntNode"
+
+
 def _offered(
     info: StandIn, node: StandIn, index: int, loss: int, sizes: list[int], rounded: Callable[[float], int]
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...], Cost]]:
@@ -307,16 +333,6 @@ def _offered(
         cost = replace(in_place, workspace_bytes=in_place.workspace_bytes + sizes[over])
         offered.append(("inplace", options[0], () if _is_intermediate(node) else (over,), cost))
     return offered
-
-
-def _is_intermediate(node: StandIn) -> bool:
-    return type(node).__name__ == "IntNode"
-
-
-def _kind(node: StandIn, index: int, loss: int) -> ValueKind:
-    if index > loss:
-        return ValueKind.GRADIENT
-    return ValueKind.INTERMEDIATE if _is_intermediate(node) else ValueKind.ACTIVATION
 
 
 def _costs(node: StandIn, prefix: str, rounded: Callable[[float], int]) -> list[Cost | None]:
@@ -365,28 +381,6 @@ def _steps(graph: OperatorGraph, info: StandIn, solution: StandIn, loss: int, ru
             nodes.append(loss + stage)
         steps += [(index, chosen(stage, index)) for index in nodes]
     return tuple(steps)
-
-
-def _replay(profile: Profile, steps: tuple[Step, ...]) -> MonetReplay:
-    """Simulate a solution.
-
-    Raises:
-        IllegalSchedule: it breaks a rule of legality.
-    """
-    timeline = simulate(profile, steps)
-    fastest_ms = sum(
-        min(cost.latency_ms for cost in costs)
-        for operator, costs in zip(profile.graph.operators, profile.costs, strict=True)
-        if not operator.optional
-    )
-    objective = round(timeline.latency_ms / MS_PER_UNIT)
-    return MonetReplay(
-        objective=objective,
-        latency_ms=objective * MS_PER_UNIT,
-        peak_bytes=timeline.peak_bytes,
-        fastest_ms=fastest_ms,
-        overhead=timeline.latency_ms / fastest_ms - 1 if fastest_ms > 0 else 0.0,
-    )
 
 
 def _nodes(items: Any, name: str, count: int) -> tuple[int, ...]:

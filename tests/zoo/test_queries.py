@@ -8,7 +8,7 @@ from files.schedule_files import full_schedule
 import monetlite
 from monetlite.core.errors import BudgetError, ScheduleFileError
 from monetlite.core.source import ModelSource
-from monetlite.zoo.collection import Query, Shelf, find, find_entry, matching
+from monetlite.zoo.collection import Shelf, find, find_entry, matching
 
 GB = 10**9
 
@@ -111,10 +111,10 @@ def test_a_budget_that_is_none(shelf):
 
 def test_queries_narrow_the_list(shelf):
     entries = shelf.entries()
-    assert len(matching(entries, Query())) == 4
-    assert {entry.device for entry in matching(entries, Query(model="resnet50"))} == {"p100", "rtx-3090"}
-    assert [entry.model for entry in matching(entries, Query(batch=9, device="rtx-3090"))] == ["resnet50"]
-    assert [entry.name for entry in matching(entries, Query(budget="40%"))] == [
+    assert len(matching(entries)) == 4
+    assert {entry.device for entry in matching(entries, model="resnet50")} == {"p100", "rtx-3090"}
+    assert [entry.model for entry in matching(entries, batch=9, device="rtx-3090")] == ["resnet50"]
+    assert [entry.name for entry in matching(entries, budget="40%")] == [
         "rtx-3090/hf-gpt2_8x1024_5GB",
         "p100/resnet50_184_6GB",
     ]
