@@ -9,7 +9,7 @@ import torch
 from small_models import call, scalar, tiny_transformer
 from torch import nn
 
-from monetlite.models.convnets import MobileNetV2, ResNet
+from monetlite.models.convnets import BasicBlock, MobileNetV2, ResNet
 
 
 class Classifier(nn.Module):
@@ -43,7 +43,7 @@ def build(name: str) -> tuple[nn.Module, Callable[[], Any]]:
     """A model in training mode, and what makes another batch for it."""
     torch.manual_seed(0)
     if name == "resnet":
-        return Classifier(ResNet((1, 1, 1, 1), bottleneck=False, classes=10)), _images
+        return Classifier(ResNet((1, 1, 1, 1), block=BasicBlock, classes=10)), _images
     if name == "mobilenet":
         network = MobileNetV2(classes=10)
         # Seven of its blocks: the others are like them, and twenty steps in every way take long enough.

@@ -49,19 +49,16 @@ def _convolution(
     ]
 
 
-class ResidualBlock(nn.Module):
-    """Two 3×3 convolutions or a bottleneck (1×1 down, 3×3, 1×1 up), and a shortcut.
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions and a shortcut."""
 
-    A bottleneck strides in its 3×3 convolution, which has `groups` and `width` channels in all.
-    """
+    expansion = 1
 
-    def __init__(
-        self, in_channels: int, channels: int, *, bottleneck: bool, stride: int, groups: int, width: int
-    ) -> None:
+    def __init__(self, in_channels: int, channels: int, *, stride: int, groups: int, width: int) -> None:
         super().__init__()
-        out_channels = channels * 4 if bottleneck else channels
+        out_channels = channels * self.expansion
         shapes = [(in_channels, channels, 3, stride), (channels, channels, 3, 1)]
-        if bottleneck:
+        if self.expansion > 1:
             shapes = [(in_channels, width, 1, 1), (width, width, 3, stride), (width, out_channels, 1, 1)]
         self.relu = nn.ReLU(inplace=True)
         self.depth = len(shapes)
@@ -86,6 +83,12 @@ class ResidualBlock(nn.Module):
         return result
 
 
+class Bottleneck(BasicBlock):
+    """1×1 down, 3×3 with the stride (in `groups`, `width` channels in all), 1×1 up, and a shortcut."""
+
+    expansion = 4
+
+
 class _InTurn(nn.Module):
     """Runs its children in turn; what leaves `avgpool` is flattened."""
 
@@ -100,7 +103,7 @@ class ResNet(_InTurn):
 
     Args:
         depths: blocks in each of the four stages.
-        bottleneck: the kind of block.
+        block: the kind of residual block.
         classes: width of the output.
         groups: groups of each bottleneck's 3×3 convolution.
         width_per_group: channels of a group in the first stage; 64 is the plain network.
@@ -110,7 +113,7 @@ class ResNet(_InTurn):
         self,
         depths: Sequence[int],
         *,
-        bottleneck: bool = True,
+        block: type[BasicBlock] = Bottleneck,
         classes: int = 1000,
         groups: int = 1,
         width_per_group: int = 64,
@@ -126,16 +129,15 @@ class ResNet(_InTurn):
             blocks = []
             for index in range(depth):
                 blocks.append(
-                    ResidualBlock(
+                    block(
                         in_channels,
                         channels,
-                        bottleneck=bottleneck,
                         stride=2 if stage and index == 0 else 1,
                         groups=groups,
                         width=channels * width_per_group // 64 * groups,
                     )
                 )
-                in_channels = channels * 4 if bottleneck else channels
+                in_channels = channels * block.expansion
             self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         self.fc = nn.Linear(in_channels, classes)

@@ -35,8 +35,8 @@ class _Network:
 
 # Batches other than the default, and the UNet's size, are the paper's (Shah et al., arXiv:2010.14501, section 5).
 _NETWORKS = {
-    "resnet18": _Network("ResNet-18", lambda net: net.ResNet((2, 2, 2, 2), bottleneck=False)),
-    "resnet34": _Network("ResNet-34", lambda net: net.ResNet((3, 4, 6, 3), bottleneck=False)),
+    "resnet18": _Network("ResNet-18", lambda net: net.ResNet((2, 2, 2, 2), block=net.BasicBlock)),
+    "resnet34": _Network("ResNet-34", lambda net: net.ResNet((3, 4, 6, 3), block=net.BasicBlock)),
     "resnet50": _Network("ResNet-50", lambda net: net.ResNet((3, 4, 6, 3)), batch=184),
     "resnet101": _Network("ResNet-101", lambda net: net.ResNet((3, 4, 23, 3))),
     "resnet152": _Network("ResNet-152", lambda net: net.ResNet((3, 8, 36, 3))),
