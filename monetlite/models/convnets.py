@@ -1,6 +1,7 @@
 """The MONeT paper's five convolutional networks and their relatives.
 
-All but UNet's have torchvision's module names, so its checkpoints load. All take images (N, 3, H, W).
+All but UNet's have torchvision's module names, so its checkpoints load. Unless a network says otherwise, it takes
+images (N, 3, H, W) of at least 32×32 and returns logits (N, classes).
 """
 
 from collections import OrderedDict
@@ -149,11 +150,10 @@ class VGG(_InTurn):
 
     Args:
         depths: 3×3 convolutions in each of the five stages; a 2×2 max pool ends each stage.
-        classes: width of the output.
         batch_norm: normalise after each convolution.
     """
 
-    def __init__(self, depths: Sequence[int], *, classes: int = 1000, batch_norm: bool = False) -> None:
+    def __init__(self, depths: Sequence[int], *, batch_norm: bool = False) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         in_channels = 3
@@ -171,7 +171,7 @@ class VGG(_InTurn):
             nn.Linear(4096, 4096),
             nn.ReLU(inplace=True),
             nn.Dropout(0.5),
-            nn.Linear(4096, classes),
+            nn.Linear(4096, 1000),
         )
         _initialise(self)
 
@@ -219,7 +219,7 @@ class GoogLeNet(_InTurn):
     on it.
     """
 
-    def __init__(self, *, classes: int = 1000, dropout: float = 0.2) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.conv1 = BasicConv2d(3, 64, 7, 2)
         self.maxpool1 = nn.MaxPool2d(3, 2, ceil_mode=True)
@@ -238,8 +238,8 @@ class GoogLeNet(_InTurn):
         self.inception5a = Inception(832, 256, (160, 320), (32, 128), 128)
         self.inception5b = Inception(832, 384, (192, 384), (48, 128), 128)
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.dropout = nn.Dropout(dropout)
-        self.fc = nn.Linear(1024, classes)
+        self.dropout = nn.Dropout(0.2)
+        self.fc = nn.Linear(1024, 1000)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.01, a=-0.02, b=0.02)
@@ -282,7 +282,7 @@ class MobileNetV2(nn.Module):
         (6, 320, 1, 1),
     )
 
-    def __init__(self, *, classes: int = 1000, dropout: float = 0.2) -> None:
+    def __init__(self, *, classes: int = 1000) -> None:
         super().__init__()
         layers: list[nn.Module] = [_conv_bn_relu6(3, 32, 3, 2)]
         in_channels = 32
@@ -293,7 +293,7 @@ class MobileNetV2(nn.Module):
                 in_channels = channels
         layers.append(_conv_bn_relu6(in_channels, 1280, 1))
         self.features = nn.Sequential(*layers)
-        self.classifier = nn.Sequential(nn.Dropout(dropout), nn.Linear(1280, classes))
+        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, classes))
         _initialise(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -412,12 +412,12 @@ class UNet(nn.Module):
     Of the common variants this is the one that the MONeT authors measured (the resident bytes of their 416×608
     instance match it to the byte): the decoder upsamples bilinearly, so the deepest level stays at 512 channels and
     only the concatenation there has 1024, and each decoder's first convolution halves its input's channels. The
-    output is one logit per pixel (N, classes, H, W). H and W are at least 16.
+    output is one logit per pixel (N, 1, H, W). H and W are at least 16.
     """
 
-    def __init__(self, *, classes: int = 1, in_channels: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inc = DoubleConv(in_channels, 64, 64)
+        self.inc = DoubleConv(3, 64, 64)
         self.pool = nn.MaxPool2d(2)
         self.down1 = DoubleConv(64, 128, 128)
         self.down2 = DoubleConv(128, 256, 256)
@@ -427,7 +427,7 @@ class UNet(nn.Module):
         self.up2 = Up(512, 128)
         self.up3 = Up(256, 64)
         self.up4 = Up(128, 64)
-        self.outc = nn.Conv2d(64, classes, 1)
+        self.outc = nn.Conv2d(64, 1, 1)
         _initialise(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
