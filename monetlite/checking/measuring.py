@@ -5,7 +5,7 @@ import gc
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,67 +21,6 @@ from monetlite.tracing.step_inputs import Inputs, resident_bytes, split_inputs
 
 if TYPE_CHECKING:
     from monetlite.models import BuiltModel
-
-
-def measure(
-    build: "Callable[[int | None], BuiltModel]",
-    batches: Sequence[int | None],
-    modes: Sequence[Mode] = tuple(Mode),
-    *,
-    device: str = "cpu",
-    optimizer: str | None = None,
-    autocast: str | None = None,
-    warmup: int = 1,
-    repeats: int = 5,
-    progress: Callable[[str], None] | None = None,
-) -> Measurements:
-    """Build a model at each batch size, run it, and measure its memory and time.
-
-    Args:
-        build: makes the model and its inputs at a batch size (None: the model's own), on the CPU or on the device
-            that `torch.device` is set to.
-        batches: in ascending order. A mode that runs out of memory at one is not tried at larger ones.
-        modes: inference, training or both.
-        device: `cpu` or `cuda`.
-        optimizer: `sgd`, `momentum`, `adam` or `adamw`, to take its step in training too.
-        autocast: the dtype of `torch.autocast` around forward and loss.
-        warmup: runs before timing begins. repeats: timed runs.
-        progress: told what is measured next.
-
-    Raises:
-        DeviceError: this machine has no such device.
-        ModelError: the model can't be built, or fails otherwise than by running out of memory.
-    """
-    place = measured_place(device)
-    measurer = _Measurer(
-        build=build,
-        device=device,
-        optimizer=optimizer,
-        autocast=autocast,
-        warmup=warmup,
-        repeats=repeats,
-        say=progress or (lambda _: None),
-    )
-    runs: list[BatchRun] = []
-    ended: list[Mode] = []
-    for batch in batches:
-        found = measurer.at(batch, [mode for mode in modes if mode not in ended])
-        size = found[0].batch if found else batch
-        assert size is not None, "a batch of the model's own size is the first"
-        runs += [*found, *(BatchRun(mode=mode, batch=size, tried=False) for mode in ended)]
-        ended += [run.mode for run in found if run.memory is None]
-    loads = measurer.loads
-    times_ms = tuple(time_ms for loading in loads for time_ms in loading.times_ms)
-    return Measurements(
-        model=measurer.name,
-        description=measurer.description,
-        place=place,
-        loading=replace(loads[0], times_ms=times_ms) if loads else None,
-        runs=tuple(run for mode in modes for run in runs if run.mode is mode),
-        optimizer=optimizer,
-        autocast=autocast,
-        labels_left_out=measurer.labels_left_out,
-    )
 
 
 def measured_place(device: str) -> Place:
@@ -117,23 +56,62 @@ def measured_place(device: str) -> Place:
     )
 
 
-@dataclass(kw_only=True)
-class _Measurer:
-    """Builds and runs a model, batch by batch, with the options of `measure`."""
+@dataclass
+class ModelMeasurer:
+    """Builds a model at each batch size, runs it, and measures its memory and time.
+
+    Attributes:
+        build: makes the model and its inputs at a batch size (None: the model's own), on the CPU or on the device
+            that `torch.device` is set to.
+        device: `cpu` or `cuda`.
+        optimizer: `sgd`, `momentum`, `adam` or `adamw`, to take its step in training too.
+        autocast: the dtype of `torch.autocast` around forward and loss.
+        warmup: runs before timing begins. repeats: timed runs.
+        say: told what is measured next.
+    """
 
     build: "Callable[[int | None], BuiltModel]"
-    device: str
-    optimizer: str | None
-    autocast: str | None
-    warmup: int
-    repeats: int
-    say: Callable[[str], None]
-    loads: list[Loading] = field(default_factory=list)
-    name: str = ""
-    description: str = ""
-    labels_left_out: bool = False
+    _: KW_ONLY
+    device: str = "cpu"
+    optimizer: str | None = None
+    autocast: str | None = None
+    warmup: int = 1
+    repeats: int = 5
+    say: Callable[[str], None] = lambda _: None
+    loads: list[Loading] = field(default_factory=list, init=False)
+    name: str = field(default="", init=False)
+    description: str = field(default="", init=False)
+    labels_left_out: bool = field(default=False, init=False)
 
-    def at(self, batch: int | None, modes: Sequence[Mode]) -> list[BatchRun]:
+    def run(self, batches: Sequence[int | None], modes: Sequence[Mode] = tuple(Mode)) -> Measurements:
+        """Measure batches in ascending order. A mode that runs out of memory at one is not tried at larger ones.
+
+        Raises:
+            DeviceError: this machine has no such device.
+            ModelError: the model can't be built, or fails otherwise than by running out of memory.
+        """
+        place = measured_place(self.device)
+        runs: list[BatchRun] = []
+        ended: list[Mode] = []
+        for batch in batches:
+            found = self._at(batch, [mode for mode in modes if mode not in ended])
+            size = found[0].batch if found else batch
+            assert size is not None, "a batch of the model's own size is the first"
+            runs += [*found, *(BatchRun(mode=mode, batch=size, tried=False) for mode in ended)]
+            ended += [run.mode for run in found if run.memory is None]
+        times_ms = tuple(time_ms for loading in self.loads for time_ms in loading.times_ms)
+        return Measurements(
+            model=self.name,
+            description=self.description,
+            place=place,
+            loading=replace(self.loads[0], times_ms=times_ms) if self.loads else None,
+            runs=tuple(run for mode in modes for run in runs if run.mode is mode),
+            optimizer=self.optimizer,
+            autocast=self.autocast,
+            labels_left_out=self.labels_left_out,
+        )
+
+    def _at(self, batch: int | None, modes: Sequence[Mode]) -> list[BatchRun]:
         """Measure one batch size, from a clean device, in some modes."""
         if not modes:
             return []
@@ -141,7 +119,7 @@ class _Measurer:
         self.say("loading" if batch is None else f"loading, batch {batch}")
         built = self._load(batch)
         if built is not None:
-            return [self._run(built, mode) for mode in modes]
+            return [self._measure(built, mode) for mode in modes]
         if batch is None:
             raise ModelError(
                 "the model and a batch of its own size don't fit into memory; say what to measure: --batch 1,2,4"
@@ -183,7 +161,7 @@ class _Measurer:
         self.name, self.description = self.name or built.name, self.description or built.description
         return built
 
-    def _run(self, built: "BuiltModel", mode: Mode) -> BatchRun:
+    def _measure(self, built: "BuiltModel", mode: Mode) -> BatchRun:
         self.say(f"{mode}, batch {built.batch}")
         training = mode is Mode.TRAINING
         inputs: Any = built.example_inputs

@@ -122,7 +122,7 @@ def measure_command(
     Running out of memory is a result. What larger batches would take is read off a line through those that ran.
     """
     from monetlite.checking.measurements import Mode
-    from monetlite.checking.measuring import measure
+    from monetlite.checking.measuring import ModelMeasurer
     from monetlite.core.files.atomic import write_atomically
     from monetlite.reporting import text_measure
 
@@ -151,17 +151,16 @@ def measure_command(
     with contextlib.suppress(ModelError):
         at(min(batches) if batches else None, meta=True)
     with terminal.line("starting") as progress, prints_aside():
-        found = measure(
+        measurer = ModelMeasurer(
             at,
-            sorted(batches) if batches else (None,),
-            [Mode(mode) for mode in modes],
             device=device,
             optimizer=pricing.optimizer,
             autocast=choice.autocast,
             warmup=warmup,
             repeats=repeats,
-            progress=progress,
+            say=progress or (lambda _: None),
         )
+        found = measurer.run(sorted(batches) if batches else (None,), [Mode(mode) for mode in modes])
     assert choice.spec is not None
     found = replace(found, model=found.model or choice.spec)  # not even the smallest batch may have fitted
     if output is not None:

@@ -6,7 +6,7 @@ peak are computed for it, and a bound proves which batches no schedule fits.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 
@@ -151,50 +151,47 @@ def largest_batch(
     )
 
 
+@dataclass
 class _Prober:
     """Looks at batches, each once, and remembers the memory that they take."""
 
-    def __init__(
-        self,
-        price: Callable[[int], Profile],
-        budget_bytes: int,
-        options: SolvingOptions,
-        progress: Callable[[int, str], None] | None,
-    ) -> None:
-        self._price, self._budget_bytes, self._options, self._progress = price, budget_bytes, options, progress
-        self._profiles: dict[int, Profile] = {}
-        self._leanest: dict[int, Schedule] = {}
-        self.fits: dict[int, Fit] = {}
-        self.needed_bytes: dict[int, int] = {}
-        self.plain_bytes: dict[int, int] = {}
+    price: Callable[[int], Profile]
+    budget_bytes: int
+    options: SolvingOptions
+    progress: Callable[[int, str], None] | None
+    profiles: dict[int, Profile] = field(default_factory=dict)
+    leanest: dict[int, Schedule] = field(default_factory=dict)
+    fits: dict[int, Fit] = field(default_factory=dict)
+    needed_bytes: dict[int, int] = field(default_factory=dict)
+    plain_bytes: dict[int, int] = field(default_factory=dict)
 
     def _profile(self, batch: int) -> Profile:
         if batch > MAX_BATCH:
             raise ModelError(
-                f"a batch of {batch} would fit {self._budget_bytes} bytes: the budget is not what limits this model"
+                f"a batch of {batch} would fit {self.budget_bytes} bytes: the budget is not what limits this model"
             )
-        if batch not in self._profiles:
-            profile = self._price(batch)
-            if self._options.reserved:
+        if batch not in self.profiles:
+            profile = self.price(batch)
+            if self.options.reserved:
                 refuse_without_gpu(profile)
-            self._profiles[batch] = profile
+            self.profiles[batch] = profile
             self.plain_bytes[batch] = self._takes_bytes(profile, plain_steps(profile.graph))
-        return self._profiles[batch]
+        return self.profiles[batch]
 
     def _takes_bytes(self, profile: Profile, steps: Sequence[Step]) -> int:
         """Bytes of the budget that steps need."""
-        return least_limit(profile, steps) if self._options.reserved else simulate(profile, steps).peak_bytes
+        return least_limit(profile, steps) if self.options.reserved else simulate(profile, steps).peak_bytes
 
     def fits_somehow(self, batch: int) -> bool:
         if batch not in self.fits:
             self.fits[batch] = self._fit(batch)
-            if self._progress is not None:
-                self._progress(batch, str(self.fits[batch]))
+            if self.progress is not None:
+                self.progress(batch, str(self.fits[batch]))
         return self.fits[batch] in (Fit.PLAIN, Fit.SCHEDULED)
 
     def plain_fits(self, batch: int) -> bool:
         self._profile(batch)
-        return self.plain_bytes[batch] <= self._budget_bytes
+        return self.plain_bytes[batch] <= self.budget_bytes
 
     def _fit(self, batch: int) -> Fit:
         from monetlite.solving.bounding.peak_bound import smallest_budget_bound
@@ -202,32 +199,32 @@ class _Prober:
         from monetlite.solving.problem import Problem
         from monetlite.solving.smallest import smallest_budget
 
-        profile = self._options.allowed(self._profile(batch))
+        profile = self.options.allowed(self._profile(batch))
         bound_bytes = smallest_budget_bound(Problem.of(profile))
         self.needed_bytes[batch] = bound_bytes
         if self.plain_fits(batch):
             return Fit.PLAIN
-        if bound_bytes > self._budget_bytes:
+        if bound_bytes > self.budget_bytes:
             return Fit.IMPOSSIBLE
-        seconds = self._options.time_limit * PROBE_SHARE
-        found = smallest_budget(profile, seconds=seconds, seed=self._options.seed)
+        seconds = self.options.time_limit * PROBE_SHARE
+        found = smallest_budget(profile, seconds=seconds, seed=self.options.seed)
         steps = found.smallest_reached_steps
         if found.smallest_reached_bytes is None or steps is None:
             return Fit.NOT_FOUND
         self.needed_bytes[batch] = self._takes_bytes(profile, steps)
-        if found.smallest_reached_bytes > self._budget_bytes:
-            return Fit.IMPOSSIBLE if found.smallest_proven_bytes > self._budget_bytes else Fit.NOT_FOUND
-        if self.needed_bytes[batch] <= self._budget_bytes:
+        if found.smallest_reached_bytes > self.budget_bytes:
+            return Fit.IMPOSSIBLE if found.smallest_proven_bytes > self.budget_bytes else Fit.NOT_FOUND
+        if self.needed_bytes[batch] <= self.budget_bytes:
             solution = Solution.of_steps(profile, steps, method="search", seconds=seconds)
             solution = replace(solution, smallest_proven_bytes=found.smallest_proven_bytes)
-            leanest = as_schedule(profile, self._budget_bytes, solution, self._options.tolerance)
+            leanest = as_schedule(profile, self.budget_bytes, solution, self.options.tolerance)
         else:
             # Another schedule's requests may leave smaller gaps than those of the smallest peak.
             try:
-                leanest = solve_budget(profile, self._budget_bytes, replace(self._options, time_limit=seconds))
+                leanest = solve_budget(profile, self.budget_bytes, replace(self.options, time_limit=seconds))
             except InfeasibleBudget:
                 return Fit.NOT_FOUND
-        self._leanest[batch] = leanest
+        self.leanest[batch] = leanest
         return Fit.SCHEDULED
 
     def point(self, batch: int, seconds: float) -> BatchPoint:
@@ -243,15 +240,15 @@ class _Prober:
                 batch=batch,
                 peak_bytes=plain.peak_bytes,
                 latency_ms=plain.latency_ms,
-                reserved_bytes=self.plain_bytes[batch] if self._options.reserved else None,
+                reserved_bytes=self.plain_bytes[batch] if self.options.reserved else None,
                 schedule=None,
                 overhead=0.0,
             )
         # The schedule that showed that this batch, or the next larger one, fits.
-        serving = [other for other in self._leanest if other >= batch]
-        starts = [self._leanest[min(serving)]] if serving else []
-        options = replace(self._options, time_limit=seconds)
-        schedule = solve_budget(profile, self._budget_bytes, options, starts=starts)
+        serving = [other for other in self.leanest if other >= batch]
+        starts = [self.leanest[min(serving)]] if serving else []
+        options = replace(self.options, time_limit=seconds)
+        schedule = solve_budget(profile, self.budget_bytes, options, starts=starts)
         return BatchPoint(
             batch=batch,
             peak_bytes=schedule.peak_bytes,
@@ -267,7 +264,7 @@ class _Prober:
         if len(near) < 2 or needed[near[0]] == needed[near[1]]:
             return None
         slope = (needed[near[1]] - needed[near[0]]) / (near[1] - near[0])
-        return int(near[0] + (self._budget_bytes - needed[near[0]]) / slope) if slope > 0 else None
+        return int(near[0] + (self.budget_bytes - needed[near[0]]) / slope) if slope > 0 else None
 
 
 def _bisect(

@@ -26,7 +26,7 @@ from monetlite.checking.measurements import (
     largest_batch,
     tells_enough,
 )
-from monetlite.checking.measuring import measure, measured_place
+from monetlite.checking.measuring import ModelMeasurer, measured_place
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -37,6 +37,12 @@ from monetlite.profiling.step_additions import OPTIMIZERS, make_optimizer
 from monetlite.reporting.text_measure import as_text, print_measurements
 
 MIB = 2**20
+
+
+def measure(build, batches, modes=tuple(Mode), **options):
+    return ModelMeasurer(build, **options).run(batches, modes)
+
+
 MODEL = """
 import torch
 from torch import nn
