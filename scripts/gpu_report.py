@@ -103,7 +103,7 @@ def solve(args: argparse.Namespace) -> int:
     """The second step: a schedule for each model and budget that there is one for."""
     from monetlite.core.errors import InfeasibleBudget
     from monetlite.core.options import SolvingOptions
-    from monetlite.planning.layouts import solve_layouts
+    from monetlite.planning.budgets import solve_layouts
 
     args.output.mkdir(parents=True, exist_ok=True)
     for name in args.model or SUBJECTS:

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def measured_place(device: str) -> Place:
-    """The device, measured before anything is on it.
-
-    Raises:
-        DeviceError: this machine has no such device.
-    """
+    """The device, measured before anything is on it."""
     if device != "cuda":
         return Place(
             device=device,

@@ -227,11 +227,7 @@ def step_times_ms(trainees: Sequence[Trainee], repeats: int) -> list[list[float]
 
 
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A copy of a model, except for what `memo` has, as `copy.deepcopy` takes it.
-
-    Raises:
-        ModelError: it can't be copied.
-    """
+    """A copy of a model, except for what `memo` has, as `copy.deepcopy` takes it."""
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:

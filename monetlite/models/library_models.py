@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def require(package: str, spec: str) -> ModuleType:
-    """Import an optional package.
-
-    Raises:
-        ModelError: it is not installed, or does not import.
-    """
+    """Import an optional package."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -30,11 +26,7 @@ def require(package: str, spec: str) -> ModuleType:
 
 
 def build_torchvision(name: str, options: BuildOptions) -> BuiltModel:
-    """Build `torchvision.models.get_model(name)` without pretrained weights.
-
-    Raises:
-        ModelError: torchvision is missing, does not know the name, or fails to build it.
-    """
+    """Build `torchvision.models.get_model(name)` without pretrained weights."""
     models = require("torchvision.models", f"torchvision:{name}")
     known = models.list_models(module=models)
     if name not in known:
@@ -43,11 +35,7 @@ def build_torchvision(name: str, options: BuildOptions) -> BuiltModel:
 
 
 def build_timm(name: str, options: BuildOptions) -> BuiltModel:
-    """Build `timm.create_model(name)` without pretrained weights, at its own image size by default.
-
-    Raises:
-        ModelError: timm is missing, does not know the name, or fails to build it.
-    """
+    """Build `timm.create_model(name)` without pretrained weights, at its own image size by default."""
     timm = require("timm", f"timm:{name}")
     if not timm.is_model(name):
         raise ModelError(f"timm has no model {name!r}{close_matches(name, timm.list_models())}")

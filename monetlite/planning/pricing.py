@@ -50,16 +50,9 @@ def price(
     solving: SolvingOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Price a graph, though the device may run other operators than it has.
+    """Price a graph, though the device may run other operators than it has; args and errors as in `profile`.
 
-    Args:
-        graph: from `monetlite.trace`.
-        options: device, optimizer and accumulation; the layout is the graph's own.
-        solving: price only implementations within its tolerance; None: all of them.
-        progress: as in `profile`.
-
-    Raises:
-        Those of `profile`.
+    Without `solving`, implementations of any tolerance are priced.
     """
     from monetlite.profiling.step_additions import with_accumulation, with_optimizer
 

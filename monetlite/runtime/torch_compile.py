@@ -175,7 +175,7 @@ def _schedule(graph_in: Callable[[str], OperatorGraph], options: CompileOptions)
 
 
 def _solve(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) -> Schedule:
-    from monetlite.planning.layouts import layouts_to_try, solve_layouts
+    from monetlite.planning.budgets import layouts_to_try, solve_layouts
     from monetlite.planning.pricing import price
 
     assert options.budget is not None

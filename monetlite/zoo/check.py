@@ -52,12 +52,7 @@ class Checker:
         self._profiles: dict[tuple[object, ...], Profile] = {}
 
     def check(self, path: str | PathLike[str], expected_name: str | None = None) -> Checked:
-        """Check one file.
-
-        Args:
-            path: of the file.
-            expected_name: its path in a collection, if it is in one.
-        """
+        """Check one file; `expected_name` is its path in a collection, if it is in one."""
         try:
             schedule = read_schedule(path)
             problems = list(schedule_problems(path))
@@ -112,10 +107,6 @@ class Checker:
         Args:
             schedule: with a source.
             plain: of plain training, in the layout that the model has.
-
-        Raises:
-            ModelError: the model can't be built here: a package is missing.
-            TraceError, DeviceError: as `trace` and `profile`.
         """
         from monetlite.planning.pricing import profile
 
@@ -160,11 +151,7 @@ def build(source: ModelSource, meta: bool = True) -> "BuiltModel":
 def traced(
     source: ModelSource, autocast: str = "", layout: str = AS_TRACED, device: str | None = None
 ) -> OperatorGraph:
-    """Trace the training step of a model, on a named device if one is given.
-
-    Raises:
-        ModelError, TraceError, DeviceError: the model can't be built, or not be traced.
-    """
+    """Trace the training step of a model, on a named device if one is given."""
     import torch
 
     from monetlite.tracing import trace

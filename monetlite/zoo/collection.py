@@ -75,11 +75,7 @@ class ZooIndex(Document, frozen=True, kw_only=True, tag="monetlite-zoo"):
 
 
 def entry_of(schedule: Schedule, file: str) -> ZooEntry:
-    """Make the entry of a schedule.
-
-    Raises:
-        ScheduleFileError: it doesn't say what model it is of, in a way that others can build it again.
-    """
+    """Make the entry of a schedule; it has to say how its model is built."""
     source = _source(schedule)
     figures = {
         "file": file,
@@ -98,9 +94,6 @@ def file_name(schedule: Schedule) -> str:
 
     Sizes other than the batch follow it where the model has several; so do an optimizer, an autocast and a
     tolerance, if any.
-
-    Raises:
-        ScheduleFileError: as `entry_of`.
     """
     source = _source(schedule)
     usual = source.input_size == (224, 224)

@@ -108,11 +108,7 @@ def as_array(value: Any) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def as_number(value: Any, name: str) -> float:
-    """Make a number from a plain one or from an array with one entry.
-
-    Raises:
-        ScheduleFileError: it is no number, or not a finite one.
-    """
+    """Make a finite number from a plain one or from an array with one entry."""
     if isinstance(value, StandIn) and isinstance(value.state, tuple) and value.state[1:2] in (((),), ((1,),)):
         value = as_array(value).item()
     if not _is_number(value):
@@ -218,11 +214,7 @@ class _Reader(pickle._Unpickler):
             }
 
     def find_class(self, module: str, name: str) -> Any:
-        """A builder or a stand-in for a name in the file.
-
-        Raises:
-            ScheduleFileError: it is neither plain data nor a class of MONeT's.
-        """
+        """A builder or a stand-in for a name in the file: plain data, or a class of MONeT's."""
         if module == "copy_reg":
             module = "copyreg"
         if (module, name) in self._builders:

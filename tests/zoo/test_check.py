@@ -12,7 +12,7 @@ import monetlite.planning.pipeline
 from monetlite.core.choices import Choices
 from monetlite.core.options import SolvingOptions
 from monetlite.core.source import ModelSource
-from monetlite.planning.layouts import solve_layouts
+from monetlite.planning.budgets import solve_layouts
 from monetlite.zoo.check import Checker, traced
 from monetlite.zoo.collection import Shelf, file_name
 

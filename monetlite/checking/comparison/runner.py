@@ -29,8 +29,7 @@ from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.operators.random import forked_state
-from monetlite.planning.budgets import solve_budget
-from monetlite.planning.layouts import layouts_to_try, solve_layouts
+from monetlite.planning.budgets import layouts_to_try, solve_budget, solve_layouts
 from monetlite.planning.pricing import profile
 from monetlite.runtime import MONeTWrapper
 from monetlite.solving.baselines import restrict_gist
@@ -344,11 +343,7 @@ def _why(error: Exception) -> str:
 
 
 def _peers(names: Iterable[str]) -> list[Peer]:
-    """Peers by their names, in the order of tables.
-
-    Raises:
-        ModelError: there is no such peer.
-    """
+    """Peers by their names, in the order of tables."""
     known = [str(peer) for peer in PEERS]
     wanted = [name.strip() for name in names]
     if unknown := [name for name in wanted if name not in known]:
