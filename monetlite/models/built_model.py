@@ -66,10 +66,12 @@ class BuildOptions:
 
         return torch.device("meta") if self.meta else contextlib.nullcontext()
 
-    def image(self, channels: int, default_batch: int, default_size: tuple[int, int]) -> "torch.Tensor":
-        """A batch of images (N, `channels`, H, W) of standard normal pixels."""
+    def image(self, spec: str, channels: int, default_batch: int, default_size: tuple[int, int]) -> "torch.Tensor":
+        """A batch of images (N, `channels`, H, W) of standard normal pixels; the model takes nothing else."""
         import torch
 
+        if self.sequence_length is not None:
+            raise ModelError(f"{spec} takes images, not sequences; drop the sequence length")
         size = self.input_size or default_size
         with self.device():
             return torch.randn(self.batch or default_batch, channels, *size, dtype=self.dtype)

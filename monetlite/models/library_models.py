@@ -1,7 +1,16 @@
-"""`torchvision:NAME` and `timm:NAME`: any of their classification models, randomly initialised."""
+"""Other libraries' models by name, randomly initialised.
+
+`torchvision:NAME` and `timm:NAME` are any of their classification models. `hf:NAME` is a transformers model in the
+class that computes a loss. NAME is a model type (`gpt2`, `bert`, `llama`, `vit`, …), whose configuration's defaults
+are used, a size of one that many people train (`gpt2-medium`, `bert-large`, `vit-large`, `llama-1b`,
+`efficientnet-b0`), or the path of a `config.json` or of a folder with one, or a hub name whose configuration is
+already in the local cache. Nothing is downloaded, and no code from a hub is run.
+"""
 
 import importlib
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +19,69 @@ from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel
 
 if TYPE_CHECKING:
     from torch import nn
+
+TRANSFORMERS_BATCH = 8
+DEFAULT_SEQUENCE_LENGTH = 128
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A kind of model with a loss: transformers' names of it in its mappings and of its class, and its inputs."""
+
+    mapping: str
+    auto_class: str
+    image: bool = False
+    label_per_token: bool = True
+
+    def classes(self, model_type: str) -> tuple[str, ...]:
+        """Names of the classes of a model type that have this head; empty if there are none."""
+        from transformers.models.auto import modeling_auto
+
+        found = getattr(modeling_auto, f"MODEL_FOR_{self.mapping}_MAPPING_NAMES").get(model_type, ())
+        return (found,) if isinstance(found, str) else tuple(found)
+
+
+# In order of preference, where the configuration does not name an architecture: the objective that the model
+# type is mostly trained on comes before one that it also has (BERT has a causal head, BART a masked one).
+_HEADS = (
+    _Head("IMAGE_CLASSIFICATION", "AutoModelForImageClassification", image=True, label_per_token=False),
+    _Head("SEQ_TO_SEQ_CAUSAL_LM", "AutoModelForSeq2SeqLM"),
+    _Head("MASKED_LM", "AutoModelForMaskedLM"),
+    _Head("CAUSAL_LM", "AutoModelForCausalLM"),
+    _Head("SEQUENCE_CLASSIFICATION", "AutoModelForSequenceClassification", label_per_token=False),
+)
+_LARGE = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
+_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    # As published: the numbers of the models' own configurations.
+    "gpt2-medium": ("gpt2", {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
+    "gpt2-large": ("gpt2", {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
+    "bert-large": ("bert", _LARGE),
+    "vit-large": ("vit", _LARGE),
+    "llama-1b": (
+        "llama",
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131_072,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "efficientnet-b0": (
+        "efficientnet",
+        {
+            "image_size": 224,
+            "width_coefficient": 1.0,
+            "depth_coefficient": 1.0,
+            "hidden_dim": 1280,
+            "dropout_rate": 0.2,
+        },
+    ),
+}
 
 
 def require(package: str, spec: str) -> ModuleType:
@@ -44,8 +116,6 @@ def build_timm(name: str, options: BuildOptions) -> BuiltModel:
 
 def _built(library: str, name: str, make: "Callable[[], nn.Module]", options: BuildOptions) -> BuiltModel:
     spec = f"{library}:{name}"
-    if options.sequence_length is not None:
-        raise ModelError(f"{spec} takes images, not sequences; drop the sequence length")
     try:
         with options.device():
             model = make()
@@ -53,6 +123,121 @@ def _built(library: str, name: str, make: "Callable[[], nn.Module]", options: Bu
         raise ModelError(f"{spec} failed to build: {type(error).__name__}: {error}") from error
     configuration: Any = getattr(model, "default_cfg", {}) if library == "timm" else {}
     channels, height, width = configuration.get("input_size", (3, 224, 224))
-    images = options.image(channels, DEFAULT_BATCH, (height, width))
+    images = options.image(spec, channels, DEFAULT_BATCH, (height, width))
     returns = "its outputs, the loss is yours"
     return finish(spec, model, (images,), options, title=f"{library} {name}", returns=returns)
+
+
+def build_transformers(name: str, options: BuildOptions) -> BuiltModel:
+    """Build a transformers model and inputs with labels, so that calling it returns a loss.
+
+    Raises:
+        ModelError: transformers is missing, no configuration has that name, the model type has no class with
+            a loss, or the sequence is longer than the model's positions.
+    """
+    import torch
+
+    spec = f"hf:{name}"
+    transformers = require("transformers", spec)
+    config = _config(transformers, name)
+    head = _head(config, spec)
+    config.use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        # A model type's defaults lack it; the decoder's inputs are the labels, shifted behind this token.
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
+    inputs = _images(config, options, spec) if head.image else _tokens(config, options, spec)
+    try:
+        with options.device():
+            model = getattr(transformers, head.auto_class).from_config(config)
+    except Exception as error:
+        raise ModelError(f"{spec} failed to build: {type(error).__name__}: {error}") from error
+    (first,) = inputs.values()
+    labels = first.clone()
+    if not head.label_per_token:
+        with options.device():
+            labels = torch.randint(config.num_labels, (first.shape[0],))
+    title = type(model).__name__
+    return finish(spec, model, {**inputs, "labels": labels}, options, title=title, returns="its loss")
+
+
+def _config(transformers: Any, name: str) -> Any:
+    spec = f"hf:{name}"
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    path = os.path.expanduser(name)
+    looks_like_path = name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    try:
+        if os.path.exists(path):
+            return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if name in known:
+            return transformers.AutoConfig.for_model(name)
+        if name in _SIZES:
+            model_type, sizes = _SIZES[name]
+            return transformers.AutoConfig.for_model(model_type, **sizes)
+        if not looks_like_path:
+            return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if os.path.exists(path):
+            raise ModelError(
+                f"{spec}: {path} is not a model configuration that transformers can read "
+                f"({reason}); it needs a config.json with a model_type"
+            ) from error
+        if name in known:
+            raise ModelError(
+                f"{spec}: the model type {name!r} has no default configuration ({reason}); "
+                "give the path of a config.json"
+            ) from error
+    if looks_like_path:
+        raise ModelError(
+            f"{spec}: there is no file or folder {path}; check the path, or give a model type like hf:gpt2"
+        )
+    prefixes = [kind for kind in known if name.rpartition("/")[2].lower().startswith(kind)]
+    hint = f"; did you mean hf:{max(prefixes, key=len)}?" if prefixes else close_matches(name, [*known, *_SIZES])
+    raise ModelError(
+        f"{spec}: {name!r} is neither a model type of transformers {transformers.__version__}, nor a local "
+        f"path, nor in the local hub cache, and nothing is downloaded"
+        f"{hint or '; e.g. hf:gpt2, hf:bert-large, hf:llama-1b, hf:vit'}"
+    )
+
+
+def _head(config: Any, spec: str) -> _Head:
+    """The kind of model to build: the configuration's own architecture if it has a loss, or by preference."""
+    offered = {head: head.classes(config.model_type) for head in _HEADS}
+    named = [head for name in config.architectures or () for head in _HEADS if name in offered[head]]
+    known = [head for head in _HEADS if offered[head]]
+    if not known:
+        raise ModelError(
+            f"{spec}: transformers has no class of model type {config.model_type!r} with a language-modelling or "
+            "classification loss; write a builder function instead: path/to/file.py:build"
+        )
+    return (named or known)[0]
+
+
+def _images(config: Any, options: BuildOptions, spec: str) -> dict[str, Any]:
+    own = getattr(config, "image_size", None)
+    if options.input_size is not None and own is not None:
+        height, width = options.input_size
+        config.image_size = height if height == width else (height, width)
+    size = own or 224
+    if isinstance(size, dict):
+        size = (size["height"], size["width"])
+    height, width = (size, size) if isinstance(size, int) else size
+    channels = getattr(config, "num_channels", 3)
+    return {"pixel_values": options.image(spec, channels, TRANSFORMERS_BATCH, (height, width))}
+
+
+def _tokens(config: Any, options: BuildOptions, spec: str) -> dict[str, Any]:
+    import torch
+
+    if options.input_size is not None:
+        raise ModelError(f"{spec} takes sequences, not images; give a sequence length instead of an input size")
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    length = options.sequence_length or min(DEFAULT_SEQUENCE_LENGTH, longest or DEFAULT_SEQUENCE_LENGTH)
+    if longest is not None and length > longest:
+        raise ModelError(
+            f"{spec}: sequences of {length} tokens are longer than the model's {longest} positions; "
+            "give a shorter one, or a config.json with more max_position_embeddings"
+        )
+    with options.device():
+        return {"input_ids": torch.randint(text.vocab_size, (options.batch or TRANSFORMERS_BATCH, length))}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from monetlite.core.errors import ModelError
-from monetlite.models import huggingface, library_models, own_models
+from monetlite.models import library_models, own_models
 from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, close_matches, finish
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ _NETWORKS = {
 _LIBRARIES: dict[str, Callable[[str, BuildOptions], BuiltModel]] = {
     "torchvision": library_models.build_torchvision,
     "timm": library_models.build_timm,
-    "hf": huggingface.build,
+    "hf": library_models.build_transformers,
 }
 
 
@@ -141,11 +141,9 @@ def _build_network(spec: str, options: BuildOptions) -> BuiltModel:
         raise ModelError(
             f"{name} can't take images of {height}×{width}: the least is {network.smallest}×{network.smallest}"
         )
-    if options.sequence_length is not None:
-        raise ModelError(f"{name} takes images, not sequences; drop the sequence length, or give an input size")
     with options.device():
         model = network.make(importlib.import_module("monetlite.models.convnets"))
-    images = options.image(3, network.batch, network.size)
+    images = options.image(name, 3, network.batch, network.size)
     return finish(
         name, model, (images,), options, title=network.title, returns=f"{network.returns}, the loss is yours"
     )

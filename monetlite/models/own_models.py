@@ -59,7 +59,7 @@ def build(spec: str, options: BuildOptions) -> BuiltModel:
                 f"{spec} returned a module without example inputs; return (module, example_inputs), or give "
                 "an input size for a model that takes images (N, 3, H, W)"
             )
-        inputs = (options.image(3, DEFAULT_BATCH, options.input_size),)
+        inputs = (options.image(spec, 3, DEFAULT_BATCH, options.input_size),)
     else:
         inputs = _checked_inputs(spec, inputs)
         for name, value in (("batch", options.batch), ("input_size", options.input_size)):
