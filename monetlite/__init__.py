@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `x as x` exports a name
     from monetlite.planning.budgets import solve as solve
     from monetlite.planning.budgets import sweep as sweep
     from monetlite.planning.pipeline import optimize as optimize
-    from monetlite.planning.pricing import profile as profile
+    from monetlite.planning.pipeline import profile as profile
     from monetlite.runtime.reserved_memory import limit_reserved as limit_reserved
     from monetlite.runtime.wrapper import MONeTWrapper as MONeTWrapper
     from monetlite.tracing import trace as trace
@@ -36,7 +36,7 @@ _HOME = {
     "load_profile": "monetlite.core.costs",
     "load_schedule": "monetlite.zoo.collection",
     "optimize": "monetlite.planning.pipeline",
-    "profile": "monetlite.planning.pricing",
+    "profile": "monetlite.planning.pipeline",
     "simulate": "monetlite.core.simulate",
     "solve": "monetlite.planning.budgets",
     "sweep": "monetlite.planning.budgets",

@@ -6,8 +6,7 @@ outputs, and each result is compared with plain training's. An operator *introdu
 from plain training's operands; the rest is *propagated*.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -92,7 +91,7 @@ class PlainStep:
         self.tensors: dict[str, Any] = {}
         self._given: set[str] = set()
 
-    def begin(self, traced: Traced, _: Sequence[Step]) -> None:
+    def begin(self, traced: Traced) -> None:
         self.tensors.clear()
         self._given = {node.name for node in traced.joint.graph.graph.nodes if node.op == "placeholder"}
 
@@ -124,13 +123,11 @@ class ScheduledStep:
         self._gradients: set[str] = set()
         self._notes: set[str] = set()
         self._graph: OperatorGraph
-        self._run_again: set[int] = set()
         self._first: dict[str, torch.Tensor] = {}
-        """Results of the first runs of operators that run again, in main memory."""
+        """Results of operators' first runs, in main memory."""
 
-    def begin(self, traced: Traced, steps: Sequence[Step]) -> None:
-        self._graph = traced.graph
-        graph = traced.graph
+    def begin(self, traced: Traced) -> None:
+        graph = self._graph = traced.graph
         delivered = {
             value
             for operator in graph.operators
@@ -145,7 +142,6 @@ class ScheduledStep:
         }
         self._gradients = {name for name, value in written.items() if value in delivered}
         self._notes = {name for name, value in written.items() if graph.values[value].note}
-        self._run_again = {index for index, count in Counter(index for index, _ in steps).items() if count > 1}
 
     def receive(self, node: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
         return self._operand(node).to(tensor.device) if is_tangent(node) else tensor
@@ -163,11 +159,6 @@ class ScheduledStep:
     def _run_and_compare(self, node: fx.Node, run: Callable[[], Any], values: Mapping[fx.Node, Any]) -> Any:
         device = self._graph.device
         state = rng_state(device)
-        same_operands = all(
-            _difference(self._operand(item), values[item]) == 0
-            for item in node.all_input_nodes
-            if item.meta[CAPTURED] not in self._notes
-        )
         result = run()
         results = dict(_results(node, result))
         if not results:
@@ -190,9 +181,8 @@ class ScheduledStep:
         results = {name: tensor for name, tensor in results.items() if name not in self._notes}
         if not results:
             return result
-        difference = introduced = self._from_plain(results)
-        if difference > 0 and not same_operands:
-            introduced = self._from_plain({name: alone()[name] for name in results})
+        difference = self._from_plain(results)
+        introduced = self._from_plain({name: alone()[name] for name in results}) if difference > 0 else 0.0
         self._note(node.meta[RUN], results, difference, introduced)
         return result
 
@@ -203,8 +193,6 @@ class ScheduledStep:
         is rounding in plain training too.
         """
         expected = {name: self._plain[name] for name in results}
-        if all(_difference(expected[name], tensor) == 0 for name, tensor in results.items()):
-            return 0.0
         least = negligible(expected.values(), self._tolerance)
         return max(
             _difference(expected[name], tensor, max(least, self._least if name in self._gradients else 0.0))
@@ -224,7 +212,7 @@ class ScheduledStep:
             self.again += 1
             again = ((self._first[name], tensor) for name, tensor in results.items() if name in self._first)
             repeated = max((_difference(*pair) for pair in again), default=0.0)
-        elif index in self._run_again:
+        else:
             self._first.update(
                 (name, on_cpu(tensor) if difference > 0 else self._plain[name]) for name, tensor in results.items()
             )
@@ -269,7 +257,7 @@ class WatchedWrapper(MONeTWrapper):
             steps = plain_steps(traced.graph)
         else:
             traced, steps = super()._plan(joint)
-        self._watcher.begin(traced, steps)
+        self._watcher.begin(traced)
         return traced, steps
 
     def _compiler(self) -> Compiler:

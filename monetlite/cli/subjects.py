@@ -62,7 +62,7 @@ def price_layouts(
     import torch
 
     from monetlite.core.devices import find_device
-    from monetlite.planning.pricing import profile
+    from monetlite.planning.pipeline import profile
     from monetlite.tracing import trace
 
     device = chosen_device(pricing.device, DEFAULT_ESTIMATE, "name a device to estimate")

@@ -176,7 +176,7 @@ def _schedule(graph_in: Callable[[str], OperatorGraph], options: CompileOptions)
 
 def _solve(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) -> Schedule:
     from monetlite.planning.budgets import layouts_to_try, solve_layouts
-    from monetlite.planning.pricing import price
+    from monetlite.planning.pipeline import price
 
     assert options.budget is not None
     pricing, solving = options.pricing, options.solving

@@ -108,7 +108,7 @@ class Checker:
             schedule: with a source.
             plain: of plain training, in the layout that the model has.
         """
-        from monetlite.planning.pricing import profile
+        from monetlite.planning.pipeline import profile
 
         layout = "as_traced" if plain else schedule.layout
         priced = schedule.device if schedule.kind == "estimated" else ""

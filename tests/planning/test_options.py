@@ -15,7 +15,7 @@ import monetlite
 from monetlite.cli import main
 from monetlite.core.errors import ModelError
 from monetlite.core.options import PricingOptions, SolvingOptions, split_options
-from monetlite.planning.pricing import price
+from monetlite.planning.pipeline import price
 from monetlite.runtime.torch_compile import compile_options
 
 PRICING = {item.name: item.default for item in fields(PricingOptions)}
