@@ -110,9 +110,9 @@ class _Command(click.Command):
                     formatter.write_dl(rows)
 
 
-def is_given(name: str) -> bool:
-    """True if a parameter is given on the command line."""
-    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
+def source_of(name: str) -> ParameterSource | None:
+    """Source of a parameter's value: the command line, or its default."""
+    return click.get_current_context().get_parameter_source(name)
 
 
 def only_for(use: str, *names: str) -> None:
@@ -122,7 +122,7 @@ def only_for(use: str, *names: str) -> None:
         UsageError: one of these parameters is given.
     """
     for item in click.get_current_context().command.params:
-        if item.name in names and is_given(item.name):
+        if item.name in names and source_of(item.name or "") is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{item.opts[0]} is for {use}")
 
 

@@ -257,8 +257,7 @@ def _draw(
             figure = draw_timeline(analysis, by_time=by_time)
             rows, facts = timeline_rows(analysis), timeline_facts(analysis)
         elif kind == CHOICES:
-            from monetlite.reporting.model_columns import choices_facts, choices_rows
-            from monetlite.reporting.plots.choices_plot import draw_choices
+            from monetlite.reporting.plots.choices_plot import choices_facts, choices_rows, draw_choices
 
             figure, rows, facts = draw_choices(analysis), choices_rows(analysis), choices_facts(analysis)
         else:

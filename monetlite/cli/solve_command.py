@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from monetlite.cli.command_options import (
     ModelChoice,
@@ -14,7 +15,7 @@ from monetlite.cli.command_options import (
     size_options,
     time_limit_option,
 )
-from monetlite.cli.running import Terminal, check_writable, command, is_given, only_for
+from monetlite.cli.running import Terminal, check_writable, command, only_for, source_of
 from monetlite.cli.subjects import load_profiles, price_layouts
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget
@@ -87,7 +88,7 @@ def solve_command(
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")
     if max_batch:
         only_for("solve without --max-batch", "profiles", "layout", "output")
-        if not is_given("time_limit"):
+        if source_of("time_limit") is ParameterSource.DEFAULT:
             solving = replace(solving, time_limit=MAX_BATCH_SECONDS)
         with interrupts_kept():
             find_largest_batch(terminal, choice, budget, pricing, solving, multiple_of)

@@ -1,15 +1,19 @@
-"""Values stored and recomputed, and runs not by default, along the model."""
+"""A schedule's choices along the model: fates of results, runs again and implementations, by operator."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from monetlite.core.graph import Operator, OperatorGraph, Phase
 from monetlite.core.units import format_bytes
-from monetlite.reporting.analysis import Analysis, Fate, Holding
-from monetlite.reporting.model_columns import Column, Stretch, When, columns_of, depth_of, in_at_most, stretches_at
+from monetlite.reporting.analysis import Analysis, Fate, Holding, StepAnalysis
 from monetlite.reporting.plots.drawing import (
     FILLS,
     INK,
@@ -25,6 +29,54 @@ from monetlite.reporting.plots.drawing import (
     stack_areas,
     styled,
 )
+
+MAX_COLUMNS = 240
+"""More columns than this can't be told apart in a picture."""
+COUNTER_BYTES = 8
+"""Operators that write no more than one number (a counter, a scalar) have no column, unless all are like that."""
+
+FATES = {
+    Fate.STORED: "stored",
+    Fate.STORED_THEN_RECOMPUTED: "stored_then_recomputed",
+    Fate.RECOMPUTED: "recomputed",
+    Fate.FREED: "freed",
+}
+"""Fates of a forward operator's results, in the order in which pictures stack them, and their names in files."""
+
+
+class When(StrEnum):
+    """Kinds of runs of an operator and of those that belong to it."""
+
+    FIRST = "forward"
+    AGAIN = "again"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A forward operator, or some in a row.
+
+    Attributes:
+        name, module: of the first of them.
+        bytes_of: their results by fate, in bytes.
+        again: runs of them, or of operators derived from them, in the backward part.
+        ways: number of runs by implementation, other than the default, and kind of run.
+    """
+
+    name: str
+    module: str
+    bytes_of: Mapping[Fate, int] = field(default_factory=dict)
+    again: int = 0
+    ways: Mapping[tuple[str, When], int] = field(default_factory=dict)
+
+
+class Stretch(NamedTuple):
+    """Columns in a row that have one name: from `first` to the one before `after`."""
+
+    name: str
+    first: int
+    after: int
+
 
 WIDTH = 12.0
 _LEFT, _RIGHT, _TOP, _BETWEEN = 1.85, 2.3, 1.05, 0.35
@@ -175,7 +227,7 @@ def _names(columns: Sequence[Column], width: float) -> tuple[list[Stretch], int]
     best: list[Stretch] = []
     best_covered = 0
     if len(columns) > _NAMED_COLUMNS:
-        for depth in range(1, depth_of(columns) + 1):
+        for depth in range(1, max(column.module.count(".") for column in columns) + 2):
             found = stretches_at(columns, depth)
             readable = [item for item in found if item.name and (item.after - item.first) * inch >= _LINE]
             covered = sum(item.after - item.first for item in readable)
@@ -183,7 +235,7 @@ def _names(columns: Sequence[Column], width: float) -> tuple[list[Stretch], int]
                 best, best_covered = readable, covered
     if len(best) < MIN_NAMES:
         apart = -(-len(columns) // _NAMED_COLUMNS)
-        return [Stretch(name=columns[at].name, first=at, after=at + 1) for at in range(0, len(columns), apart)], 90
+        return [Stretch(columns[at].name, at, at + 1) for at in range(0, len(columns), apart)], 90
     level = all(len(item.name) * _LETTER + 0.1 <= (item.after - item.first) * inch for item in best)
     return best, 0 if level else 90
 
@@ -210,3 +262,141 @@ def _name_columns(
 def _legend(axes: Axes, entries: Sequence[tuple[Fill, str]], title: str) -> None:
     sizes = {"handlelength": 1.4, "handleheight": 1.1, "fontsize": 7.5, "title_fontsize": 8.5}
     add_legend(axes, entries, title, (1.01, 1.02), **sizes)
+
+
+def columns_of(side: StepAnalysis) -> tuple[Column, ...]:
+    """One column for each operator of the forward pass, in order."""
+    graph = side.graph
+    place = _places(graph)
+    order = sorted({at for at in place.values() if graph.operators[at].phase is Phase.FORWARD})
+    bytes_of: dict[int, Counter[Fate]] = {at: Counter() for at in order}
+    again: Counter[int] = Counter()
+    ways: dict[int, Counter[tuple[str, When]]] = {at: Counter() for at in order}
+    for value in side.stays:
+        writer = graph.writer[value]
+        if graph.operators[writer].phase is Phase.FORWARD and writer in place:
+            fate = side.fate(value)
+            # An output is stored as well, whoever holds it.
+            bytes_of[place[writer]][fate if fate in FATES else Fate.STORED] += graph.values[value].size_bytes
+    for step, (index, choice) in enumerate(side.timeline.steps):
+        at = place.get(index)
+        if at is None:
+            continue
+        operator = graph.operators[index]
+        when = When.FIRST if step < side.border else When.AGAIN
+        if operator.phase is Phase.BACKWARD:
+            when = When.BACKWARD
+        again[at] += when is When.AGAIN
+        if choice != 0:
+            ways[at][operator.implementations[choice].name, when] += 1
+    return tuple(
+        Column(
+            name=graph.operators[at].name,
+            module=graph.operators[at].module,
+            bytes_of=dict(bytes_of[at]),
+            again=again[at],
+            ways=dict(ways[at]),
+        )
+        for at in order
+    )
+
+
+def _places(graph: OperatorGraph) -> dict[int, int]:
+    """The operator of the forward pass that each operator belongs to.
+
+    A derived operator (one that packs a mask) belongs to the operator that it reads from. A backward operator
+    belongs to the operator of its module whose inputs or results it reads; else to that of the one before it.
+    """
+    forward = [index for index, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
+    sizeable = [
+        index
+        for index in forward
+        if any(graph.values[value].size_bytes > COUNTER_BYTES for value in graph.operators[index].writes)
+    ]
+    place = {index: index for index in sizeable or forward}
+    of_module: dict[str, list[int]] = {}
+    for index in place:
+        of_module.setdefault(graph.operators[index].module, []).append(index)
+    for index, operator in enumerate(graph.operators):
+        if operator.optional and index not in place:
+            chain = [index]
+            while graph.operators[chain[-1]].optional and operator.implementations[0].reads:
+                chain.append(graph.writer[graph.operators[chain[-1]].implementations[0].reads[0]])
+            if chain[-1] in place:
+                place[index] = place[chain[-1]]
+    before: int | None = None
+    for index, operator in enumerate(graph.operators):
+        if operator.phase is Phase.BACKWARD:
+            before = _forward_of(graph, operator, of_module.get(operator.module, ()), before)
+            if before is not None:
+                place[index] = before
+    return place
+
+
+def _forward_of(
+    graph: OperatorGraph, operator: Operator, candidates: Sequence[int], before: int | None
+) -> int | None:
+    read = set(operator.implementations[0].reads)
+    for at in candidates:
+        first = graph.operators[at].implementations[0]
+        if not read.isdisjoint((*first.reads, *first.writes)):
+            return at
+    return candidates[-1] if candidates else before
+
+
+def in_at_most(columns: Sequence[Column], most: int = MAX_COLUMNS) -> tuple[Column, ...]:
+    """At most so many columns. Of more operators, as many in a row share each."""
+    share = max(1, -(-len(columns) // most))
+    return tuple(_merged(columns[at : at + share]) for at in range(0, len(columns), share))
+
+
+def stretches_at(columns: Sequence[Column], depth: int) -> list[Stretch]:
+    """Columns in a row whose modules have the same first levels."""
+    names = [".".join(column.module.split(".")[:depth]) for column in columns]
+    firsts = [at for at, name in enumerate(names) if at == 0 or name != names[at - 1]]
+    return [Stretch(names[first], first, after) for first, after in pairwise([*firsts, len(names)])]
+
+
+def _merged(columns: Sequence[Column]) -> Column:
+    bytes_of: Counter[Fate] = Counter()
+    ways: Counter[tuple[str, When]] = Counter()
+    for column in columns:
+        bytes_of.update(column.bytes_of)
+        ways.update(column.ways)
+    return Column(
+        name=columns[0].name,
+        module=columns[0].module,
+        bytes_of=dict(bytes_of),
+        again=sum(column.again for column in columns),
+        ways=dict(ways),
+    )
+
+
+def choices_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
+    """Every operator of the forward pass: its results in bytes by fate, and its runs and its gradient's."""
+    for column in columns_of(analysis.scheduled):
+        ways = {
+            when: " ".join(f"{name}×{count}" for (name, of), count in sorted(column.ways.items()) if of is when)
+            for when in When
+        }
+        yield {
+            "operator": column.name,
+            "module": column.module,
+            **{f"{name}_bytes": column.bytes_of.get(fate, 0) for fate, name in FATES.items()},
+            "runs_again": column.again,
+            **{f"{when}_implementations": ways[when] for when in When},
+        }
+
+
+def choices_facts(analysis: Analysis) -> dict[str, Any]:
+    """The choices in all, for `--json`: bytes by fate, runs again, runs by implementation."""
+    columns = columns_of(analysis.scheduled)
+    total = _merged(columns)
+    return {
+        "forward_operators": len(columns),
+        **{f"{name}_bytes": total.bytes_of.get(fate, 0) for fate, name in FATES.items()},
+        "runs_again": total.again,
+        "implementations": [
+            {"name": name, "when": str(when), "runs": count} for (name, when), count in sorted(total.ways.items())
+        ],
+    }
