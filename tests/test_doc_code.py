@@ -30,7 +30,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 INDENTED = re.compile(r"^    (?=python |monetlite )(.*)$", re.MULTILINE)
 QUICK = {
-    "solve": {"time_limit": 1.0, "multiple_of": 128},
+    "solve": {"time_limit": 2.0, "multiple_of": 128},
     "show": {"time_limit": 0.5, "points": 2},
     "check": {"repeats": 1},
     "measure": {"repeats": 1, "warmup": 0},

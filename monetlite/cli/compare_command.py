@@ -1,9 +1,8 @@
 """`monetlite compare`."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,6 +21,9 @@ from monetlite.cli.running import Terminal, check_writable, command, prints_asid
 from monetlite.cli.subjects import build, chosen_device
 from monetlite.core.errors import ModelError
 from monetlite.core.options import SolvingOptions
+
+if TYPE_CHECKING:
+    from monetlite.checking.comparison import Comparison
 
 WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "picture", ".pdf": "picture"}
 
@@ -53,7 +55,7 @@ WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "pi
         "--output",
         "outputs",
         multiple=True,
-        type=click.Path(dir_okay=False),
+        type=click.Path(dir_okay=False, path_type=Path),
         help="Also write a table (.md), the figures (.json) or a picture (.png, .svg, .pdf); may be repeated.",
     ),
 )
@@ -65,7 +67,7 @@ def compare_command(
     device: str | None,
     solving: SolvingOptions,
     repeats: int,
-    outputs: tuple[str, ...],
+    outputs: tuple[Path, ...],
 ) -> None:
     """Measure monetlite beside what people use today: one model, this machine, one run.
 
@@ -76,7 +78,8 @@ def compare_command(
     from monetlite.checking.comparison.runner import PEERS, compare
     from monetlite.reporting.text_comparison import comparison_facts, print_comparison
 
-    writers = [_writer(Path(output)) for output in outputs]
+    for output in outputs:
+        _check_output(output)
     device = chosen_device(device)
     built = build(choice)
     with terminal.line("beginning") as progress, prints_aside():
@@ -94,46 +97,42 @@ def compare_command(
             name=built.name,
             progress=progress,
         )
-    for write in writers:
-        write(comparison)
+    for output in outputs:
+        _write(comparison, output)
     if terminal.as_json:
-        terminal.print_json({**comparison_facts(comparison), "outputs": list(outputs)})
+        terminal.print_json({**comparison_facts(comparison), "outputs": list(map(str, outputs))})
         return
     print_comparison(terminal.console, comparison)
     for output in outputs:
-        click.echo(f"{WRITTEN_AS[Path(output).suffix.lower()]} written to {output}")
+        click.echo(f"{WRITTEN_AS[output.suffix.lower()]} written to {output}")
 
 
 def _listed(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def _writer(target: Path) -> Callable[[Any], None]:
-    """A function that writes a comparison to a file of this kind.
+def _check_output(target: Path) -> None:
+    """Check that a comparison can be written to a file.
 
     Raises:
-        ModelError: an unknown kind of file, or a picture without matplotlib.
+        ModelError: an unknown kind of file.
         MonetliteError: there is no such folder.
     """
-    kind = target.suffix.lower()
-    if kind not in WRITTEN_AS:
+    if target.suffix.lower() not in WRITTEN_AS:
         raise ModelError(f"{target} is none of {', '.join(WRITTEN_AS)}; a file's ending says what is written to it")
     check_writable(target)
+
+
+def _write(comparison: "Comparison", target: Path) -> None:
     from monetlite.core.files.atomic import write_atomically
     from monetlite.reporting.text_comparison import comparison_facts, comparison_markdown
 
+    kind = target.suffix.lower()
     if kind == ".md":
-        return lambda comparison: write_atomically(target, comparison_markdown(comparison))
-    if kind == ".json":
-        return lambda comparison: write_atomically(
-            target, json.dumps(comparison_facts(comparison), indent=1) + "\n"
-        )
-    try:
+        write_atomically(target, comparison_markdown(comparison))
+    elif kind == ".json":
+        write_atomically(target, json.dumps(comparison_facts(comparison), indent=1) + "\n")
+    else:
         from monetlite.reporting.plots.comparison_plot import save_comparison
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("matplotlib"):
-            raise
-        raise ModelError(
-            f"{target}: pictures need matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    return lambda comparison: save_comparison(comparison, target)
+
+        save_comparison(comparison, target)

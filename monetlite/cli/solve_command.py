@@ -101,10 +101,8 @@ def solve_command(
     layouts = layouts_to_try(pricing.layout, solving.tolerance)
     if profiles:
         given = {"model": choice.spec, **vars(choice), **vars(pricing)}
-        loaded = load_profiles(
-            profiles, pricing.layout, {name: given[name] for name in given if name not in ("spec", "layout")}
-        )
-        description, batch, costs = loaded.description, loaded.batch, loaded.profiles
+        said = {name: given[name] for name in given if name not in ("spec", "layout")}
+        costs, batch, description = load_profiles(profiles, pricing.layout, said)
     else:
         built, costs = price_layouts(choice, pricing, terminal, layouts, solving)
         description, batch = built.description, built.batch

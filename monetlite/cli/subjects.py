@@ -88,17 +88,12 @@ def price_layouts(
     return built, profiles
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedProfiles:
-    """Profiles of one step, the first as plain training runs it, with its batch and a name for people."""
-
-    profiles: list[Profile]
-    batch: int
-    description: str
-
-
-def load_profiles(paths: Sequence[str], layout: str | None, given: Mapping[str, object]) -> LoadedProfiles:
+def load_profiles(
+    paths: Sequence[str], layout: str | None, given: Mapping[str, object]
+) -> tuple[list[Profile], int, str]:
     """Read profile files of one training step in different layouts.
+
+    Returns the profiles, the first as plain training runs it, its batch, and a name for people.
 
     Args:
         paths: the files.
@@ -131,7 +126,7 @@ def load_profiles(paths: Sequence[str], layout: str | None, given: Mapping[str, 
         raise ModelError(f"no profile is of a step in layout {layout!r}; give one made with --layout {layout}")
     sizes = [spec.shape[0] for spec in first.graph.inputs.values() if spec.shape]
     batch = first.source.batch if first.source else sizes[0] if sizes else 1
-    return LoadedProfiles(profiles=loaded, batch=batch, description=_described(first))
+    return loaded, batch, _described(first)
 
 
 def _described(profile: Profile) -> str:

@@ -4,7 +4,7 @@ A step's tensors are not listed: the script has every stay of a value in memory,
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -39,44 +39,36 @@ class StepKind(StrEnum):
 _KINDS = tuple(StepKind)
 
 
-class _Texts:
-    """Texts by number, each once."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        return self._numbers.setdefault(text, len(self._numbers))
-
-    def numbers(self, texts: Iterable[str]) -> list[int]:
-        return [self.number(text) for text in texts]
-
-    def all(self) -> list[str]:
-        return list(self._numbers)
-
-
 def page_data(analysis: Analysis) -> dict[str, Any]:
     """Everything that the script draws, for JSON: texts by number, holdings and kinds of steps by position."""
-    texts = _Texts()
     scheduled, plain = analysis.scheduled, analysis.plain
-    graphs = [_graph(texts, scheduled.graph)]
+    graphs = [_graph(scheduled.graph)]
     same_graph = plain.graph == scheduled.graph
     if not same_graph:
-        graphs.append(_graph(texts, plain.graph))
+        graphs.append(_graph(plain.graph))
     in_plain = frozenset(plain.graph.operators[index].name for index, _ in plain.timeline.steps)
     kinds = _kinds(scheduled, in_plain)
     fates = (fate_in_words(scheduled, value) for value in range(len(scheduled.graph.values)))
+    numbers: dict[str, int] = {}
     data = {
-        "holdings": list(_HOLDINGS),
-        "parts": list(_KINDS),
         "budget_bytes": analysis.schedule.budget_bytes,
         "graphs": graphs,
-        "scheduled": {"graph": 0, **_run(texts, scheduled, kinds)},
-        "plain": {"graph": 0 if same_graph else 1, **_run(texts, plain, _kinds(plain, in_plain))},
-        "fates": [texts.number(fate) if fate else -1 for fate in fates],
+        "scheduled": {"graph": 0, **_run(scheduled, kinds)},
+        "plain": {"graph": 0 if same_graph else 1, **_run(plain, _kinds(plain, in_plain))},
+        "fates": [fate or -1 for fate in fates],
         "other_ways": _other_ways(scheduled, kinds),
     }
-    return {**data, "texts": texts.all()}
+    numbered = _numbered(data, numbers)
+    return {**numbered, "holdings": list(_HOLDINGS), "parts": list(_KINDS), "texts": list(numbers)}
+
+
+def _numbered(item: Any, numbers: dict[str, int]) -> Any:
+    """The same data, with a number in place of each text; `numbers` takes them."""
+    if isinstance(item, dict):
+        return {key: _numbered(value, numbers) for key, value in item.items()}
+    if isinstance(item, list):
+        return [_numbered(value, numbers) for value in item]
+    return numbers.setdefault(item, len(numbers)) if isinstance(item, str) else item
 
 
 def fate_in_words(side: StepAnalysis, value: int) -> str:
@@ -109,32 +101,32 @@ def _kinds(side: StepAnalysis, in_plain: frozenset[str]) -> list[StepKind]:
     return kinds
 
 
-def _graph(texts: _Texts, graph: OperatorGraph) -> dict[str, Any]:
+def _graph(graph: OperatorGraph) -> dict[str, Any]:
     operators, values = graph.operators, graph.values
     return {
         "operators": {
-            "name": texts.numbers(operator.name for operator in operators),
-            "family": texts.numbers(_FAMILIES.get(operator.family, operator.family) for operator in operators),
-            "module": texts.numbers(operator.module for operator in operators),
-            "source": texts.numbers(_without_folder([operator.source for operator in operators])),
+            "name": [operator.name for operator in operators],
+            "family": [_FAMILIES.get(operator.family, operator.family) for operator in operators],
+            "module": [operator.module for operator in operators],
+            "source": _without_folder([operator.source for operator in operators]),
         },
         "values": {
-            "name": texts.numbers(value.name for value in values),
+            "name": [value.name for value in values],
             "bytes": [value.size_bytes for value in values],
-            "shape": texts.numbers(_shape(value) for value in values),
-            "dtype": texts.numbers(value.dtype for value in values),
-            "held": texts.numbers(_HELD_BECAUSE.get(value.kind, "") for value in values),
+            "shape": [_shape(value) for value in values],
+            "dtype": [value.dtype for value in values],
+            "held": [_HELD_BECAUSE.get(value.kind, "") for value in values],
         },
     }
 
 
-def _run(texts: _Texts, side: StepAnalysis, kinds: Sequence[StepKind]) -> dict[str, Any]:
+def _run(side: StepAnalysis, kinds: Sequence[StepKind]) -> dict[str, Any]:
     timeline, stays = side.timeline, side.lifetimes
     return {
         "operator": [index for index, _ in timeline.steps],
-        "implementation": texts.numbers(
+        "implementation": [
             side.graph.operators[index].implementations[choice].name for index, choice in timeline.steps
-        ),
+        ],
         "part": [_KINDS.index(kind) for kind in kinds],
         "latency_ms": [_short(latency_ms) for latency_ms in timeline.latencies_ms],
         "workspace_bytes": side.workspace_bytes,
