@@ -19,6 +19,7 @@ NOTES = (
 )
 
 BESIDE = "Each of them beside monetlite's fastest at an equal or smaller measured peak"
+_TOLD = "model inputs device environment repeats time_limit tolerance autocast"
 DUEL_COLUMNS = ("", "peak", "step", "monetlite", "")
 
 
@@ -49,14 +50,7 @@ def comparison_facts(comparison: Comparison) -> dict[str, Any]:
         }
 
     return {
-        "model": comparison.model,
-        "inputs": comparison.inputs,
-        "device": comparison.device,
-        "environment": dict(comparison.environment),
-        "repeats": comparison.repeats,
-        "time_limit": comparison.time_limit,
-        "tolerance": comparison.tolerance,
-        "autocast": comparison.autocast,
+        **{name: getattr(comparison, name) for name in _TOLD.split()},
         "runs": [facts(run) for run in comparison.runs],
         "tried": [facts(run) for run in comparison.tried],
         "duels": [duel_facts(duel) for duel in comparison.duels],
