@@ -23,7 +23,7 @@ from monetlite.core.errors import ModelError
 from monetlite.core.options import SolvingOptions
 
 if TYPE_CHECKING:
-    from monetlite.checking.comparison import Comparison
+    from monetlite.checking.comparison.peer_runs import Comparison
 
 WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "picture", ".pdf": "picture"}
 
