@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call, Implementation
 from monetlite.fx.call_encoding import spec_of
 from monetlite.operators.implementations import (
     Intermediate,
     TracedKernel,
     alternatives_for,
     function,
+    function_pair,
     intermediates_for,
 )
 from monetlite.operators.packing import in_order, over_in_order, piece_elements
@@ -27,11 +28,8 @@ TOLERANCE = 2.0**-8
 
 
 @intermediates_for(*_BACKWARD)
-def rounded(node: fx.Node) -> Iterator[Intermediate]:
+def rounded(gradient: fx.Node, source: fx.Node) -> Iterator[Intermediate]:
     """The input as bfloat16."""
-    gradient, source = node.args[:2]
-    assert isinstance(gradient, fx.Node)
-    assert isinstance(source, fx.Node)
     layout = spec_of(source.meta["val"])
     if layout.dtype == "float32" and is_dense(layout) and same_layout(layout, spec_of(gradient.meta["val"])):
         yield Intermediate(
@@ -47,17 +45,16 @@ def rounded(node: fx.Node) -> Iterator[Intermediate]:
 def backward_from_rounded(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from the rounded input."""
     if rounded_input := kernel.intermediates.get("bfloat16"):
-        gradient = kernel.call.args[0]
-        assert isinstance(gradient, TensorRef)
+        gradient = kernel.args[0]
         approximate = dict(kernel.call.kwargs).get("approximate", "none")
         args = (gradient, rounded_input, gradient.spec.stride, _BACKWARD[kernel.call.target], approximate)
         yield from kernel.implement_over(
-            "from_bfloat16", backward_from_bfloat16, backward_from_bfloat16_, gradient, args, tolerance=TOLERANCE
+            "from_bfloat16", backward_from_bfloat16, backward_from_bfloat16_, args, tolerance=TOLERANCE
         )
 
 
 @function("to_bfloat16")
-def to_bfloat16(source: torch.Tensor, strides: list[int]) -> torch.Tensor:
+def to_bfloat16(source: Tensor, strides: list[int]) -> Tensor:
     """A tensor's elements in the order of a storage with these strides, rounded: shape (elements,), bfloat16."""
     return in_order(source, strides).to(torch.bfloat16)
 
@@ -66,17 +63,10 @@ def _piece_bytes(call: Call) -> int:
     return 2 * 4 * piece_elements(torch.device("cuda"))
 
 
-@function("backward_from_bfloat16", workspace_bytes=_piece_bytes)
-def backward_from_bfloat16(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The same as `backward_from_bfloat16_`, as a new tensor."""
-    return backward_from_bfloat16_(gradient.clone(), *rest)
-
-
-@function("backward_from_bfloat16_", workspace_bytes=_piece_bytes)
-def backward_from_bfloat16_(
-    gradient: torch.Tensor, source: torch.Tensor, strides: list[int], kernel: str, approximate: str
-) -> torch.Tensor:
-    """Gradient of GELU or SiLU from the result of `to_bfloat16`, over the gradient that comes in.
+def _from_bfloat16(
+    result: Tensor, gradient: Tensor, source: Tensor, strides: list[int], kernel: str, approximate: str
+) -> Tensor:
+    """Gradient of GELU or SiLU from the result of `to_bfloat16`.
 
     `kernel` is ATen's name for it.
     """
@@ -84,9 +74,14 @@ def backward_from_bfloat16_(
     options: dict[str, Any] = {"approximate": approximate} if kernel == "gelu_backward" else {}
     step = piece_elements(gradient.device)
 
-    def write(flat: torch.Tensor) -> None:
+    def write(flat: Tensor) -> None:
         for start in range(0, len(source), step):
             some = slice(start, start + step)
             run.grad_input(flat[some], source[some].float(), **options, grad_input=flat[some])
 
-    return over_in_order(gradient, strides, write)
+    return over_in_order(result if result is gradient else result.copy_(gradient), strides, write)
+
+
+backward_from_bfloat16, backward_from_bfloat16_ = function_pair(
+    _from_bfloat16, "backward_from_bfloat16", workspace_bytes=_piece_bytes
+)

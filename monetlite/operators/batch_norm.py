@@ -8,15 +8,23 @@ pass over x instead of three.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monetlite.core.graph import Argument, Call, Implementation, TensorRef, TensorSpec
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
-from monetlite.operators.implementations import TracedKernel, alternatives_for, function, name_of, tensor_at
+from monetlite.operators.implementations import (
+    TracedKernel,
+    alternatives_for,
+    function,
+    function_pair,
+    name_of,
+    tensor_at,
+)
 from monetlite.operators.normalization import float32_bytes, from_output, piece_bytes, pieces
 from monetlite.operators.strides import is_channels_last, is_contiguous
 
@@ -34,18 +42,11 @@ def without_running_statistics(call: Call, results: tuple[TensorRef | None, ...]
     It reads the first run's statistics if that makes the same bits, and computes them again if not.
     """
     if call.target == _BY_CUDNN:
-        source, weight, bias, _, _, momentum, eps = call.args
-        return replace(
-            call,
-            target=name_of(batch_norm_by_cudnn_again),
-            args=(source, weight, bias, momentum, eps),
-            outputs=call.outputs[:4],
-        )
-    if call.target != _FUNCTIONAL:
+        args = (*call.args[:3], *call.args[5:])
+        return replace(call, target=name_of(batch_norm_by_cudnn_again), args=args, outputs=call.outputs[:4])
+    if call.target != _FUNCTIONAL or call.args[5] is not True:
         return None
     source, weight, bias, _, _, training, momentum, eps = call.args
-    if training is not True:
-        return None
     statistics = results[1:3]
     if (
         device == "cpu"
@@ -55,67 +56,41 @@ def without_running_statistics(call: Call, results: tuple[TensorRef | None, ...]
         and all(statistics)
         and _same_bits_again()
     ):
-        return replace(
-            call,
-            target=name_of(normalize),
-            args=(source, weight, bias, *statistics),
-            outputs=(call.outputs[0], None, None),
-        )
-    return replace(
-        call,
-        target=_NO_STATISTICS,
-        args=(source, weight, bias, training, momentum, eps),
-        outputs=call.outputs[:3],
-    )
+        args = (source, weight, bias, *statistics)
+        return replace(call, target=name_of(normalize), args=args, outputs=(call.outputs[0], None, None))
+    args = (source, weight, bias, training, momentum, eps)
+    return replace(call, target=_NO_STATISTICS, args=args, outputs=call.outputs[:3])
 
 
 @function("batch_norm_by_cudnn_again", limit="normalization", passes=2)
 def batch_norm_by_cudnn_again(
-    source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, momentum: float, eps: float
-) -> tuple[torch.Tensor, ...]:
+    source: Tensor, weight: Tensor, bias: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
     """The same normalisation of the same batch by the same kernel, which leaves the running statistics alone.
 
     Returns (the result, the batch's mean, 1/σ, the reserved space).
     """
     mean = weight.new_zeros(source.shape[1], dtype=torch.promote_types(weight.dtype, torch.float32))
-    made: tuple[torch.Tensor, ...] = torch.ops.aten._batch_norm_with_update.default(
+    made: tuple[Tensor, ...] = torch.ops.aten._batch_norm_with_update.default(
         source, weight, bias, mean, torch.ones_like(mean), momentum, eps
     )
     return made
 
 
-@function("batch_norm_again")
-def normalize(source: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, None, None]:
+def _normalize(out: Tensor, source: Tensor, *of_channels: Any) -> tuple[Tensor, None, None]:
     """The normalisation of a tensor (batch, channels, …) with given statistics.
 
-    Args:
-        source: the tensor.
-        rest: weight and bias, or None; mean and 1/σ. All are of shape (channels,).
-
-    Returns:
-        The results of the first run, without the statistics.
+    `of_channels` is weight and bias, or None; mean and 1/σ: each of shape (channels,). Returns the results of the
+    first run, without the statistics.
     """
-    return _normalize(torch.empty_like(source), source, *rest), None, None
-
-
-@function("batch_norm_again_")
-def normalize_(source: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, None, None]:
-    """The same, over the source."""
-    return _normalize(source, source, *rest), None, None
-
-
-def _normalize(
-    out: torch.Tensor,
-    source: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    inverse_deviation: torch.Tensor,
-) -> torch.Tensor:
+    weight, bias, mean, inverse_deviation = of_channels
     scale = inverse_deviation if weight is None else inverse_deviation * weight
     offset = torch.zeros_like(mean) if bias is None else bias
     shift = torch.addcmul(offset, mean, scale, value=-1)
-    return torch.addcmul(along(shift, source), source, along(scale, source), out=out)
+    return torch.addcmul(along(shift, source), source, along(scale, source), out=out), None, None
+
+
+normalize, normalize_ = function_pair(_normalize, "batch_norm_again")
 
 
 def _in_order(spec: TensorSpec) -> bool:
@@ -153,9 +128,9 @@ def _same_bits_again() -> bool:
 @alternatives_for(_FUNCTIONAL)
 def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The result over the input."""
-    source, *_, training, _, _ = kernel.call.args
+    source, *_, training, _, _ = kernel.args
     overwrites = kernel.over(source)
-    if training is not True or not overwrites or not isinstance(source, TensorRef) or not _in_order(source.spec):
+    if training is not True or not overwrites or not _in_order(source.spec):
         return
     rerun = kernel.default.again
     if rerun is not None:
@@ -166,35 +141,26 @@ def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
 
 @function("batch_norm_", limit="normalization", passes=1.5)
 def batch_norm_(
-    source: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_variance: torch.Tensor,
-    *rest: Any,
-) -> tuple[torch.Tensor, ...]:
+    source: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     """Batch norm over its input.
 
     Returns (the result, the batch's mean, 1/σ, the new running mean, the new running variance).
     """
-    running = running_mean.clone(), running_variance.clone()
+    running = mean.clone(), variance.clone()
     return *batch_norm_in_buffers_(source, weight, bias, *running, *rest), *running
 
 
 def batch_norm_in_buffers_(
-    source: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    *rest: Any,
-) -> tuple[torch.Tensor, ...]:
+    source: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     """The same, over the running mean and variance too. Returns (the result, the batch's mean, 1/σ)."""
     run = torch.ops.aten._native_batch_norm_legit
     return _over(run.default, run.out, running_mean.dtype, source, weight, bias, running_mean, *rest)
 
 
 @function("batch_norm_no_stats_", limit="normalization", passes=1.5)
-def batch_norm_no_stats_(source: torch.Tensor, weight: torch.Tensor | None, *rest: Any) -> tuple[torch.Tensor, ...]:
+def batch_norm_no_stats_(source: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Batch norm without running statistics, over its input. Returns (the result, the mean, 1/σ)."""
     # Statistics have the type of the weights; without any, that of sums over the batch.
     dtype = weight.dtype if weight is not None else torch.promote_types(source.dtype, torch.float32)
@@ -202,7 +168,7 @@ def batch_norm_no_stats_(source: torch.Tensor, weight: torch.Tensor | None, *res
     return _over(run.no_stats, run.no_stats_out, dtype, source, weight, *rest)
 
 
-def _over(run: Any, run_out: Any, dtype: torch.dtype, source: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+def _over(run: Any, run_out: Any, dtype: torch.dtype, source: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """A batch norm over its input, by the variant with `out` if the layout has one."""
     if not _in_order(spec_of(source)):
         made, *statistics = run(source, *rest)
@@ -215,24 +181,20 @@ def _over(run: Any, run_out: Any, dtype: torch.dtype, source: torch.Tensor, *res
 @alternatives_for(_BACKWARD, _BACKWARD_BY_CUDNN)
 def backward(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from the input or from the output; into new memory, or over the gradient that comes in."""
-    gradient, source, weight, _, _, mean, deviation, training, eps, mask = kernel.call.args[:10]
-    if training is not True or not isinstance(mask, tuple) or not isinstance(gradient, TensorRef):
+    gradient, source, weight, _, _, mean, deviation, training, eps, mask = kernel.args[:10]
+    if training is not True:
         return
-    assert isinstance(source, TensorRef)
-    args: tuple[Argument, ...] = (gradient, source, weight, mean, deviation, eps, mask)
+    args = (gradient, source, weight, mean, deviation, eps, mask)
     # Batches of single points go through a kernel for whole pixels, whose sums depend on the number of channels.
     by_channels = (
         is_contiguous(gradient.spec) and is_contiguous(source.spec) and math.prod(source.spec.shape[2:]) > 1
     )
     if overwrites := kernel.over(gradient):
+        over = partial(kernel.implement, args=args, overwrites=overwrites)
         if by_channels:
-            yield kernel.implement(
-                "inplace", backward_by_channels_, args=args, overwrites=overwrites, devices=("cpu",)
-            )
+            yield over("inplace", backward_by_channels_, devices=("cpu",))
         if source.spec.dtype == "float32":
-            yield kernel.implement(
-                "inplace_by_samples", backward_by_samples_, args=args, overwrites=overwrites, tolerance=1e-5
-            )
+            yield over("inplace_by_samples", backward_by_samples_, tolerance=1e-5)
     found = kernel.reader(source, _FUNCTIONAL, _NO_STATISTICS, _BY_CUDNN)
     if found is None or found[1].spec.dtype != "float32":
         return
@@ -270,28 +232,21 @@ def _samples_launches(call: Call) -> int:
     return 6 + 6 * -(-float32_bytes(call) // max(1, _samples_bytes(call)))
 
 
-_COSTS_BY_SAMPLES: dict[str, Any] = {
+_by_samples: dict[str, Any] = {
     "limit": "normalization",
-    "passes": 2.5,
     "workspace_bytes": _samples_bytes,
     "launches": _samples_launches,
 }
 
 
 @function("batch_norm_backward_by_channels_")
-def backward_by_channels_(
-    gradient: torch.Tensor,
-    source: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    eps: float,
-    mask: list[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward_by_channels_(gradient: Tensor, source: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     """Gradients of batch norm for (input, weight, bias), some channels at a time, over the gradient that comes in.
 
-    Each channel's gradient is of that channel alone, so these are the bits of one call for all of them.
+    Each channel's gradient is of that channel alone, so these are the bits of one call for all of them. `rest` is
+    weight, mean, 1/σ, ε, and which of the three gradients are wanted.
     """
+    weight, mean, deviation, eps, mask = rest
     sums = []
     for some in pieces(source, 1):
         part = gradient[:, some]
@@ -310,17 +265,10 @@ def backward_by_channels_(
     return gradient, for_weight, for_bias
 
 
-@function("batch_norm_backward_by_samples_", **_COSTS_BY_SAMPLES)
-def backward_by_samples_(
-    gradient: torch.Tensor,
-    source: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    eps: float,
-    mask: list[bool],
-) -> tuple[torch.Tensor | None, ...]:
+@function("batch_norm_backward_by_samples_", passes=2.5, **_by_samples)
+def backward_by_samples_(gradient: Tensor, source: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     """The same, some samples at a time: after the sums over the batch, (g − Σg/n − x̂·Σ(g·x̂)/n)·w/σ over g."""
+    weight, mean, deviation, eps, mask = rest
     _, products, sums = torch.ops.aten.native_batch_norm_backward.default(
         gradient, source, weight, None, None, mean, deviation, True, eps, [False, True, True]
     )
@@ -336,50 +284,35 @@ def backward_by_samples_(
 
 
 @function("batch_norm_backward_from_output", limit="normalization", passes=1.5)
-def backward_from_output(
-    gradient: torch.Tensor,
-    output: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    deviation: torch.Tensor,
-    eps: float,
-    mask: list[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward_from_output(gradient: Tensor, output: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     """Gradients of batch norm for (input, weight, bias) from its output.
 
     The output is an affine image of the normalised input, so it takes the input's place with b for the mean,
-    1/w for 1/σ, and w²/σ for the weight. Sound where `is_invertible`.
+    1/w for 1/σ, and w²/σ for the weight. Sound where `is_invertible`. `rest` is weight, bias, 1/σ, ε, and which of
+    the three gradients are wanted.
     """
-    scale, mean, inverse = _as_statistics(weight, bias, deviation)
-    made: tuple[torch.Tensor | None, ...] = torch.ops.aten.native_batch_norm_backward.default(
+    *of_channels, eps, mask = rest
+    scale, mean, inverse = _as_statistics(*of_channels)
+    made: tuple[Tensor | None, ...] = torch.ops.aten.native_batch_norm_backward.default(
         gradient, output, scale, None, None, mean, inverse, True, eps, mask
     )
     return made
 
 
-@function("batch_norm_backward_from_output_", **_COSTS_BY_SAMPLES)
-def backward_from_output_(
-    gradient: torch.Tensor,
-    output: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    deviation: torch.Tensor,
-    eps: float,
-    mask: list[bool],
-) -> tuple[torch.Tensor | None, ...]:
+@function("batch_norm_backward_from_output_", passes=2.5, **_by_samples)
+def backward_from_output_(gradient: Tensor, output: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     """The same, over the gradient that comes in."""
+    *of_channels, eps, mask = rest
     in_rows = gradient.is_contiguous() and output.is_contiguous() and gradient.device.type == "cpu"
     run = backward_by_channels_ if in_rows else backward_by_samples_
-    return run(gradient, output, *_as_statistics(weight, bias, deviation), eps, mask)
+    return run(gradient, output, *_as_statistics(*of_channels), eps, mask)
 
 
-def _as_statistics(
-    weight: torch.Tensor, bias: torch.Tensor | None, deviation: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _as_statistics(weight: Tensor, bias: Tensor | None, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(weight, mean, 1/σ) with which the output stands for the input."""
     return weight * weight * deviation, torch.zeros_like(weight) if bias is None else bias, 1 / weight
 
 
-def along(of_channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def along(of_channels: Tensor, like: Tensor) -> Tensor:
     """A tensor (channels,) as it broadcasts over (batch, channels, …)."""
     return of_channels.view(1, -1, *[1] * (like.dim() - 2))

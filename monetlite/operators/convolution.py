@@ -15,16 +15,15 @@ the images themselves. Other ways to run the same sums:
 They add the same terms in another order.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from monetlite.core.graph import Argument, Call, Implementation, TensorRef, TensorSpec
-from monetlite.fx.call_encoding import each_dimension
+from monetlite.core.graph import Argument, Call, Implementation, TensorSpec
 from monetlite.operators.convolution_kernels import (
     BACKWARD,
     FORWARD,
+    ConvolutionCall,
     convolve_channels_last,
     convolve_chunks,
     convolve_unfolded,
@@ -43,8 +42,6 @@ from monetlite.operators.strides import is_channels_last, is_contiguous, suggest
 TOLERANCE = 1e-5
 """Of sums in float32 in another order, as a fraction of the largest sum of the terms' magnitudes."""
 
-Pair = tuple[int, int]
-
 
 def split_backward(call: Call) -> Iterator[tuple[str, Call]]:
     """The weight (and bias) gradient, then the input gradient, as far as each is needed."""
@@ -59,47 +56,15 @@ def split_backward(call: Call) -> Iterator[tuple[str, Call]]:
             yield suffix, replace(call, args=(*call.args[:-1], mask), outputs=outputs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shapes:
-    """The sizes of a two-dimensional convolution, by which its other ways apply or don't."""
-
-    image: TensorSpec
-    weight: TensorSpec
-    stride: Pair
-    padding: Pair
-    dilation: Pair
-    groups: int
-
-    @property
-    def pointwise(self) -> bool:
-        """Each result is of one point of the image alone, and of all of its channels."""
-        return self.weight.shape[2:] == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0) and self.whole
-
-    @property
-    def whole(self) -> bool:
-        return self.groups == 1
-
-    @property
-    def weight_is_large(self) -> bool:
-        """A copy of the weight takes more than the patches of one image."""
-        patches = math.prod(self.weight.shape[1:]) * math.prod(self.image.shape[2:]) // math.prod(self.stride)
-        return math.prod(self.weight.shape) > patches
-
-
 @alternatives_for(FORWARD)
 def forward(kernel: TracedKernel) -> Iterator[Implementation]:
     """Other ways to run a convolution on a CPU."""
-    image, weight, bias, *geometry = kernel.call.args
-    geometry = _spread(image, geometry)
-    shapes, result = _shapes(image, weight, geometry), kernel.results[0]
-    if shapes is None or result is None or not is_contiguous(result):
+    call, result = ConvolutionCall.of(kernel.call), kernel.results[0]
+    if result is None or not is_contiguous(result):
         return
-    args: tuple[Argument, ...] = (image, weight, bias, *geometry)
-    yield from _offered(kernel, convolve_channels_last, convolve_chunks, args, shapes)
-    if shapes.pointwise:
-        yield _way(kernel, "matmul", multiply, (image, weight, bias))
-    elif shapes.whole and shapes.weight_is_large:
-        yield _way(kernel, "unfold", convolve_unfolded, (image, weight, bias, *geometry[:3]))
+    args = (call.image, call.weight, call.bias)
+    runs = (convolve_channels_last, convolve_chunks, multiply, convolve_unfolded)
+    yield from _ways(kernel, call, runs, (*args, *call.geometry), args, (*args, *call.geometry[:3]))
 
 
 @alternatives_for(BACKWARD)
@@ -110,74 +75,46 @@ def input_gradient(kernel: TracedKernel) -> Iterator[Implementation]:
     batches and few channels not always. With groups, and in float64, nothing is promised, except for depthwise
     convolutions of contiguous images on a CPU.
     """
-    gradient, image, weight, _, *geometry, mask = kernel.call.args
-    geometry = _spread(image, geometry)
-    result = kernel.results[0]
-    if mask != (True, False, False) or geometry[3] is not False or result is None:
+    call, result = ConvolutionCall.of(kernel.call), kernel.results[0]
+    if call.wanted != (True, False, False) or call.transposed or result is None or call.gradient is None:
         return
-    assert isinstance(gradient, TensorRef)
-    assert isinstance(image, TensorRef)
-    assert isinstance(weight, TensorRef)
-    if not same_order(gradient.spec, image.spec, result) or not is_contiguous(weight.spec):
+    gradient, image, weight = call.gradient.spec, call.image.spec, call.weight.spec
+    if not same_order(gradient, image, result) or not is_contiguous(weight) or 0 in gradient.shape:
         return
-    if 0 in gradient.spec.shape:
-        return
-    stride, padding, dilation, _, _, groups = geometry
-    extra = output_padding(
-        image.spec.shape[2:], weight.spec.shape[2:], stride, padding, dilation, gradient.spec.shape[2:]
-    )
-    args = (gradient, weight, None, stride, padding, dilation, True, extra, groups)
-    depthwise = is_contiguous(image.spec) and weight.spec.shape[1] == 1
-    dtype = gradient.spec.dtype
+    stride, padding, dilation, *_ = call.geometry
+    extra = output_padding(image.shape[2:], weight.shape[2:], stride, padding, dilation, gradient.shape[2:])
+    args = (call.gradient, call.weight, None, stride, padding, dilation, True, extra, call.groups)
+    depthwise = is_contiguous(image) and weight.shape[1] == 1
     ways: tuple[tuple[str, float, tuple[str, ...]], ...] = (("transposed", TOLERANCE, ()),)
-    if dtype != "float64" and groups == 1:
+    if gradient.dtype != "float64" and call.groups == 1:
         ways = (("transposed", 0.0, ("cuda",)), ("transposed_reordered", TOLERANCE, ("cpu",)))
-    elif dtype != "float64" and depthwise:
+    elif gradient.dtype != "float64" and depthwise:
         ways = (("transposed", 0.0, ("cpu",)),)
+    outputs = kernel.call.outputs[:1]
     for name, tolerance, devices in ways:
-        if tolerance == 0.0 or dtype in ("float32", "float64"):
-            yield kernel.implement(
-                name,
-                FORWARD,
-                args=args,
-                outputs=kernel.call.outputs[:1],
-                tolerance=tolerance,
-                devices=devices,
-            )
-    shapes = _shapes(image, weight, geometry)
-    if shapes is None or not is_contiguous(gradient.spec):
-        return
-    yield from _offered(kernel, convolve_channels_last, convolve_chunks, args, shapes)
-    if shapes.pointwise:
-        yield _way(kernel, "matmul", multiply_transposed, (gradient, weight))
-    elif shapes.whole and shapes.weight_is_large:
-        shape = image.spec.shape
-        yield _way(kernel, "unfold", input_gradient_unfolded, (gradient, weight, shape, stride, padding, dilation))
+        if tolerance == 0.0 or gradient.dtype in ("float32", "float64"):
+            promises = {"tolerance": tolerance, "devices": devices}
+            yield kernel.implement(name, FORWARD, args=args, outputs=outputs, **promises)
+    if is_contiguous(gradient):
+        runs = (convolve_channels_last, convolve_chunks, multiply_transposed, input_gradient_unfolded)
+        unfolded = (call.gradient, call.weight, image.shape, stride, padding, dilation)
+        yield from _ways(kernel, call, runs, args, args[:2], unfolded)
 
 
 @alternatives_for(BACKWARD)
 def weight_gradient(kernel: TracedKernel) -> Iterator[Implementation]:
     """Other ways to run the gradients for weight and bias on a CPU."""
-    gradient, image, weight, _, *geometry, mask = kernel.call.args
-    geometry = _spread(image, geometry)
-    shapes = _shapes(image, weight, geometry)
-    if shapes is None or not isinstance(mask, tuple) or mask[0] or not isinstance(gradient, TensorRef):
+    call = ConvolutionCall.of(kernel.call)
+    if call.wanted[0] or call.gradient is None or not is_contiguous(call.gradient.spec):
         return
-    if not is_contiguous(gradient.spec):
-        return
-    yield from _offered(kernel, weight_gradient_channels_last, weight_gradient_chunks, kernel.call.args, shapes)
-    rest = (gradient, image, shapes.weight.shape, mask)
-    if shapes.pointwise:
-        yield _way(kernel, "matmul", weight_gradient_multiplied, rest)
-    elif shapes.whole and shapes.weight_is_large:
-        yield _way(kernel, "unfold", weight_gradient_unfolded, (*rest, *geometry[:3]))
-
-
-def _spread(image: Argument, geometry: Sequence[Argument]) -> list[Argument]:
-    """The arguments with a stride, padding and dilation for each dimension, where one stands for all of them."""
-    assert isinstance(image, TensorRef)
-    dimensions = len(image.spec.shape) - 2
-    return [each_dimension(item, dimensions) if at < 3 else item for at, item in enumerate(geometry)]
+    rest = (call.gradient, call.image, call.weight.spec.shape, call.wanted)
+    runs = (
+        weight_gradient_channels_last,
+        weight_gradient_chunks,
+        weight_gradient_multiplied,
+        weight_gradient_unfolded,
+    )
+    yield from _ways(kernel, call, runs, kernel.call.args, rest, (*rest, *call.geometry[:3]))
 
 
 def same_order(*images: TensorSpec) -> bool:
@@ -187,49 +124,39 @@ def same_order(*images: TensorSpec) -> bool:
     return len({suggests_channels_last(image.shape, image.stride) for image in images}) == 1
 
 
-def _offered(
+def _ways(
     kernel: TracedKernel,
-    channels_last: Callable[..., Any],
-    chunks: Callable[..., Any],
+    convolution: ConvolutionCall,
+    runs: tuple[Callable[..., Any], ...],
     args: tuple[Argument, ...],
-    shapes: _Shapes,
+    of_product: tuple[Argument, ...],
+    of_patches: tuple[Argument, ...],
 ) -> Iterator[Implementation]:
-    yield _way(kernel, "channels_last", channels_last, args)
+    """The ways of a two-dimensional convolution of contiguous images.
+
+    Args:
+        kernel: to implement.
+        convolution: its call.
+        runs: functions for channels-last, for parts of the batch, for a product, and for products of patches.
+        args: of the first two, without the number of parts.
+        of_product, of_patches: arguments of the others.
+    """
+    if not convolution.contiguous_float32:
+        return
+
+    def way(
+        name: str, run: Callable[..., Any], args: tuple[Argument, ...], devices: tuple[str, ...] = ("cpu",)
+    ) -> Implementation:
+        outputs = kernel.call.outputs if returns_tuple(run) else tuple(filter(None, kernel.call.outputs))
+        promises = {"tolerance": TOLERANCE, "devices": devices}
+        return kernel.implement(name, run, args=args, kwargs=(), outputs=outputs, **promises)
+
+    channels_last, chunks, product, patches = runs
+    yield way("channels_last", channels_last, args)
     for count in (2, 4):
-        if shapes.image.shape[0] >= 2 * count:
-            yield _way(kernel, f"chunks{count}", chunks, (*args, count), devices=())
-
-
-def _way(
-    kernel: TracedKernel,
-    name: str,
-    run: Callable[..., Any],
-    args: tuple[Argument, ...],
-    devices: tuple[str, ...] = ("cpu",),
-) -> Implementation:
-    outputs = kernel.call.outputs if returns_tuple(run) else tuple(filter(None, kernel.call.outputs))
-    return kernel.implement(name, run, args=args, kwargs=(), outputs=outputs, tolerance=TOLERANCE, devices=devices)
-
-
-def _shapes(image: Argument, weight: Argument, geometry: list[Argument]) -> _Shapes | None:
-    """The shapes of a two-dimensional convolution of contiguous images; None for any other."""
-    stride, padding, dilation, transposed, _, groups = geometry
-    if transposed is not False or not isinstance(image, TensorRef) or not isinstance(weight, TensorRef):
-        return None
-    if len(image.spec.shape) != 4 or image.spec.dtype != "float32" or not is_contiguous(image.spec):
-        return None
-    assert isinstance(groups, int)
-    if not is_contiguous(weight.spec) or 0 in image.spec.shape:
-        return None
-    return _Shapes(
-        image=image.spec,
-        weight=weight.spec,
-        stride=_pair(stride),
-        padding=_pair(padding),
-        dilation=_pair(dilation),
-        groups=groups,
-    )
-
-
-def _pair(sizes: Any) -> Pair:
-    return int(sizes[0]), int(sizes[-1])
+        if convolution.image.spec.shape[0] >= 2 * count:
+            yield way(f"chunks{count}", chunks, (*args, count), devices=())
+    if convolution.pointwise:
+        yield way("matmul", product, of_product)
+    elif convolution.groups == 1 and convolution.weight_is_large:
+        yield way("unfold", patches, of_patches)

@@ -1,20 +1,106 @@
-"""Functions of the other ways to run a convolution on a CPU; `convolution` says which of them apply where.
+"""Calls of convolutions, and functions of other ways to run them on a CPU; `convolution` says which apply where.
 
-All take contiguous images of two dimensions, (batch, channels, height, width), and contiguous weights.
+The functions take contiguous images of two dimensions, (batch, channels, height, width), and contiguous weights.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import sub
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import fold, unfold
 
-from monetlite.core.graph import Call
+from monetlite.core.graph import Argument, Call, TensorRef
+from monetlite.fx.call_encoding import each_dimension
 from monetlite.operators.implementations import function
+from monetlite.operators.strides import is_contiguous
 
 FORWARD = "aten.convolution.default"
 BACKWARD = "aten.convolution_backward.default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionCall:
+    """A call of torch's convolution or of its gradients, by the names of its arguments.
+
+    Attributes:
+        gradient: of the result; None for the convolution itself.
+        image, weight: the operands of the convolution.
+        bias: of the convolution; of gradients, its size.
+        stride, padding, dilation: a number for each dimension of space.
+        transposed, output_padding, groups: as torch takes them.
+        wanted: the gradients to compute, of (image, weight, bias).
+    """
+
+    gradient: TensorRef | None
+    image: TensorRef
+    weight: TensorRef
+    bias: Argument
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: Argument
+    groups: int
+    wanted: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, call: Call) -> "ConvolutionCall":
+        """Read a call of `FORWARD` or `BACKWARD`."""
+        args: Any = (None, *call.args, ()) if call.target == FORWARD else call.args
+        gradient, image, weight, bias, *sizes, transposed, output_padding, groups, wanted = args
+        stride, padding, dilation = (each_dimension(item, len(image.spec.shape) - 2) for item in sizes)
+        return cls(
+            gradient=gradient,
+            image=image,
+            weight=weight,
+            bias=bias,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            transposed=transposed,
+            output_padding=output_padding,
+            groups=groups,
+            wanted=wanted,
+        )
+
+    @property
+    def geometry(self) -> tuple[Argument, ...]:
+        """The arguments after the bias, without the gradients to compute."""
+        sizes = (self.stride, self.padding, self.dilation)
+        return (*sizes, self.transposed, self.output_padding, self.groups)
+
+    @property
+    def result_size(self) -> tuple[int, ...]:
+        """Points of the convolution's result along each dimension of space."""
+        image, window = self.image.spec.shape[2:], self.weight.spec.shape[2:]
+        geometry = (self.stride, self.padding, self.dilation)
+        if not self.transposed:
+            return result_size(image, window, *geometry)
+        extra = each_dimension(self.output_padding, len(image))
+        return tuple(map(sum, zip(transposed_size(image, window, *geometry), extra, strict=True)))
+
+    @property
+    def contiguous_float32(self) -> bool:
+        """Tell whether it is of contiguous two-dimensional images in float32, and not transposed."""
+        image = self.image.spec
+        plain = not self.transposed and len(image.shape) == 4 and image.dtype == "float32"
+        return plain and 0 not in image.shape and is_contiguous(image) and is_contiguous(self.weight.spec)
+
+    @property
+    def pointwise(self) -> bool:
+        """Each result is of one point of the image alone, and of all of its channels."""
+        kernel = self.weight.spec.shape[2:]
+        return kernel == self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1
+
+    @property
+    def weight_is_large(self) -> bool:
+        """A copy of the weight takes more than the patches of one image."""
+        weight, image = self.weight.spec.shape, self.image.spec.shape
+        return math.prod(weight) > math.prod(weight[1:]) * math.prod(image[2:]) // math.prod(self.stride)
 
 
 def _default(call: Call) -> Call:
@@ -24,24 +110,22 @@ def _default(call: Call) -> Call:
 
 
 @function("convolve_channels_last", like=_default)
-def convolve_channels_last(image: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def convolve_channels_last(image: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """A convolution in channels-last, of contiguous images and with a contiguous result."""
-    result: torch.Tensor = torch.ops.aten.convolution.default(_last(image), _last(weight), *rest).contiguous()
+    result: Tensor = torch.ops.aten.convolution.default(_last(image), _last(weight), *rest).contiguous()
     return result
 
 
-def _count(call: Call) -> int:
+def _count(call: Call) -> Any:
     """The number of chunks."""
-    count = call.args[-1]
-    assert isinstance(count, int)
-    return count
+    return call.args[-1]
 
 
 @function("convolve_chunks", like=_default, parts=_count)
-def convolve_chunks(image: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def convolve_chunks(image: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """A convolution of part of the batch at a time; the last argument is the number of parts."""
     *geometry, count = rest
-    result: torch.Tensor | None = None
+    result: Tensor | None = None
     for part in _parts(len(image), count):
         made = torch.ops.aten.convolution.default(image[part], weight, *geometry)
         if result is None:
@@ -53,7 +137,7 @@ def convolve_chunks(image: torch.Tensor, weight: torch.Tensor, *rest: Any) -> to
 
 
 @function("convolve_pointwise", like=lambda call: replace(call, target="aten.bmm.default"))
-def multiply(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply(image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A 1×1 convolution as a matrix product for each image."""
     result = image.new_empty(len(image), len(weight), *image.shape[2:])
     return _products(image.flatten(2), weight, bias, result)
@@ -61,17 +145,15 @@ def multiply(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 @function("convolve_unfolded")
 def convolve_unfolded(
-    image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: Any, padding: Any, dilation: Any
-) -> torch.Tensor:
+    image: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
+) -> Tensor:
     """A convolution as a matrix product with the patches of one image at a time."""
     size = result_size(image.shape[2:], weight.shape[2:], stride, padding, dilation)
     patches = (unfold(item, weight.shape[2:], dilation, padding, stride) for item in image)
     return _products(patches, weight, bias, image.new_empty(len(image), len(weight), *size))
 
 
-def _products(
-    columns: Iterable[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, result: torch.Tensor
-) -> torch.Tensor:
+def _products(columns: Iterable[Tensor], weight: Tensor, bias: Tensor | None, result: Tensor) -> Tensor:
     """Write the products of a weight with a matrix for each image."""
     matrix = weight.flatten(1)
     for source, target in zip(columns, result.flatten(2), strict=True):
@@ -84,8 +166,8 @@ def _products(
 
 @function("weight_gradient_channels_last", like=_default)
 def weight_gradient_channels_last(
-    gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor | None, ...]:
+    gradient: Tensor, image: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor | None, ...]:
     """The gradients for weight and bias in channels-last, from contiguous tensors."""
     made = torch.ops.aten.convolution_backward.default(_last(gradient), _last(image), _last(weight), *rest)
     return tuple(item.contiguous() if wanted else None for item, wanted in zip(made, rest[-1], strict=True))
@@ -93,8 +175,8 @@ def weight_gradient_channels_last(
 
 @function("weight_gradient_chunks", like=_default, parts=_count)
 def weight_gradient_chunks(
-    gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *rest: Any
-) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+    gradient: Tensor, image: Tensor, weight: Tensor, *rest: Any
+) -> tuple[None, Tensor | None, Tensor | None]:
     """The gradients for weight and bias, summed over parts of the batch; the last argument is their number."""
     *geometry, count = rest
     for_weight = for_bias = None
@@ -108,7 +190,7 @@ def weight_gradient_chunks(
 
 
 @function("convolve_pointwise_transposed", like=lambda call: replace(call, target="aten.bmm.default"))
-def multiply_transposed(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def multiply_transposed(gradient: Tensor, weight: Tensor) -> Tensor:
     """The gradient of a 1×1 convolution for its image."""
     result = gradient.new_empty(len(gradient), weight.shape[1], *gradient.shape[2:])
     matrix = weight.flatten(1).t()
@@ -119,8 +201,8 @@ def multiply_transposed(gradient: torch.Tensor, weight: torch.Tensor) -> torch.T
 
 @function("input_gradient_unfolded")
 def input_gradient_unfolded(
-    gradient: torch.Tensor, weight: torch.Tensor, shape: list[int], stride: Any, padding: Any, dilation: Any
-) -> torch.Tensor:
+    gradient: Tensor, weight: Tensor, shape: list[int], stride: Any, padding: Any, dilation: Any
+) -> Tensor:
     """The gradient of a convolution for an image of some shape, one image at a time."""
     result = gradient.new_empty(shape)
     matrix = weight.flatten(1).t()
@@ -132,16 +214,16 @@ def input_gradient_unfolded(
 
 @function("weight_gradient_pointwise")
 def weight_gradient_multiplied(
-    gradient: torch.Tensor, image: torch.Tensor, shape: list[int], mask: list[bool]
-) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+    gradient: Tensor, image: Tensor, shape: list[int], mask: list[bool]
+) -> tuple[None, Tensor | None, Tensor | None]:
     """The gradients of a 1×1 convolution for weight and bias, summed image by image."""
     return _summed_products(image.flatten(2), gradient, shape, mask)
 
 
 @function("weight_gradient_unfolded")
 def weight_gradient_unfolded(
-    gradient: torch.Tensor, image: torch.Tensor, shape: list[int], mask: list[bool], *geometry: Any
-) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+    gradient: Tensor, image: Tensor, shape: list[int], mask: list[bool], *geometry: Any
+) -> tuple[None, Tensor | None, Tensor | None]:
     """The gradients of a convolution for weight and bias, from the patches of one image at a time."""
     stride, padding, dilation = geometry
     patches = (unfold(item, (shape[2], shape[3]), dilation, padding, stride) for item in image)
@@ -149,8 +231,8 @@ def weight_gradient_unfolded(
 
 
 def _summed_products(
-    columns: Iterable[torch.Tensor], gradient: torch.Tensor, shape: list[int], mask: list[bool]
-) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+    columns: Iterable[Tensor], gradient: Tensor, shape: list[int], mask: list[bool]
+) -> tuple[None, Tensor | None, Tensor | None]:
     """The gradients for a weight of some shape, summed over a matrix for each image, and for the bias."""
     total = gradient.new_zeros(shape[0], shape[1] * shape[2] * shape[3])
     for of_result, source in zip(gradient.flatten(2), columns, strict=True):
@@ -158,7 +240,7 @@ def _summed_products(
     return None, total.view(shape) if mask[1] else None, gradient.sum((0, 2, 3)) if mask[2] else None
 
 
-def _last(tensor: torch.Tensor) -> torch.Tensor:
+def _last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
@@ -178,13 +260,20 @@ def result_size(
     )
 
 
-def output_padding(
-    image: Sequence[int], window: Sequence[int], stride: Any, padding: Any, dilation: Any, result: Sequence[int]
+def transposed_size(
+    image: Sequence[int], window: Sequence[int], stride: Any, padding: Any, dilation: Any
 ) -> tuple[int, ...]:
-    """Points that a transposed convolution of the results has to add to reach the size of the image."""
+    """Points of a transposed convolution's result along each dimension of space, without output padding."""
     return tuple(
-        size - ((points - 1) * step - 2 * pad + dilate * (width - 1) + 1)
-        for size, width, step, pad, dilate, points in zip(
-            image, window, stride, padding, dilation, result, strict=True
-        )
+        (size - 1) * step - 2 * pad + dilate * (points - 1) + 1
+        for size, points, step, pad, dilate in zip(image, window, stride, padding, dilation, strict=True)
     )
+
+
+def output_padding(image: Sequence[int], window: Sequence[int], *geometry: Any) -> tuple[int, ...]:
+    """Points that a transposed convolution of the results has to add to reach the size of the image.
+
+    `geometry` is stride, padding, dilation, and the size of the results.
+    """
+    *sizes, result = geometry
+    return tuple(map(sub, image, transposed_size(result, window, *sizes)))

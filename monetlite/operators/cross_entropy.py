@@ -10,11 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from monetlite.core.graph import Call, Implementation
 from monetlite.fx.storages import base
-from monetlite.operators.implementations import TracedKernel, alternatives_for, elements, function, tensor_at
+from monetlite.operators.implementations import (
+    TracedKernel,
+    alternatives_for,
+    elements,
+    function,
+    function_pair,
+    tensor_at,
+)
 from monetlite.operators.strides import is_contiguous
 
 _LOSS = "aten.nll_loss_backward.default"
@@ -56,7 +63,7 @@ def _classes(call: Call) -> int:
 
 
 @function("cross_entropy_backward", passes=2.0, workspace_bytes=_whole_bytes, integers=_classes)
-def cross_entropy_backward(gradient: torch.Tensor, log_probabilities: torch.Tensor, *rest: Any) -> torch.Tensor:
+def cross_entropy_backward(gradient: Tensor, log_probabilities: Tensor, *rest: Any) -> Tensor:
     """Gradient of `nll_loss(log_softmax(x), target)` for x, by the two kernels that torch has for it.
 
     Args:
@@ -67,7 +74,7 @@ def cross_entropy_backward(gradient: torch.Tensor, log_probabilities: torch.Tens
     """
     *of_loss, dim, dtype = rest
     loss = torch.ops.aten.nll_loss_backward.default(gradient, log_probabilities, *of_loss)
-    result: torch.Tensor = torch.ops.aten._log_softmax_backward_data.default(loss, log_probabilities, dim, dtype)
+    result: Tensor = torch.ops.aten._log_softmax_backward_data.default(loss, log_probabilities, dim, dtype)
     return result
 
 
@@ -82,23 +89,8 @@ def by_rows(kernel: TracedKernel) -> Iterator[Implementation]:
         yield kernel.implement("inplace", cross_entropy_backward_, overwrites=overwrites)
 
 
-@function("cross_entropy_backward_by_rows", passes=2.0, workspace_bytes=_chunk_bytes, integers=_classes)
-def cross_entropy_backward_by_rows(
-    gradient: torch.Tensor, log_probabilities: torch.Tensor, *rest: Any
-) -> torch.Tensor:
+def _by_rows(result: Tensor, gradient: Tensor, log_probabilities: Tensor, target: Tensor, *rest: Any) -> Tensor:
     """`cross_entropy_backward`, some rows at a time."""
-    return _by_rows(torch.empty_like(log_probabilities), gradient, log_probabilities, *rest)
-
-
-@function("cross_entropy_backward_", passes=2.0, workspace_bytes=_chunk_bytes, integers=_classes)
-def cross_entropy_backward_(gradient: torch.Tensor, log_probabilities: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """`cross_entropy_backward` over the log-probabilities."""
-    return _by_rows(log_probabilities, gradient, log_probabilities, *rest)
-
-
-def _by_rows(
-    result: torch.Tensor, gradient: torch.Tensor, log_probabilities: torch.Tensor, target: torch.Tensor, *rest: Any
-) -> torch.Tensor:
     *of_loss, dim, dtype = rest
     rows, classes = log_probabilities.shape
     step = max(1, CHUNK_ELEMENTS.get(result.device.type, CHUNK_ELEMENTS["cpu"]) // max(1, classes))
@@ -108,3 +100,13 @@ def _by_rows(
         loss = torch.ops.aten.nll_loss_backward.default(of_rows, log_probabilities[some], target[some], *of_loss)
         torch.ops.aten._log_softmax_backward_data.out(loss, log_probabilities[some], dim, dtype, out=result[some])
     return result
+
+
+cross_entropy_backward_by_rows, cross_entropy_backward_ = function_pair(
+    _by_rows,
+    *("cross_entropy_backward_by_rows", "cross_entropy_backward_"),
+    over=1,
+    passes=2.0,
+    workspace_bytes=_chunk_bytes,
+    integers=_classes,
+)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from monetlite.core.graph import Call, Implementation, TensorRef
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
@@ -24,6 +24,7 @@ from monetlite.operators.implementations import (
     TracedKernel,
     alternatives_for,
     function,
+    function_pair,
     intermediates_for,
     name_of,
 )
@@ -78,10 +79,10 @@ def _as_native(call: Call) -> Call:
 
 
 @function("dropout", like=_as_native, random=True)
-def dropout(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout(source: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     """Dropout as plain training rounds it: (the result, the kept elements as a bool tensor)."""
     if source.device.type != "cpu":
-        made: tuple[torch.Tensor, torch.Tensor] = _NATIVE(source, probability, True)
+        made: tuple[Tensor, Tensor] = _NATIVE(source, probability, True)
         return made
     kept = torch.empty_like(source, dtype=torch.bool).bernoulli_(1 - probability)
     return source.mul(kept).mul_(_scale(source.dtype, probability)), kept
@@ -90,17 +91,15 @@ def dropout(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, tor
 @alternatives_for(_FORWARD, PREFIX + "dropout")
 def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The result over the input."""
-    source, probability, *rest = kernel.call.args
-    if not _draws(probability, rest[0] if rest else True):
-        return
+    source, probability, *rest = kernel.args
     overwrites = kernel.over(source)
-    if overwrites and isinstance(source, TensorRef) and source.spec.dtype in _ROUNDED_ONCE:
+    if overwrites and _draws(probability, rest[0] if rest else True) and source.spec.dtype in _ROUNDED_ONCE:
         args = (source, probability)
         yield kernel.implement("inplace", dropout_, args=args, overwrites=overwrites, devices=("cpu",))
 
 
 @function("dropout_", random=True)
-def dropout_(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout_(source: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     """Dropout over its input, with the numbers that plain training draws on a CPU.
 
     Returns (the result, the kept elements as a bool tensor).
@@ -112,24 +111,21 @@ def dropout_(source: torch.Tensor, probability: float) -> tuple[torch.Tensor, to
 @alternatives_for(_BACKWARD)
 def backward_in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient of dropout over the gradient that comes in."""
-    gradient = kernel.call.args[0]
+    gradient = kernel.args[0]
     overwrites = kernel.over(gradient)
-    if overwrites and isinstance(gradient, TensorRef) and gradient.spec.dtype in _ROUNDED_ONCE:
+    if overwrites and gradient.spec.dtype in _ROUNDED_ONCE:
         yield kernel.implement("inplace", dropout_backward_, overwrites=overwrites)
 
 
 @function("dropout_backward_")
-def dropout_backward_(gradient: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+def dropout_backward_(gradient: Tensor, kept: Tensor, scale: float) -> Tensor:
     """gradient · kept · scale, written over the gradient."""
     return gradient.mul_(kept).mul_(scale)
 
 
 @intermediates_for(_BACKWARD)
-def packed(node: fx.Node) -> Iterator[Intermediate]:
+def packed(gradient: fx.Node, kept: fx.Node, _: float) -> Iterator[Intermediate]:
     """The kept elements, as one bit an element."""
-    gradient, kept, _ = node.args
-    assert isinstance(gradient, fx.Node)
-    assert isinstance(kept, fx.Node)
     yield from mask_of(gradient, dropout_mask, default=kept)
 
 
@@ -137,19 +133,16 @@ def packed(node: fx.Node) -> Iterator[Intermediate]:
 def backward_from_mask(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from the packed mask."""
     if mask := kernel.intermediates.get("mask"):
-        gradient, _, scale = kernel.call.args
-        assert isinstance(gradient, TensorRef)
+        gradient, _, scale = kernel.args
         args = (gradient, mask, gradient.spec.stride, scale)
-        yield from kernel.implement_over(
-            "from_mask", dropout_backward_from_mask, dropout_backward_from_mask_, gradient, args
-        )
+        yield from kernel.implement_over("from_mask", dropout_backward_from_mask, dropout_backward_from_mask_, args)
 
 
 @alternatives_for(_BACKWARD)
 def backward_from_state(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from a mask that is drawn again: dropout of the gradient, with the numbers of the input's."""
-    gradient, kept, _ = kernel.call.args
-    if not isinstance(gradient, TensorRef) or not isinstance(kept, TensorRef) or kept.value is None:
+    gradient, kept, _ = kernel.args
+    if kept.value is None:
         return
     forward, drawn = kernel.writer_call(kept.value), kernel.writer_again(kept.value)
     if forward is None or drawn is None or drawn.target != REPLAY:
@@ -158,9 +151,9 @@ def backward_from_state(kernel: TracedKernel) -> Iterator[Implementation]:
         return
     state, device, *_ = drawn.args
     source, probability, *rest = forward.args
-    assert isinstance(source, TensorRef)
     if not _draws(probability, rest[0] if rest else True):
         return
+    assert isinstance(source, TensorRef)
     assert isinstance(probability, float)
     # CUDA's dropout rounds 1 − p before it divides, as plain training's on a CPU, and its gradient does not.
     dtype = getattr(torch, gradient.spec.dtype)
@@ -179,15 +172,13 @@ def backward_from_state(kernel: TracedKernel) -> Iterator[Implementation]:
 
 
 @function("dropout_in_order", random=True)
-def dropout_in_order(
-    source: torch.Tensor, strides: list[int], probability: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout_in_order(source: Tensor, strides: list[int], probability: float) -> tuple[Tensor, Tensor]:
     """Dropout with the numbers that are drawn for a tensor with these strides."""
     return dropout(out_of_order(in_order(source, strides), source.shape, strides), probability)
 
 
 @function("dropout_mask", workspace_bytes=workspace_bytes)
-def dropout_mask(kept: torch.Tensor, strides: list[int]) -> torch.Tensor:
+def dropout_mask(kept: Tensor, strides: list[int]) -> Tensor:
     """The elements that dropout kept, a bool tensor, as one bit an element: a uint8 tensor.
 
     The bits are in the order of a storage with these strides.
@@ -195,29 +186,18 @@ def dropout_mask(kept: torch.Tensor, strides: list[int]) -> torch.Tensor:
     return pack(kept, strides)
 
 
-@function("dropout_backward_from_mask", passes=1.3, workspace_bytes=workspace_bytes)
-def dropout_backward_from_mask(
-    gradient: torch.Tensor, mask: torch.Tensor, strides: list[int], scale: float
-) -> torch.Tensor:
+def _from_mask(result: Tensor, gradient: Tensor, mask: Tensor, strides: list[int], scale: float) -> Tensor:
     """gradient · kept · scale, from the kept elements as a mask that is packed in the order of these strides."""
-    return _from_mask(gradient, mask, strides, scale, over=False)
 
-
-@function("dropout_backward_from_mask_", passes=1.3, workspace_bytes=workspace_bytes)
-def dropout_backward_from_mask_(
-    gradient: torch.Tensor, mask: torch.Tensor, strides: list[int], scale: float
-) -> torch.Tensor:
-    """The same, over the gradient."""
-    return _from_mask(gradient, mask, strides, scale, over=True)
-
-
-def _from_mask(
-    gradient: torch.Tensor, mask: torch.Tensor, strides: list[int], scale: float, *, over: bool
-) -> torch.Tensor:
-    def fused(flat: torch.Tensor, result: torch.Tensor) -> None:
+    def fused(flat: Tensor, result: Tensor) -> None:
         launch_over_mask(triton_kernels.scaled, mask, flat, mask, result, flat.numel(), float(scale))
 
-    def write_piece(piece: torch.Tensor, kept: torch.Tensor) -> None:
+    def write_piece(piece: Tensor, kept: Tensor) -> None:
         piece.copy_(torch.ops.aten.native_dropout_backward.default(piece, kept, scale))
 
-    return by_mask(gradient, mask, strides, over=over, fused=fused, write_piece=write_piece)
+    return by_mask(result, gradient, mask, strides, fused, write_piece)
+
+
+dropout_backward_from_mask, dropout_backward_from_mask_ = function_pair(
+    _from_mask, "dropout_backward_from_mask", passes=1.3, workspace_bytes=workspace_bytes
+)

@@ -55,16 +55,16 @@ def _in_place_targets() -> list[str]:
 @alternatives_for(*_in_place_targets())
 def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The in-place variants of an elementwise kernel: over the first operand, and over the second where it may."""
-    target, first = kernel.call.target, kernel.call.args[0]
+    target, first = kernel.call.target, kernel.args[0]
     _, name, overload = target.split(".")
     if overwrites := kernel.over(first):
         is_gradient = name.endswith("_backward")
         run = f"aten.{name}.grad_input" if is_gradient else f"aten.{name}_.{overload}"
-        kwargs = (*kernel.call.kwargs, ("grad_input", first)) if is_gradient else None
+        kwargs = (*kernel.call.kwargs, ("grad_input", first)) if is_gradient else kernel.call.kwargs
         yield kernel.implement("inplace", _OTHERWISE_NAMED.get(target, run), kwargs=kwargs, overwrites=overwrites)
     if not traits_of(target).commutative or overload != "Tensor":
         return
-    second = kernel.call.args[1]
+    second = kernel.args[1]
     if overwrites := kernel.over(second):
         kwargs = (*kernel.call.kwargs, ("out", second))
         yield kernel.implement("inplace_second", f"aten.{name}.out", kwargs=kwargs, overwrites=overwrites)

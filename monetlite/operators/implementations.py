@@ -7,8 +7,10 @@ register what they offer. `docs/implementations.md` has a worked example.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any, TypeVar, get_type_hints
 
+import torch
 from torch import Tensor, fx
 
 from monetlite.core.graph import Argument, Call, Implementation, TensorRef, TensorSpec, Value
@@ -31,7 +33,6 @@ class Function:
         workspace_bytes: memory that it holds on a GPU, beside operands and results.
         launches: number of kernels that it launches on a GPU.
         like: a call that costs as much, if there is one; the attributes above are then ignored.
-        measured_like: that call is measured in its place, because its own arguments can't be made up.
         integers: bound of integer operands that are made up to measure it.
         random: it draws random numbers.
         parts: number of batch slices it runs one after another.
@@ -44,7 +45,6 @@ class Function:
     workspace_bytes: Callable[[Call], int] = lambda _: 0
     launches: Callable[[Call], int] = lambda _: 1
     like: Callable[[Call], Call] | None = None
-    measured_like: bool = False
     integers: Callable[[Call], int] | None = None
     random: bool = False
     parts: Callable[[Call], int] | None = None
@@ -95,57 +95,55 @@ class TracedKernel:
     references: Callable[[str], TensorRef | None] = lambda _: None
     intermediates: Mapping[str, TensorRef] = field(default_factory=dict)
 
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The arguments of the call."""
+        return self.call.args
+
     def reader(self, source: TensorRef, *targets: str) -> tuple[Call, TensorRef] | None:
         """A call of one of some targets whose first argument is a tensor, and its first result, if it has them."""
         calls = () if source.value is None else self.reader_calls(source.value)
-        found = next((call for call in calls if call.target in targets and call.args[:1] == (source,)), None)
-        name = None if found is None else found.outputs[0]
-        output = None if name is None else self.references(name)
-        return None if found is None or output is None else (found, output)
+        for call in calls:
+            if call.target in targets and call.args[:1] == (source,):
+                output = None if call.outputs[0] is None else self.references(call.outputs[0])
+                return None if output is None else (call, output)
+        return None
 
     def implement(
         self,
         name: str,
         run: str | Callable[..., Any] | None = None,
-        *,
-        args: tuple[Argument, ...] | None = None,
-        kwargs: tuple[tuple[str, Argument], ...] | None = None,
-        outputs: tuple[str | None, ...] | None = None,
-        **promises: Any,
+        **changes: Any,
     ) -> Implementation:
         """Another implementation of this kernel: the default call with what is given replaced.
 
         Args:
             name: of the implementation.
             run: an ATen overload, by name, or a registered function.
-            args, kwargs, outputs: of the call.
-            promises: other fields of `Implementation`: overwrites, tolerance, devices, guard, again.
+            changes: args, kwargs and outputs of the call; other fields of `Implementation`: overwrites, tolerance,
+                devices, guard, again.
         """
-        target = self.call.target if run is None else run if isinstance(run, str) else name_of(run)
-        call = replace(
-            self.call,
-            target=target,
-            args=self.call.args if args is None else args,
-            kwargs=self.call.kwargs if kwargs is None else kwargs,
-            outputs=self.call.outputs if outputs is None else outputs,
-        )
-        return Implementation(name=name, reads=reads_of(call), writes=self.default.writes, call=call, **promises)
+        of_call: dict[str, Any] = {
+            field: changes.pop(field) for field in ("args", "kwargs", "outputs") if field in changes
+        }
+        if run is not None:
+            of_call["target"] = run if isinstance(run, str) else name_of(run)
+        call = replace(self.call, **of_call)
+        return Implementation(name=name, reads=reads_of(call), writes=self.default.writes, call=call, **changes)
 
     def implement_over(
         self,
         name: str,
         run: Callable[..., Any],
         run_over: Callable[..., Any],
-        overwritten: Argument,
         args: tuple[Argument, ...],
         **promises: Any,
     ) -> Iterator[Implementation]:
-        """An implementation by a function, and one by another function over an operand where that is possible."""
+        """An implementation by a function, and where possible one by another over the first argument."""
         yield self.implement(name, run, args=args, kwargs=(), **promises)
-        if overwrites := self.over(overwritten):
-            yield self.implement(
-                f"{name}_inplace", run_over, args=args, kwargs=(), overwrites=overwrites, **promises
-            )
+        if overwrites := self.over(args[0]):
+            promises["overwrites"] = overwrites
+            yield self.implement(f"{name}_inplace", run_over, args=args, kwargs=(), **promises)
 
     def over(self, argument: Argument, result: int = 0) -> tuple[int, ...]:
         """The value that an implementation overwrites if its result takes an argument's memory.
@@ -169,7 +167,7 @@ class TracedKernel:
 
 
 Alternatives = Callable[[TracedKernel], Iterator[Implementation]]
-Intermediates = Callable[[fx.Node], Iterator[Intermediate]]
+Intermediates = Callable[..., Iterator[Intermediate]]
 
 FUNCTIONS: dict[str, Function] = {}
 """Our own functions, by their names in calls, with the prefix."""
@@ -191,29 +189,50 @@ def function(name: str, **costing: Any) -> Callable[[_F], _F]:
     return register
 
 
-def alternatives_for(*targets: str) -> Callable[[Alternatives], Alternatives]:
-    """Register a generator of implementations for the kernels of some targets (`"aten.relu.default"`)."""
+def function_pair(
+    run: Callable[..., Any], name: str, name_over: str = "", *, over: int = 0, **costing: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Register a function twice: with its result in new memory, and over one of its operands.
 
-    def register(family: Alternatives) -> Alternatives:
-        for target in targets:
-            _alternatives.setdefault(target, []).append(family)
-        return family
-
-    return register
-
-
-def intermediates_for(*targets: str) -> Callable[[Intermediates], Intermediates]:
-    """Register a generator of what a backward kernel of some targets could read in place of an activation.
-
-    It is given the kernel's node in the captured graph.
+    Args:
+        run: takes a tensor for the result, which may be the operand, and then the arguments of calls.
+        name: in calls, where the result is a tensor like the operand.
+        name_over: in calls, where it is the operand; by default the name with `_` after it.
+        over: position of the operand.
+        costing: attributes of `Function`.
     """
 
-    def register(family: Intermediates) -> Intermediates:
-        for target in targets:
-            _intermediates.setdefault(target, []).append(family)
-        return family
+    @wraps(run)
+    def anew(*args: Any) -> Any:
+        return run(torch.empty_like(args[over]), *args)
 
-    return register
+    @wraps(run)
+    def over_operand(*args: Any) -> Any:
+        return run(args[over], *args)
+
+    for made, called in ((anew, name), (over_operand, name_over or f"{name}_")):
+        made.__name__ = made.__qualname__ = called  # by which generated code calls it
+        function(called, **costing)(made)
+    return anew, over_operand
+
+
+def alternatives_for(*targets: str) -> Callable[[Alternatives], Alternatives]:
+    """Register a generator of implementations for the kernels of some targets (`"aten.relu.default"`)."""
+    return partial(_register, _alternatives, targets)
+
+
+def intermediates_for(*targets: str) -> Callable[[_F], _F]:
+    """Register a generator of what a backward kernel of some targets could read in place of an activation.
+
+    It is given the kernel's arguments in the captured graph, where tensors are nodes.
+    """
+    return partial(_register, _intermediates, targets)
+
+
+def _register(families: dict[str, list[Any]], targets: Iterable[str], family: _F) -> _F:
+    for target in targets:
+        families.setdefault(target, []).append(family)
+    return family
 
 
 def alternatives(kernel: TracedKernel) -> Iterator[Implementation]:
@@ -225,7 +244,7 @@ def alternatives(kernel: TracedKernel) -> Iterator[Implementation]:
 def intermediates(node: fx.Node) -> Iterator[Intermediate]:
     """The small values that families offer a backward kernel to read."""
     for family in _intermediates.get(target_of(node), ()):
-        yield from family(node)
+        yield from family(*node.args)
 
 
 def find_function(target: str) -> Function | None:

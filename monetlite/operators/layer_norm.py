@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from monetlite.core.graph import Call, Implementation, TensorRef
-from monetlite.operators.implementations import TracedKernel, alternatives_for, function
+from monetlite.core.graph import Call, Implementation
+from monetlite.operators.implementations import TracedKernel, alternatives_for, function, function_pair
 from monetlite.operators.normalization import float32_bytes, from_output, piece_bytes, pieces
 from monetlite.operators.strides import is_contiguous
 
@@ -19,9 +20,7 @@ from monetlite.operators.strides import is_contiguous
 @alternatives_for("aten.native_layer_norm_backward.default")
 def backward(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient over the one that comes in, from the input or from the output."""
-    gradient, source, shape, _mean, deviation, weight, bias, mask = kernel.call.args
-    if not isinstance(gradient, TensorRef) or not isinstance(source, TensorRef) or not isinstance(mask, tuple):
-        return
+    gradient, source, shape, _, deviation, weight, bias, mask = kernel.args
     if not mask[0] or not is_contiguous(gradient.spec) or not is_contiguous(source.spec):
         return
     if overwrites := kernel.over(gradient):
@@ -36,20 +35,13 @@ def backward(kernel: TracedKernel) -> Iterator[Implementation]:
 
 
 @function("layer_norm_backward_")
-def backward_(
-    gradient: torch.Tensor,
-    source: torch.Tensor,
-    shape: list[int],
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mask: list[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward_(gradient: Tensor, source: Tensor, shape: list[int], *rest: Any) -> tuple[Tensor | None, ...]:
     """Gradients of layer norm for (input, weight, bias); the input's over the gradient that comes in.
 
-    Those for weight and bias are sums over all rows and come first; then each row's own.
+    Those for weight and bias are sums over all rows and come first; then each row's own. `rest` is mean, 1/σ,
+    weight, bias, and which of the three gradients are wanted.
     """
+    mean, deviation, weight, bias, mask = rest
     run = torch.ops.aten.native_layer_norm_backward.default
     for_weight = for_bias = None
     if mask[1] or mask[2]:
@@ -76,44 +68,17 @@ def _launches(call: Call) -> int:
     return 10 * -(-float32_bytes(call) // piece_bytes(float32_bytes(call), "cuda"))
 
 
-_COSTS: dict[str, Any] = {
-    "limit": "normalization",
-    "passes": 2.0,
-    "workspace_bytes": _workspace_bytes,
-    "launches": _launches,
-}
-
-
-@function("layer_norm_backward_from_output", **_COSTS)
-def backward_from_output(gradient: torch.Tensor, *rest: Any) -> tuple[torch.Tensor | None, ...]:
+def _from_output(
+    result: Tensor, gradient: Tensor, output: Tensor, shape: list[int], *rest: Any
+) -> tuple[Tensor | None, ...]:
     """Gradients of layer norm for (input, weight, bias) from its output. Sound where `is_invertible`.
 
-    Args:
-        gradient: of the output.
-        rest: output, normalised shape, 1/σ, weight, bias, and which of the three gradients are wanted.
+    `rest` is 1/σ, weight, bias, and which of the three gradients are wanted.
     """
-    return _from_output(torch.empty_like(gradient), gradient, *rest)
-
-
-@function("layer_norm_backward_from_output_", **_COSTS)
-def backward_from_output_(gradient: torch.Tensor, *rest: Any) -> tuple[torch.Tensor | None, ...]:
-    """The same, over the gradient that comes in."""
-    return _from_output(gradient, gradient, *rest)
-
-
-def _from_output(
-    result: torch.Tensor,
-    gradient: torch.Tensor,
-    output: torch.Tensor,
-    shape: list[int],
-    deviation: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: list[bool],
-) -> tuple[torch.Tensor | None, ...]:
+    deviation, weight, bias, mask = rest
     length, (into, incoming, outgoing) = _rows(shape, result, gradient, output)
     deviations = deviation.reshape(-1, 1)
-    sums: list[torch.Tensor | None] = [None, None]
+    sums: list[Tensor | None] = [None, None]
     flat_weight, flat_bias = weight.reshape(-1), None if bias is None else bias.reshape(-1)
     for some in pieces(into, 0):
         normalized = (
@@ -133,7 +98,17 @@ def _from_output(
     return result, for_weight, for_bias
 
 
-def _rows(shape: list[int], *tensors: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+backward_from_output, backward_from_output_ = function_pair(
+    _from_output,
+    "layer_norm_backward_from_output",
+    limit="normalization",
+    passes=2.0,
+    workspace_bytes=_workspace_bytes,
+    launches=_launches,
+)
+
+
+def _rows(shape: list[int], *tensors: Tensor) -> tuple[int, list[Tensor]]:
     """Tensors whose last dimensions are normalised together, as rows: (their length, tensors of rows)."""
     length = math.prod(shape)
     return length, [tensor.view(tensor.numel() // max(1, length), length) for tensor in tensors]

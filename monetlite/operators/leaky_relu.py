@@ -6,7 +6,7 @@ its operand is above zero: the gradient has the same bits from either.
 
 from collections.abc import Iterator
 
-from monetlite.core.graph import Implementation, TensorRef
+from monetlite.core.graph import Implementation
 from monetlite.operators.elementwise import with_in_place
 from monetlite.operators.implementations import TracedKernel, alternatives_for
 
@@ -14,10 +14,9 @@ from monetlite.operators.implementations import TracedKernel, alternatives_for
 @alternatives_for("aten.leaky_relu_backward.default")
 def backward_from_output(kernel: TracedKernel) -> Iterator[Implementation]:
     """`leaky_relu_backward` with the output in place of the input."""
-    gradient, source, slope, _ = kernel.call.args
-    assert isinstance(source, TensorRef)
+    gradient, source, slope, _ = kernel.args
     found = kernel.reader(source, "aten.leaky_relu.default")
-    if found is None or not isinstance(slope, (int, float)) or slope <= 0:
+    if found is None or slope <= 0:
         return
     forward, output = found
     is_result = True

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monetlite.core.graph import Argument, Call, Implementation, TensorRef
 from monetlite.operators.implementations import TracedKernel, elements, function, name_of, tensor_at
@@ -33,7 +34,7 @@ def piece_bytes(whole_bytes: int, device: str) -> int:
     return max(MIN_PIECE_BYTES, min(most, whole_bytes // MIN_PIECES))
 
 
-def pieces(tensor: torch.Tensor, dimension: int) -> Iterator[slice]:
+def pieces(tensor: Tensor, dimension: int) -> Iterator[slice]:
     """Slices of a dimension, each of about `piece_bytes`."""
     count = tensor.shape[dimension]
     at_a_time = piece_bytes(tensor.nbytes, tensor.device.type) * count // max(1, tensor.nbytes)
@@ -60,16 +61,14 @@ def from_output(
     if _is_resident(weight) and (bias is None or _is_resident(bias)):
         guard = Call(target=name_of(is_invertible), args=(weight, bias), outputs=(None,))
         promises = {"tolerance": FROM_OUTPUT_TOLERANCE, "guard": guard}
-        yield from kernel.implement_over("from_output", run, run_over, args[0], args, **promises)
+        yield from kernel.implement_over("from_output", run, run_over, args, **promises)
 
 
 def _is_resident(argument: Argument) -> bool:
     return isinstance(argument, TensorRef) and argument.value is None
 
 
-def require_invertible(
-    operators: list[str], weights: list[torch.Tensor], biases: list[torch.Tensor | None]
-) -> None:
+def require_invertible(operators: list[str], weights: list[Tensor], biases: list[Tensor | None]) -> None:
     """Raise `GuardFailed` with the operators for whose weight and bias `is_invertible` is false.
 
     All of them are checked at once, in a few launches and one look at the result.
@@ -84,7 +83,7 @@ def require_invertible(
 
 
 @function("batch_norm_is_invertible")
-def is_invertible(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def is_invertible(weight: Tensor, bias: Tensor | None) -> Tensor:
     """Tell whether the output of a normalisation gives its input within the tolerance: a 0-d bool tensor."""
     size = weight.abs()
     holds = (size >= MIN_WEIGHT) & (size <= MAX_WEIGHT)

@@ -9,15 +9,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_dispatch import without_modes, without_transforms
 from monetlite.operators import triton_kernels
-from monetlite.operators.implementations import Intermediate, TracedKernel, elements, function
+from monetlite.operators.implementations import Intermediate, elements, function_pair
 from monetlite.operators.strides import is_dense, same_layout, same_places
 from monetlite.operators.triton_kernels import launch_over_mask, usable
 
@@ -41,7 +42,7 @@ def workspace_bytes(call: Call) -> int:
 
 
 def mask_of(
-    gradient: fx.Node, run: Callable[..., torch.Tensor], *bounds: object, **sources: fx.Node | None
+    gradient: fx.Node, run: Callable[..., Tensor], *bounds: object, **sources: fx.Node | None
 ) -> Iterator[Intermediate]:
     """A packed mask for a gradient, if the tensors that it can be computed from are laid out like the gradient.
 
@@ -51,8 +52,7 @@ def mask_of(
         bounds: further arguments of `run`.
         sources: by name of the implementation, the node that it reads; the first is the default.
     """
-    (first, *_) = sources.values()
-    assert first is not None
+    first: Any = next(iter(sources.values()))
     layout = spec_of(first.meta["val"])
     if not is_dense(layout) or not same_layout(layout, spec_of(gradient.meta["val"])):
         return
@@ -72,12 +72,12 @@ class Outside:
     low: float
     high: float | None = None
 
-    def __call__(self, piece: torch.Tensor) -> torch.Tensor:
+    def __call__(self, piece: Tensor) -> Tensor:
         below = piece <= self.low
         return below if self.high is None else below.logical_or_(piece >= self.high)
 
 
-def pack(source: torch.Tensor, strides: Sequence[int], predicate: Outside | None = None) -> torch.Tensor:
+def pack(source: Tensor, strides: Sequence[int], predicate: Outside | None = None) -> Tensor:
     """Pack a predicate of a tensor's elements, of any shape, into ⌈elements / 8⌉ bytes (uint8).
 
     The bits are in the order of a dense storage with these strides. Without a predicate, the tensor is of booleans.
@@ -105,7 +105,7 @@ def pack(source: torch.Tensor, strides: Sequence[int], predicate: Outside | None
     return packed
 
 
-def unpacked(packed: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tensor]]:
+def unpacked(packed: Tensor, count: int) -> Iterator[tuple[slice, Tensor]]:
     """Pieces of a packed mask of so many elements: (where in the storage, booleans of shape (n,)), in order."""
     table = _table(packed.device)
     step = piece_elements(packed.device)
@@ -115,7 +115,7 @@ def unpacked(packed: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Te
         yield slice(start, start + size), table.index_select(0, words.int()).view(torch.bool)[:size]
 
 
-def in_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+def in_order(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """A tensor's elements in the order of a dense storage with these strides, of shape (elements,).
 
     A view if the tensor is laid out so. That is what was captured, but some kernels give fake tensors another
@@ -126,7 +126,7 @@ def in_order(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return tensor.permute(_outermost_first(tensor.shape, strides)).view(-1)
 
 
-def out_of_order(flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+def out_of_order(flat: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     """A view of the result of `in_order`, as the tensor of this shape and these strides that it was."""
     order = _outermost_first(shape, strides)
     places = [order.index(dimension) for dimension in range(len(shape))]
@@ -138,9 +138,7 @@ def _outermost_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return sorted(range(len(shape)), key=lambda dimension: (shape[dimension] != 1, -strides[dimension]))
 
 
-def over_in_order(
-    tensor: torch.Tensor, strides: Sequence[int], write: Callable[[torch.Tensor], object]
-) -> torch.Tensor:
+def over_in_order(tensor: Tensor, strides: Sequence[int], write: Callable[[Tensor], object]) -> Tensor:
     """Let a function overwrite a tensor's elements in the order of `in_order`; returns the tensor."""
     flat = in_order(tensor, strides)
     write(flat)
@@ -150,74 +148,61 @@ def over_in_order(
 
 
 def by_mask(
-    gradient: torch.Tensor,
-    mask: torch.Tensor,
+    result: Tensor,
+    gradient: Tensor,
+    mask: Tensor,
     strides: Sequence[int],
-    *,
-    over: bool,
-    fused: Callable[[torch.Tensor, torch.Tensor], object],
-    write_piece: Callable[[torch.Tensor, torch.Tensor], object],
-) -> torch.Tensor:
-    """A gradient that a packed mask changes, over itself or as a new tensor.
+    fused: Callable[[Tensor, Tensor], object],
+    write_piece: Callable[[Tensor, Tensor], object],
+) -> Tensor:
+    """Write a gradient that a packed mask changes.
 
     Args:
+        result: the gradient itself, or a tensor like it.
         gradient: of any shape.
         mask: packed in the order of `strides`.
         strides: of the dense tensor that the mask was made for.
-        over: write over the gradient.
         fused: Triton's way, from one flat tensor to another, which may be the same one.
         write_piece: torch's way, over a flat piece of the gradient, given its booleans.
     """
-    if not over and same_places(gradient.shape, gradient.stride(), strides) and usable(gradient):
-        result = torch.empty_like(gradient, memory_format=torch.preserve_format)
-        fused(in_order(gradient, strides), in_order(result, strides))
-        return result
+    if result is not gradient:
+        if same_places(gradient.shape, gradient.stride(), strides) and usable(gradient):
+            fused(in_order(gradient, strides), in_order(result, strides))
+            return result
+        result.copy_(gradient)
 
-    def write(flat: torch.Tensor) -> None:
+    def write(flat: Tensor) -> None:
         if usable(flat):
             fused(flat, flat)
             return
         for where, bits in unpacked(mask, flat.numel()):
             write_piece(flat[where], bits)
 
-    return over_in_order(gradient if over else gradient.clone(), strides, write)
+    return over_in_order(result, strides, write)
 
 
-def masked_by(kernel: TracedKernel, mask: TensorRef) -> Iterator[Implementation]:
-    """The gradient that is a kernel's first argument, with zeros where a packed mask has ones."""
-    gradient = kernel.call.args[0]
-    assert isinstance(gradient, TensorRef)
-    args = (gradient, mask, gradient.spec.stride)
-    yield from kernel.implement_over("from_mask", masked_gradient, masked_gradient_, gradient, args)
-
-
-@function("masked_gradient", passes=1.3, workspace_bytes=workspace_bytes)
-def masked_gradient(gradient: torch.Tensor, blocked: torch.Tensor, strides: list[int]) -> torch.Tensor:
+def _masked(result: Tensor, gradient: Tensor, blocked: Tensor, strides: list[int]) -> Tensor:
     """A gradient with zeros where a mask has ones, packed in the order of these strides."""
-    return _masked(gradient, blocked, strides, over=False)
 
-
-@function("masked_gradient_", passes=1.3, workspace_bytes=workspace_bytes)
-def masked_gradient_(gradient: torch.Tensor, blocked: torch.Tensor, strides: list[int]) -> torch.Tensor:
-    """The same, over the gradient."""
-    return _masked(gradient, blocked, strides, over=True)
-
-
-def _masked(gradient: torch.Tensor, blocked: torch.Tensor, strides: list[int], *, over: bool) -> torch.Tensor:
-    def fused(flat: torch.Tensor, result: torch.Tensor) -> None:
+    def fused(flat: Tensor, result: Tensor) -> None:
         if result is flat:
             launch_over_mask(triton_kernels.clear, blocked, flat, blocked, flat.numel())
         else:
             launch_over_mask(triton_kernels.cleared, blocked, flat, blocked, result, flat.numel())
 
-    def write_piece(piece: torch.Tensor, bits: torch.Tensor) -> None:
+    def write_piece(piece: Tensor, bits: Tensor) -> None:
         piece.masked_fill_(bits, 0)
 
-    return by_mask(gradient, blocked, strides, over=over, fused=fused, write_piece=write_piece)
+    return by_mask(result, gradient, blocked, strides, fused, write_piece)
+
+
+masked_gradient, masked_gradient_ = function_pair(
+    _masked, "masked_gradient", passes=1.3, workspace_bytes=workspace_bytes
+)
 
 
 @cache
-def _table(device: torch.device) -> torch.Tensor:
+def _table(device: torch.device) -> Tensor:
     """For each byte, the eight booleans that it packs, as one 64-bit integer."""
     # Kept for later calls, so it has to be a real tensor even where a program is being traced.
     with without_modes(), without_transforms():

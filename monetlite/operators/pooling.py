@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call, Implementation
 from monetlite.fx.call_encoding import spec_of
 from monetlite.operators import triton_kernels
 from monetlite.operators.implementations import (
@@ -35,26 +35,23 @@ CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**20}
 @alternatives_for(_TARGET)
 def backward_without_input(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from the indices and the input's shape."""
-    gradient, source, *rest = kernel.call.args
-    if isinstance(source, TensorRef) and source.value is not None and is_contiguous(source.spec):
+    gradient, source, *rest = kernel.args
+    if source.value is not None and is_contiguous(source.spec):
         args = (gradient, source.spec.shape, *rest)
         yield kernel.implement("from_indices", max_pool2d_backward_from_indices, args=args)
 
 
 @intermediates_for(_TARGET)
-def offsets(node: fx.Node) -> Iterator[Intermediate]:
+def offsets(_: fx.Node, source: fx.Node, *rest: Any) -> Iterator[Intermediate]:
     """The place of each maximum in its window, as one byte."""
-    gradient, source, kernel_size, stride, padding, dilation, _, indices = node.args
-    assert isinstance(gradient, fx.Node)
-    assert isinstance(source, fx.Node)
-    assert isinstance(indices, fx.Node)
+    *geometry, _, indices = rest
     image, places = spec_of(source.meta["val"]), spec_of(indices.meta["val"])
-    window = PoolingWindow.of(kernel_size, stride, padding, dilation, image.shape)
+    window = PoolingWindow.of(image.shape, *geometry)
     if window.places <= MAX_OFFSETS and is_dense(places) and is_contiguous(image):
         yield Intermediate(
             name="offsets",
             function=pooling_offsets,
-            ways=(("default", (indices, list(image.shape), kernel_size, stride, padding, dilation)),),
+            ways=(("default", (indices, list(image.shape), *geometry)),),
             shape=places.shape,
             dtype="uint8",
         )
@@ -64,8 +61,7 @@ def offsets(node: fx.Node) -> Iterator[Intermediate]:
 def backward_from_offsets(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from the one-byte offsets."""
     if "offsets" in kernel.intermediates:
-        gradient, source, *rest, _ = kernel.call.args
-        assert isinstance(source, TensorRef)
+        gradient, source, *rest, _ = kernel.args
         args = (gradient, source.spec.shape, *rest, kernel.intermediates["offsets"])
         yield kernel.implement("from_offsets", max_pool2d_backward_from_offsets, args=args)
 
@@ -90,34 +86,30 @@ def _bytes_a_place(each: int) -> Callable[[Call], int]:
 
 
 @function("max_pool2d_backward_from_indices", limit="scatter", integers=_plane)
-def max_pool2d_backward_from_indices(gradient: torch.Tensor, input_shape: list[int], *rest: object) -> torch.Tensor:
+def max_pool2d_backward_from_indices(gradient: Tensor, input_shape: list[int], *rest: object) -> Tensor:
     """Gradient of `max_pool2d` with respect to its input, of shape `input_shape`."""
     return _backward_into(gradient.new_empty(input_shape), gradient, *rest)
 
 
-def _backward_into(result: torch.Tensor, gradient: torch.Tensor, *rest: object) -> torch.Tensor:
+def _backward_into(result: Tensor, gradient: Tensor, *rest: object) -> Tensor:
     """Write the gradient of `max_pool2d` with respect to its input.
 
     ATen's kernel takes the input for its shape and layout only, but on a GPU copies one that is not contiguous: the
     result stands for it.
     """
-    made: torch.Tensor = torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
+    made: Tensor = torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
         gradient, result, *rest, grad_input=result
     )
     return made
 
 
 @function("pooling_offsets", integers=_plane, workspace_bytes=_bytes_a_place(9))
-def pooling_offsets(
-    indices: torch.Tensor,
-    input_shape: list[int],
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-) -> torch.Tensor:
-    """The place in its window of each maximum that `max_pool2d_with_indices` found, row by row: a uint8 tensor."""
-    window = PoolingWindow.of(kernel_size, stride, padding, dilation, input_shape)
+def pooling_offsets(indices: Tensor, input_shape: list[int], *geometry: Any) -> Tensor:
+    """The place in its window of each maximum that `max_pool2d_with_indices` found, row by row: a uint8 tensor.
+
+    `geometry` is kernel size, stride, padding and dilation.
+    """
+    window = PoolingWindow.of(input_shape, *geometry)
     offsets = torch.empty_like(indices, dtype=torch.uint8)
     if fits_triton(window, indices):
         launch_over_planes(
@@ -140,18 +132,13 @@ def pooling_offsets(
 
 
 @function("max_pool2d_backward_from_offsets", limit="scatter", integers=_places, workspace_bytes=_bytes_a_place(20))
-def max_pool2d_backward_from_offsets(
-    gradient: torch.Tensor,
-    input_shape: list[int],
-    kernel_size: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-    offsets: torch.Tensor,
-) -> torch.Tensor:
-    """Gradient of `max_pool2d` with respect to its input, from `pooling_offsets`."""
-    window = PoolingWindow.of(kernel_size, stride, padding, dilation, input_shape)
+def max_pool2d_backward_from_offsets(gradient: Tensor, input_shape: list[int], *rest: Any) -> Tensor:
+    """Gradient of `max_pool2d` with respect to its input, from `pooling_offsets`.
+
+    `rest` is kernel size, stride, padding, dilation, `ceil_mode`, and the offsets.
+    """
+    *geometry, offsets = rest
+    window = PoolingWindow.of(input_shape, *geometry[:4])
     result, plane = gradient.new_empty(input_shape), input_shape[-2] * input_shape[-1]
     if fits_triton(window, gradient, offsets, result):
         # In float32 and from the first window to the last, as ATen's kernel adds up.
@@ -165,11 +152,10 @@ def max_pool2d_backward_from_offsets(
         )
         return result
     first, steps = window.first(offsets), window.steps(offsets.device)
-    rest = (kernel_size, stride, padding, dilation, ceil_mode)
     for rows in _chunks(offsets):
         # Indices outside of the plane could only come of offsets that were never found; they must not be written.
         indices = steps[offsets[rows].int()].add_(first).clamp_(0, plane - 1)
-        _backward_into(result[rows], gradient[rows], *rest, indices)
+        _backward_into(result[rows], gradient[rows], *geometry, indices)
         del indices  # before the next ones are made
     return result
 
@@ -186,15 +172,10 @@ class PoolingWindow:
     """Of the input."""
 
     @classmethod
-    def of(cls, size: Any, stride: Any, padding: Any, dilation: Any, input_shape: Sequence[int]) -> "PoolingWindow":
+    def of(cls, input_shape: Sequence[int], size: Any, stride: Any, padding: Any, dilation: Any) -> "PoolingWindow":
         """From the arguments of ATen's kernel, in which one number stands for two and no stride for the size."""
-        return cls(
-            size=_pair(size),
-            stride=_pair(stride or size),
-            padding=_pair(padding),
-            dilation=_pair(dilation),
-            width=input_shape[-1],
-        )
+        size, stride, padding, dilation = map(_pair, (size, stride or size, padding, dilation))
+        return cls(size=size, stride=stride, padding=padding, dilation=dilation, width=input_shape[-1])
 
     @property
     def places(self) -> int:
@@ -215,19 +196,19 @@ class PoolingWindow:
         rows, columns = self.size
         return (rows - 1) * self.dilation[0] * self.width + (columns - 1) * self.dilation[1]
 
-    def first(self, results: torch.Tensor) -> torch.Tensor:
+    def first(self, results: Tensor) -> Tensor:
         """For each place of the result, the index of its window's first element; shape (rows, columns), int64."""
         rows, columns = (torch.arange(count, device=results.device) for count in results.shape[-2:])
         down = rows.mul_(self.stride[0]).sub_(self.padding[0]).mul_(self.width)
         return down[:, None] + columns.mul_(self.stride[1]).sub_(self.padding[1])
 
-    def steps(self, device: torch.device) -> torch.Tensor:
+    def steps(self, device: torch.device) -> Tensor:
         """For each place of a window, the distance of its index from the first one's; shape (places,), int64."""
         rows, columns = (torch.arange(count, device=device) for count in self.size)
         return (rows.mul_(self.dilation[0] * self.width)[:, None] + columns.mul_(self.dilation[1])).flatten()
 
 
-def fits_triton(window: PoolingWindow, *tensors: torch.Tensor) -> bool:
+def fits_triton(window: PoolingWindow, *tensors: Tensor) -> bool:
     """Tell whether Triton's kernels take these tensors, and windows that no row of the input is narrower than.
 
     In a narrower row, two places of a window can have the same index, and torch's operators find one that serves.
@@ -243,7 +224,7 @@ def _pair(sizes: Any) -> tuple[int, int]:
     return items[0], items[-1]
 
 
-def _chunks(results: torch.Tensor) -> Iterator[slice]:
+def _chunks(results: Tensor) -> Iterator[slice]:
     """Slices of the first dimension."""
     count = results.shape[0]
     elements = CHUNK_ELEMENTS.get(results.device.type, results.numel())

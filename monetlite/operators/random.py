@@ -59,7 +59,7 @@ def replayed(call: Call, state: TensorRef, device: str) -> Call:
     return replace(call, target=REPLAY, args=(state, device, call.target, *call.args))
 
 
-def _drawn_call(call: Call) -> Call:
+def drawn_call(call: Call) -> Call:
     """The call that a replay makes."""
     _, _, target, *args = call.args
     assert isinstance(target, str)
@@ -77,7 +77,7 @@ def rng_state(device: str) -> torch.Tensor:
     return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
 
 
-@function("replay", like=_drawn_call, measured_like=True)
+@function("replay", like=drawn_call)
 def replay(state: torch.Tensor, device: str, target: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call an operator with a device's default generator in an earlier state, and put the present one back.
 

@@ -11,11 +11,11 @@ mask never stops it.
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
-import torch
-from torch import fx
+from torch import Tensor, fx
 
-from monetlite.core.graph import Implementation, TensorRef
+from monetlite.core.graph import Implementation
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.storages import base
 from monetlite.operators.elementwise import with_in_place
@@ -25,8 +25,9 @@ from monetlite.operators.implementations import (
     alternatives_for,
     function,
     intermediates_for,
+    tensor_at,
 )
-from monetlite.operators.packing import Outside, mask_of, masked_by, pack, workspace_bytes
+from monetlite.operators.packing import Outside, mask_of, masked_gradient, masked_gradient_, pack, workspace_bytes
 
 _RELU, _RELU_BACKWARD = "aten.relu.default", "aten.threshold_backward.default"
 _HARDTANH, _HARDTANH_BACKWARD = "aten.hardtanh.default", "aten.hardtanh_backward.default"
@@ -35,62 +36,50 @@ _HARDTANH, _HARDTANH_BACKWARD = "aten.hardtanh.default", "aten.hardtanh_backward
 @alternatives_for(_RELU_BACKWARD)
 def relu_from_input(kernel: TracedKernel) -> Iterator[Implementation]:
     """`threshold_backward` with the input of the ReLU in place of its output."""
-    gradient, output, threshold = kernel.call.args
-    if threshold != 0 or not isinstance(output, TensorRef) or output.value is None:
-        return
-    forward = kernel.writer_call(output.value)
+    gradient, output, threshold = kernel.args
+    forward = None if threshold != 0 or output.value is None else kernel.writer_call(output.value)
     if forward is None or forward.target != _RELU:
         return
-    source = forward.args[0]
-    if isinstance(source, TensorRef) and source.value is not None and source.spec.shape == output.spec.shape:
+    source = tensor_at(forward, 0)
+    if source.value is not None and source.spec.shape == output.spec.shape:
         yield from with_in_place(kernel, kernel.implement("from_input", args=(gradient, source, threshold)))
 
 
 @intermediates_for(_RELU_BACKWARD)
-def relu_bits(node: fx.Node) -> Iterator[Intermediate]:
+def relu_bits(gradient: fx.Node, output: fx.Node, threshold: float) -> Iterator[Intermediate]:
     """The elements that stop the gradient, as one bit each."""
-    gradient, output, threshold = node.args
-    assert isinstance(gradient, fx.Node)
-    assert isinstance(output, fx.Node)
     if threshold == 0:
         computed = base(output)
-        source = computed.args[0] if str(computed.target) == _RELU else None
-        assert source is None or isinstance(source, fx.Node)
+        source: Any = computed.args[0] if str(computed.target) == _RELU else None
         yield from mask_of(gradient, relu_mask, default=output, from_input=source)
 
 
 @intermediates_for(_HARDTANH_BACKWARD)
-def hardtanh_bits(node: fx.Node) -> Iterator[Intermediate]:
+def hardtanh_bits(gradient: fx.Node, source: fx.Node, *bounds: float) -> Iterator[Intermediate]:
     """The elements that stop the gradient, as one bit each."""
-    gradient, source, *bounds = node.args
-    assert isinstance(gradient, fx.Node)
-    assert isinstance(source, fx.Node)
     if _representable(spec_of(source.meta["val"]).dtype, *bounds):
         same = (user for user in source.users if str(user.target) == _HARDTANH and user.args == (source, *bounds))
         yield from mask_of(gradient, hardtanh_mask, *bounds, default=source, from_output=next(same, None))
 
 
-def _representable(dtype: str, *bounds: object) -> bool:
+def _representable(dtype: str, *bounds: float) -> bool:
     """Tell whether a type has the bounds as they are: kernels compare in float32, half precision may round them."""
     digits = {"bfloat16": 8, "float16": 11}.get(dtype)
-    return digits is None or all(
-        isinstance(bound, (int, float)) and math.ldexp(math.frexp(bound)[0], digits).is_integer()
-        for bound in bounds
-    )
+    return digits is None or all(math.ldexp(math.frexp(bound)[0], digits).is_integer() for bound in bounds)
 
 
 @alternatives_for(_RELU_BACKWARD, _HARDTANH_BACKWARD)
 def backward_from_mask(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient where the packed mask lets it pass."""
-    if "mask" in kernel.intermediates:
-        yield from masked_by(kernel, kernel.intermediates["mask"])
+    if mask := kernel.intermediates.get("mask"):
+        args = (kernel.args[0], mask, kernel.args[0].spec.stride)
+        yield from kernel.implement_over("from_mask", masked_gradient, masked_gradient_, args)
 
 
 @alternatives_for(_HARDTANH_BACKWARD)
 def hardtanh_from_output(kernel: TracedKernel) -> Iterator[Implementation]:
     """`hardtanh_backward` with the output in place of the input."""
-    gradient, source, *bounds = kernel.call.args
-    assert isinstance(source, TensorRef)
+    gradient, source, *bounds = kernel.args
     found = kernel.reader(source, _HARDTANH)
     if found is None or list(found[0].args[1:]) != bounds or not _representable(source.spec.dtype, *bounds):
         return
@@ -100,7 +89,7 @@ def hardtanh_from_output(kernel: TracedKernel) -> Iterator[Implementation]:
 
 
 @function("relu_mask", workspace_bytes=workspace_bytes)
-def relu_mask(source: torch.Tensor, strides: list[int]) -> torch.Tensor:
+def relu_mask(source: Tensor, strides: list[int]) -> Tensor:
     """The elements that stop a ReLU's gradient: one bit for each of its input or output, a uint8 tensor.
 
     The bits are in the order of a storage with these strides.
@@ -109,6 +98,6 @@ def relu_mask(source: torch.Tensor, strides: list[int]) -> torch.Tensor:
 
 
 @function("hardtanh_mask", workspace_bytes=workspace_bytes)
-def hardtanh_mask(source: torch.Tensor, strides: list[int], low: float, high: float) -> torch.Tensor:
+def hardtanh_mask(source: Tensor, strides: list[int], low: float, high: float) -> Tensor:
     """The elements that stop a hardtanh's gradient, as `relu_mask` has them."""
     return pack(source, strides, Outside(low, high))

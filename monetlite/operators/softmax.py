@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from monetlite.core.graph import Call, Implementation, TensorRef
+from monetlite.core.graph import Call, Implementation
 from monetlite.operators.implementations import TracedKernel, alternatives_for, function
 from monetlite.operators.strides import is_contiguous
 
@@ -28,13 +28,12 @@ _DIM = {"aten._softmax_backward_data.default": 2, "aten._log_softmax_backward_da
 @alternatives_for(*_KERNELS)
 def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The result over the first operand: the input, or the gradient that comes in."""
-    target, operand = kernel.call.target, kernel.call.args[0] if kernel.call.args else None
+    target, operand = kernel.call.target, kernel.args[0]
     overwrites = kernel.over(operand)
-    if not isinstance(operand, TensorRef) or not overwrites or not is_contiguous(operand.spec):
+    if not overwrites or not is_contiguous(operand.spec):
         return
-    dim = kernel.call.args[_DIM.get(target, 1)]
-    dimensions = len(operand.spec.shape)
-    if isinstance(dim, int) and dimensions and dim % dimensions == dimensions - 1:
+    dim, dimensions = kernel.args[_DIM.get(target, 1)], len(operand.spec.shape)
+    if dimensions and dim % dimensions == dimensions - 1:
         yield kernel.implement("inplace", softmax_, args=(target, *kernel.call.args), overwrites=overwrites)
 
 

@@ -8,15 +8,17 @@ are checked again, once in a process.
 import hashlib
 import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from monetlite.core.costs import Cost
 from monetlite.core.errors import ScheduleFileError
 from monetlite.core.files.atomic import write_atomically
+from monetlite.core.units import Amount
 
 VERSION = 6
 SAVE_SECONDS = 20.0
@@ -33,6 +35,10 @@ MIN_DISTURBED = 2
 _checked: set[str] = set()
 """Calls whose costs were found to hold in this process."""
 _log = logging.getLogger(__name__)
+
+
+class _CacheFile(msgspec.Struct):
+    costs: dict[str, tuple[Amount, Amount]]
 
 
 class CostCache:
@@ -72,10 +78,9 @@ class CostCache:
         self._saved = time.monotonic()
         if not self._changed or self.path is None:
             return
-        text = json.dumps({"environment": self._environment, "costs": self._costs})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, text)
+            write_atomically(self.path, json.dumps({"environment": self._environment, "costs": self._costs}))
             self._changed = False
         except (OSError, ScheduleFileError) as error:
             _log.warning("measured costs could not be kept in %s: %s", self.path, error)
@@ -84,14 +89,10 @@ class CostCache:
         if self.path is None:
             return {}
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            costs = {str(key): (float(item[0]), float(item[1])) for key, item in data["costs"].items()}
-            if not all(math.isfinite(number) and number >= 0 for item in costs.values() for number in item):
-                raise ValueError("a cost is not a number, or negative")
-            return costs
+            return msgspec.json.decode(self.path.read_bytes(), type=_CacheFile).costs
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
             _log.warning("measured costs in %s can't be read (%s) and will be measured again", self.path, error)
             return {}
 
@@ -109,12 +110,10 @@ def measured_while_disturbed(known: Mapping[str, Cost], latency_ms: Callable[[st
         known_ms = known[signature].latency_ms
         if signature in _checked or known_ms < SLOW_MS:
             continue
-        if latency_ms(signature) < DISTURBED * known_ms:
-            disturbed += 1
-            if disturbed == MIN_DISTURBED:
-                return True
-        else:
+        if latency_ms(signature) >= DISTURBED * known_ms:
             _checked.add(signature)
+        elif (disturbed := disturbed + 1) == MIN_DISTURBED:
+            return True
     return False
 
 

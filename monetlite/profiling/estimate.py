@@ -11,10 +11,10 @@ import torch
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.devices import Device, find_device
-from monetlite.core.graph import Argument, Call, OperatorGraph, TensorRef
-from monetlite.fx.call_encoding import each_dimension
-from monetlite.operators.implementations import find_function
-from monetlite.operators.traits import aten_name, family_of, operation_formula, traits_of
+from monetlite.core.graph import Argument, Call, Implementation, OperatorGraph, TensorRef
+from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
+from monetlite.operators.implementations import find_function, tensor_at
+from monetlite.operators.traits import family_of, operation_formula, traits_of
 from monetlite.profiling import roofline
 from monetlite.profiling.roofline import Convolution
 
@@ -37,19 +37,16 @@ def estimate_profile(graph: OperatorGraph, device_name: str) -> Profile:
     device = find_device(device_name)
     graph = graph.available("cuda")
     estimated: dict[tuple[str, int], Cost] = {}
-    costs = []
-    for operator in graph.operators:
-        row = []
-        for implementation in operator.implementations:
-            if implementation.call is None or not implementation.call.outputs:  # nothing is computed
-                row.append(Cost(latency_ms=0.0, workspace_bytes=0))
-                continue
-            written_bytes = sum(graph.values[value].size_bytes for value in implementation.writes)
-            key = (implementation.call.signature, written_bytes)
-            if key not in estimated:
-                estimated[key] = estimate_call(implementation.call, device, written_bytes)
-            row.append(estimated[key])
-        costs.append(tuple(row))
+
+    def cost_of(item: Implementation) -> Cost:
+        if item.call is None or not item.call.outputs:  # nothing is computed
+            return Cost(latency_ms=0.0, workspace_bytes=0)
+        written_bytes = sum(graph.values[value].size_bytes for value in item.writes)
+        key = (item.call.signature, written_bytes)
+        if key not in estimated:
+            estimated[key] = estimate_call(item.call, device, written_bytes)
+        return estimated[key]
+
     environment = {
         "device": device.title,
         "method": "roofline",
@@ -61,7 +58,7 @@ def estimate_profile(graph: OperatorGraph, device_name: str) -> Profile:
         graph=graph,
         device=device.name,
         kind=ProfileKind.ESTIMATED,
-        costs=tuple(costs),
+        costs=tuple(tuple(map(cost_of, operator.implementations)) for operator in graph.operators),
         environment=environment,
     )
 
@@ -94,9 +91,8 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
         call, own = registered.like(call), call
         if registered.parts is not None:
             return _in_parts(call, registered.parts(own), device, written_bytes)
-    name, launches = aten_name(call.target), 1
-    dtype = _compute_dtype(call)
-    if name in ("convolution", "convolution_backward"):
+    launches, dtype = 1, _compute_dtype(call)
+    if call.target in (FORWARD, BACKWARD):
         kernel = _convolutions(call, device, dtype, written_bytes)
     elif (operations := _operations(call)) is not None:
         kernel = _matrix_product(call, device, dtype, operations, written_bytes)
@@ -117,7 +113,7 @@ def _in_parts(call: Call, count: int, device: Device, written_bytes: int) -> Cos
 
     A part's result is held beside the whole one: it is copied there or, of a weight's gradient, added.
     """
-    forward = aten_name(call.target) == "convolution"
+    forward = call.target == FORWARD
     whole = (0,) if forward else (0, 1)
     args = tuple(_part(item, count) if at in whole else item for at, item in enumerate(call.args))
     of_batch = forward or call.args[10] == (True, False, False)
@@ -143,62 +139,44 @@ def tensor_bytes(tensor: TensorRef) -> int:
 
 
 def _convolutions(call: Call, device: Device, dtype: str, written_bytes: int) -> Cost:
-    """A convolution, or the gradients of one that `output_mask` asks for."""
-    if aten_name(call.target) == "convolution":
-        image, weight = _tensor(call, 0), _tensor(call, 1)
-        space = len(image.spec.shape) - 2
-        stride, padding, dilation, extra = (each_dimension(call.args[at], space) for at in (3, 4, 5, 7))
-        transposed, groups = bool(call.args[6]), _ints(call, 8)[0]
-        sizes = zip(image.spec.shape[2:], weight.spec.shape[2:], stride, padding, dilation, extra, strict=True)
-        result_size = tuple(_result_size(*item, transposed=transposed) for item in sizes)
-        result_bytes, roles, bias = written_bytes, ["forward"], 0
+    """A convolution, or the gradients of one that are wanted."""
+    found = ConvolutionCall.of(call)
+    if found.gradient is None:
+        result_size, result_bytes, roles, bias_bytes = found.result_size, written_bytes, ["forward"], 0
     else:
-        gradient, image, weight = (_tensor(call, position) for position in (0, 1, 2))
-        stride, dilation = _ints(call, 4), _ints(call, 6)
-        transposed, groups, mask = bool(call.args[7]), _ints(call, 9)[0], call.args[10]
-        assert isinstance(mask, tuple), "output_mask is a tuple of three"
-        result_size, result_bytes = gradient.spec.shape[2:], tensor_bytes(gradient)
-        roles = [role for role, wanted in zip(("input_gradient", "weight_gradient"), mask, strict=False) if wanted]
-        bias = result_bytes if mask[2] else 0
-    # A transposed convolution is the input gradient of the convolution with the same weight.
-    batch, image_size = image.spec.shape[0], image.spec.shape[2:]
-    outer, inner = (result_size, image_size) if transposed else (image_size, result_size)
-    swap = {"forward": "input_gradient", "input_gradient": "forward"} if transposed else {}
+        result_size, result_bytes = found.gradient.spec.shape[2:], tensor_bytes(found.gradient)
+        wanted = zip(("input_gradient", "weight_gradient"), found.wanted, strict=False)
+        roles = [role for role, is_wanted in wanted if is_wanted]
+        bias_bytes = result_bytes if found.wanted[2] else 0
+    image, weight = found.image.spec, found.weight
+    sizes, swap = (image.shape[2:], result_size), {}
+    if found.transposed:  # it is the input gradient of the convolution with the same weight
+        sizes, swap = sizes[::-1], {"forward": "input_gradient", "input_gradient": "forward"}
     kernels = [
         roofline.convolution(
             device,
             Convolution(
                 role=swap.get(role, role),
-                batch=batch,
-                input_size=outer,
-                output_size=inner,
+                batch=image.shape[0],
+                input_size=sizes[0],
+                output_size=sizes[1],
                 weight_shape=weight.spec.shape,
-                groups=groups,
-                image_bytes=tensor_bytes(image) + result_bytes,
+                groups=found.groups,
+                image_bytes=tensor_bytes(found.image) + result_bytes,
                 weight_bytes=tensor_bytes(weight),
-                strided=any(step != 1 for step in stride),
-                dilated=any(step != 1 for step in dilation),
-                channels_last=image.spec.stride[1] == 1 and image.spec.shape[1] > 1,
+                strided=any(step != 1 for step in found.stride),
+                dilated=any(step != 1 for step in found.dilation),
+                channels_last=image.stride[1] == 1 and image.shape[1] > 1,
             ),
             dtype=dtype,
         )
         for role in roles
     ]
-    kernels.append(roofline.memory_bound(device, bias, device.efficiency.elementwise))
+    kernels.append(roofline.memory_bound(device, bias_bytes, device.efficiency.elementwise))
     return Cost(
         latency_ms=sum(kernel.latency_ms for kernel in kernels),
         workspace_bytes=max(kernel.workspace_bytes for kernel in kernels),
     )
-
-
-def _result_size(
-    size: int, kernel: int, stride: int, padding: int, dilation: int, extra: int, *, transposed: bool
-) -> int:
-    """Points along one dimension of a convolution's result; `extra` is `output_padding`."""
-    reach = dilation * (kernel - 1)
-    if transposed:
-        return (size - 1) * stride - 2 * padding + reach + extra + 1
-    return (size + 2 * padding - reach - 1) // stride + 1
 
 
 def _operations(call: Call) -> int | None:
@@ -212,7 +190,7 @@ def _operations(call: Call) -> int | None:
 
 def _matrix_product(call: Call, device: Device, dtype: str, operations: int, written_bytes: int) -> Cost:
     first = traits_of(call.target).left_factor
-    left, right = _tensor(call, first).spec.shape, _tensor(call, first + 1).spec.shape
+    left, right = tensor_at(call, first).spec.shape, tensor_at(call, first + 1).spec.shape
     # Attention multiplies queries by keys transposed.
     columns = right[-2] if family_of(call.target).startswith("attention") else right[-1]
     return roofline.matmul(
@@ -249,15 +227,3 @@ def _compute_dtype(call: Call) -> str:
     """The dtype of the first floating-point operand."""
     dtypes = (tensor.spec.dtype for tensor in call.tensors())
     return next((dtype for dtype in dtypes if "float" in dtype), "float32")
-
-
-def _tensor(call: Call, position: int) -> TensorRef:
-    argument = call.args[position]
-    assert isinstance(argument, TensorRef), f"argument {position} of {call.target} is a tensor"
-    return argument
-
-
-def _ints(call: Call, position: int) -> tuple[int, ...]:
-    argument = call.args[position]
-    items: tuple[Argument, ...] = argument if isinstance(argument, tuple) else (argument,)
-    return tuple(item for item in items if isinstance(item, int))

@@ -13,11 +13,10 @@ import torch
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.errors import MonetliteError, ProfileError
-from monetlite.core.graph import Call, Implementation, Operator, OperatorGraph, Phase
+from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
-from monetlite.operators.implementations import find_function
 from monetlite.operators.program_calls import compacting
-from monetlite.operators.random import REPLAY, forked_state
+from monetlite.operators.random import REPLAY, drawn_call, forked_state
 from monetlite.operators.traits import traits_of
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
@@ -120,25 +119,23 @@ def on_front(profile: Profile) -> Profile:
     other plans and what can always take a plan's place: implementations that read no more, are as exact, overwrite
     nothing and have no guard.
     """
-    kept = {
-        (item.writes, item.name)
-        for operator, costs in zip(profile.graph.operators, profile.costs, strict=True)
-        for item in _on_front(operator, costs)
-    }
+    kept: set[tuple[tuple[int, ...], str]] = set()
+    for operator, costs in zip(profile.graph.operators, profile.costs, strict=True):
+        plan = next(filter(_is_plan, operator.implementations), None)
+        if plan is not None:
+            rivals = [
+                (item, cost)
+                for item, cost in zip(operator.implementations, costs, strict=True)
+                if _is_plan(item) or _replaces(item, plan)
+            ]
+            front = pareto([cost for _, cost in rivals])
+            kept |= {(rivals[at][0].writes, rivals[at][0].name) for at in front}
     return profile.restricted(lambda item: not _is_plan(item) or (item.writes, item.name) in kept)
 
 
-def _on_front(operator: Operator, costs: Sequence[Cost]) -> list[Implementation]:
-    plan = next(filter(_is_plan, operator.implementations), None)
-    if plan is None:
-        return []
-
-    def rivals(item: Implementation) -> bool:
-        replaces = set(item.reads) <= set(plan.reads) and item.tolerance <= plan.tolerance
-        return _is_plan(item) or (replaces and not item.overwrites and item.guard is None)
-
-    positions = [at for at, item in enumerate(operator.implementations) if rivals(item)]
-    return [operator.implementations[positions[at]] for at in pareto([costs[at] for at in positions])]
+def _replaces(item: Implementation, plan: Implementation) -> bool:
+    no_more = set(item.reads) <= set(plan.reads) and item.tolerance <= plan.tolerance
+    return no_more and not item.overwrites and item.guard is None
 
 
 def pareto(costs: Sequence[Cost]) -> list[int]:
@@ -146,7 +143,7 @@ def pareto(costs: Sequence[Cost]) -> list[int]:
 
     Of equal costs, the first is taken.
     """
-    order = sorted(range(len(costs)), key=lambda at: (costs[at].latency_ms, costs[at].workspace_bytes, at))
+    order = sorted(range(len(costs)), key=lambda at: (costs[at].latency_ms, costs[at].workspace_bytes))
     front: list[int] = []
     for at in order:
         if not front or costs[at].workspace_bytes < costs[front[-1]].workspace_bytes:
@@ -202,9 +199,8 @@ def _calls(graph: OperatorGraph, item: Implementation) -> Iterator[_MeasuredCall
     for call in (item.call, item.again):
         if call is item.call or (call is not None and call.target != REPLAY):
             written = sum(size.get(position, 0) for position, name in enumerate(call.outputs) if name is not None)
-            registered = find_function(call.target)
-            if registered is not None and registered.measured_like and registered.like is not None:
-                call = registered.like(call)
+            if call.target == REPLAY:  # a state of the generator can't be made up
+                call = drawn_call(call)
             yield _MeasuredCall(call=call, result_bytes=written - overwritten)
 
 

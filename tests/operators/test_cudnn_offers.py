@@ -146,8 +146,8 @@ class TestFake:
                 for shape, stride in (work.image, work.result):
                     if 1 not in shape:
                         assert (stride[1] == 1) == (layout == "channels_last"), name
-                if work.role == "weight_gradient" and 1 not in work.weight_shape:
-                    assert (work.weight_stride[1] == 1) == (layout == "channels_last"), name
+                if work.role == "weight_gradient" and 1 not in work.weight[0]:
+                    assert (work.weight[1][1] == 1) == (layout == "channels_last"), name
 
     @pytest.mark.parametrize(
         "model",

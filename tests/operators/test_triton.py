@@ -97,7 +97,7 @@ for shape, (size, stride, padding, dilation), ceil in itertools.product(images, 
     except RuntimeError:
         continue  # smaller than the window
     rest = [list(pooling._pair(pair)) for pair in (size, stride, padding, dilation)]
-    window = pooling.PoolingWindow.of(*rest, shape)
+    window = pooling.PoolingWindow.of(shape, *rest)
     served += pooling.fits_triton(window, indices)
     check(lambda: pooling.pooling_offsets(indices, list(shape), *rest), shape, rest)
     offsets = pooling.pooling_offsets(indices, list(shape), *rest)
@@ -108,7 +108,7 @@ for shape, (size, stride, padding, dilation), ceil in itertools.product(images, 
     check(run, shape, rest, ceil)
     plain = torch.ops.aten.max_pool2d_with_indices_backward(gradient, image, *rest, ceil, indices)
     assert torch.equal(run().nan_to_num(7), plain.nan_to_num(7)), (shape, rest, ceil)
-narrow = pooling.PoolingWindow.of(3, 1, 1, 1, (1, 2, 2))
+narrow = pooling.PoolingWindow.of((1, 2, 2), 3, 1, 1, 1)
 assert not pooling.fits_triton(narrow, torch.zeros(1, 2, 2, dtype=torch.int64)), "two places of one index"
 image = torch.randn(1, 2, 2)
 _, indices = torch.ops.aten.max_pool2d_with_indices(image, 3, 1, 1, 1, False)

@@ -1,21 +1,19 @@
 """The convolutions of an operator graph as work for cuDNN, and the functions that run them by a plan."""
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from monetlite.core.errors import ConvolutionError
 from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef, TensorSpec
-from monetlite.fx.call_encoding import each_dimension
-from monetlite.operators.cudnn.execution_plans import ALIGNMENT_BYTES, run
+from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
+from monetlite.operators.cudnn.execution_plans import run
 from monetlite.operators.cudnn.work import DTYPES, MADE, OPERANDS, ConvolutionWork, Layout, Role
 from monetlite.operators.implementations import function, name_of, reads_of
-from monetlite.operators.strides import is_whole, same_places, suggests_channels_last
+from monetlite.operators.strides import is_whole, suggests_channels_last
 
 PREFIX = "cudnn."
 PLAN_NAME = re.compile(r"cudnn\.engine[0-9]{1,6}(\.k[0-9]{1,6}=-?[0-9]{1,10}){0,64}")
@@ -26,7 +24,13 @@ rounded once, so they differ by one step of the dtype, which is 2⁻¹⁰ or 2�
 TF32_TOLERANCE = 2e-3
 """Tolerance with TF32: either of the default and the plan may round both factors of every product to 10 bits."""
 
-_FORWARD, _BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
+_ROLES: dict[tuple[bool, ...], Role] = {
+    (): "forward",
+    (True, False, False): "input_gradient",
+    (False, True, False): "weight_gradient",
+    (False, True, True): "weight_gradient",
+}
+"""Roles by the gradients that are wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,68 +81,36 @@ class ConvolutionPart:
 def part_of(graph: OperatorGraph, operator: Operator, layouts: Mapping[str, TensorSpec]) -> ConvolutionPart | None:
     """An operator as work for cuDNN; None for what is not a convolution, or not one that plans are offered for.
 
+    Those are transposed ones, and tensors of several dtypes, of one without plans, or that may be unaligned.
     The work allows the arithmetic that torch is set to now. `layouts` are `layouts_of(graph)`.
     """
     default = operator.implementations[0]
-    found = None if default.call is None else _convolution(default.call)
-    if found is None:
+    if default.call is None or default.call.target not in (FORWARD, BACKWARD):
         return None
-    role, third, tensors, geometry = found
-    first, second = (tensors[name] for name in OPERANDS[role])
+    call, dtypes = ConvolutionCall.of(default.call), {ref.spec.dtype for ref in default.call.tensors()}
+    role = _ROLES.get(call.wanted)
+    if role is None or call.transposed or len(dtypes) > 1 or not dtypes.issubset(DTYPES):
+        return None
+    tensors = {"image": call.image, "weight": call.weight, "result": call.gradient}
+    first, second = (ref for name in OPERANDS[role] if (ref := tensors[name]) is not None)
     if not (is_whole(graph.values, first) and is_whole(graph.values, second)):
         return None
-    layout = {name: (tensor.spec.shape, tensor.spec.stride) for name, tensor in tensors.items()}
+    layout = {name: (ref.spec.shape, ref.spec.stride) for name, ref in tensors.items() if ref is not None}
     layout[MADE[role]] = _made(graph, default, layout, layouts)
-    image = tensors["image"].spec
-    stride, padding, dilation = (each_dimension(item, len(image.shape) - 2) for item in geometry[:3])
-    assert isinstance(geometry[3], int)
-    try:
-        work = ConvolutionWork(
-            role=role,
-            **{f"{name}_{what}": item for name in layout for what, item in zip(("shape", "stride"), layout[name])},
-            dtype=image.dtype,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=geometry[3],
-            tf32=image.dtype == "float32" and _tf32_allowed(),
-            deterministic=torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
-        )
-    except ConvolutionError:
-        return None
+    work = ConvolutionWork(
+        role=role,
+        **layout,
+        dtype=call.image.spec.dtype,
+        stride=call.stride,
+        padding=call.padding,
+        dilation=call.dilation,
+        groups=call.groups,
+        tf32=call.image.spec.dtype == "float32" and _tf32_allowed(),
+        deterministic=torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
+    third = {"forward": call.bias, "input_gradient": None, "weight_gradient": call.wanted[-1:] == (True,)}[role]
     part = ConvolutionPart(default=default, first=first, second=second, third=third, work=work)
     return part if work.plannable else None
-
-
-_Convolution: TypeAlias = tuple[Role, Argument, dict[str, TensorRef], tuple[Argument, ...]]
-
-
-def _convolution(call: Call) -> _Convolution | None:
-    """A call's role, third argument, tensors (image, weight, result) and (stride, padding, dilation, groups).
-
-    None for what is not a convolution, or a transposed one, or of tensors of several dtypes or one without plans.
-    """
-    role: Role
-    if call.target == _FORWARD:
-        image, weight, third, *geometry = call.args
-        role, given = "forward", {"image": image, "weight": weight}
-    elif call.target == _BACKWARD:
-        gradient, image, weight, _, *geometry, mask = call.args
-        given = {"image": image, "weight": weight, "result": gradient}
-        if mask == (True, False, False):
-            role, third = "input_gradient", None
-        elif mask in ((False, True, False), (False, True, True)):
-            role, third = "weight_gradient", mask == (False, True, True)
-        else:
-            return None
-    else:
-        return None
-    stride, padding, dilation, transposed, _, groups = geometry
-    dtypes = {ref.spec.dtype for ref in call.tensors()}
-    if transposed is not False or len(dtypes) > 1 or not dtypes.issubset(DTYPES):
-        return None
-    tensors = {name: item for name, item in given.items() if isinstance(item, TensorRef)}
-    return role, third, tensors, (stride, padding, dilation, groups)
 
 
 def _tf32_allowed() -> bool:
@@ -163,13 +135,11 @@ def _made(
         return layouts[name].shape, layouts[name].stride
     shape = graph.values[default.writes[0]].shape
     # cudnn_conv_suggest_memory_format, in aten/src/ATen/native/ConvUtils.h.
-    channels_last = any(suggests_channels_last(*layout[item]) for item in ("image", "weight"))
-    order = (1, *reversed(range(2, len(shape))), 0) if channels_last else tuple(reversed(range(len(shape))))
-    stride, step = [0] * len(shape), 1
-    for dimension in order:
-        stride[dimension] = step
-        step *= shape[dimension]
-    return shape, tuple(stride)
+    if any(suggests_channels_last(*layout[item]) for item in ("image", "weight")):
+        order = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    else:
+        order = torch.contiguous_format
+    return shape, torch.empty(shape, device="meta", memory_format=order).stride()
 
 
 def _like(call: Call) -> Call:
@@ -177,19 +147,17 @@ def _like(call: Call) -> Call:
     _, first, second, third, *description = call.args
     work = ConvolutionWork.decoded(description)
     geometry = (work.stride, work.padding, work.dilation)
-    args: tuple[Argument, ...]
+    rest: tuple[Argument, ...] = (False, (0,) * len(work.stride), work.groups)
     if work.role == "forward":
-        args = (first, second, third, *geometry, False, (0,) * len(work.stride), work.groups)
-        return Call(target=_FORWARD, args=args, outputs=call.outputs)
+        return Call(target=FORWARD, args=(first, second, third, *geometry, *rest), outputs=call.outputs)
     if work.role == "input_gradient":
         # A transposed convolution, which needs no image.
         args = (first, second, None, *geometry, True, work.beyond, work.groups)
-        return Call(target=_FORWARD, args=args, outputs=call.outputs[:1])
+        return Call(target=FORWARD, args=args, outputs=call.outputs[:1])
     shape, stride = work.weight
     weight = TensorRef(node="weight", value=None, spec=TensorSpec(shape=shape, stride=stride, dtype=work.dtype))
     mask = (False, True, bool(third))
-    args = (second, first, weight, None, *geometry, False, (0,) * len(work.stride), work.groups, mask)
-    return Call(target=_BACKWARD, args=args, outputs=call.outputs)
+    return Call(target=BACKWARD, args=(second, first, weight, None, *geometry, *rest, mask), outputs=call.outputs)
 
 
 @function("cudnn_convolution", like=_like)
@@ -206,8 +174,7 @@ def cudnn_convolution(
         ConvolutionError, DeviceError, CudnnMissing, CudnnError: as `run` does.
     """
     work = ConvolutionWork.decoded(description)
-    operands = (_laid_out(tensor, layout) for tensor, layout in zip((first, second), work.operands, strict=True))
-    made = run(work, plan_name, *operands)
+    made = run(work, plan_name, first, second)
     if work.role == "forward":
         if isinstance(third, Tensor):
             made.add_(third.view(-1, *[1] * len(work.stride)))
@@ -228,22 +195,3 @@ def convolution_backward_unread(
     operands = [item if isinstance(item, Tensor) else gradient.new_empty_strided(*item) for item in (image, weight)]
     results: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward.default(gradient, *operands, *rest)
     return results
-
-
-def _laid_out(tensor: Tensor, layout: Layout) -> Tensor:
-    """A tensor as a plan needs it: itself, or a copy if its layout is not the captured one.
-
-    Torch's fake tensors have other strides than real ones after a few kernels, and a person's input may be part of
-    a larger tensor.
-    """
-    shape, stride = layout
-    there = tuple(tensor.shape) == shape and same_places(shape, tensor.stride(), stride)
-    if tuple(tensor.shape) != shape or (there and tensor.data_ptr() % ALIGNMENT_BYTES == 0):
-        return tensor
-    warnings.warn(
-        f"an operand of a cuDNN plan, of shape {shape}, has strides {tensor.stride()} and starts "
-        f"{tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of {ALIGNMENT_BYTES}; planned were strides "
-        f"{stride} and aligned memory. It is copied at every step, which adds its size to the workspace",
-        stacklevel=2,
-    )
-    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -7,6 +7,7 @@ be present: a description of the device is enough.
 
 import re
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -203,20 +204,20 @@ def run(work: ConvolutionWork, plan_name: str, first: Tensor, second: Tensor) ->
     """Do a convolution, or one of its gradients, by the plan of that name, on the current CUDA stream.
 
     `first` and `second` are the image and the weight (forward), the result's gradient and the weight
-    (input_gradient), or the image and the result's gradient (weight_gradient), laid out as `work` says. The plan
-    is built at its first use by a thread and kept; its workspace comes from torch's caching allocator.
+    (input_gradient), or the image and the result's gradient (weight_gradient). One that is not laid out as `work`
+    says is copied, with a warning. The plan is built at its first use by a thread and kept; its workspace comes
+    from torch's caching allocator.
 
     Returns:
         The result, the image's gradient, or the weight's gradient, laid out as `work` says.
 
     Raises:
-        ConvolutionError: a tensor is not as `work` says, or its memory is not aligned to 16 bytes.
+        ConvolutionError: a tensor has not the shape or dtype of `work`.
         DeviceError: a tensor is not on a CUDA device, or they are on two; or the device has no such plan.
         CudnnMissing, CudnnError: cuDNN can't be used here, or failed.
     """
     device = _common_device(first, second)
-    for name, tensor, layout in zip(("first", "second"), (first, second), work.operands, strict=True):
-        _check(name, tensor, layout, work.dtype)
+    first, second = (_laid_out(item, at, work.dtype) for item, at in zip((first, second), work.operands))
     with torch.cuda.device(device):
         graph, plan = _ready(device, work, plan_name)
         made = torch.empty_strided(*work.made, dtype=first.dtype, device=first.device)
@@ -259,16 +260,24 @@ def _common_device(first: Tensor, second: Tensor) -> int:
     return int(first.device.index)
 
 
-def _check(name: str, tensor: Tensor, layout: Layout, dtype: str) -> None:
+def _laid_out(tensor: Tensor, layout: Layout, dtype: str) -> Tensor:
+    """A tensor as a plan needs it: itself, or a copy if its layout is not the captured one.
+
+    Torch's fake tensors have other strides than real ones after a few kernels, and a person's input may be part of
+    a larger tensor.
+    """
     shape, stride = layout
-    same = tuple(tensor.shape) == shape and same_places(shape, tensor.stride(), stride)
-    if not same or str(tensor.dtype) != f"torch.{dtype}":
+    if tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{dtype}":
         raise ConvolutionError(
-            f"the {name} tensor is {tuple(tensor.shape)} with strides {tensor.stride()} of {tensor.dtype}, "
-            f"and the plan is for {shape} with strides {stride} of {dtype}"
+            f"a tensor is {tuple(tensor.shape)} of {tensor.dtype}, and the plan is for {shape} of {dtype}"
         )
-    if tensor.data_ptr() % ALIGNMENT_BYTES:
-        raise ConvolutionError(
-            f"the {name} tensor starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of "
-            f"{ALIGNMENT_BYTES}, and cuDNN's plans are for aligned memory; copy it first"
-        )
+    beyond_bytes = tensor.data_ptr() % ALIGNMENT_BYTES
+    if same_places(shape, tensor.stride(), stride) and not beyond_bytes:
+        return tensor
+    warnings.warn(
+        f"an operand of a cuDNN plan, of shape {shape}, has strides {tensor.stride()} and starts "
+        f"{beyond_bytes} bytes past a multiple of {ALIGNMENT_BYTES}; planned were strides "
+        f"{stride} and aligned memory. It is copied at every step, which adds its size to the workspace",
+        stacklevel=2,
+    )
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

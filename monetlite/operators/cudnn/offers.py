@@ -2,8 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -77,7 +78,8 @@ def with_named_plans(
             convolution which plans can do; names the operator. Operators that the graph does not have are left for
             `Choices.steps` to refuse.
     """
-    wanted = dict.fromkeys(run for run in _runs(choices) if run[1].startswith(PREFIX))
+    runs = [*choices.implementations.items(), *chain.from_iterable(choices.before.values())]
+    wanted = dict.fromkeys(run for run in runs if run[1].startswith(PREFIX))
     if not wanted:
         return graph, choices
     for operator_name, plan_name in wanted:
@@ -86,91 +88,68 @@ def with_named_plans(
                 f"the schedule runs {operator_name:.200} as {plan_name!r:.80}, which is not the name of a cuDNN "
                 "plan; such names read cudnn.engine11.k2=4.k12=-1. Get the schedule file again, or solve it again"
             )
-    search = _Search(graph, device_properties)
+    layouts, missing = layouts_of(graph), _missing(graph, device_properties)
+    reasons: dict[tuple[ConvolutionWork, str], str | None] = {}
     operators = list(graph.operators)
     taken: dict[Run, str] = {}
     for operator_name, plan_name in wanted:
         index = graph.by_name.get(operator_name)
-        if index is not None and operators[index].find(plan_name) is None:
-            found = search.find(operators[index], plan_name)
-            if found not in operators[index].implementations:
-                operators[index] = replace(
-                    operators[index], implementations=(*operators[index].implementations, found)
-                )
-            if found.name != plan_name:
-                taken[operator_name, plan_name] = found.name
-    if taken:
-        warnings.warn(_replaced(taken, search.reasons), stacklevel=2)
-    return replace(graph, operators=tuple(operators)), _renamed(choices, taken)
-
-
-class _Search:
-    """Looks plans up by name, each once for a piece of work, and notes why some are not there."""
-
-    def __init__(self, graph: OperatorGraph, device_properties: str | None) -> None:
-        self._graph, self._device_properties = graph, device_properties
-        self._layouts = layouts_of(graph)
-        self._known: dict[tuple[ConvolutionWork, str], bool] = {}
-        self.reasons: dict[str, None] = {}
-        missing = self._missing()
-        self._any = missing is None
-        if missing is not None:
-            self.reasons[missing] = None
-
-    def _missing(self) -> str | None:
-        """The reason why no plan can run; None if there is none."""
-        if self._graph.device != "cuda":
-            return f"they run on a GPU, and the model is on the {self._graph.device}; solve a schedule for it there"
-        if (problem := library.problem()) is not None:
-            return problem
-        if self._device_properties is None and not torch.cuda.is_available():
-            return "there is no GPU that torch can use; solve a schedule for this machine"
-        return None
-
-    def find(self, operator: Operator, plan_name: str) -> Implementation:
-        """The implementation that runs a plan, or the one to run in its place."""
-        part = part_of(self._graph, operator, self._layouts)
+        if index is None or operators[index].find(plan_name) is not None:
+            continue
+        operator, part = operators[index], part_of(graph, operators[index], layouts)
         if part is None:
             raise ScheduleMismatch(
                 f"the schedule runs {operator.name} by the cuDNN plan {plan_name}, but here that is not a "
                 "convolution that plans can do; solve the schedule again for this model"
             )
         key = (part.work, plan_name)
-        if key not in self._known:
-            self._known[key] = self._any and self._exists(*key)
-        wanted = part.implementation(plan_name)
-        return wanted if self._known[key] else self._instead(operator, part, wanted)
-
-    def _exists(self, work: ConvolutionWork, plan_name: str) -> bool:
-        try:
-            if execution_plans.find_plan(work, plan_name, self._device_properties) is not None:
-                return True
-            where = "the described device" if self._device_properties else torch.cuda.get_device_name()
-            reason = f"cuDNN doesn't offer them for these shapes and settings on {where}; solve again there"
-        except CudnnError as error:
-            reason = str(error)
-        self.reasons[reason] = None
-        return False
-
-    def _instead(self, operator: Operator, part: ConvolutionPart, wanted: Implementation) -> Implementation:
-        alike = [
-            item
-            for item in operator.implementations
-            if set(item.reads) == set(wanted.reads)
-            and item.writes == wanted.writes
-            and not item.overwrites
-            and item.guard is None
-            and not item.name.startswith(PREFIX)
-            and (not item.devices or self._graph.device in item.devices)
-        ]
-        return min(alike, key=lambda item: item.tolerance) if alike else part.stand_in()
+        if key not in reasons:
+            reasons[key] = missing or _problem(*key, device_properties)
+        found = part.implementation(plan_name)
+        if reasons[key] is not None:
+            found = _instead(graph.device, operator, part, found)
+            taken[operator_name, plan_name] = found.name
+        if found not in operator.implementations:
+            operators[index] = replace(operator, implementations=(*operator.implementations, found))
+    if taken:
+        warnings.warn(_replaced(taken, dict.fromkeys(filter(None, reasons.values()))), stacklevel=2)
+    return replace(graph, operators=tuple(operators)), _renamed(choices, taken)
 
 
-def _runs(choices: Choices) -> Iterator[Run]:
-    """Every (operator, implementation) that choices name."""
-    yield from choices.implementations.items()
-    for runs in choices.before.values():
-        yield from runs
+def _missing(graph: OperatorGraph, device_properties: str | None) -> str | None:
+    """The reason why no plan can run; None if there is none."""
+    if graph.device != "cuda":
+        return f"they run on a GPU, and the model is on the {graph.device}; solve a schedule for it there"
+    if (problem := library.problem()) is not None:
+        return problem
+    if device_properties is None and not torch.cuda.is_available():
+        return "there is no GPU that torch can use; solve a schedule for this machine"
+    return None
+
+
+def _problem(work: ConvolutionWork, plan_name: str, device_properties: str | None) -> str | None:
+    """The reason why a plan can't run; None if it can."""
+    try:
+        if execution_plans.find_plan(work, plan_name, device_properties) is not None:
+            return None
+    except CudnnError as error:
+        return str(error)
+    where = "the described device" if device_properties else torch.cuda.get_device_name()
+    return f"cuDNN doesn't offer them for these shapes and settings on {where}; solve again there"
+
+
+def _instead(device: str, operator: Operator, part: ConvolutionPart, wanted: Implementation) -> Implementation:
+    alike = [
+        item
+        for item in operator.implementations
+        if set(item.reads) == set(wanted.reads)
+        and item.writes == wanted.writes
+        and not item.overwrites
+        and item.guard is None
+        and not item.name.startswith(PREFIX)
+        and (not item.devices or device in item.devices)
+    ]
+    return min(alike, key=lambda item: item.tolerance) if alike else part.stand_in()
 
 
 def _renamed(choices: Choices, taken: Mapping[Run, str]) -> Choices:
@@ -183,7 +162,7 @@ def _renamed(choices: Choices, taken: Mapping[Run, str]) -> Choices:
     return replace(choices, before=before, implementations=first)
 
 
-def _replaced(taken: Mapping[Run, str], reasons: Mapping[str, None]) -> str:
+def _replaced(taken: Mapping[Run, str], reasons: Iterable[str]) -> str:
     operators = list(dict.fromkeys(operator for operator, _ in taken))
     listed = ", ".join(f"{operator} ({name}, now {other})" for (operator, name), other in list(taken.items())[:3])
     more = f" and {len(taken) - 3} more" if len(taken) > 3 else ""
