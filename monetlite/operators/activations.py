@@ -19,6 +19,7 @@ from monetlite.operators.implementations import (
     function,
     function_pair,
     intermediates_for,
+    slices,
 )
 from monetlite.operators.packing import in_order, over_in_order, piece_elements
 from monetlite.operators.strides import is_dense, same_layout
@@ -75,8 +76,7 @@ def _from_bfloat16(
     step = piece_elements(gradient.device)
 
     def write(flat: Tensor) -> None:
-        for start in range(0, len(source), step):
-            some = slice(start, start + step)
+        for some in slices(len(source), step):
             run.grad_input(flat[some], source[some].float(), **options, grad_input=flat[some])
 
     return over_in_order(result if result is gradient else result.copy_(gradient), strides, write)

@@ -4,7 +4,7 @@ The functions take contiguous images of two dimensions, (batch, channels, height
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import sub
 from typing import Any
@@ -15,7 +15,7 @@ from torch.nn.functional import fold, unfold
 
 from monetlite.core.graph import Argument, Call, TensorRef
 from monetlite.fx.call_encoding import each_dimension
-from monetlite.operators.implementations import function
+from monetlite.operators.implementations import function, slices
 from monetlite.operators.strides import is_contiguous
 
 FORWARD = "aten.convolution.default"
@@ -126,7 +126,7 @@ def convolve_chunks(image: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """A convolution of part of the batch at a time; the last argument is the number of parts."""
     *geometry, count = rest
     result: Tensor | None = None
-    for part in _parts(len(image), count):
+    for part in slices(len(image), -(-len(image) // count)):
         made = torch.ops.aten.convolution.default(image[part], weight, *geometry)
         if result is None:
             result = made.new_empty(len(image), *made.shape[1:])
@@ -180,7 +180,7 @@ def weight_gradient_chunks(
     """The gradients for weight and bias, summed over parts of the batch; the last argument is their number."""
     *geometry, count = rest
     for_weight = for_bias = None
-    for part in _parts(len(image), count):
+    for part in slices(len(image), -(-len(image) // count)):
         _, of_weight, of_bias = torch.ops.aten.convolution_backward.default(
             gradient[part], image[part], weight, *geometry
         )
@@ -242,12 +242,6 @@ def _summed_products(
 
 def _last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last)
-
-
-def _parts(size: int, count: int) -> Iterator[slice]:
-    step = -(-size // count)
-    for start in range(0, size, step):
-        yield slice(start, start + step)
 
 
 def result_size(

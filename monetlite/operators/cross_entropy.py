@@ -17,11 +17,12 @@ from monetlite.fx.storages import base
 from monetlite.operators.implementations import (
     TracedKernel,
     alternatives_for,
-    elements,
     function,
     function_pair,
+    slices,
     tensor_at,
 )
+from monetlite.operators.normalization import float32_bytes
 from monetlite.operators.strides import is_contiguous
 
 _LOSS = "aten.nll_loss_backward.default"
@@ -50,19 +51,15 @@ def merge_backward(graph: fx.Graph) -> None:
         graph.erase_node(loss)
 
 
-def _whole_bytes(call: Call) -> int:
-    return 4 * elements(tensor_at(call, 1))
-
-
 def _chunk_bytes(call: Call) -> int:
-    return 2 * min(_whole_bytes(call), 4 * CHUNK_ELEMENTS["cuda"])
+    return 2 * min(float32_bytes(call), 4 * CHUNK_ELEMENTS["cuda"])
 
 
 def _classes(call: Call) -> int:
     return tensor_at(call, 1).spec.shape[1]
 
 
-@function("cross_entropy_backward", passes=2.0, workspace_bytes=_whole_bytes, integers=_classes)
+@function("cross_entropy_backward", passes=2.0, workspace_bytes=float32_bytes, integers=_classes)
 def cross_entropy_backward(gradient: Tensor, log_probabilities: Tensor, *rest: Any) -> Tensor:
     """Gradient of `nll_loss(log_softmax(x), target)` for x, by the two kernels that torch has for it.
 
@@ -94,8 +91,7 @@ def _by_rows(result: Tensor, gradient: Tensor, log_probabilities: Tensor, target
     *of_loss, dim, dtype = rest
     rows, classes = log_probabilities.shape
     step = max(1, CHUNK_ELEMENTS.get(result.device.type, CHUNK_ELEMENTS["cpu"]) // max(1, classes))
-    for start in range(0, rows, step):
-        some = slice(start, start + step)
+    for some in slices(rows, step):
         of_rows = gradient[some] if gradient.dim() else gradient
         loss = torch.ops.aten.nll_loss_backward.default(of_rows, log_probabilities[some], target[some], *of_loss)
         torch.ops.aten._log_softmax_backward_data.out(loss, log_probabilities[some], dim, dtype, out=result[some])

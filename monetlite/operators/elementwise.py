@@ -36,23 +36,15 @@ def remove_copies(graph: fx.Graph) -> None:
     returned = {base(node) for node in output.all_input_nodes}
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         source = node.args[0]
-        if node in returned or base(source).op != "call_function" or _is_marked(source.meta["val"]):
+        marked = source.meta["val"].is_conj() or source.meta["val"].is_neg()
+        if node in returned or base(source).op != "call_function" or marked:
             continue
         if same_layout(spec_of(node.meta["val"]), spec_of(source.meta["val"])):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
 
-def _is_marked(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is another one's conjugate or negative, which only a bit of it says."""
-    return tensor.is_conj() or tensor.is_neg()
-
-
-def _in_place_targets() -> list[str]:
-    return [f"aten.{name}.{overload}" for name, traits in TRAITS.items() for overload in traits.in_place]
-
-
-@alternatives_for(*_in_place_targets())
+@alternatives_for(*(f"aten.{name}.{overload}" for name, traits in TRAITS.items() for overload in traits.in_place))
 def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The in-place variants of an elementwise kernel: over the first operand, and over the second where it may."""
     target, first = kernel.call.target, kernel.args[0]

@@ -282,3 +282,9 @@ def tensor_at(call: Call, position: int) -> TensorRef:
 def elements(ref: TensorRef) -> int:
     """The number of a tensor's elements."""
     return math.prod(ref.spec.shape)
+
+
+def slices(count: int, step: int) -> Iterator[slice]:
+    """Slices of so many elements, `step` at a time."""
+    for start in range(0, count, step):
+        yield slice(start, start + step)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from monetlite.core.graph import Argument, Call, Implementation, TensorRef
-from monetlite.operators.implementations import TracedKernel, elements, function, name_of, tensor_at
+from monetlite.operators.implementations import TracedKernel, elements, function, name_of, slices, tensor_at
 from monetlite.operators.program_calls import GuardFailed
 
 MAX_RATIO = 2.0**9
@@ -38,9 +38,7 @@ def pieces(tensor: Tensor, dimension: int) -> Iterator[slice]:
     """Slices of a dimension, each of about `piece_bytes`."""
     count = tensor.shape[dimension]
     at_a_time = piece_bytes(tensor.nbytes, tensor.device.type) * count // max(1, tensor.nbytes)
-    step = max(1, min(count, at_a_time))
-    for start in range(0, count, step):
-        yield slice(start, start + step)
+    return slices(count, max(1, min(count, at_a_time)))
 
 
 def float32_bytes(call: Call) -> int:

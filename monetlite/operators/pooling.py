@@ -22,6 +22,7 @@ from monetlite.operators.implementations import (
     alternatives_for,
     function,
     intermediates_for,
+    slices,
 )
 from monetlite.operators.strides import is_contiguous, is_dense
 from monetlite.operators.triton_kernels import MAX_PLANE_PROGRAMS, PLANE_ELEMENTS, launch_over_planes, usable
@@ -116,8 +117,6 @@ def pooling_offsets(indices: Tensor, input_shape: list[int], *geometry: Any) -> 
             triton_kernels.pooling_offsets,
             offsets,
             *(indices, offsets, window.width, *offsets.shape[-2:]),
-            WINDOW_COLUMNS=window.size[1],
-            PLACES=window.places,
             **window.constants,
         )
         return offsets
@@ -146,8 +145,6 @@ def max_pool2d_backward_from_offsets(gradient: Tensor, input_shape: list[int], *
             triton_kernels.pooling_gradient,
             result,
             *(gradient, offsets, result, *input_shape[-2:], *offsets.shape[-2:]),
-            WINDOW_ROWS=window.size[0],
-            WINDOW_COLUMNS=window.size[1],
             **window.constants,
         )
         return result
@@ -182,13 +179,9 @@ class PoolingWindow:
         return self.size[0] * self.size[1]
 
     @property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, tuple[int, int]]:
         """Constants of Triton's kernels."""
-        pairs = {"STRIDE": self.stride, "PADDING": self.padding, "DILATION": self.dilation}
-        sides = ("ROWS", "COLUMNS")
-        return {
-            f"{name}_{side}": size for name, pair in pairs.items() for side, size in zip(sides, pair, strict=True)
-        }
+        return {"WINDOW": self.size, "STRIDE": self.stride, "PADDING": self.padding, "DILATION": self.dilation}
 
     @property
     def furthest(self) -> int:
@@ -229,5 +222,4 @@ def _chunks(results: Tensor) -> Iterator[slice]:
     count = results.shape[0]
     elements = CHUNK_ELEMENTS.get(results.device.type, results.numel())
     step = max(1, elements * count // results.numel()) if results.numel() else max(1, count)
-    for start in range(0, count, step):
-        yield slice(start, start + step)
+    return slices(count, step)

@@ -59,7 +59,7 @@ def works(device: torch.device) -> bool:
         return False
 
 
-def launch(kernel: Any, on: torch.Tensor, grid: tuple[int, ...], *arguments: Any, **constants: int) -> None:
+def launch(kernel: Any, on: torch.Tensor, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run a kernel on the device of a tensor, over a grid of programs; nothing where the grid is empty."""
     if not all(grid):
         return
@@ -72,7 +72,7 @@ def launch_over_mask(kernel: Any, packed: torch.Tensor, *arguments: Any) -> None
     launch(kernel, packed, (-(-packed.numel() // MASK_BYTES),), *arguments, BYTES=MASK_BYTES)
 
 
-def launch_over_planes(kernel: Any, result: torch.Tensor, *arguments: Any, **constants: int) -> None:
+def launch_over_planes(kernel: Any, result: torch.Tensor, *arguments: Any, **constants: tuple[int, int]) -> None:
     """Run a kernel for every element of the planes of a contiguous tensor: its last two dimensions."""
     size = result.shape[-1] * result.shape[-2]
     planes = result.numel() // size
@@ -152,25 +152,21 @@ if triton is not None:
         rows,
         columns,
         planes,
-        WINDOW_COLUMNS: tl.constexpr,
-        PLACES: tl.constexpr,
-        STRIDE_ROWS: tl.constexpr,
-        STRIDE_COLUMNS: tl.constexpr,
-        PADDING_ROWS: tl.constexpr,
-        PADDING_COLUMNS: tl.constexpr,
-        DILATION_ROWS: tl.constexpr,
-        DILATION_COLUMNS: tl.constexpr,
+        WINDOW: tl.constexpr,
+        STRIDE: tl.constexpr,
+        PADDING: tl.constexpr,
+        DILATION: tl.constexpr,
         PLANES: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         plane, place, row, column, there = _plane_elements(planes, rows, columns, PLANES, BLOCK)
         at = plane * (rows * columns) + place
-        first = (row * STRIDE_ROWS - PADDING_ROWS) * width + column * STRIDE_COLUMNS - PADDING_COLUMNS
+        first = (row * STRIDE[0] - PADDING[0]) * width + column * STRIDE[1] - PADDING[1]
         step = tl.load(indices + at, mask=there, other=0).to(tl.int32) - first
-        down = step // (DILATION_ROWS * width)
-        across = (step - down * (DILATION_ROWS * width)) // DILATION_COLUMNS
+        down = step // (DILATION[0] * width)
+        across = (step - down * (DILATION[0] * width)) // DILATION[1]
         # Indices made up to measure with may lie outside of their windows.
-        offset = tl.minimum(tl.maximum(down * WINDOW_COLUMNS + across, 0), PLACES - 1)
+        offset = tl.minimum(tl.maximum(down * WINDOW[1] + across, 0), WINDOW[0] * WINDOW[1] - 1)
         tl.store(result + at, offset.to(tl.uint8), mask=there)
 
     @triton.jit
@@ -183,39 +179,35 @@ if triton is not None:
         window_rows,
         window_columns,
         planes,
-        WINDOW_ROWS: tl.constexpr,
-        WINDOW_COLUMNS: tl.constexpr,
-        STRIDE_ROWS: tl.constexpr,
-        STRIDE_COLUMNS: tl.constexpr,
-        PADDING_ROWS: tl.constexpr,
-        PADDING_COLUMNS: tl.constexpr,
-        DILATION_ROWS: tl.constexpr,
-        DILATION_COLUMNS: tl.constexpr,
+        WINDOW: tl.constexpr,
+        STRIDE: tl.constexpr,
+        PADDING: tl.constexpr,
+        DILATION: tl.constexpr,
         PLANES: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        REACH_ROWS: tl.constexpr = (WINDOW_ROWS - 1) * DILATION_ROWS
-        REACH_COLUMNS: tl.constexpr = (WINDOW_COLUMNS - 1) * DILATION_COLUMNS
+        REACH_ROWS: tl.constexpr = (WINDOW[0] - 1) * DILATION[0]
+        REACH_COLUMNS: tl.constexpr = (WINDOW[1] - 1) * DILATION[1]
         plane, place, row, column, there = _plane_elements(planes, rows, columns, PLANES, BLOCK)
-        row += PADDING_ROWS
-        column += PADDING_COLUMNS
+        row += PADDING[0]
+        column += PADDING[1]
         # From the first window that may reach the element to the last one that begins at or before it.
-        first_row = row // STRIDE_ROWS - REACH_ROWS // STRIDE_ROWS
-        first_column = column // STRIDE_COLUMNS - REACH_COLUMNS // STRIDE_COLUMNS
+        first_row = row // STRIDE[0] - REACH_ROWS // STRIDE[0]
+        first_column = column // STRIDE[1] - REACH_COLUMNS // STRIDE[1]
         total = tl.zeros((PLANES, BLOCK), tl.float32)
-        for below in range(REACH_ROWS // STRIDE_ROWS + 1):
+        for below in range(REACH_ROWS // STRIDE[0] + 1):
             window_row = first_row + below
-            down = row - window_row * STRIDE_ROWS
+            down = row - window_row * STRIDE[0]
             in_row = (window_row >= 0) & (window_row < window_rows) & (down <= REACH_ROWS)
-            in_row = in_row & (down % DILATION_ROWS == 0)
-            for right in range(REACH_COLUMNS // STRIDE_COLUMNS + 1):
+            in_row = in_row & (down % DILATION[0] == 0)
+            for right in range(REACH_COLUMNS // STRIDE[1] + 1):
                 window_column = first_column + right
-                across = column - window_column * STRIDE_COLUMNS
+                across = column - window_column * STRIDE[1]
                 covers = in_row & (window_column >= 0) & (window_column < window_columns)
-                covers = covers & (across <= REACH_COLUMNS) & (across % DILATION_COLUMNS == 0) & there
+                covers = covers & (across <= REACH_COLUMNS) & (across % DILATION[1] == 0) & there
                 at = plane * (window_rows * window_columns) + window_row * window_columns + window_column
                 offset = tl.load(offsets + at, mask=covers, other=0).to(tl.int32)
-                number = down // DILATION_ROWS * WINDOW_COLUMNS + across // DILATION_COLUMNS
+                number = down // DILATION[0] * WINDOW[1] + across // DILATION[1]
                 value = tl.load(gradient + at, mask=covers & (offset == number), other=0)
                 total += value.to(tl.float32)
         at = plane * (rows * columns) + place

@@ -1,5 +1,7 @@
 """Real tensors for a call that is measured, with the layouts and the kind of contents of the step's own."""
 
+import math
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -23,12 +25,13 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
     """
     bound = index_bound(call)
     wide = wide_statistics(call)
-    sizes = bag_sizes(call)
+    # No bag of an `EmbeddingBag` may be empty: the kernel copies only those that are not.
+    sizes = call.args[4] if call.target.startswith("aten._embedding_bag_backward.") else None
     notes_on_cpu = call.target.startswith(NOTES_ON_CPU)
     storages: dict[tuple[int | None, str], torch.Tensor] = {}
-    extent: dict[tuple[int | None, str], int] = {}
+    extent: dict[tuple[int | None, str], int] = defaultdict(int)
     for ref in call.tensors():
-        extent[_key(ref)] = max(extent.get(_key(ref), 0), _extent(ref))
+        extent[_key(ref)] = max(extent[_key(ref)], _extent(ref))
 
     def make(ref: TensorRef) -> torch.Tensor:
         dtype = torch.float32 if ref.node in wide else getattr(torch, ref.spec.dtype)
@@ -36,7 +39,7 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
         if key not in storages or storages[key].dtype != dtype:
             on_cpu = notes_on_cpu and ref.spec.dtype == "int64" and not ref.spec.shape
             storages[key] = _contents(extent[key], dtype, "cpu" if on_cpu else device, bound, fractions)
-            if ref.node == sizes:
+            if ref is sizes:
                 storages[key].fill_(1)
         return torch.as_strided(storages[key], ref.spec.shape, ref.spec.stride)
 
@@ -60,16 +63,6 @@ def wide_statistics(call: Call) -> frozenset[str]:
     return frozenset(item.node for item in found if isinstance(item, TensorRef))
 
 
-def bag_sizes(call: Call) -> str:
-    """The name of the tensor with the sizes of an `EmbeddingBag`'s bags, in the call of its gradient.
-
-    No bag may be empty: the kernel copies only those that are not.
-    """
-    of_bags = call.target.startswith("aten._embedding_bag_backward.")
-    sizes = call.args[4] if of_bags else None
-    return sizes.node if isinstance(sizes, TensorRef) else ""
-
-
 def index_bound(call: Call) -> int:
     """Bound of a call's integer arguments, which are below it."""
     registered = find_function(call.target)
@@ -79,11 +72,10 @@ def index_bound(call: Call) -> int:
     if call.target.startswith("aten.embedding.") and tensors:
         return tensors[0].shape[0]
     if call.target.startswith("aten.embedding_dense_backward."):
-        rows = call.args[2]
-        return rows if isinstance(rows, int) else 1
+        rows: Any = call.args[2]
+        return int(rows)
     if "max_pool2d_with_indices_backward" in call.target:
-        height, width = tensors[1].shape[-2:]
-        return height * width if isinstance(height, int) and isinstance(width, int) else 1
+        return math.prod(tensors[1].shape[-2:])
     if call.target.startswith("aten.nll_loss"):
         # Scores are (batch, classes, ...), or (classes,); gradients, targets and weights have fewer dimensions.
         scores = max((spec.shape for spec in tensors), key=len)

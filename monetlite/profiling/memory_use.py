@@ -163,11 +163,10 @@ def high_water_growth_bytes(function: Callable[[], Any]) -> int | None:
 
 def high_water_bytes(function: Callable[[], Any]) -> int | None:
     """Largest resident set of the process while a function runs; None where Linux does not say."""
-    cleared = True
-    try:
+    cleared = False
+    with contextlib.suppress(OSError):
         (_PROCESS / "clear_refs").write_text("5")
-    except OSError:
-        cleared = False
+        cleared = True
     function()
     return _status_bytes("VmHWM") if cleared else None
 
@@ -179,13 +178,13 @@ def process_bytes() -> int | None:
 
 def machine_bytes() -> int | None:
     """Memory of the machine, or of its container; None where Linux does not say."""
-    limit, machine = _number(_CGROUP / "memory.max"), _kilobytes(Path("/proc/meminfo"), "MemTotal:")
+    limit, machine = _number(_CGROUP / "memory.max"), _entry(Path("/proc/meminfo"), "MemTotal:")
     return machine if limit is None or machine is None else min(limit, machine)
 
 
 def available_bytes() -> int | None:
     """Memory that this process can still take; None where Linux does not say."""
-    available = _kilobytes(Path("/proc/meminfo"), "MemAvailable:")
+    available = _entry(Path("/proc/meminfo"), "MemAvailable:")
     limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
     if available is not None and limit is not None and used is not None:
         available = min(available, max(0, limit - used + (_entry(_CGROUP / "memory.stat", "file") or 0)))
@@ -223,14 +222,18 @@ def steady_heap() -> Iterator[None]:
     Otherwise glibc returns large blocks to the system and takes them again for the next call. Those page faults can
     cost more than the operator, and vary with the machine's load. Does nothing without glibc.
     """
-    if not _set_thresholds(_KEEP_BYTES, _MAP_BYTES):
+    library = _glibc()
+    if library is None:
         yield
         return
+    library.mallopt(_TRIM_THRESHOLD, _KEEP_BYTES)
+    library.mallopt(_MMAP_THRESHOLD, _MAP_BYTES)
     try:
         yield
     finally:
-        _set_thresholds(_USUAL_TRIM_BYTES, _USUAL_MAP_BYTES)
-        trim_heap()
+        library.mallopt(_TRIM_THRESHOLD, _USUAL_TRIM_BYTES)
+        library.mallopt(_MMAP_THRESHOLD, _USUAL_MAP_BYTES)
+        library.malloc_trim(0)
 
 
 def trim_heap() -> None:
@@ -239,41 +242,27 @@ def trim_heap() -> None:
         library.malloc_trim(0)
 
 
-def _set_thresholds(trim_bytes: int, map_bytes: int) -> bool:
-    library = _glibc()
-    if library is None:
-        return False
-    done = [library.mallopt(_TRIM_THRESHOLD, trim_bytes), library.mallopt(_MMAP_THRESHOLD, map_bytes)]
-    return all(done)
-
-
 def _glibc() -> ctypes.CDLL | None:
     library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
 def _status_bytes(name: str) -> int | None:
-    return _kilobytes(_PROCESS / "status", f"{name}:")
-
-
-def _kilobytes(path: Path, name: str) -> int | None:
-    size = _entry(path, name)
-    return None if size is None else size * 1024
+    return _entry(_PROCESS / "status", f"{name}:")
 
 
 def _entry(path: Path, name: str) -> int | None:
-    """The number beside a name in one of Linux's files."""
+    """The number of bytes beside a name in one of Linux's files."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             words = line.split()
             if words and words[0] == name:
-                return int(words[1])
+                return int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
     return None
 
 
 def _number(path: Path) -> int | None:
     """The number in a file; None where it says `max` or is missing."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+    return None

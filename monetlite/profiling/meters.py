@@ -55,9 +55,7 @@ class CpuMeter:
         times: list[float] = []
         undisturbed: list[float] = []
         began = time.perf_counter()
-        while len(undisturbed) < MIN_RUNS or time.perf_counter() - began < MIN_SECONDS:
-            if len(times) >= MAX_RUNS:
-                break
+        while len(times) < MAX_RUNS and (len(undisturbed) < MIN_RUNS or time.perf_counter() - began < MIN_SECONDS):
             self._other.fill_(1)
             _touch(recent)
             faults, start = page_faults(), time.perf_counter()

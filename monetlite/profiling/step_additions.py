@@ -101,21 +101,13 @@ def with_accumulation(profile: Profile) -> Profile:
         else value
         for index, value in enumerate(graph.values)
     )
-    operators = tuple(
-        replace(
-            operator,
-            implementations=tuple(
-                replace(item, reads=tuple(value for value in item.reads if value not in gradients))
-                for item in operator.implementations
-            ),
-        )
-        if operator.family == OPTIMIZER_STEP
-        else operator
-        for operator in graph.operators
-    )
+    operators = list(graph.operators)
+    if operators[-1].family == OPTIMIZER_STEP:  # it reads those sums, and no gradient of this step
+        (step,) = operators[-1].implementations
+        operators[-1] = replace(operators[-1], implementations=(replace(step, reads=()),))
     kept_bytes = sum(graph.values[index].size_bytes for index in gradients)
     resident = replace(graph.resident, gradients=kept_bytes)
-    graph = replace(graph, values=values, operators=operators, resident=resident)
+    graph = replace(graph, values=values, operators=tuple(operators), resident=resident)
     return replace(profile, graph=graph, accumulate=True)
 
 

@@ -143,8 +143,7 @@ def test_the_same_bits_as_torchs_operators():
 
 
 FLOAT, BYTE, INDEX, COUNT = "*fp32", "*u8", "*i64", "i32"
-PER_SIDE = {"STRIDE": 2, "PADDING": 1, "DILATION": 1}
-WINDOW = {f"{what}_{side}": size for what, size in PER_SIDE.items() for side in ("ROWS", "COLUMNS")}
+WINDOW = {"WINDOW": (3, 3), "STRIDE": (2, 2), "PADDING": (1, 1), "DILATION": (1, 1)}
 PLANE = {"PLANES": 1, "BLOCK": 1024}
 KERNELS = {
     "pack_outside": ([FLOAT, BYTE, COUNT, "fp32", "fp32"], {"BYTES": 512}),
@@ -152,14 +151,8 @@ KERNELS = {
     "clear": ([FLOAT, BYTE, COUNT], {"BYTES": 512}),
     "cleared": ([FLOAT, BYTE, FLOAT, COUNT], {"BYTES": 512}),
     "scaled": ([FLOAT, BYTE, FLOAT, COUNT, "fp32"], {"BYTES": 512}),
-    "pooling_offsets": (
-        [INDEX, BYTE, *[COUNT] * 4],
-        {"WINDOW_COLUMNS": 3, "PLACES": 9, **WINDOW, **PLANE},
-    ),
-    "pooling_gradient": (
-        [FLOAT, BYTE, FLOAT, *[COUNT] * 5],
-        {"WINDOW_ROWS": 3, "WINDOW_COLUMNS": 3, **WINDOW, **PLANE},
-    ),
+    "pooling_offsets": ([INDEX, BYTE, *[COUNT] * 4], {**WINDOW, **PLANE}),
+    "pooling_gradient": ([FLOAT, BYTE, FLOAT, *[COUNT] * 5], {**WINDOW, **PLANE}),
     "write_one": ([BYTE], {}),
 }
 
