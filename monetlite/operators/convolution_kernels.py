@@ -5,9 +5,9 @@ The functions take contiguous images of two dimensions, (batch, channels, height
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,8 @@ FORWARD = "aten.convolution.default"
 BACKWARD = "aten.convolution_backward.default"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvolutionCall:
-    """A call of torch's convolution or of its gradients, by the names of its arguments.
+class ConvolutionCall(NamedTuple):
+    """A call of torch's convolution or of its gradients: its arguments in their order, by name.
 
     Attributes:
         gradient: of the result; None for the convolution itself.
@@ -53,35 +52,22 @@ class ConvolutionCall:
         args: Any = (None, *call.args, ()) if call.target == FORWARD else call.args
         gradient, image, weight, bias, *sizes, transposed, output_padding, groups, wanted = args
         stride, padding, dilation = (each_dimension(item, len(image.spec.shape) - 2) for item in sizes)
-        return cls(
-            gradient=gradient,
-            image=image,
-            weight=weight,
-            bias=bias,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            transposed=transposed,
-            output_padding=output_padding,
-            groups=groups,
-            wanted=wanted,
-        )
+        rest = (transposed, output_padding, groups, wanted)
+        return cls(gradient, image, weight, bias, stride, padding, dilation, *rest)
 
     @property
     def geometry(self) -> tuple[Argument, ...]:
         """The arguments after the bias, without the gradients to compute."""
-        sizes = (self.stride, self.padding, self.dilation)
-        return (*sizes, self.transposed, self.output_padding, self.groups)
+        return self[4:10]
 
     @property
     def result_size(self) -> tuple[int, ...]:
         """Points of the convolution's result along each dimension of space."""
         image, window = self.image.spec.shape[2:], self.weight.spec.shape[2:]
-        geometry = (self.stride, self.padding, self.dilation)
         if not self.transposed:
-            return result_size(image, window, *geometry)
+            return result_size(image, window, *self.geometry[:3])
         extra = each_dimension(self.output_padding, len(image))
-        return tuple(map(sum, zip(transposed_size(image, window, *geometry), extra, strict=True)))
+        return tuple(map(sum, zip(transposed_size(image, window, *self.geometry[:3]), extra, strict=True)))
 
     @property
     def contiguous_float32(self) -> bool:

@@ -6,16 +6,12 @@ implementations of plans, and `with_named_plans` of those that a schedule names.
 """
 
 from monetlite.operators.cudnn.convolution_parts import PREFIX
-from monetlite.operators.cudnn.execution_plans import ExecutionPlan, enumerate_plans, find_plan, forget_plans, run
+from monetlite.operators.cudnn.execution_plans import enumerate_plans, find_plan, forget_plans, run
 from monetlite.operators.cudnn.library import available, problem, properties_json
 from monetlite.operators.cudnn.offers import offer_plans, with_named_plans
-from monetlite.operators.cudnn.work import ConvolutionWork, Role
 
 __all__ = [
     "PREFIX",
-    "ConvolutionWork",
-    "ExecutionPlan",
-    "Role",
     "available",
     "enumerate_plans",
     "find_plan",

@@ -93,11 +93,7 @@ def _built(graph: Any, only: str | None = None) -> Iterator[ExecutionPlan]:
 
 
 def _planned_graph(work: ConvolutionWork, device_properties: str | None = None) -> Any | None:
-    """The frontend's graph of the work, with plans listed and none built; None if cuDNN has no plan for it.
-
-    Raises:
-        CudnnMissing, CudnnError, DeviceError: as `enumerate_plans` does.
-    """
+    """The frontend's graph of the work, with plans listed and none built; None if cuDNN has no plan for it."""
     if not work.plannable:
         return None
     cudnn = library.load()
