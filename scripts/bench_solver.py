@@ -31,7 +31,7 @@ from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
-from monetlite.core.steps import Step
+from monetlite.core.steps import Step, plain_steps
 from monetlite.solving import baselines, solve_profile
 from monetlite.solving.annealing.flat_problem import flatten
 from monetlite.solving.annealing.greedy import Greedy
@@ -88,7 +88,7 @@ def baseline_objectives(
             return None
 
     objectives = {
-        "store all": fits(baselines.store_all(profile)),
+        "store all": fits(plain_steps(profile.graph)),
         "sqrt(n)": fits(baselines.sqrt_checkpointing(profile)),
         "segments": fits(baselines.segment_checkpointing(profile)),
         "greedy": fits(Greedy(flatten(Problem.of(profile)), budget_bytes).best()),

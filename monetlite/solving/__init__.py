@@ -12,29 +12,26 @@
 | `program.py` | up to 100 operators: the boolean program, by SCIP, HiGHS or Gurobi |
 | `smallest.py` | the smallest feasible budget: proven, and reached |
 | `sweep.py` | several budgets, each with what the others know |
-| `bounding/zero_one.py` | 0-1 programs as arrays, and their Lagrangian bound |
+| `bounding/zero_one.py` | rows of 0-1 programs, and their Lagrangian bound |
 | `bounding/peak_bound.py` | values that are live in every schedule: a bound on the peak |
 | `bounding/relaxation.py` | the whole problem as a 0-1 relaxation |
 | `bounding/latency_bound.py` | its bound, by HiGHS: linear, then branch and bound |
 | `bounding/guide.py` | from a solution of the relaxation to steps where the search may begin |
-| `annealing/arrays.py` | the layout of arrays for compiled code; the choices that annealing varies |
-| `annealing/flat_problem.py` | a problem as those arrays, and the places where moves may change it |
-| `annealing/encoding.py` | from schedules to choices and back |
-| `annealing/compiled.py` | evaluation, moves and the loop of annealing, compiled by numba |
+| `annealing/compiled.py` | the choices that annealing varies, their evaluation, moves, and the loop: by numba |
+| `annealing/flat_problem.py` | a problem as arrays, and where moves may change it; schedules as choices, and back |
 | `annealing/compiling.py` | numba's cache, filled once on a machine |
 | `annealing/runs.py` | the driver: runs of annealing, with one of three costs |
 | `annealing/greedy.py` | dropping values until the rest fits: the first answer, before anything is compiled |
 | `annealing/search.py` | runs that compete for the fastest schedule |
 | `annealing/lowest_peak.py` | runs towards the smallest peak |
-| `reserved/arranging.py` | runs for schedules whose tensors lie without gaps |
-| `reserved/reserved_budget.py` | schedules for a budget of reserved memory |
+| `reserved_budget.py` | schedules for a budget of reserved memory, whose tensors lie without gaps |
 
 Each method has earned its place. Of the 78 schedules in `schedules/`, whose files name the methods that improved
 the schedule or its bound, the search improved 78, HiGHS (bound) 74, a start from another budget 63, greedy choices
 10. Of the 7 that are proven optimal, HiGHS proved 6 and a simpler bound one. The others serve what those large
 models don't ask for. Exhaustive search proves every small graph, and its smallest budget to the byte. The program's
 bound closes gaps that the relaxation leaves, in 3 of 213 random steps. `lowest_peak` finds schedules where a tenth
-of the time found nothing, and says what the smallest budget is. `arranging` finds those of reserved budgets.
+of the time found nothing, and says what the smallest budget is. `arrange` finds those of reserved budgets.
 """
 
 from collections.abc import Callable, Iterable
@@ -70,7 +67,7 @@ def solve_profile(
         DeviceError: `options.reserved`, and costs that are a CPU's.
     """
     if options.reserved:
-        from monetlite.solving.reserved.reserved_budget import solve_reserved
+        from monetlite.solving.reserved_budget import solve_reserved
 
         return solve_reserved(profile, budget_bytes, options, starts=starts, progress=progress)
     from monetlite.solving.solver import solve_peak

@@ -4,17 +4,12 @@ None of them knows a budget: `simulate` says what they need. The greedy baseline
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import Implementation, OperatorGraph, Phase, ValueKind
 from monetlite.core.steps import Step, plain_steps
-
-
-def store_all(profile: Profile) -> tuple[Step, ...]:
-    """Plain training: nothing is recomputed, default implementations."""
-    return plain_steps(profile.graph)
 
 
 def sqrt_checkpointing(profile: Profile) -> tuple[Step, ...]:
@@ -49,7 +44,7 @@ def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = Non
         for value in graph.operators[index].implementations[0].reads
         if segment_of.get(graph.writer[value], segment) != segment
     }
-    return _Replay(graph, segment_of, crossing).steps()
+    return tuple(_replayed(graph, segment_of, crossing))
 
 
 def module_boundaries(graph: OperatorGraph, depth: int = 2) -> list[int]:
@@ -83,80 +78,58 @@ def articulation_boundaries(graph: OperatorGraph) -> list[int]:
     return boundaries
 
 
-class _Replay:
-    """Writes the steps of segment checkpointing."""
+def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) -> Iterator[Step]:
+    """The steps of segment checkpointing, where some values are kept."""
+    live: set[int] = set()
+    ran: set[int] = set()
+    backward = [index for index, op in enumerate(graph.operators) if op.phase is Phase.BACKWARD]
+    # Values that backward operators read, or that re-running those takes.
+    wanted: set[int] = set()
+    waiting = [value for index in backward for value in graph.operators[index].implementations[0].reads]
+    while waiting:
+        value = waiting.pop()
+        if value not in wanted:
+            wanted.add(value)
+            waiting.extend(graph.operators[graph.writer[value]].implementations[0].reads)
 
-    def __init__(self, graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) -> None:
-        self.graph = graph
-        self.segment_of = segment_of
-        self.kept = kept
-        self.live: set[int] = set()
-        self.ran: set[int] = set()
-        self.order: list[Step] = []
-        self.wanted = self._needed_in_backward()
+    def to_rerun(value: int) -> list[int]:
+        """The operators to run again when a value is missing: all of its segment that is still needed."""
+        writer = graph.writer[value]
+        needed = wanted - live
+        return [
+            index
+            for index, segment in segment_of.items()
+            if segment == segment_of.get(writer) and not needed.isdisjoint(graph.operators[index].writes)
+        ] or [writer]
 
-    def _needed_in_backward(self) -> set[int]:
-        """Values that backward operators read, or that re-running those takes."""
-        waiting = [
-            value
-            for operator in self.graph.operators
-            if operator.phase is Phase.BACKWARD
-            for value in operator.implementations[0].reads
-        ]
-        wanted: set[int] = set()
-        while waiting:
-            value = waiting.pop()
-            if value not in wanted:
-                wanted.add(value)
-                waiting.extend(self.graph.operators[self.graph.writer[value]].implementations[0].reads)
-        return wanted
-
-    def steps(self) -> tuple[Step, ...]:
-        for index in _mandatory(self.graph):
-            self._run(index)
-        self.live = {value for value in self.live if self._stays(value)}
-        for index, operator in enumerate(self.graph.operators):
-            if operator.phase is Phase.BACKWARD:
-                self._run(index)
-        return tuple(self.order)
-
-    def _stays(self, value: int) -> bool:
-        writer = self.graph.operators[self.graph.writer[value]]
-        return value in self.kept or not writer.rerunnable or self.graph.values[value].held
-
-    def _run(self, index: int) -> None:
+    def run(index: int) -> Iterator[Step]:
         """Run an operator, and before it everything that makes its missing inputs."""
         pending = [index]
         while pending:
-            operator = self.graph.operators[pending[-1]]
-            missing = [value for value in operator.implementations[0].reads if value not in self.live]
+            operator = graph.operators[pending[-1]]
+            missing = [value for value in operator.implementations[0].reads if value not in live]
             if missing:
-                pending.extend(reversed(self._to_rerun(missing[0])))
+                pending.extend(reversed(to_rerun(missing[0])))
                 continue
             current = pending.pop()
-            if all(value in self.live for value in operator.writes) and current in self.ran and operator.writes:
+            if current in ran and operator.writes and live.issuperset(operator.writes):
                 continue
-            self.order.append((current, 0))
-            self.ran.add(current)
-            self.live.update(operator.writes)
+            yield current, 0
+            ran.add(current)
+            live.update(operator.writes)
 
-    def _to_rerun(self, value: int) -> list[int]:
-        """The operators to run again when a value is missing: all of its segment that is still needed."""
-        writer = self.graph.writer[value]
-        segment = self.segment_of.get(writer)
-        if segment is None:
-            return [writer]
-        return [
-            index
-            for index, of in self.segment_of.items()
-            if of == segment
-            and any(v in self.wanted and v not in self.live for v in self.graph.operators[index].writes)
-        ]
+    for index in _mandatory(graph):
+        yield from run(index)
+    for value in live - kept:
+        if graph.operators[graph.writer[value]].rerunnable and not graph.values[value].held:
+            live.discard(value)
+    for index in backward:
+        yield from run(index)
 
 
 def known_schedules(profile: Profile) -> list[tuple[Step, ...]]:
     """Schedules that need no search, for searches to begin from."""
-    return [store_all(profile), segment_checkpointing(profile), sqrt_checkpointing(profile)]
+    return [plain_steps(profile.graph), segment_checkpointing(profile), sqrt_checkpointing(profile)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,21 +9,23 @@ all implementations of an operator that has to run, and are not live. Only opera
 can run, so each step removes at most its own operator from that set: the heuristic is consistent.
 """
 
+import functools
 import heapq
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from monetlite.core.costs import Profile
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
 from monetlite.solving.incumbent import Solution
-from monetlite.solving.problem import Option, Problem
+from monetlite.solving.problem import Problem
 
 _CHECK_EVERY = 512
 """States between two looks at the clock."""
+_PLENTY_BYTES = 2**62
+"""A budget that no step exceeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,125 +46,90 @@ class _Space:
 
     def __init__(self, problem: Problem, *, latency_matters: bool) -> None:
         self.problem = problem
-        self.latency_matters = latency_matters
         self.size = problem.size_bytes
         self.held = _mask(value for value, held in enumerate(problem.held) if held)
-        options = problem.options
-        self.optional_bit: dict[int, int] = {}
-        for operator in problem.extra:
+        operators, last = problem.graph.operators, len(problem.main)
+        self.first: dict[int, list[_MaskedRun]] = {}
+        self.again: dict[int, list[_MaskedRun]] = {}
+        self.ran_bit: dict[int, int] = {}
+        """For each optional operator, its bit in a state, which is 0 where an earlier run makes no difference."""
+        for operator, options in enumerate(problem.options):
+            self.first[operator], again = (
+                [
+                    _MaskedRun(
+                        operator=operator,
+                        choice=option.choice,
+                        reads=_mask(option.reads),
+                        writes=_mask(option.writes),
+                        overwrites=_mask(option.overwrites),
+                        latency_ms=option.of_run(later)[0] if latency_matters else 0.0,
+                        extra_bytes=option.of_run(later)[1],
+                    )
+                    for option in options
+                ]
+                for later in (False, True)
+            )
+            rerunnable = operators[operator].rerunnable
+            self.again[operator] = again if rerunnable and problem.is_forward(operator) else []
             if operator not in problem.position:
-                # Whether it ran before is part of the state only where that makes a difference.
-                matters = not problem.graph.operators[operator].rerunnable or any(
-                    option.rerun_differs for option in options[operator]
-                )
-                self.optional_bit[operator] = 1 << operator if matters else 0
-        self.main_runs = [
-            [self._run(operator, option, again=False) for option in options[operator]] for operator in problem.main
+                differs = not rerunnable or any(option.rerun_differs for option in options)
+                self.ran_bit[operator] = 1 << operator if differs else 0
+        self.main_left_ms = [
+            math.fsum(problem.main_least_ms[at:]) if latency_matters else 0.0 for at in range(last + 1)
         ]
-        self.extra_first = {
-            o: [self._run(o, option, again=False) for option in options[o]] for o in self.optional_bit
-        }
-        rerunnable = [o for o in problem.extra if problem.graph.operators[o].rerunnable]
-        self.extra_again = {o: [self._run(o, option, again=True) for option in options[o]] for o in rerunnable}
-        self.useful = self._useful()
-        self.main_left_ms = [0.0] * (len(problem.main) + 1)
-        for at in range(len(problem.main) - 1, -1, -1):
-            self.main_left_ms[at] = self.main_left_ms[at + 1] + self._ms(problem.main_least_ms[at])
-        self.must = [_mask(problem.must_read[operator]) for operator in problem.main]
-        self.must_after = [0] * (len(problem.main) + 1)
-        for at in range(len(problem.main) - 1, -1, -1):
-            self.must_after[at] = self.must_after[at + 1] | self.must[at]
-        self.must_forward = [0] * (problem.forward_main + 1)
-        for at in range(problem.forward_main - 1, -1, -1):
-            self.must_forward[at] = self.must_forward[at + 1] | self.must[at]
+        self.useful = [_mask(problem.useful_before(at)) for at in range(last + 1)]
         self.must_read = [_mask(reads) for reads in problem.must_read]
-        self.producer = [found[0] if len(found) == 1 else -1 for found in problem.producers]
-        self.unmakeable = _mask(value for value, found in enumerate(problem.producers) if not found)
-        self.remembered: dict[tuple[int, int, int], float] = {}
-
-    def _ms(self, latency_ms: float) -> float:
-        return latency_ms if self.latency_matters else 0.0
-
-    def _run(self, operator: int, option: Option, *, again: bool) -> _MaskedRun:
-        return _MaskedRun(
-            operator=operator,
-            choice=option.choice,
-            reads=_mask(option.reads),
-            writes=_mask(option.writes),
-            overwrites=_mask(option.overwrites),
-            latency_ms=self._ms(option.again_ms if again else option.first_ms),
-            extra_bytes=option.again_extra_bytes if again else option.first_extra_bytes,
-        )
-
-    def _useful(self) -> list[int]:
-        """For each place in the main run, the values that anything still to run could need."""
-        problem = self.problem
-        useful = [0] * (len(problem.main) + 1)
-        for at in range(len(problem.main) - 1, -1, -1):
-            needed = useful[at + 1] | _mask(problem.may_read[problem.main[at]])
-            for operator in reversed(problem.extra):
-                if any(_mask(option.writes) & needed for option in problem.options[operator]):
-                    needed |= _mask(problem.may_read[operator])
-            useful[at] = needed
-        return useful
+        must = [self.must_read[operator] for operator in problem.main]
+        self.must_after = [_union(must[at:]) for at in range(last + 1)]
+        self.must_forward = [_union(must[at : problem.forward_main]) for at in range(last + 1)]
+        self.left_ms = functools.cache(self._left_ms)
 
     def live_bytes(self, live: int) -> int:
         return sum(self.size[value] for value in _bits(live))
 
-    def left_ms(self, done: int, live: int, ran: int) -> float:
-        """A lower bound on the latency still to come; infinite where the state is a dead end."""
-        key = (done, live & self.useful[done], ran)
-        found = self.remembered.get(key)
-        if found is None:
-            found = self.main_left_ms[done] + self._forced_ms(done, live, ran)
-            self.remembered[key] = found
-        return found
+    def runs(self, operator: int, ran: int) -> list[_MaskedRun]:
+        """The runs of an operator that can come next outside the main run."""
+        first = operator in self.ran_bit and not ran & self.ran_bit[operator]
+        return self.first[operator] if first else self.again[operator]
 
-    def _forced_ms(self, done: int, live: int, ran: int) -> float:
+    def _left_ms(self, done: int, live: int, ran: int) -> float:
+        """A lower bound on the latency still to come; infinite where the state is a dead end."""
         problem = self.problem
-        total_ms = 0.0
+        total_ms = self.main_left_ms[done]
         missing = self.must_after[done] & ~live
         seen = 0
         while missing & ~seen:
             value = (missing & ~seen).bit_length() - 1
             seen |= 1 << value
-            if self.unmakeable >> value & 1:
+            makers = problem.producers[value]
+            if not makers:
                 return math.inf
-            operator = self.producer[value]
-            if operator < 0 or problem.position.get(operator, -1) >= done:
+            operator = makers[0]
+            if len(makers) > 1 or problem.position.get(operator, -1) >= done:
                 continue  # several operators can make it, or the main run still will
-            optional = operator in self.optional_bit
-            if operator not in self.extra_first and operator not in self.extra_again:
+            optional = operator in self.ran_bit
+            if not optional and self.must_forward[done] >> value & 1:
                 return math.inf
-            if not optional and done < problem.forward_main and self.must_forward[done] >> value & 1:
-                return math.inf
-            runs = self.extra_again.get(operator, [])
-            if optional and not ran & self.optional_bit[operator]:
-                runs = self.extra_first[operator] + runs
+            first_is_next = optional and not ran & self.ran_bit[operator]
+            runs = [*self.first[operator], *self.again[operator]] if first_is_next else self.again[operator]
             if not runs:
                 return math.inf
-            written = 0
-            for run in runs:
-                written |= run.writes
-            seen |= written  # the operator counts once, whichever of its outputs is missing
+            seen |= _union(run.writes for run in runs)  # the operator counts once, whichever output is missing
             total_ms += min(run.latency_ms for run in runs)
             missing |= self.must_read[operator] & ~live
         return total_ms
 
     def moves(self, done: int, live: int, ran: int) -> Iterator[tuple[_MaskedRun, int]]:
         """Every run that can come next and be of use, with the number of main operators done after it."""
-        for run in self.main_runs[done]:
+        for run in self.first[self.problem.main[done]]:
             if not run.reads & ~live:
                 yield run, done + 1
-        useful = self.useful[done]
         in_forward = done < self.problem.forward_main
         for operator in self.problem.extra:
-            optional = operator in self.optional_bit
-            if in_forward and not optional:
+            if in_forward and operator not in self.ran_bit:
                 continue
-            first = optional and not ran & self.optional_bit[operator]
-            for run in self.extra_first[operator] if first else self.extra_again.get(operator, []):
-                if run.writes & useful & ~live and not run.reads & ~live:
+            for run in self.runs(operator, ran):
+                if run.writes & self.useful[done] & ~live and not run.reads & ~live:
                     yield run, done
 
     def freed(self, live: int, run: _MaskedRun, limit_bytes: int) -> Iterator[int]:
@@ -203,7 +170,7 @@ def exhaustive(
     state_limit: int = 200_000,
     seconds: float = math.inf,
     latency_matters: bool = True,
-    should_stop: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Solution:
     """Find the fastest legal steps within a budget, or prove that there are none.
 
@@ -234,7 +201,7 @@ def exhaustive(
         bound_ms, _, _, so_far_ms, done, live, ran = queue[0]
         stop = looked >= state_limit or pushed >= 8 * state_limit
         if not stop and looked % _CHECK_EVERY == 0:
-            stop = time.monotonic() > deadline or (should_stop is not None and should_stop())
+            stop = time.monotonic() > deadline or should_stop()
         if stop:
             return Solution(status=Status.TIMEOUT, lower_bound_ms=bound_ms if latency_matters else 0.0)
         heapq.heappop(queue)
@@ -242,11 +209,14 @@ def exhaustive(
         if so_far_ms > best[state]:
             continue
         if done == last:
-            steps = _trace_back(came_from, state)
-            timeline = simulate(problem.profile, steps, budget_bytes)
+            steps: list[Step] = []
+            while state in came_from:
+                state, step = came_from[state]
+                steps.append(step)
+            timeline = simulate(problem.profile, steps[::-1], budget_bytes)
             return Solution(
                 status=Status.OPTIMAL if latency_matters else Status.FEASIBLE,
-                steps=steps,
+                steps=timeline.steps,
                 latency_ms=timeline.latency_ms,
                 peak_bytes=timeline.peak_bytes,
                 lower_bound_ms=timeline.latency_ms if latency_matters else 0.0,
@@ -258,7 +228,7 @@ def exhaustive(
         looked += 1
         for run, done_after in space.moves(done, live, ran):
             after_ms = so_far_ms + run.latency_ms
-            ran_after = ran | space.optional_bit.get(run.operator, 0)
+            ran_after = ran | space.ran_bit.get(run.operator, 0)
             for kept in space.freed(live, run, limit_bytes):
                 live_after = (kept | run.writes) & ~run.overwrites
                 live_after &= space.useful[done_after] | space.held
@@ -276,16 +246,6 @@ def exhaustive(
     return Solution(status=Status.INFEASIBLE, lower_bound_ms=math.inf)
 
 
-def _trace_back(
-    came_from: dict[tuple[int, int, int], tuple[tuple[int, int, int], Step]], state: tuple[int, int, int]
-) -> tuple[Step, ...]:
-    steps: list[Step] = []
-    while state in came_from:
-        state, step = came_from[state]
-        steps.append(step)
-    return tuple(reversed(steps))
-
-
 def exhaustive_smallest_peak(
     problem: Problem,
     *,
@@ -293,7 +253,7 @@ def exhaustive_smallest_peak(
     start: tuple[Step, ...] | None = None,
     state_limit: int = 50_000,
     seconds: float = math.inf,
-    should_stop: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Solution:
     """Bisect on the budget until the smallest feasible one is known to the byte, or a limit is reached.
 
@@ -320,20 +280,17 @@ def exhaustive_smallest_peak(
             should_stop=should_stop,
         )
 
-    steps = start
-    if steps is None:
-        found = attempt(_plenty(problem.profile))
+    if start is None:
+        found = attempt(_PLENTY_BYTES)
         if found.steps is None:
             return Solution(status=found.status, smallest_proven_bytes=at_least_bytes)
-        steps = found.steps
-    reached = simulate(problem.profile, steps).peak_bytes
-    proven = min(at_least_bytes, reached)
-    tried = proven  # the proven bound is often tight, so it is tried before halving
+        start = found.steps
+    steps, reached = start, simulate(problem.profile, start).peak_bytes
+    proven = tried = min(at_least_bytes, reached)  # the proven bound is often tight, so it is tried before halving
     while proven < reached:
         found = attempt(tried)
-        if found.steps is not None:
-            steps = found.steps
-            reached = simulate(problem.profile, steps).peak_bytes
+        if found.steps is not None and found.peak_bytes is not None:
+            steps, reached = found.steps, found.peak_bytes
         elif found.status is Status.INFEASIBLE:
             proven = tried + 1
         else:
@@ -347,21 +304,15 @@ def exhaustive_smallest_peak(
     )
 
 
-def _plenty(profile: Profile) -> int:
-    """A budget that no step of any legal schedule can exceed."""
-    workspace = max(
-        (cost.of_run(again)[1] for costs in profile.costs for cost in costs for again in (False, True)),
-        default=0,
-    )
-    values = sum(value.size_bytes for value in profile.graph.values)
-    return profile.graph.resident.total + 2 * values + max(workspace, 0)
-
-
 def _mask(values: Iterable[int]) -> int:
     mask = 0
     for value in values:
         mask |= 1 << value
     return mask
+
+
+def _union(masks: Iterable[int]) -> int:
+    return functools.reduce(int.__or__, masks, 0)
 
 
 def _bits(mask: int) -> Iterator[int]:

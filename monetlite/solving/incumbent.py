@@ -117,7 +117,7 @@ class Incumbent:
         self._methods: list[str] = []
         self._report = report
         self._began = time.monotonic()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def proven(self) -> bool:
@@ -142,8 +142,7 @@ class Incumbent:
                 return True
             self.steps, self.latency_ms, self.peak_bytes = steps, timeline.latency_ms, timeline.peak_bytes
             self._found_by = method
-            self._note(method)
-        self._tell()
+            self._tell(method)
         return True
 
     def raise_bound(self, bound_ms: float, method: str) -> None:
@@ -157,8 +156,7 @@ class Incumbent:
                 return
             self.bound_ms = bound_ms
             self._proved_by = method
-            self._note(method)
-        self._tell()
+            self._tell(method)
 
     def raise_smallest(self, proven_bytes: int) -> None:
         """Take a number of bytes below which nothing fits."""
@@ -197,11 +195,10 @@ class Incumbent:
             phase=self.phase,
         )
 
-    def _note(self, method: str) -> None:
+    def _tell(self, method: str) -> None:
+        """Note the method, and report; under the lock, so that reports come in order."""
         if method not in self._methods:
             self._methods.append(method)
-
-    def _tell(self) -> None:
         if self._report is not None:
             self._report(self.solution())
 

@@ -32,10 +32,16 @@ class Option:
     first_extra_bytes: int
     again_extra_bytes: int
 
+    def of_run(self, again: bool) -> tuple[float, int]:
+        """Latency in ms and extra bytes of the first run, or of a later one."""
+        if again:
+            return self.again_ms, self.again_extra_bytes
+        return self.first_ms, self.first_extra_bytes
+
     @property
     def rerun_differs(self) -> bool:
         """True if a later run costs something else than the first."""
-        return (self.first_ms, self.first_extra_bytes) != (self.again_ms, self.again_extra_bytes)
+        return self.of_run(False) != self.of_run(True)
 
     def dominates(self, other: "Option") -> bool:
         """True if this can replace `other` in every schedule, at no more latency or memory."""

@@ -45,7 +45,7 @@ from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
 from monetlite.solving.bounding.latency_bound import rounded_down
-from monetlite.solving.bounding.zero_one import SparseRows
+from monetlite.solving.bounding.zero_one import ZeroOneProgram
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Option, Problem
 
@@ -105,11 +105,9 @@ class _TemplateProgram:
     def __init__(self, problem: Problem, budget_bytes: int, slots: list[Slot]) -> None:
         self.problem = problem
         self.slots = slots
-        self.cost_ms: list[float] = []
+        self.rows = ZeroOneProgram()
         self.boolean: list[int] = []
         self.upper: list[float] = []
-        self.equal = SparseRows()
-        self.less = SparseRows()
         self.scale = 1.0 / max(1, *problem.size_bytes, 1)
         self.room = float(budget_bytes - problem.resident_bytes)
         self.keep: dict[int, int] = {}  # the column of each value's present keep; absent: not in memory
@@ -119,11 +117,11 @@ class _TemplateProgram:
         self._build()
 
     def _column(self, cost_ms: float = 0.0, *, boolean: bool = True, upper: float = 1.0) -> int:
+        column = self.rows.column(cost_ms)
         if boolean:
-            self.boolean.append(len(self.cost_ms))
-        self.cost_ms.append(cost_ms)
+            self.boolean.append(column)
         self.upper.append(upper)
-        return len(self.cost_ms) - 1
+        return column
 
     def _build(self) -> None:
         last_touch = self._last_touches()
@@ -134,18 +132,15 @@ class _TemplateProgram:
             choices = self._choices(slot)
             self.runs.append(choices)
             columns = [(column, 1.0) for _, column, _ in choices]
-            if slot.main:
-                self.equal.row(columns, 1.0)
-            else:
-                self.less.row(columns, 1.0)
+            self.rows.row(columns, 1.0, equal=slot.main)
             memory = [(total, 1.0)]
             for option, column, first in choices:
                 own = self._own_bytes(option, first) * self.scale
                 memory.append((column, own if slot.main else own + slack))
-            self.less.row(memory, self.room * self.scale + (0.0 if slot.main else slack))
+            self.rows.row(memory, self.room * self.scale + (0.0 if slot.main else slack))
             change = self._touch(at, choices, last_touch)
             following = self._column(boolean=False, upper=everything)
-            self.equal.row([(following, 1.0), (total, -1.0), *change], 0.0)
+            self.rows.row([(following, 1.0), (total, -1.0), *change], 0.0, equal=True)
             total = following
 
     def _last_touches(self) -> dict[int, int]:
@@ -194,9 +189,9 @@ class _TemplateProgram:
         again: list[tuple[Option, int, bool]] = []
         if earlier and problem.graph.operators[operator].rerunnable:
             again = [(option, self._column(option.again_ms), False) for option in options]
-            self.less.row([(c, 1.0) for _, c, _ in again] + [(c, -1.0) for c in earlier], 0.0)
+            self.rows.row([(c, 1.0) for _, c, _ in again] + [(c, -1.0) for c in earlier], 0.0)
         if earlier:
-            self.less.row([(c, 1.0) for c in earlier] + [(c, 1.0) for _, c, _ in first], 1.0)
+            self.rows.row([(c, 1.0) for c in earlier] + [(c, 1.0) for _, c, _ in first], 1.0)
         self.firsts.setdefault(operator, []).extend(column for _, column, _ in first)
         return first + again
 
@@ -214,7 +209,7 @@ class _TemplateProgram:
             had = [] if before is None else [(before, -1.0)]
             weight = self.problem.size_bytes[value] * self.scale
             if reading:
-                self.less.row(reading + had, 0.0)
+                self.rows.row(reading + had, 0.0)
             if before is not None:
                 change.append((before, weight))
                 del self.keep[value]
@@ -223,14 +218,14 @@ class _TemplateProgram:
                 after = self._column()
                 self.keep[value] = after
                 change.append((after, -weight))
-                self.less.row([(after, 1.0), *had, *writing], 0.0)
+                self.rows.row([(after, 1.0), *had, *writing], 0.0)
                 if taking:
-                    self.less.row([(after, 1.0), *taking], 1.0)
+                    self.rows.row([(after, 1.0), *taking], 1.0)
                 if held:
                     for column, _ in had:
-                        self.less.row([(column, 1.0), (after, -1.0)], 0.0)
+                        self.rows.row([(column, 1.0), (after, -1.0)], 0.0)
                     if writing:
-                        self.less.row([*((column, 1.0) for column, _ in writing), (after, -1.0)], 0.0)
+                        self.rows.row([*((column, 1.0) for column, _ in writing), (after, -1.0)], 0.0)
         return change
 
     def steps(self, values: npt.NDArray[np.float64]) -> tuple[Step, ...]:
@@ -312,13 +307,14 @@ def _call(
     """State the program in cvxpy and solve it: its status, columns and dual bound in ms."""
     import cvxpy
 
-    columns = len(program.cost_ms)
-    unit_ms = math.fsum(map(abs, program.cost_ms)) / _USUAL_COST or 1.0
-    cost = np.array(program.cost_ms) / unit_ms
-    x = cvxpy.Variable(columns, boolean=(np.array(program.boolean),))
+    cost = np.array(program.rows.cost_ms)
+    unit_ms = float(np.abs(cost).sum()) / _USUAL_COST or 1.0
+    cost /= unit_ms
+    x = cvxpy.Variable(cost.size, boolean=(np.array(program.boolean),))
+    matrix, limit, equal = program.rows.matrix(), np.array(program.rows.limit), np.array(program.rows.equal)
     constraints = [
-        program.less.matrix(columns) @ x <= np.array(program.less.limit),
-        program.equal.matrix(columns) @ x == np.array(program.equal.limit),
+        matrix[~equal] @ x <= limit[~equal],
+        matrix[equal] @ x == limit[equal],
         x >= 0,
         x <= np.array(program.upper),
     ]

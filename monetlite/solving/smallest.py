@@ -40,7 +40,7 @@ def smallest_budget(
 
 
 def bracket_smallest(
-    incumbent: Incumbent, *, seconds: float, seed: int, should_stop: Callable[[], bool] | None = None
+    incumbent: Incumbent, *, seconds: float, seed: int, should_stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Raise the smallest budget that is proven, and lower the smallest peak that is reached.
 
@@ -70,6 +70,5 @@ def bracket_smallest(
     from monetlite.solving.annealing.lowest_peak import lower_peak
 
     left = deadline - time.monotonic()
-    if left > 0 and not (should_stop is not None and should_stop()):
-        known = () if incumbent.smallest_steps is None else (incumbent.smallest_steps,)
-        lower_peak(incumbent, seconds=left, seed=seed, starts=known, should_stop=should_stop)
+    if left > 0 and not should_stop():
+        lower_peak(incumbent, seconds=left, seed=seed, should_stop=should_stop)

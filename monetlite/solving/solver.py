@@ -13,18 +13,15 @@ from monetlite.core.interrupts import BOUND_THREAD, ends_everything
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.steps import Step, plain_steps
-from monetlite.solving import baselines
-from monetlite.solving.annealing.arrays import Integers
+from monetlite.solving.annealing.compiled import Integers
 from monetlite.solving.annealing.compiling import is_cached, still_compiling
-from monetlite.solving.annealing.encoding import keep_everything, read_least
-from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.flat_problem import flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
 from monetlite.solving.annealing.search import search
 from monetlite.solving.bounding.guide import guided_steps
 from monetlite.solving.bounding.latency_bound import integer_bound, latency_bound
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
-from monetlite.solving.bounding.relaxation import Meaning
 from monetlite.solving.bounding.zero_one import Floats
 from monetlite.solving.exhaustive import exhaustive
 from monetlite.solving.incumbent import Incumbent, Solution
@@ -127,7 +124,6 @@ class _PeakSolve:
             return True
         for steps in starts:
             incumbent.offer(steps, "start")
-        incumbent.offer(baselines.store_all(problem.profile), "store all")
         if self.should_stop():
             return False
         if incumbent.steps is None and len(problem.graph.operators) <= _MAX_INTERPRETED_OPERATORS:
@@ -227,7 +223,6 @@ class _PeakSolve:
             incumbent,
             seconds=seconds,
             seed=self.options.seed,
-            starts=() if incumbent.smallest_steps is None else (incumbent.smallest_steps,),
             should_stop=self.stopped.is_set,
             enough_bytes=self.budget_bytes,
         )
@@ -245,7 +240,7 @@ class _PeakSolve:
         )
 
     def _bound(self) -> None:
-        """Raise the bound beside the search, in a thread: by the linear relaxation, then by branch and bound."""
+        """Raise the bound beside the search, in a thread."""
         try:
             self._raise_bound()
         except SolverError as error:
@@ -258,26 +253,28 @@ class _PeakSolve:
             self.bounding = False
 
     def _raise_bound(self) -> None:
+        """Bound by the linear relaxation, then by branch and bound."""
         incumbent = self.incumbent
         linear = latency_bound(self.problem, self.budget_bytes, seconds=0.6 * self.left)
         incumbent.raise_bound(linear.lower_bound_ms, _HIGHS)
-        program, meaning = linear.program, linear.meaning
-        if program is None or meaning is None or self.should_stop():
+        relaxation = linear.relaxation
+        if relaxation is None or self.should_stop():
             return
+
+        def guide(solution: Floats) -> None:
+            """Let the search begin from the steps that a solution of the relaxation suggests."""
+            steps = guided_steps(relaxation, solution)
+            if steps is not None:
+                self.guides.append(steps)
+
         if linear.solution is not None:
-            self._guide(meaning, linear.solution)
+            guide(linear.solution)
         bound_ms = integer_bound(
-            program,
+            relaxation.program,
             seconds=max(0.0, self.left - _GRACE_SECONDS),
             cutoff_ms=incumbent.latency_ms,
             on_bound=lambda better_ms: incumbent.raise_bound(better_ms, _HIGHS),
-            on_solution=lambda solution: self._guide(meaning, solution),
+            on_solution=guide,
             should_stop=self.should_stop,
         )
         incumbent.raise_bound(bound_ms, _HIGHS)
-
-    def _guide(self, meaning: Meaning, solution: Floats) -> None:
-        """Let the search begin from the steps that a solution of the relaxation suggests."""
-        steps = guided_steps(self.problem, meaning, solution)
-        if steps is not None:
-            self.guides.append(steps)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from monetlite.core.costs import Profile
 from monetlite.core.options import SolvingOptions
@@ -44,7 +45,7 @@ def sweep_profile(
             budget_bytes,
             options,
             starts=[*starts, *found[-2:]],
-            progress=None if progress is None else _of(budget_bytes, progress),
+            progress=None if progress is None else partial(progress, budget_bytes),
         )
         found += [steps for steps in (solution.smallest_reached_steps, solution.steps) if steps is not None]
         solutions[budget_bytes] = solution
@@ -55,10 +56,6 @@ def sweep_profile(
         bound_ms = max(bound_ms, solution.lower_bound_ms)
         solutions[budget_bytes] = _with(solution, budget_bytes, bound_ms, proven_bytes)
     return solutions
-
-
-def _of(budget_bytes: int, progress: Callable[[int, Solution], None]) -> Callable[[Solution], None]:
-    return lambda solution: progress(budget_bytes, solution)
 
 
 def _with(solution: Solution, budget_bytes: int, bound_ms: float, proven_bytes: int) -> Solution:

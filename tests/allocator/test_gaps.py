@@ -2,12 +2,10 @@
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_profile
-from step_lists import recompute
 from test_reserved import in_blocks
 
 import monetlite
@@ -15,12 +13,19 @@ from monetlite.allocator import Allocator, reserve
 from monetlite.allocator.allocator import SMALL
 from monetlite.allocator.reserved import requests_of
 from monetlite.core.costs import Profile
-from monetlite.core.errors import IllegalSchedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.models import build_model
-from monetlite.solving.annealing.compiled import reserved_bytes
-from monetlite.solving.reserved.arranging import arrange, requests_of_graph
+from monetlite.solving.annealing.compiled import (
+    OPERATOR_GROUPS,
+    PART_AGAIN,
+    PART_FIRST,
+    new_scratch,
+    reserved_bytes,
+)
+from monetlite.solving.annealing.flat_problem import decode, flatten, keep_everything
+from monetlite.solving.problem import Problem
+from monetlite.solving.reserved_budget import arrange
 
 
 def on_paper(profile: Profile, steps: tuple[Step, ...]) -> int:
@@ -41,17 +46,20 @@ def on_paper(profile: Profile, steps: tuple[Step, ...]) -> int:
 def test_compiled_as_on_paper(seed: int, block: int) -> None:
     rng = random.Random(seed)
     profile = in_blocks(random_profile(rng, rng.randint(2, 14)), block)
-    steps = recompute(
-        profile.graph,
-        drop=lambda _: rng.random() < 0.5,
-        choose=lambda index: rng.randrange(len(profile.graph.operators[index].implementations)),
-    )
-    try:
-        simulate(profile, steps)
-    except IllegalSchedule:
-        return
-    operators, ways = (np.array(column) for column in zip(*steps, strict=True))
-    assert reserved_bytes(requests_of_graph(profile), operators, ways) == on_paper(profile, steps)
+    flat = flatten(Problem.of(profile))
+    scratch = new_scratch(flat.value_count, flat.operator_count, 20 * flat.operator_count + 64)
+    choices = keep_everything(flat)
+    choices[flat.droppable] = [rng.randrange(16) for _ in flat.droppable]
+    for part in (PART_FIRST, PART_AGAIN):
+        for operator, groups in enumerate(flat.group_of):
+            if max(groups) >= 0:
+                chosen = rng.choice([group for group in groups if group >= 0])
+                start = flat.tables.operators[operator, OPERATOR_GROUPS]
+                choices[flat.value_count + part * flat.operator_count + operator] = chosen - start
+    budget_bytes = rng.randint(1, 2 * flat.plain_peak_bytes)
+    steps = decode(flat, choices, scratch, budget_bytes, 1.0, rng.choice([0.001, 1e6]))
+    if steps is not None:
+        assert reserved_bytes(flat.tables, scratch) == on_paper(profile, steps)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ def test_every_baseline_is_legal(seed: int) -> None:
     count = rng.randint(1, 14)
     profile = random_profile(rng, count)
     boundaries = sorted(rng.sample(range(1, count + 1), min(count, 3)))
-    assert simulate(profile, baselines.store_all(profile)).steps == plain_steps(profile.graph)
     for steps in (
         baselines.sqrt_checkpointing(profile),
         baselines.segment_checkpointing(profile),

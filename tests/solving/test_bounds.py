@@ -12,7 +12,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving.bounding.latency_bound import integer_bound, latency_bound
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
-from monetlite.solving.bounding.relaxation import relaxation
+from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import dual_bound_ms
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.problem import Problem
@@ -42,9 +42,9 @@ def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
         )
         assert Problem.of(profile).least_latency_ms <= bound.lower_bound_ms + 1e-9
         assert bound.lower_bound_ms <= best.latency_ms * (1 + 1e-9)
-        if bound.program is not None:
+        if bound.relaxation is not None:
             cutoff = rng.choice([float("inf"), best.latency_ms])
-            tight = integer_bound(bound.program, seconds=10, cutoff_ms=cutoff)
+            tight = integer_bound(bound.relaxation.program, seconds=10, cutoff_ms=cutoff)
             assert bound.lower_bound_ms * (1 - 1e-5) <= tight <= best.latency_ms * (1 + 1e-9)
 
 
@@ -55,11 +55,11 @@ def test_any_multipliers_give_a_valid_bound(seed: int) -> None:
     smallest = exhaustive_smallest_peak(Problem.of(profile))
     assert smallest.smallest_reached_bytes is not None
     best = exhaustive(Problem.of(profile), smallest.smallest_reached_bytes)
-    program, _ = relaxation(Problem.of(profile), smallest.smallest_reached_bytes)
+    program = Relaxation(Problem.of(profile), smallest.smallest_reached_bytes).program
     for _ in range(20):
-        multipliers = rng.normal(size=program.limit.size) * rng.choice([0.1, 1, 10])
+        multipliers = rng.normal(size=len(program.limit)) * rng.choice([0.1, 1, 10])
         assert dual_bound_ms(program, multipliers) <= best.latency_ms
-    assert dual_bound_ms(program, np.full(program.limit.size, np.nan)) == -np.inf
+    assert dual_bound_ms(program, np.full(len(program.limit), np.nan)) == -np.inf
 
 
 def test_bounds_are_sharp_where_everything_is_forced() -> None:

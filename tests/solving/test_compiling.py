@@ -14,10 +14,8 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving import solve_profile
 from monetlite.solving.annealing import compiled, compiling, greedy
-from monetlite.solving.annealing.arrays import new_scratch
-from monetlite.solving.annealing.compiled import evaluate, evaluate_interpreted
-from monetlite.solving.annealing.encoding import keep_everything
-from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.compiled import evaluate, evaluate_interpreted, new_scratch
+from monetlite.solving.annealing.flat_problem import flatten, keep_everything
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
 from monetlite.solving.annealing.search import search

@@ -9,12 +9,11 @@ from random_graphs import random_profile
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.solving.annealing.arrays import new_scratch
-from monetlite.solving.annealing.encoding import decode, encode
-from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.compiled import new_scratch
+from monetlite.solving.annealing.flat_problem import decode, encode, flatten
 from monetlite.solving.bounding.guide import guided_steps
 from monetlite.solving.bounding.latency_bound import integer_bound, latency_bound
-from monetlite.solving.bounding.relaxation import relaxation
+from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import Floats
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.problem import Problem
@@ -25,9 +24,9 @@ def test_any_solution_gives_steps_that_only_need_memory(seed: int) -> None:
     profile = random_profile(random.Random(seed), forward_operators=6)
     problem = Problem.of(profile)
     plain = simulate(profile, plain_steps(profile.graph))
-    program, meaning = relaxation(problem, plain.peak_bytes // 2)
-    solution = np.random.default_rng(seed).random(program.cost_ms.size)
-    steps = guided_steps(problem, meaning, solution)
+    relaxation = Relaxation(problem, plain.peak_bytes // 2)
+    solution = np.random.default_rng(seed).random(len(relaxation.program.cost_ms))
+    steps = guided_steps(relaxation, solution)
     if steps is None:
         # Only something that can't be run again may be missing.
         assert any(not operator.rerunnable for operator in profile.graph.operators)
@@ -52,15 +51,15 @@ def test_guides_are_often_the_optimum_itself() -> None:
         plain = simulate(profile, plain_steps(profile.graph))
         budget_bytes = (smallest.smallest_reached_bytes + plain.peak_bytes) // 2
         bound = latency_bound(Problem.of(profile), budget_bytes, seconds=5)
-        if bound.program is None or bound.meaning is None:
+        if bound.relaxation is None:
             continue
         solutions: list[Floats] = []
-        integer_bound(bound.program, seconds=5, on_solution=solutions.append)
+        integer_bound(bound.relaxation.program, seconds=5, on_solution=solutions.append)
         if not solutions:
             continue
         problem = Problem.of(profile)
         flat = flatten(problem)
-        steps = guided_steps(problem, bound.meaning, solutions[-1])
+        steps = guided_steps(bound.relaxation, solutions[-1])
         if steps is None:
             continue
         scratch = new_scratch(flat.value_count, flat.operator_count, 20 * flat.operator_count + 64)

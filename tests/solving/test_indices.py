@@ -9,11 +9,10 @@ PROGRAM = """
 import random
 import numpy
 from random_graphs import random_profile
-from monetlite.solving.annealing.encoding import keep_everything
+from monetlite.solving.annealing.flat_problem import keep_everything
 from monetlite.solving.annealing.flat_problem import flatten
 from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
 from monetlite.solving.problem import Problem
-from monetlite.solving.reserved.arranging import requests_of_graph
 
 numpy.seterr(all="ignore")
 for seed in range(100, 106):
@@ -21,7 +20,7 @@ for seed in range(100, 106):
     flat = flatten(Problem.of(profile))
     workspace = Workspace(flat, seed)
     budget_bytes = flat.plain_peak_bytes * 6 // 10
-    reserved = AnnealingCost(budget_bytes=budget_bytes, requests=requests_of_graph(profile), room_bytes=1)
+    reserved = AnnealingCost(budget_bytes=budget_bytes, reserved=True, room_bytes=1)
     for cost, iterations in ((AnnealingCost(budget_bytes=budget_bytes, weight=0.0), 2500), (reserved, 50)):
         run = AnnealingRun(keep_everything(flat), cost, (100.0, 0.1), (1.0, 12.0), iterations)
         for _ in range(2):

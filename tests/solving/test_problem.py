@@ -10,7 +10,7 @@ from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.solving.annealing.arrays import (
+from monetlite.solving.annealing.compiled import (
     GROUP_OPTIONS,
     GROUP_OPTIONS_AGAIN,
     GROUP_OPTIONS_END,
@@ -27,8 +27,14 @@ from monetlite.solving.annealing.arrays import (
     PEAK,
     new_scratch,
 )
-from monetlite.solving.annealing.encoding import LEAN_FACTOR, decode, encode, keep_everything, read_least
-from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.flat_problem import (
+    LEAN_FACTOR,
+    decode,
+    encode,
+    flatten,
+    keep_everything,
+    read_least,
+)
 from monetlite.solving.problem import Problem
 
 

@@ -1,93 +1,179 @@
 """Compiled code: the evaluation of choices, the moves of simulated annealing, and its loop.
 
-`arrays` explains the choices. `generate` walks the agenda and recomputes missing values right where they are read,
-depth first. `price` goes back over the steps, derives from the rules of `monetlite.core.schedule` when each version
-of each value dies, and gives each step the option with the least latency + penalty · overflow. `reserved_bytes` is
-torch's allocator for a whole schedule.
+`generate` walks the agenda and recomputes missing values right where they are read, depth first. `price` goes back
+over the steps, derives from the rules of `monetlite.core.schedule` when each version of each value dies, and gives
+each step the option with the least latency + penalty · overflow. `reserved_bytes` is torch's allocator for a whole
+schedule.
 
 All is in one file, since numba's cache does not notice when a compiled function of another file changes.
+
+The *choices* are one flat array of integers with everything that annealing varies, in parts of this order:
+
+| part | length | says |
+| --- | --- | --- |
+| retain | values | bit 0: the value stays at the end of the forward pass; bit i: after its i-th read since |
+| first | operators | the group of an operator's first run |
+| again | operators | the group of its re-runs |
+| place | operators | the first run of an optional operator: `ON_DEMAND`, `EARLY` or `LATE` |
+| eager | operators | a run of a forward operator in the backward part before its output is needed |
+| order | operators | the order in which missing inputs are recomputed: `LAST_FIRST` + `PIN_LATE` |
 """
 
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numba
 import numpy
 from numpy.typing import NDArray
 
 from monetlite.allocator.allocator import PAGE_BYTES, SMALL, SMALLEST
-from monetlite.solving.annealing.arrays import (
-    AGENDA_OPERATOR,
-    AGENDA_WHEN,
-    AS_INPUTS_DROP,
-    AVAILABLE,
-    BACKWARD,
-    BEST_LATENCY,
-    DIED_AT,
-    EARLY,
-    EVERYWHERE,
-    GROUP_OPTIONS,
-    GROUP_OPTIONS_AGAIN,
-    GROUP_READS,
-    GROUP_READS_END,
-    GROUP_WRITES,
-    GROUP_WRITES_END,
-    LAST_BIT,
-    LAST_FIRST,
-    LATE,
-    LATENCY,
-    LEAST_LATENCY,
-    MOVE_GROUPS,
-    MOVE_OPERATOR,
-    MOVE_PART,
-    NEEDED,
-    NEVER,
-    OPERATOR_GROUPS,
-    OPERATOR_GROUPS_END,
-    OPERATOR_RERUNNABLE,
-    OPTION_EXTRA,
-    OPTION_IMPLEMENTATION,
-    OPTION_OVERWRITES,
-    OPTION_OVERWRITES_END,
-    OVERFLOW,
-    PART_AGAIN,
-    PART_EAGER,
-    PART_FIRST,
-    PART_ORDER,
-    PART_PLACE,
-    PEAK,
-    PENALTY_END,
-    PENALTY_START,
-    PIN_LATE,
-    PINS,
-    PRESSURE,
-    RECENT,
-    RECENT_COST,
-    REFRESH,
-    STEP_AGAIN,
-    STEP_GROUP,
-    STEP_OPERATOR,
-    STEP_OPTION,
-    STEPS,
-    STRICT_PENALTY,
-    TEMPERATURE_END,
-    TEMPERATURE_START,
-    TOUCHES,
-    VALUE_BYTES,
-    VALUE_HELD,
-    VALUE_READERS,
-    VALUE_READERS_END,
-    VALUE_WRITER,
-    WEIGHT,
-    Floats,
-    Integers,
-    Moves,
-    Requests,
-    Scratch,
-    Tables,
-)
+
+Integers: TypeAlias = NDArray[numpy.int64]
+Floats: TypeAlias = NDArray[numpy.float64]
+
+# Columns of the tables. X and X_END are a slice of `Tables.lists` or, for groups and options, of their rows.
+VALUE_BYTES, VALUE_HELD, VALUE_WRITER, VALUE_READERS, VALUE_READERS_END = range(5)
+OPERATOR_GROUPS, OPERATOR_GROUPS_END, OPERATOR_RERUNNABLE = range(3)
+GROUP_READS, GROUP_READS_END, GROUP_WRITES, GROUP_WRITES_END = range(4)
+GROUP_OPTIONS, GROUP_OPTIONS_AGAIN, GROUP_OPTIONS_END = range(4, 7)
+OPTION_EXTRA, OPTION_OVERWRITES, OPTION_OVERWRITES_END, OPTION_IMPLEMENTATION = range(4)
+AGENDA_OPERATOR, AGENDA_WHEN = range(2)
+
+FORWARD, EARLY, LATE, BACKWARD = range(4)
+"""Kinds of entries of the agenda. FORWARD and BACKWARD ones always run. EARLY and LATE ones are of optional
+operators, and run if that is the operator's place."""
+
+ON_DEMAND = FORWARD
+"""The place of an optional operator that runs when something needs it. EARLY: once its inputs are there. LATE: as
+one of them dies in the forward part."""
+
+
+class Tables(NamedTuple):
+    """A problem for compiled code, one row an item; the columns are named above.
+
+    There are few arrays with many columns, since each array that a compiled function is given costs time.
+    """
+
+    values: Integers
+    """Size in bytes; 1 if held; the operator that writes it, or -1; the forward operators that read it."""
+    operators: Integers
+    """Slice of its groups; 1 if it can be run again."""
+    groups: Integers
+    """Values read, ascending; values written; options of a first run, then of later ones, each fastest first."""
+    options: Integers
+    """Workspace less overwritten bytes; values overwritten; index of the implementation."""
+    latency_ms: Floats
+    """Latency of each option."""
+    lists: Integers
+    agenda: Integers
+    """Operators in the order of a step that recomputes nothing; optional ones at each place they may run."""
+    resident_bytes: int
+
+
+LAST_BIT = 62
+"""Reads of a value beyond this many share a bit."""
+
+PART_FIRST, PART_AGAIN, PART_PLACE, PART_EAGER, PART_ORDER, PARTS = range(6)
+"""Parts of the choices with an entry for each operator; they follow the part with an entry for each value."""
+
+AVAILABLE, TOUCHES, PINS, NEEDED, DIED_AT = range(5)
+"""Columns of `Scratch.values`. Touches: reads since the end of the forward pass; pins: waiting readers."""
+
+STEP_OPERATOR, STEP_GROUP, STEP_AGAIN, STEP_OPTION = range(4)
+"""Columns of `Scratch.steps`."""
+
+NEVER, AS_INPUTS_DROP = range(2)
+"""Values of the eager part: not at all; as an input is about to be dropped, if all inputs are there. Larger values
+are entries of the agenda, after which the operator runs."""
+
+LAST_FIRST, PIN_LATE = 1, 2
+"""Bits of the order part: inputs are recomputed in descending order; an input may be dropped while another one is
+recomputed."""
+
+LEAST_LATENCY, LATENCY, OVERFLOW, PEAK, STEPS = range(5)
+"""Entries of `Scratch.totals`."""
+
+TEMPERATURE_START, TEMPERATURE_END, PENALTY_START, PENALTY_END, WEIGHT, STRICT_PENALTY = range(6)
+"""Entries of `schedule`: temperatures in cost, penalties in cost per byte, the weight in cost per ms; and the
+penalty that implementations are chosen by in runs that price reserved memory, in ms per byte."""
+
+BEST_LATENCY, PRESSURE, RECENT_COST = range(3)
+"""Entries of `record`: the latency of the best choices that fit; a factor on the penalty, which grows while nothing
+fits; a moving average of the cost."""
+
+RECENT = 0.1
+"""Weight of the latest cost in the moving average, which is taken every `REFRESH` iterations."""
+
+REFRESH = 256
+"""Iterations between changes of the temperature and the penalty."""
+
+
+class Scratch(NamedTuple):
+    """Working memory of an evaluation, and its results."""
+
+    values: Integers
+    ran: Integers
+    eager_next: Integers
+    """For each operator, the next one that runs eagerly after the same entry of the agenda, or -1."""
+    eager_first: Integers
+    """For each entry of the agenda, the first operator that runs eagerly after it, or -1."""
+    stack: Integers
+    """Operators that wait for their inputs: operator, group, position among its reads."""
+    steps: Integers
+    totals: Floats
+    """Least latency of the steps (ms); latency (ms), overflow and peak (bytes) with the options; steps."""
+
+
+def new_scratch(values: int, operators: int, most_steps: int) -> Scratch:
+    """Working memory for schedules of at most `most_steps` steps."""
+    return Scratch(
+        values=numpy.zeros((values, 5), dtype=numpy.int64),
+        ran=numpy.zeros(operators, dtype=numpy.int64),
+        eager_next=numpy.zeros(operators, dtype=numpy.int64),
+        eager_first=numpy.zeros(3 * operators + 1, dtype=numpy.int64),
+        stack=numpy.zeros((operators + 1, 3), dtype=numpy.int64),
+        steps=numpy.zeros((most_steps, 4), dtype=numpy.int64),
+        totals=numpy.zeros(5, dtype=numpy.float64),
+    )
+
+
+UNDO_LENGTH = 4096
+"""The most changes that one move makes."""
+
+EVERYWHERE = -1
+"""A retain mask that never drops the value."""
+
+MOVE_OPERATOR, MOVE_PART, MOVE_GROUPS = range(3)
+"""Columns of `Moves.groups`."""
+
+
+class Moves(NamedTuple):
+    """The places where choices may be changed.
+
+    `alike` lists, for each forward operator, the operators that look like it; `anchored` the backward operators
+    that read its output and no later one; both as slices, `x_start[i]:x_start[i + 1]`.
+    """
+
+    droppable: Integers
+    is_droppable: Integers
+    groups: Integers
+    """Operator, part of the choices and number of groups, wherever there is more than one group."""
+    optional: Integers
+    eager: Integers
+    """Operator, and an entry of the agenda after which a run in the backward part may be worth it."""
+    several: Integers
+    """Operators that read more than one value."""
+    forward: int
+    """Number of forward operators, which come first."""
+    look: Integers
+    """For each operator, a number that alike operators share."""
+    alike_start: Integers
+    alike: Integers
+    anchored_start: Integers
+    anchored: Integers
+
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -463,7 +549,12 @@ def propose(
     values, operators = tables.values.shape[0], tables.operators.shape[0]
     place = values + PART_PLACE * operators
     if others.shape[0] > 0 and draw(random) < 0.04:
-        _copy_from_others(tables, moves, choices, undo, random, others)
+        # Copy a run of operators from other choices.
+        length = 1 + _below(random, 2 ** (1 + _below(random, 8)))
+        first = _below(random, moves.forward + length - 1) - length + 1
+        origin = others[_below(random, others.shape[0])]
+        for operator in range(max(0, first), min(first + length, moves.forward)):
+            _copy_operator(tables, moves, choices, undo, origin, operator, operator, False)
         return
     kind = draw(random)
     if kind < 0.29 and moves.droppable.size > 0:
@@ -520,14 +611,14 @@ def propose(
                 _set(choices, undo, value, choices[value] | 1 if where != 0 else choices[value] & ~1)
     elif kind < 0.85 and moves.alike.size > 0:
         _copy_block(tables, moves, choices, undo, random)
-    elif kind < 0.92 and moves.forward.size > 0:
+    elif kind < 0.92 and moves.forward > 0:
         _redo_block(tables, moves, choices, undo, random, kind < 0.885)
     elif kind < 0.94 and moves.several.size > 0:
         operator = moves.several[_below(random, moves.several.size)]
         index = values + PART_ORDER * operators + operator
         _set(choices, undo, index, (choices[index] + 1 + _below(random, 3)) % 4)
-    elif kind < 0.97 and moves.forward.size > 0:
-        operator = moves.forward[_below(random, moves.forward.size)]
+    elif kind < 0.97 and moves.forward > 0:
+        operator = _below(random, moves.forward)
         index = values + PART_EAGER * operators + operator
         _set(choices, undo, index, AS_INPUTS_DROP if choices[index] == NEVER else NEVER)
     elif moves.eager.shape[0] > 0:
@@ -558,7 +649,7 @@ def _copy_block(
     Half of the time as many operators as there are from the first one to the next that looks like it: where a
     model repeats a block, all of it. An exchange leaves the memory about as it was.
     """
-    target = moves.forward[_below(random, moves.forward.size)]
+    target = _below(random, moves.forward)
     first = moves.alike_start[target]
     alike = moves.alike_start[target + 1] - first
     if alike == 0:
@@ -566,80 +657,60 @@ def _copy_block(
     source = moves.alike[first + _below(random, alike)]
     length = 1 + _below(random, 2 ** (2 + _below(random, 5)))
     if draw(random) < 0.5:
-        length = moves.forward.size
+        length = moves.forward
         for i in range(first, first + alike):
             length = min(length, abs(moves.alike[i] - target))
     exchange = draw(random) < 0.5
     for _ in range(min(length, abs(source - target))):
-        if max(source, target) >= moves.forward.size or moves.look[source] != moves.look[target]:
+        if max(source, target) >= moves.forward or moves.look[source] != moves.look[target]:
             return
-        _copy_operator(tables, moves, choices, undo, source, target, exchange)
+        _copy_operator(tables, moves, choices, undo, choices, source, target, exchange)
         source += 1
         target += 1
 
 
 @inner
-def _copy_choice(choices: Integers, undo: Integers, source: int, target: int, exchange: bool) -> None:
-    before = choices[target]
-    _set(choices, undo, target, choices[source])
-    if exchange:
-        _set(choices, undo, source, before)
-
-
-@inner
 def _copy_operator(
-    tables: Tables, moves: Moves, choices: Integers, undo: Integers, source: int, target: int, exchange: bool
+    tables: Tables,
+    moves: Moves,
+    choices: Integers,
+    undo: Integers,
+    origin: Integers,
+    source: int,
+    target: int,
+    exchange: bool,
 ) -> None:
-    """Copy all choices about one operator, and about the backward operators that go with it."""
+    """Copy the choices in `origin` about one operator, and about the backward operators that go with it."""
     values, operators = tables.values.shape[0], tables.operators.shape[0]
     for part in range(PART_FIRST, PART_ORDER + 1):
         index = values + part * operators
-        if part != PART_EAGER or max(choices[index + source], choices[index + target]) <= AS_INPUTS_DROP:
-            _copy_choice(choices, undo, index + source, index + target, exchange)
+        eager = max(origin[index + source], choices[index + target]) > AS_INPUTS_DROP
+        if source == target or part != PART_EAGER or not eager:
+            _copy_choice(choices, undo, origin, index + source, index + target, exchange)
     group = tables.operators[target, OPERATOR_GROUPS]
     shift = (
         tables.groups[tables.operators[source, OPERATOR_GROUPS], GROUP_WRITES] - tables.groups[group, GROUP_WRITES]
     )
     for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
         if moves.is_droppable[tables.lists[i]] != 0 and moves.is_droppable[tables.lists[i + shift]] != 0:
-            _copy_choice(choices, undo, tables.lists[i + shift], tables.lists[i], exchange)
+            _copy_choice(choices, undo, origin, tables.lists[i + shift], tables.lists[i], exchange)
     first, end = moves.anchored_start[target], moves.anchored_start[target + 1]
     offset = moves.anchored_start[source] - first
     if moves.anchored_start[source + 1] - offset == end:
         for i in range(first, end):
             to, of = moves.anchored[i], moves.anchored[i + offset]
             if moves.look[to] == moves.look[of]:
-                _copy_choice(choices, undo, values + of, values + to, exchange)
+                _copy_choice(choices, undo, origin, values + of, values + to, exchange)
 
 
 @inner
-def _copy_from_others(
-    tables: Tables,
-    moves: Moves,
-    choices: Integers,
-    undo: Integers,
-    random: NDArray[numpy.uint64],
-    others: Integers,
+def _copy_choice(
+    choices: Integers, undo: Integers, origin: Integers, source: int, target: int, exchange: bool
 ) -> None:
-    """Copy the choices of a run of operators, and of the backward operators after them, from other choices."""
-    values, operators = tables.values.shape[0], tables.operators.shape[0]
-    source = _below(random, others.shape[0])
-    length = 1 + _below(random, 2 ** (1 + _below(random, 8)))
-    first = _below(random, moves.forward.size + length - 1) - length + 1
-    for at in range(max(0, first), min(first + length, moves.forward.size)):
-        operator = moves.forward[at]
-        for part in range(PART_FIRST, PART_ORDER + 1):
-            index = values + part * operators + operator
-            _set(choices, undo, index, others[source, index])
-        for group in range(
-            tables.operators[operator, OPERATOR_GROUPS], tables.operators[operator, OPERATOR_GROUPS_END]
-        ):
-            for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
-                if moves.is_droppable[tables.lists[i]] != 0:
-                    _set(choices, undo, tables.lists[i], others[source, tables.lists[i]])
-        for i in range(moves.anchored_start[operator], moves.anchored_start[operator + 1]):
-            index = values + moves.anchored[i]
-            _set(choices, undo, index, others[source, index])
+    before = choices[target]
+    _set(choices, undo, target, origin[source])
+    if exchange:
+        _set(choices, undo, source, before)
 
 
 @inner
@@ -652,12 +723,12 @@ def _redo_block(
     segment: bool,
 ) -> None:
     """Give the values of a run of forward operators random masks, or those of a checkpointed segment."""
-    first = _below(random, moves.forward.size)
+    first = _below(random, moves.forward)
     length = 2 + _below(random, 2 ** (2 + _below(random, 4)))
     whole = EVERYWHERE & ~1 if draw(random) < 0.8 else EVERYWHERE
     share = draw(random)
-    for at in range(first, min(first + length, moves.forward.size)):
-        group = tables.operators[moves.forward[at], OPERATOR_GROUPS]
+    for at in range(first, min(first + length, moves.forward)):
+        group = tables.operators[at, OPERATOR_GROUPS]
         for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
             value = tables.lists[i]
             if moves.is_droppable[value] != 0:
@@ -668,42 +739,38 @@ def _redo_block(
 
 
 @entry
-def reserved_bytes(requests: Requests, operators: Integers, ways: Integers) -> int:
-    """Bytes of the expandable segment for requests of more than 1 MiB, after a few training steps, without a limit.
+def reserved_bytes(tables: Tables, scratch: Scratch) -> int:
+    """Bytes of the expandable segment for requests of more than 1 MiB, after some training steps, without a limit.
 
-    The rules are `allocator.Allocator`'s. Without a limit nothing goes back, so all memory is below one end, and
-    the rules are few: a request gets the smallest gap between blocks that holds it, at its beginning; where there
-    is none, the free room at the end, and as many pages more as that takes. Requests of up to 1 MiB have a segment
-    of their own, which is left out.
-
-    Args:
-        requests: of the graph.
-        operators, ways: of each step of a legal schedule, the operator and the index of its implementation.
+    The steps are those in `scratch`. The rules are `allocator.Allocator`'s. Without a limit nothing
+    goes back, so all memory is below one end, and the rules are few: a request gets the smallest gap between blocks
+    that holds it, at its beginning; where there is none, the free room at the end, and as many pages more as that
+    takes. Requests of up to 1 MiB have a segment of their own, which is left out.
     """
-    first, starts, lists, workspaces, sizes, held = requests
-    count, values = operators.size, sizes.size
+    groups, options, lists, steps = tables.groups, tables.options, tables.lists, scratch.steps
+    count, values = int(scratch.totals[STEPS]), tables.values.shape[0]
     # Values that die at each step: `dying[deaths[at]:deaths[at + 1]]`, found from the last step to the first.
-    needed = held.copy()
+    needed = tables.values[:, VALUE_HELD].copy()
     most = 0
     for at in range(count):
-        number = first[operators[at]] + ways[at]
-        most += starts[number, 2] - starts[number, 0]
+        group = steps[at, STEP_GROUP]
+        most += groups[group, GROUP_READS_END] - groups[group, GROUP_READS]
+        most += groups[group, GROUP_WRITES_END] - groups[group, GROUP_WRITES]
     dying = numpy.empty(most, dtype=numpy.int64)
     deaths = numpy.zeros(count + 1, dtype=numpy.int64)
     deaths[count] = most
     left = most
     for at in range(count - 1, -1, -1):
-        number = first[operators[at]] + ways[at]
-        for item in range(starts[number, 1], starts[number, 2]):
-            value = lists[item]
+        group = steps[at, STEP_GROUP]
+        writes = lists[groups[group, GROUP_WRITES] : groups[group, GROUP_WRITES_END]]
+        for value in writes:
             if not needed[value]:
                 left -= 1
                 dying[left] = value
-        for item in range(starts[number, 1], starts[number, 2]):
-            if not held[lists[item]]:
-                needed[lists[item]] = 0
-        for item in range(starts[number, 0], starts[number, 1]):
-            value = lists[item]
+        for value in writes:
+            if tables.values[value, VALUE_HELD] == 0:
+                needed[value] = 0
+        for value in lists[groups[group, GROUP_READS] : groups[group, GROUP_READS_END]]:
             if not needed[value]:
                 needed[value] = 1
                 left -= 1
@@ -713,31 +780,32 @@ def reserved_bytes(requests: Requests, operators: Integers, ways: Integers) -> i
     begins = numpy.empty(values + 1, dtype=numpy.int64)
     ends = numpy.empty(values + 1, dtype=numpy.int64)
     address = numpy.empty(values, dtype=numpy.int64)
-    ran = numpy.empty(first.size, dtype=numpy.int64)
     end = 0
     for _ in range(_TRAINING_STEPS):
         before = end
         used = 0
         address[:] = _NOWHERE
-        ran[:] = 0
         for at in range(count):
-            operator = operators[at]
-            number = first[operator] + ways[at]
-            last = starts[number, 2]
-            over = starts[number, 3] - last
+            group, option = steps[at, STEP_GROUP], steps[at, STEP_OPTION]
+            overwrites = lists[options[option, OPTION_OVERWRITES] : options[option, OPTION_OVERWRITES_END]]
+            workspace_bytes = options[option, OPTION_EXTRA]
+            for value in overwrites:
+                workspace_bytes += tables.values[value, VALUE_BYTES]
             taken = 0
             # Its results one by one, and then its workspace.
-            for item in range(starts[number, 1], last + 1):
+            last = groups[group, GROUP_WRITES_END]
+            for item in range(groups[group, GROUP_WRITES], last + 1):
                 value = -1
+                size = workspace_bytes
                 if item < last:
                     value = lists[item]
-                    size = sizes[value]
+                    size = tables.values[value, VALUE_BYTES]
                     if address[value] != _NOWHERE or not size:
                         continue
                     moved = False
-                    for place in range(over):
-                        other = lists[last + place]
-                        if taken >> place & 1 == 0 and sizes[other] == size and address[other] != _NOWHERE:
+                    for place, other in enumerate(overwrites):
+                        same_size = tables.values[other, VALUE_BYTES] == size
+                        if taken >> place & 1 == 0 and same_size and address[other] != _NOWHERE:
                             address[value] = address[other]
                             address[other] = _NOWHERE
                             taken |= 1 << place
@@ -745,11 +813,8 @@ def reserved_bytes(requests: Requests, operators: Integers, ways: Integers) -> i
                             break
                     if moved:
                         continue
-                else:
-                    size = workspaces[number, ran[operator]]
-                    ran[operator] = 1
-                    if size <= 0:
-                        continue
+                elif size <= 0:
+                    continue
                 size = (size + SMALLEST - 1) // SMALLEST * SMALLEST
                 if size <= SMALL:
                     if value >= 0:
@@ -788,40 +853,27 @@ def reserved_bytes(requests: Requests, operators: Integers, ways: Integers) -> i
 @inner
 def _cost(
     tables: Tables,
-    requests: Requests,
     choices: Integers,
     scratch: Scratch,
     schedule: Floats,
     budget_bytes: int,
+    reserved: bool,
     room_bytes: int,
     penalty: float,
     bound: float,
 ) -> float:
-    """Weight · latency + penalty · overflow; the overflow of reserved memory where there are requests."""
-    weight = schedule[WEIGHT]
-    reserved = requests.first.size > 0
-    # Where reserved memory is priced, implementations are chosen for the peak alone.
-    cost: float = evaluate(
-        tables,
-        choices,
-        scratch,
-        budget_bytes,
-        1.0 if reserved else weight,
-        schedule[STRICT_PENALTY] if reserved else penalty,
-        numpy.inf if reserved else bound,
-    )
-    if not reserved or cost == numpy.inf:
-        return cost
-    cost = weight * scratch.totals[LATENCY]
+    """Weight · latency + penalty · overflow, of reserved memory where that is priced."""
+    if not reserved:
+        allocated: float = evaluate(tables, choices, scratch, budget_bytes, schedule[WEIGHT], penalty, bound)
+        return allocated
+    # Implementations are chosen for the peak alone.
+    strict = schedule[STRICT_PENALTY]
+    if evaluate(tables, choices, scratch, budget_bytes, 1.0, strict, numpy.inf) == numpy.inf:
+        return numpy.inf
+    cost: float = schedule[WEIGHT] * scratch.totals[LATENCY]
     if cost > bound:
         return numpy.inf
-    count = int(scratch.totals[STEPS])
-    operators = numpy.empty(count, dtype=numpy.int64)
-    ways = numpy.empty(count, dtype=numpy.int64)
-    for at in range(count):
-        operators[at] = scratch.steps[at, STEP_OPERATOR]
-        ways[at] = tables.options[scratch.steps[at, STEP_OPTION], OPTION_IMPLEMENTATION]
-    scratch.totals[OVERFLOW] = max(0, reserved_bytes(requests, operators, ways) - room_bytes)
+    scratch.totals[OVERFLOW] = max(0, reserved_bytes(tables, scratch) - room_bytes)
     return cost + penalty * float(scratch.totals[OVERFLOW])
 
 
@@ -829,7 +881,6 @@ def _cost(
 def anneal(
     tables: Tables,
     moves: Moves,
-    requests: Requests,
     choices: Integers,
     best: Integers,
     scratch: Scratch,
@@ -839,6 +890,7 @@ def anneal(
     record: Floats,
     schedule: Floats,
     budget_bytes: int,
+    reserved: bool,
     room_bytes: int,
     begin: int,
     end: int,
@@ -848,12 +900,12 @@ def anneal(
     """Do iterations `begin` to `end` of a run of `total`; True if it stopped since something fits.
 
     Args:
-        tables, moves: of the problem. requests: empty, or those whose reserved memory is priced (`_cost`).
+        tables, moves: of the problem.
         choices: of the run, changed in place. best: the fastest that fit, replaced where a faster one is found.
         scratch, undo, random: working memory, and the state of the random numbers.
         others: choices that moves may copy from, one a row.
-        record, schedule: see `arrays`.
-        budget_bytes, room_bytes: see `runs.AnnealingCost`.
+        record, schedule: their entries are named above.
+        budget_bytes, reserved, room_bytes: see `runs.AnnealingCost`.
         stop_when_fits: stop at the first choices without overflow.
     """
     temperature = schedule[TEMPERATURE_START]
@@ -869,7 +921,7 @@ def anneal(
                 1.0, share / 0.85
             )
             penalty *= record[PRESSURE]
-            cost = _cost(tables, requests, choices, scratch, schedule, budget_bytes, room_bytes, penalty, numpy.inf)
+            cost = _cost(tables, choices, scratch, schedule, budget_bytes, reserved, room_bytes, penalty, numpy.inf)
             if cost < numpy.inf:
                 if scratch.totals[OVERFLOW] > 0 and share > 0.6:
                     record[PRESSURE] *= 1.05
@@ -881,7 +933,7 @@ def anneal(
         if undo[0, 0] == 0:
             continue
         bound = cost - temperature * math.log(1.0 - draw(random))
-        after = _cost(tables, requests, choices, scratch, schedule, budget_bytes, room_bytes, penalty, bound)
+        after = _cost(tables, choices, scratch, schedule, budget_bytes, reserved, room_bytes, penalty, bound)
         if after > bound or after == numpy.inf:
             take_back(choices, undo)
             continue

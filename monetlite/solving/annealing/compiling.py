@@ -14,11 +14,10 @@ from pathlib import Path
 
 import numba
 
-from monetlite.core.costs import Cost, Profile, ProfileKind
-from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.costs import Profile, ProfileKind
+from monetlite.core.graph import OperatorGraph, Resident
 from monetlite.solving.annealing import compiled
-from monetlite.solving.annealing.encoding import keep_everything
-from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.flat_problem import flatten, keep_everything
 from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
 from monetlite.solving.problem import Problem
 
@@ -28,7 +27,9 @@ _compiling: "subprocess.Popen[bytes] | None" = None
 
 def load() -> None:
     """Compile everything, or load what was compiled before."""
-    flat = flatten(Problem.of(_tiny_profile()))
+    # Compiling depends on types alone: nothing at all will do.
+    graph = OperatorGraph(name="empty", operators=(), values=(), resident=Resident())
+    flat = flatten(Problem.of(Profile(graph=graph, device="", kind=ProfileKind.ESTIMATED, costs=())))
     workspace = Workspace(flat, 0)
     run = AnnealingRun(keep_everything(flat), AnnealingCost(budget_bytes=1), (1.0, 0.1), (1.0, 2.0), 1)
     workspace.advance(run, 1.0, lambda: False)
@@ -39,7 +40,7 @@ def load() -> None:
             marker.write_text(_fingerprint(), encoding="utf-8")
 
 
-def ensure_compiled(deadline: float, should_stop: Callable[[], bool] | None = None) -> bool:
+def ensure_compiled(deadline: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
     """Prepare compiled code by a deadline (of `time.monotonic`); False if time was too short.
 
     Where numba has nothing in its cache, another process compiles; it is left to itself when time is up.
@@ -53,7 +54,7 @@ def ensure_compiled(deadline: float, should_stop: Callable[[], bool] | None = No
         return True
     process = _compiler()
     while process.poll() is None:
-        if time.monotonic() >= deadline or (should_stop is not None and should_stop()):
+        if time.monotonic() >= deadline or should_stop():
             return False
         time.sleep(0.05)
     load()
@@ -96,21 +97,3 @@ def _marker() -> Path | None:
 def _fingerprint() -> str:
     source = hashlib.sha256(Path(compiled.__file__).read_bytes()).hexdigest()
     return f"{source} numba {numba.__version__} Python {sys.version_info.major}.{sys.version_info.minor}"
-
-
-def _tiny_profile() -> Profile:
-    """The smallest training step; compiling depends on types alone."""
-    value = Value(name="value", kind=ValueKind.ACTIVATION, size_bytes=1)
-    gradient = Value(name="gradient", kind=ValueKind.GRADIENT, size_bytes=1)
-    operators = tuple(
-        Operator(
-            name=phase.value,
-            family=phase.value,
-            phase=phase,
-            implementations=(Implementation(name="default", reads=reads, writes=writes),),
-        )
-        for phase, reads, writes in ((Phase.FORWARD, (), (0,)), (Phase.BACKWARD, (0,), (1,)))
-    )
-    graph = OperatorGraph(name="tiny", operators=operators, values=(value, gradient), resident=Resident())
-    costs = ((Cost(latency_ms=1.0, workspace_bytes=0),),) * 2
-    return Profile(graph=graph, device="", kind=ProfileKind.ESTIMATED, costs=costs)

@@ -1,4 +1,4 @@
-"""A problem as arrays for compiled code: tables of what it is, and the places where moves may change it.
+"""A problem as arrays for compiled code: tables of it, the places where moves may change it, and its schedules.
 
 The implementations of an operator become two levels. A *group* reads and writes the same values: the choice of a
 group changes what has to be in memory. Within a group, *entries* differ in latency, workspace and what they
@@ -12,39 +12,53 @@ overwrite. Only the step itself feels that, so the best entry of a step follows 
 | value re-run | r |
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy
 
 from monetlite.core.graph import Operator, OperatorGraph, Phase
 from monetlite.core.simulate import simulate
-from monetlite.core.steps import plain_steps
-from monetlite.solving.annealing.arrays import (
+from monetlite.core.steps import Step, plain_steps
+from monetlite.solving.annealing.compiled import (
     BACKWARD,
     EARLY,
     FORWARD,
+    GROUP_OPTIONS,
     GROUP_READS,
     GROUP_READS_END,
     GROUP_WRITES,
     GROUP_WRITES_END,
+    LAST_BIT,
     LATE,
     OPERATOR_GROUPS,
     OPERATOR_GROUPS_END,
+    OPTION_IMPLEMENTATION,
     PART_AGAIN,
     PART_FIRST,
+    PART_PLACE,
+    PARTS,
+    STEP_OPERATOR,
+    STEP_OPTION,
+    STEPS,
+    VALUE_BYTES,
     VALUE_WRITER,
     Integers,
     Moves,
+    Scratch,
     Tables,
+    evaluate,
 )
 from monetlite.solving.problem import Option, Problem
 
 TINY_FRACTION = 100_000
 """Values smaller than the plain peak divided by this are never dropped."""
+KEEP_ALWAYS = -1
+"""A retain mask with every bit set."""
+
+LEAN_FACTOR = 1.5
+"""An implementation is chosen because it reads less if it takes at most so many times the fastest's latency."""
 MAX_ALIKE = 24
 """Alike operators that moves may copy from: enough of them, and few enough for graphs of thousands."""
 
@@ -91,119 +105,81 @@ class FlatProblem:
         return _moves(self)
 
 
-class _OptionRow(NamedTuple):
-    """A row of `Tables.options`."""
-
-    latency_ms: float
-    extra_bytes: int
-    overwrites: tuple[int, ...]
-    implementation: int
-
-
-class _Group(NamedTuple):
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    first: list[_OptionRow]
-    again: list[_OptionRow]
-
-
 @lru_cache(maxsize=2)
 def flatten(problem: Problem) -> FlatProblem:
-    """Lay a problem out as arrays.
-
-    Of each group, only entries are kept that no other beats on latency, memory and conditions (what has to die to
-    be overwritten) at once; for first runs and later runs apart.
-    """
+    """Lay a problem out as arrays."""
     graph = problem.graph
     plain = simulate(problem.profile, plain_steps(graph))
-    groups: list[_Group] = []
-    counts: list[int] = []
-    group_of: list[tuple[int, ...]] = []
-    for operator, options in zip(graph.operators, problem.legal_options, strict=True):
-        members: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Option]] = {}
-        for option in options:
-            writes = tuple(dict.fromkeys(operator.implementations[option.choice].writes))
-            members.setdefault((tuple(sorted(option.reads)), writes), []).append(option)
-        group_of_choice = [-1] * len(operator.implementations)
-        for (reads, writes), of in members.items():
-            for option in of:
-                group_of_choice[option.choice] = len(groups)
-            first, again = (_pareto(_entry(operator, option, later) for option in of) for later in (False, True))
-            groups.append(_Group(reads, writes, first, again))
-        counts.append(len(members))
-        group_of.append(tuple(group_of_choice))
     writer = {value: makers[0] for value, makers in enumerate(problem.producers) if makers}
-    return FlatProblem(
-        problem=problem,
-        tables=_tables(graph, writer, counts, groups),
-        droppable=_droppable(graph, writer, plain.peak_bytes // TINY_FRACTION),
-        group_of=tuple(group_of),
-        plain_peak_bytes=plain.peak_bytes,
-    )
-
-
-def _entry(operator: Operator, option: Option, again: bool) -> _OptionRow:
-    return _OptionRow(
-        option.again_ms if again else option.first_ms,
-        option.again_extra_bytes if again else option.first_extra_bytes,
-        operator.implementations[option.choice].overwrites,
-        option.choice,
-    )
-
-
-def _pareto(entries: Iterable[_OptionRow]) -> list[_OptionRow]:
-    """Entries that none beats, fastest first."""
-    kept: list[_OptionRow] = []
-    for entry in sorted(entries, key=lambda entry: (entry.latency_ms, entry.extra_bytes, len(entry.overwrites))):
-        if not any(
-            better.extra_bytes <= entry.extra_bytes and set(better.overwrites) <= set(entry.overwrites)
-            for better in kept
-        ):
-            kept.append(entry)
-    return kept
-
-
-def _tables(graph: OperatorGraph, writer: dict[int, int], counts: list[int], groups: list[_Group]) -> Tables:
-    readers: list[list[int]] = [[] for _ in graph.values]
-    for index, operator in enumerate(graph.operators):
-        if operator.phase is Phase.FORWARD:
-            for value in _reads(operator):
-                readers[value].append(index)
+    operators: list[tuple[int, ...]] = []
+    groups: list[tuple[int, ...]] = []
+    options: list[tuple[int, ...]] = []
+    latency_ms: list[float] = []
     lists: list[int] = []
+    group_of: list[tuple[int, ...]] = []
 
     def listed(items: Iterable[int]) -> tuple[int, int]:
         start = len(lists)
         lists.extend(items)
         return start, len(lists)
 
+    for operator, legal in zip(graph.operators, problem.legal_options, strict=True):
+        members: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Option]] = {}
+        for option in legal:
+            writes = tuple(dict.fromkeys(operator.implementations[option.choice].writes))
+            members.setdefault((tuple(sorted(option.reads)), writes), []).append(option)
+        group_of_choice = [-1] * len(operator.implementations)
+        for group, ((reads, writes), of) in enumerate(members.items(), len(groups)):
+            starts = [len(options)]
+            for again in (False, True):
+                for option in _pareto(of, again):
+                    option_ms, extra_bytes = option.of_run(again)
+                    overwrites = operator.implementations[option.choice].overwrites
+                    options.append((extra_bytes, *listed(overwrites), option.choice))
+                    latency_ms.append(option_ms)
+                starts.append(len(options))
+            for option in of:
+                group_of_choice[option.choice] = group
+            groups.append((*listed(reads), *listed(writes), *starts))
+        operators.append((len(groups) - len(members), len(groups), int(operator.rerunnable)))
+        group_of.append(tuple(group_of_choice))
+    readers: list[list[int]] = [[] for _ in graph.values]
+    for index, operator in enumerate(graph.operators):
+        if operator.phase is Phase.FORWARD:
+            for value in _reads(operator):
+                readers[value].append(index)
     values = [
         (value.size_bytes, int(value.held), writer.get(index, -1), *listed(readers[index]))
         for index, value in enumerate(graph.values)
     ]
-    ends = itertools.accumulate(counts)
-    operators = [
-        (end - count, end, int(operator.rerunnable))
-        for operator, count, end in zip(graph.operators, counts, ends, strict=True)
-    ]
-    group_reads = [listed(group.reads) for group in groups]
-    group_writes = [listed(group.writes) for group in groups]
-    entries = [entry for group in groups for entry in (*group.first, *group.again)]
-    starts = itertools.accumulate((len(group.first) + len(group.again) for group in groups), initial=0)
-    group_rows = [
-        (*reads, *writes, start, start + len(group.first), start + len(group.first) + len(group.again))
-        for group, reads, writes, start in zip(groups, group_reads, group_writes, starts, strict=False)
-    ]
-    options = [(entry.extra_bytes, *listed(entry.overwrites), entry.implementation) for entry in entries]
-    return Tables(
-        values=_rows(values, 5),
-        operators=_rows(operators, 3),
-        groups=_rows(group_rows, 7),
-        options=_rows(options, 4),
-        latency_ms=numpy.array([entry.latency_ms for entry in entries], dtype=numpy.float64),
-        lists=_integers(lists),
-        agenda=_rows(list(_agenda(graph, writer)), 2),
-        resident_bytes=graph.resident.total,
+    return FlatProblem(
+        problem=problem,
+        tables=Tables(
+            values=_rows(values, 5),
+            operators=_rows(operators, 3),
+            groups=_rows(groups, 7),
+            options=_rows(options, 4),
+            latency_ms=numpy.array(latency_ms, dtype=numpy.float64),
+            lists=_integers(lists),
+            agenda=_rows(list(_agenda(graph, writer)), 2),
+            resident_bytes=graph.resident.total,
+        ),
+        droppable=_droppable(graph, writer, plain.peak_bytes // TINY_FRACTION),
+        group_of=tuple(group_of),
+        plain_peak_bytes=plain.peak_bytes,
     )
+
+
+def _pareto(options: Iterable[Option], again: bool) -> list[Option]:
+    """Options that none beats on latency, memory and what has to die to be overwritten at once; fastest first."""
+    kept: list[Option] = []
+    for option in sorted(options, key=lambda option: (*option.of_run(again), len(option.overwrites))):
+        extra_bytes = option.of_run(again)[1]
+        if not any(
+            better.of_run(again)[1] <= extra_bytes and better.overwrites <= option.overwrites for better in kept
+        ):
+            kept.append(option)
+    return kept
 
 
 def _agenda(graph: OperatorGraph, writer: dict[int, int]) -> Iterator[tuple[int, int]]:
@@ -288,7 +264,7 @@ def _moves(flat: FlatProblem) -> Moves:
             for index, operator in enumerate(graph.operators)
             if any(len(item.reads) > 1 for item in operator.implementations)
         ),
-        forward=_integers(forward),
+        forward=len(forward),
         look=_integers(look),
         alike_start=alike_start,
         alike=flat_alike,
@@ -353,3 +329,107 @@ def _integers(items: Iterable[int]) -> Integers:
 def _slices(rows: list[list[int]]) -> tuple[Integers, Integers]:
     starts = numpy.concatenate([[0], numpy.cumsum(_integers(map(len, rows)))]).astype(numpy.int64)
     return starts, _integers(item for row in rows for item in row)
+
+
+def keep_everything(flat: FlatProblem) -> Integers:
+    """The choices that drop nothing, and run every operator with its first group."""
+    choices = numpy.zeros(flat.value_count + PARTS * flat.operator_count, dtype=numpy.int64)
+    choices[: flat.value_count] = KEEP_ALWAYS
+    return choices
+
+
+def read_least(flat: FlatProblem) -> Integers:
+    """The choices that drop nothing, and run every operator with the group that reads the fewest bytes.
+
+    Only groups that take at most `LEAN_FACTOR` times as long as the fastest count. The optional operators that this
+    needs run as early as they can.
+    """
+    tables, values = flat.tables, flat.value_count
+    choices = keep_everything(flat)
+    droppable = set(flat.droppable.tolist())
+    for operator in range(flat.operator_count):
+        start, end = (int(tables.operators[operator, OPERATOR_GROUPS + i]) for i in (0, 1))
+        fastest = {
+            group: float(tables.latency_ms[int(tables.groups[group, GROUP_OPTIONS])]) for group in range(start, end)
+        }
+        if not fastest:
+            continue
+        limit = min(fastest.values()) * LEAN_FACTOR
+        reads = {
+            group: droppable.intersection(_group_reads(flat, group)) for group in fastest if fastest[group] <= limit
+        }
+        chosen = min(
+            reads, key=lambda group: (sum(tables.values[value, VALUE_BYTES] for value in reads[group]), group)
+        )
+        choices[values + PART_FIRST * flat.operator_count + operator] = chosen - start
+        for value in _group_reads(flat, chosen):
+            writer = int(tables.values[value, VALUE_WRITER])
+            if writer >= 0 and flat.graph.operators[writer].optional:
+                choices[values + PART_PLACE * flat.operator_count + writer] = EARLY
+    return choices
+
+
+def _group_reads(flat: FlatProblem, group: int) -> list[int]:
+    start, end = (int(flat.tables.groups[group, GROUP_READS + i]) for i in (0, 1))
+    found: list[int] = flat.tables.lists[start:end].tolist()
+    return found
+
+
+def encode(flat: FlatProblem, steps: Sequence[Step]) -> Integers:
+    """The choices closest to a legal schedule.
+
+    They lead to the same steps where those recompute a value right where it is read; else to similar ones.
+    """
+    graph, values, operators = flat.graph, flat.value_count, flat.operator_count
+    choices = keep_everything(flat)
+    choices[flat.droppable] = 0
+    droppable = set(flat.droppable.tolist())
+    boundary = _end_of_forward(flat, steps)
+    touches = [0] * values
+    ran: set[int] = set()
+    fresh: set[int] = set()
+    for at, (operator, choice) in enumerate(steps):
+        implementation = graph.operators[operator].implementations[choice]
+        group = flat.group_of[operator][choice]
+        part = values + (PART_AGAIN if operator in ran else PART_FIRST) * operators
+        ran.add(operator)
+        if group >= 0:
+            choices[part + operator] = group - flat.tables.operators[operator, OPERATOR_GROUPS]
+        if at < boundary:
+            choices[values + PART_PLACE * operators + operator] = EARLY if graph.operators[operator].optional else 0
+            continue
+        # A value that is read stayed since its read before, unless it was written in between.
+        for value in droppable.intersection(implementation.reads):
+            if value not in fresh:
+                choices[value] |= 1 << min(touches[value], LAST_BIT)
+            fresh.discard(value)
+            touches[value] += 1
+        fresh.update(implementation.writes)
+    return choices
+
+
+def _end_of_forward(flat: FlatProblem, steps: Sequence[Step]) -> int:
+    """Number of steps before the first one that runs again, or runs a backward operator."""
+    seen: set[int] = set()
+    for at, (operator, _) in enumerate(steps):
+        if operator in seen or flat.graph.operators[operator].phase is Phase.BACKWARD:
+            return at
+        seen.add(operator)
+    return len(steps)
+
+
+def decode(
+    flat: FlatProblem,
+    choices: Integers,
+    scratch: Scratch,
+    budget_bytes: int,
+    weight: float,
+    penalty: float,
+    evaluate: Callable[..., float] = evaluate,
+) -> tuple[Step, ...] | None:
+    """The steps of choices, each with the best implementation for the budget; None if they lead nowhere."""
+    if evaluate(flat.tables, choices, scratch, budget_bytes, weight, penalty, numpy.inf) == numpy.inf:
+        return None
+    rows = scratch.steps[: int(scratch.totals[STEPS])]
+    implementations = flat.tables.options[rows[:, STEP_OPTION], OPTION_IMPLEMENTATION]
+    return tuple(zip(rows[:, STEP_OPERATOR].tolist(), implementations.tolist(), strict=True))

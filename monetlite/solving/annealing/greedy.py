@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import numpy
 
 from monetlite.core.steps import Step
-from monetlite.solving.annealing.arrays import (
+from monetlite.solving.annealing.compiled import (
     LATENCY,
     OVERFLOW,
     VALUE_WRITER,
     Integers,
+    evaluate,
+    evaluate_interpreted,
     new_scratch,
 )
-from monetlite.solving.annealing.compiled import evaluate, evaluate_interpreted
-from monetlite.solving.annealing.encoding import decode, keep_everything
-from monetlite.solving.annealing.flat_problem import FlatProblem
+from monetlite.solving.annealing.flat_problem import FlatProblem, decode, keep_everything
 
 TRIALS = 1000
 """With more values than this, several are dropped at a time."""
@@ -50,14 +50,17 @@ class Greedy:
         self.evaluate = evaluate_interpreted if interpreted else evaluate
         self.budget_bytes = budget_bytes
         self.deadline = deadline
+        self.never_fits = flat.problem.least_latency_ms + 1.0
         self.scratch = new_scratch(flat.value_count, flat.operator_count, 20 * flat.operator_count)
-        self.order = numpy.array(sorted(flat.droppable.tolist(), key=self._worth, reverse=True), dtype=numpy.int64)
 
-    def _worth(self, value: int) -> float:
-        """Bytes freed per millisecond of re-running the value's operator."""
-        writer = int(self.flat.tables.values[value, VALUE_WRITER])
-        again_ms = min(cost.of_run(again=True)[0] for cost in self.flat.problem.profile.costs[writer])
-        return self.flat.graph.values[value].size_bytes / (again_ms + 1e-9)
+        def freed_bytes_per_ms(value: int) -> float:
+            writer = int(flat.tables.values[value, VALUE_WRITER])
+            again_ms = min(cost.of_run(again=True)[0] for cost in flat.problem.profile.costs[writer])
+            return flat.graph.values[value].size_bytes / (again_ms + 1e-9)
+
+        self.order = numpy.array(
+            sorted(flat.droppable.tolist(), key=freed_bytes_per_ms, reverse=True), dtype=numpy.int64
+        )
 
     def choices(self) -> Iterator[Integers]:
         """Choices that fit the budget, at most one for each way of choosing."""
@@ -73,27 +76,23 @@ class Greedy:
 
     def best(self) -> tuple[Step, ...] | None:
         """Steps of the fastest way that fits; None if none does."""
-        fastest: tuple[float, Integers] | None = None
+        fastest: tuple[Step, ...] | None = None
+        fastest_ms = math.inf
         for found in self.choices():
-            self._overflow_bytes(found)
-            latency_ms = float(self.scratch.totals[LATENCY])
-            if fastest is None or latency_ms < fastest[0]:
-                fastest = latency_ms, found
-        return None if fastest is None else self._steps(fastest[1])
+            steps = self._steps(found)
+            if self.scratch.totals[LATENCY] < fastest_ms:
+                fastest, fastest_ms = steps, float(self.scratch.totals[LATENCY])
+        return fastest
 
     def _steps(self, found: Integers) -> tuple[Step, ...] | None:
-        return decode(self.flat, found, self.scratch, self.budget_bytes, 1.0, self._never_fits, self.evaluate)
-
-    @property
-    def _never_fits(self) -> float:
-        return self.flat.problem.least_latency_ms + 1.0
+        return decode(self.flat, found, self.scratch, self.budget_bytes, 1.0, self.never_fits, self.evaluate)
 
     def _overflow_bytes(self, found: Integers) -> float:
         """Bytes beyond the budget, summed over steps; infinite when time is up."""
         if time.monotonic() >= self.deadline:
             return math.inf
         cost = self.evaluate(
-            self.flat.tables, found, self.scratch, self.budget_bytes, 1.0, self._never_fits, numpy.inf
+            self.flat.tables, found, self.scratch, self.budget_bytes, 1.0, self.never_fits, numpy.inf
         )
         return float(self.scratch.totals[OVERFLOW]) if cost < numpy.inf else math.inf
 

@@ -1,16 +1,12 @@
 """Annealing for the smallest peak, whatever the latency: runs towards ever smaller budgets."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from monetlite.core.errors import IllegalSchedule
-from monetlite.core.simulate import simulate
-from monetlite.core.steps import Step
 from monetlite.solving import baselines
-from monetlite.solving.annealing.arrays import Integers
+from monetlite.solving.annealing.compiled import Integers
 from monetlite.solving.annealing.compiling import ensure_compiled
-from monetlite.solving.annealing.encoding import KEEP_ALWAYS, encode, keep_everything, read_least
-from monetlite.solving.annealing.flat_problem import flatten
+from monetlite.solving.annealing.flat_problem import KEEP_ALWAYS, encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import RERUN_EVERY_TIME
 from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace, round_down
 from monetlite.solving.incumbent import Incumbent
@@ -37,15 +33,14 @@ def lower_peak(
     *,
     seconds: float,
     seed: int = 0,
-    starts: Sequence[tuple[Step, ...]] = (),
-    should_stop: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
     enough_bytes: int = 0,
 ) -> Integers | None:
     """Look for the schedule with the smallest peak, whatever its latency; proves nothing.
 
     Args:
-        incumbent: what is found is offered to it.
-        seconds, seed, starts, should_stop: as for `search`.
+        incumbent: what is found is offered to it, and its steps of the smallest peak are improved on.
+        seconds, seed, should_stop: as for `search`.
         enough_bytes: a peak that need not be lowered further.
 
     Returns:
@@ -54,33 +49,28 @@ def lower_peak(
     problem = incumbent.problem
     deadline = time.monotonic() + seconds
 
-    def peak_bytes(steps: Sequence[Step]) -> int:
-        try:
-            return simulate(problem.profile, steps).peak_bytes
-        except IllegalSchedule:
-            return 2**62
-
-    known = [*starts, *baselines.known_schedules(problem.profile)]
-    for steps in known:
+    for steps in baselines.known_schedules(problem.profile):
         incumbent.offer(steps, METHOD)
     if not ensure_compiled(deadline, should_stop):
         return None
     flat = flatten(problem)
     workspace = Workspace(flat, seed)
-    best_bytes, best_steps = min(((peak_bytes(steps), steps) for steps in known), key=lambda pair: pair[0])
-    best = encode(flat, best_steps)
+    assert incumbent.smallest_steps is not None
+    assert incumbent.smallest_bytes is not None
+    best, best_bytes = encode(flat, incumbent.smallest_steps), incumbent.smallest_bytes
 
     def consider(choices: Integers) -> bool:
         """Take choices if they have a smaller peak."""
         nonlocal best, best_bytes
-        _, steps = workspace.smallest_peak(choices)
-        if steps is None or (here := peak_bytes(steps)) >= best_bytes:
+        steps = workspace.smallest_peak(choices)
+        if steps is not None:
+            incumbent.offer(steps, METHOD)
+        if incumbent.smallest_bytes is None or incumbent.smallest_bytes >= best_bytes:
             return False
-        best, best_bytes = choices, here
-        incumbent.offer(steps, METHOD)
+        best, best_bytes = choices, incumbent.smallest_bytes
         return True
 
-    for steps in known:
+    for steps in (incumbent.smallest_steps, *baselines.known_schedules(problem.profile)):
         consider(encode(flat, steps))
     bases: list[Integers] = []
     for base in (keep_everything(flat), read_least(flat)):
@@ -91,7 +81,7 @@ def lower_peak(
             consider(choices)
 
     def finished() -> bool:
-        return time.monotonic() >= deadline or (should_stop is not None and should_stop())
+        return time.monotonic() >= deadline or should_stop()
 
     floor_bytes = max(problem.resident_bytes, enough_bytes)
     sizes = [problem.size_bytes[value] for value in flat.droppable]

@@ -12,21 +12,17 @@ from dataclasses import dataclass
 import numpy
 
 from monetlite.core.steps import Step
-from monetlite.solving.annealing.arrays import (
+from monetlite.solving.annealing.compiled import (
     BEST_LATENCY,
-    NO_REQUESTS,
     OVERFLOW,
-    PEAK,
     RECENT_COST,
     REFRESH,
     UNDO_LENGTH,
     Integers,
-    Requests,
+    anneal,
     new_scratch,
 )
-from monetlite.solving.annealing.compiled import anneal
-from monetlite.solving.annealing.encoding import decode, keep_everything
-from monetlite.solving.annealing.flat_problem import FlatProblem
+from monetlite.solving.annealing.flat_problem import FlatProblem, decode, keep_everything
 
 MAX_STEPS_PER_OPERATOR = 20
 """Longest schedule, as a multiple of the number of operators."""
@@ -42,14 +38,14 @@ NEVER_FITS = 1e9
 class AnnealingCost:
     """The cost that a run lowers: weight · latency + penalty · overflow.
 
-    The overflow is of allocated memory: bytes beyond `budget_bytes`, summed over the steps. With `requests` it is
-    of reserved memory: bytes of the allocator's segment beyond `room_bytes`; implementations then are chosen for a
-    peak of `budget_bytes`.
+    The overflow is of allocated memory: bytes beyond `budget_bytes`, summed over steps. If `reserved`, it is of
+    reserved memory: bytes of the allocator's segment beyond `room_bytes`; implementations are chosen for a peak
+    of `budget_bytes`.
     """
 
     budget_bytes: int
     weight: float = 1.0
-    requests: Requests = NO_REQUESTS
+    reserved: bool = False
     room_bytes: int = 0
 
 
@@ -121,10 +117,9 @@ class Workspace:
         """True if the latest steps are within their budget."""
         return bool(self.scratch.totals[OVERFLOW] == 0)
 
-    def smallest_peak(self, choices: Integers) -> tuple[int, tuple[Step, ...] | None]:
-        """The peak of choices with the implementations that need least, in bytes, and its steps."""
-        steps = decode(self.flat, choices, self.scratch, 0, 1e-12 / self.flat.mean_ms, 1.0)
-        return int(self.scratch.totals[PEAK]), steps
+    def smallest_peak(self, choices: Integers) -> tuple[Step, ...] | None:
+        """The steps of choices with the implementations that need least memory."""
+        return decode(self.flat, choices, self.scratch, 0, 1e-12 / self.flat.mean_ms, 1.0)
 
     def advance(
         self,
@@ -152,7 +147,6 @@ class Workspace:
             if anneal(
                 self.flat.tables,
                 self.moves,
-                run.cost.requests,
                 run.choices,
                 run.best,
                 self.scratch,
@@ -162,6 +156,7 @@ class Workspace:
                 run.record,
                 run.schedule,
                 run.cost.budget_bytes,
+                run.cost.reserved,
                 run.cost.room_bytes,
                 run.at,
                 end,

@@ -1,26 +1,25 @@
 """The search for fast schedules: runs of annealing that compete, in two threads.
 
-The choices are what to keep, what to drop again and which groups to read (`arrays`); everything else about a
+The choices are what to keep, what to drop again and which groups to read (`compiled`); everything else about a
 schedule follows. Runs from the start compete with each other, the best are refined, and the guides that a
 relaxation suggests are refined too. Each thread has its own best schedules and offers them to the incumbent.
 """
 
 import math
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy
 
 from monetlite.core.steps import Step
 from monetlite.solving import baselines
-from monetlite.solving.annealing.arrays import LATENCY, Integers
+from monetlite.solving.annealing.compiled import LATENCY, Integers
 from monetlite.solving.annealing.compiling import ensure_compiled
-from monetlite.solving.annealing.encoding import encode, keep_everything, read_least
-from monetlite.solving.annealing.flat_problem import FlatProblem, flatten
+from monetlite.solving.annealing.flat_problem import encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.runs import (
     CHUNK_SECONDS,
@@ -88,13 +87,13 @@ def search(
     starts: Sequence[tuple[Step, ...]] = (),
     guides: Sequence[tuple[Step, ...]] = (),
     tight: Integers | None = None,
-    neighbour_busy: Callable[[], bool] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    neighbour_busy: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Look for the fastest schedule within the incumbent's budget; proves nothing.
 
     Args:
-        incumbent: what is found is offered to it, from this thread.
+        incumbent: what is found is offered to it, from several threads.
         seconds: when to stop; compiling at the first use on a machine counts.
         seed: runs with the same seed that get equally far find the same.
         starts: schedules to begin from, legal ones within the budget or not.
@@ -111,40 +110,38 @@ def search(
         for steps in known:
             incumbent.offer(steps, METHOD)
         return
-    state = _SharedState(incumbent, deadline, seed, tight is not None, neighbour_busy)
-    _begin(state, incumbent, known, tight)
+    stop = threading.Event()
+
+    def finished() -> bool:
+        return stop.is_set() or time.monotonic() >= deadline or should_stop()
+
+    beginning = _begin(incumbent, known, tight)
     if incumbent.latency_ms <= incumbent.problem.least_latency_ms * (1 + 1e-12):
         return
-    running = min(THREADS, os.cpu_count() or 1)
-    threads = [threading.Thread(target=state.work, args=(number,), daemon=True) for number in range(running)]
-    for thread in threads:
-        thread.start()
-    try:
-        while running:
-            if should_stop is not None and should_stop():
-                state.stop.set()
-            state.guides += [encode(state.flat, steps) for steps in guides[len(state.guides) :]]
-            try:
-                message = state.found.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            if message is None:
-                running -= 1
-            elif isinstance(message, BaseException):
-                raise message
-            else:
-                incumbent.offer(message, METHOD)
-    finally:
-        state.stop.set()
-        for thread in threads:
-            thread.join()
+    workers = [
+        _Worker(incumbent, beginning, guides, number, seed, deadline, finished, tight is not None, neighbour_busy)
+        for number in range(min(THREADS, os.cpu_count() or 1))
+    ]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        try:
+            working = [pool.submit(worker.work) for worker in workers]
+            wait(working, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+    for future in working:
+        future.result()
 
 
-def _begin(
-    state: "_SharedState", incumbent: Incumbent, known: Sequence[tuple[Step, ...]], tight: Integers | None
-) -> None:
+class _Beginning(NamedTuple):
+    """Choices that runs begin from, in turn; the latency of the first ones, infinite if they don't fit."""
+
+    starts: list[Integers]
+    latency_ms: float
+
+
+def _begin(incumbent: Incumbent, known: Sequence[tuple[Step, ...]], tight: Integers | None) -> _Beginning:
     """Offer what is known already, with the implementations that suit the budget, and begin from the best."""
-    flat, budget_bytes = state.flat, incumbent.budget_bytes
+    flat, budget_bytes = flatten(incumbent.problem), incumbent.budget_bytes
     workspace = Workspace(flat, 0)
     candidates = [] if tight is None else [tight]
     candidates += [encode(flat, steps) for steps in known]
@@ -156,110 +153,78 @@ def _begin(
         if steps is not None and workspace.fits:
             fitting.append((float(workspace.scratch.totals[LATENCY]), steps, choices))
     fitting.sort(key=lambda candidate: candidate[0])
-    for latency_ms, steps, choices in fitting:
-        if incumbent.offer(steps, METHOD):
-            state.first_ms, state.first = latency_ms, choices
-            break
+    legal = next((at for at, (_, steps, _) in enumerate(fitting) if incumbent.offer(steps, METHOD)), len(fitting))
     if not fitting or flat.operator_count <= CHECK_EVERYTHING:
         for steps in known:
             incumbent.offer(steps, METHOD)
-    state.starts = [choices for _, _, choices in fitting[:MAX_STARTS]] or [candidates[0]]
-    state.starts.append(keep_everything(flat))
-
-
-class _SharedState:
-    """State that the workers of one search share."""
-
-    def __init__(
-        self,
-        incumbent: Incumbent,
-        deadline: float,
-        seed: int,
-        tight: bool,
-        neighbour_busy: Callable[[], bool] | None,
-    ) -> None:
-        self.flat: FlatProblem = flatten(incumbent.problem)
-        self.budget_bytes = incumbent.budget_bytes
-        self.deadline = deadline
-        self.seed = seed
-        self.tight = tight
-        self.neighbour_busy = neighbour_busy
-        self.stop = threading.Event()
-        self.found: queue.Queue[tuple[Step, ...] | BaseException | None] = queue.Queue()
-        self.first = keep_everything(self.flat)
-        self.first_ms = math.inf
-        self.starts = [self.first]
-        """Choices that runs begin from, in turn."""
-        self.guides: list[Integers] = []
-
-    def finished(self) -> bool:
-        return self.stop.is_set() or time.monotonic() >= self.deadline
-
-    def crowded(self) -> bool:
-        """True if every thread would take time from the others."""
-        busy = self.neighbour_busy is not None and self.neighbour_busy()
-        return busy and (os.cpu_count() or 1) <= THREADS
-
-    def work(self, number: int) -> None:
-        """Run a worker, in its thread."""
-        try:
-            self._anneal_repeatedly(number)
-        except BaseException as error:
-            self.found.put(error)
-        finally:
-            self.found.put(None)
-
-    def _anneal_repeatedly(self, number: int) -> None:
-        worker = _Worker(self, number)
-        exploring = TIGHT_EXPLORING_SHARE if self.tight else EXPLORING_SHARE
-        while not self.finished():
-            if worker.idle >= IDLE_RUNS and self.flat.droppable.size <= SMALL_PROBLEM:
-                return
-            if number > 0 and self.crowded():
-                time.sleep(CHUNK_SECONDS)
-            elif worker.guided < len(self.guides) and worker.turn > 0:
-                worker.follow()
-            elif worker.turn == 0 or worker.best_ms == math.inf or worker.spent < exploring:
-                worker.explore()
-            else:
-                worker.refine()
+    starts = [choices for _, _, choices in fitting[legal : legal + MAX_STARTS]] or [candidates[0]]
+    return _Beginning([*starts, keep_everything(flat)], fitting[legal][0] if fitting[legal:] else math.inf)
 
 
 class _Worker:
     """One thread of a search."""
 
-    def __init__(self, state: _SharedState, number: int) -> None:
-        self.state = state
+    def __init__(
+        self,
+        incumbent: Incumbent,
+        beginning: _Beginning,
+        guides: Sequence[tuple[Step, ...]],
+        number: int,
+        seed: int,
+        deadline: float,
+        finished: Callable[[], bool],
+        tight: bool,
+        neighbour_busy: Callable[[], bool],
+    ) -> None:
+        self.incumbent = incumbent
+        self.flat = flatten(incumbent.problem)
+        self.starts = beginning.starts
+        self.guides = guides
         self.number = number
-        self.workspace = Workspace(state.flat, state.seed * THREADS + number)
-        self.cost = AnnealingCost(budget_bytes=state.budget_bytes)
-        self.best_ms = state.first_ms
+        self.deadline = deadline
+        self.finished = finished
+        self.exploring_share = TIGHT_EXPLORING_SHARE if tight else EXPLORING_SHARE
+        self.neighbour_busy = neighbour_busy
+        self.workspace = Workspace(self.flat, seed * THREADS + number)
+        self.cost = AnnealingCost(budget_bytes=incumbent.budget_bytes)
+        self.best_ms = beginning.latency_ms
         self.best: list[tuple[float, Integers]] = []
         """Latencies, with the choices they are of; ascending."""
         if self.best_ms < math.inf:
-            self.best.append((self.best_ms, state.first.copy()))
-        self.total_seconds = max(1e-9, state.deadline - time.monotonic())
+            self.best.append((self.best_ms, beginning.starts[0].copy()))
+        self.total_seconds = max(1e-9, deadline - time.monotonic())
         self.turn = 0
         self.idle = 0
         self.guided = 0
         """Number of guides that were there when it last followed one."""
-        latency_ms = state.flat.problem.least_latency_ms or 1.0
-        self.penalty_scale = latency_ms / max(1, state.flat.plain_peak_bytes)
-        if state.tight:
-            self.penalty_scale *= TIGHT_PENALTY
+        latency_ms = incumbent.problem.least_latency_ms or 1.0
+        self.penalty_scale = latency_ms / max(1, self.flat.plain_peak_bytes) * (TIGHT_PENALTY if tight else 1.0)
+
+    def work(self) -> None:
+        """Anneal until the time is up, or nothing gets better any more."""
+        while not self.finished():
+            if self.idle >= IDLE_RUNS and self.flat.droppable.size <= SMALL_PROBLEM:
+                return
+            if self.number > 0 and self.neighbour_busy() and (os.cpu_count() or 1) <= THREADS:
+                time.sleep(CHUNK_SECONDS)
+            elif self.guided < len(self.guides) and self.turn > 0:
+                self.follow()
+            elif self.turn == 0 or self.best_ms == math.inf or self.spent < self.exploring_share:
+                self.explore()
+            else:
+                self.refine()
 
     @property
     def spent(self) -> float:
         """The share of the time that is over."""
-        return 1 - (self.state.deadline - time.monotonic()) / self.total_seconds
+        return 1 - (self.deadline - time.monotonic()) / self.total_seconds
 
     def explore(self) -> None:
         """A bracket of runs from the start, of which the most promising go on; the first time one short run."""
         first = self.turn == 0
         heat = EXPLORING[(self.turn + self.number) % len(EXPLORING)]
-        starts = self.state.starts
         runs = [
-            self._run(starts[(self.turn + at) % len(starts)], heat, FIRST_RUN if first else 1.0)
+            self._run(self.starts[(self.turn + at) % len(self.starts)], heat, FIRST_RUN if first else 1.0)
             for at in range(1 if first else BRACKET)
         ]
         self.turn += 1
@@ -275,9 +240,10 @@ class _Worker:
 
     def follow(self) -> None:
         """Refine the latest guide, with hardly any heat: the better it is, the less there is to change."""
-        self.guided = len(self.state.guides)
+        self.guided = len(self.guides)
+        guide = encode(self.flat, self.guides[self.guided - 1])
         for heat in FOLLOWING:
-            run = self._run(self.state.guides[self.guided - 1], heat, REFINING_RUN)
+            run = self._run(guide, heat, REFINING_RUN)
             self._advance(run, 1.0)
             self._end(run)
 
@@ -292,25 +258,24 @@ class _Worker:
 
     def _run(self, start: Integers, heat: _Heat, length: float) -> AnnealingRun:
         """A run as long as it should be and the time that is left allows."""
-        flat = self.state.flat
         affordable = self.workspace.rate * self.total_seconds * min(LONGEST_RUN, 1 - self.spent)
-        iterations = round_down(min(length * RUN_LENGTH * flat.droppable.size, affordable))
-        hot = heat.temperature * flat.mean_ms
+        iterations = round_down(min(length * RUN_LENGTH * self.flat.droppable.size, affordable))
+        hot = heat.temperature * self.flat.mean_ms
         penalties = heat.penalty * self.penalty_scale, LAST_PENALTY * self.penalty_scale
         return AnnealingRun(start, self.cost, (hot, hot / COOLING), penalties, iterations)
 
     def _advance(self, run: AnnealingRun, share: float, others: Integers | None = None) -> None:
         before_ms = run.best_ms
-        self.workspace.advance(run, share, self.state.finished, others=others)
+        self.workspace.advance(run, share, self.finished, others=others)
         if run.best_ms < min(before_ms, self.best_ms):
             self._tell(run)
 
     def _find_anything(self, run: AnnealingRun) -> None:
         """Nothing fits yet: from where a run ended, look for anything that does."""
-        hot_bytes = 0.01 * self.state.flat.plain_peak_bytes
-        cost = AnnealingCost(budget_bytes=self.state.budget_bytes, weight=0.0)
+        hot_bytes = 0.01 * self.flat.plain_peak_bytes
+        cost = AnnealingCost(budget_bytes=self.incumbent.budget_bytes, weight=0.0)
         lean = AnnealingRun(run.choices, cost, (hot_bytes, hot_bytes / 1000), (1.0, 1.0), run.total)
-        self.workspace.advance(lean, 1.0, self.state.finished, stop_when_fits=True)
+        self.workspace.advance(lean, 1.0, self.finished, stop_when_fits=True)
         if lean.best_ms < math.inf:
             self._tell(lean)
 
@@ -319,9 +284,9 @@ class _Worker:
         self.best_ms = run.best_ms
         self.idle = -1
         self._remember(run)
-        steps = self.workspace.steps(run.best, self.state.budget_bytes)
+        steps = self.workspace.steps(run.best, self.incumbent.budget_bytes)
         if steps is not None:
-            self.state.found.put(steps)
+            self.incumbent.offer(steps, METHOD)
 
     def _end(self, run: AnnealingRun) -> None:
         """Account for a run that ended."""

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import sparse
 
 from monetlite.core.errors import SolverError
-from monetlite.solving.bounding.relaxation import Meaning, relaxation
+from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import Floats, ZeroOneProgram, dual_bound_ms
 from monetlite.solving.problem import Problem
 
@@ -34,24 +33,17 @@ class LatencyBound:
 
     Attributes:
         lower_bound_ms: the bound; infinite if it proves that there are none.
-        program: the relaxation it came from, for `integer_bound` to continue with.
-        meaning: of its columns.
-        solution: of its linear relaxation, between 0 and 1 for each column.
+        relaxation: its origin, for `integer_bound` to continue with.
+        solution: of the linear relaxation, between 0 and 1 for each column.
     """
 
     lower_bound_ms: float
-    program: ZeroOneProgram | None = None
-    meaning: Meaning | None = None
+    relaxation: Relaxation | None = None
     solution: Floats | None = None
 
 
 def latency_bound(
-    problem: Problem,
-    budget_bytes: int,
-    *,
-    seconds: float,
-    checkpoint_limit: int = 60,
-    value_limit: int = 400,
+    problem: Problem, budget_bytes: int, *, seconds: float, checkpoint_limit: int = 60, value_limit: int = 400
 ) -> LatencyBound:
     """Bound the latency of every legal schedule within a budget by a linear program.
 
@@ -59,7 +51,7 @@ def latency_bound(
         problem: the graph and its costs, reduced.
         budget_bytes: the budget.
         seconds: the most that the linear program may take; unfinished, it still gives a bound.
-        checkpoint_limit, value_limit: the size of the relaxation; see `relaxation`.
+        checkpoint_limit, value_limit: the size of the relaxation; see `Relaxation`.
 
     Raises:
         SolverError: HiGHS is not installed.
@@ -67,26 +59,18 @@ def latency_bound(
     if not problem.runnable:
         return LatencyBound(lower_bound_ms=math.inf)
     began = time.monotonic()
-    program, meaning = relaxation(problem, budget_bytes, checkpoint_limit=checkpoint_limit, value_limit=value_limit)
-    if program.cost_ms.size == 0 or program.limit.size == 0:
-        return LatencyBound(lower_bound_ms=problem.least_latency_ms)
-    solution, multipliers = _solve_linear(program, seconds=max(0.1, seconds - (time.monotonic() - began)))
-    bound_ms = (
-        problem.least_latency_ms
-        if multipliers is None
-        else max(problem.least_latency_ms, dual_bound_ms(program, multipliers))
-    )
-    return LatencyBound(lower_bound_ms=bound_ms, program=program, meaning=meaning, solution=solution)
-
-
-def _solve_linear(program: ZeroOneProgram, *, seconds: float) -> tuple[Floats | None, Floats | None]:
-    """The columns of the linear relaxation's solution, and dual multipliers of the rows; None where missing."""
-    highs, unit_ms = _loaded(program, integer=False, seconds=seconds)
+    relaxation = Relaxation(problem, budget_bytes, checkpoint_limit=checkpoint_limit, value_limit=value_limit)
+    program = relaxation.program
+    bound_ms = problem.least_latency_ms
+    if not program.cost_ms or not program.limit:
+        return LatencyBound(lower_bound_ms=bound_ms)
+    highs, unit_ms = _loaded(program, integer=False, seconds=max(0.1, seconds - (time.monotonic() - began)))
     highs.run()
-    solution = highs.getSolution()
-    columns = np.array(solution.col_value, dtype=np.float64) if solution.value_valid else None
-    duals = -unit_ms * np.array(solution.row_dual[: program.limit.size], dtype=np.float64)
-    return columns, duals if solution.dual_valid else None
+    found = highs.getSolution()
+    if found.dual_valid:
+        bound_ms = max(bound_ms, dual_bound_ms(program, -unit_ms * np.array(found.row_dual, dtype=np.float64)))
+    solution = np.array(found.col_value, dtype=np.float64) if found.value_valid else None
+    return LatencyBound(lower_bound_ms=bound_ms, relaxation=relaxation, solution=solution)
 
 
 def integer_bound(
@@ -166,20 +150,17 @@ def integer_bound(
 def _loaded(program: ZeroOneProgram, *, integer: bool, seconds: float) -> tuple[Any, float]:
     """HiGHS with the program, less its constant, and the ms that a unit of its objective stands for."""
     highspy = _highspy()
-    columns, rows = program.cost_ms.size, program.limit.size
-    members = np.flatnonzero(program.group >= 0)
-    one_of = sparse.csr_array(
-        (np.ones(members.size), (program.group[members], members)), shape=(program.groups, columns)
-    )
-    matrix = sparse.csr_array(sparse.vstack([program.matrix, one_of], format="csr"))
+    columns, rows = len(program.cost_ms), len(program.limit)
+    matrix = program.matrix()
     matrix.sum_duplicates()
-    unit_ms = float(np.abs(program.cost_ms).sum()) / _USUAL_COST or 1.0
+    cost_ms, limit = np.array(program.cost_ms), np.array(program.limit)
+    unit_ms = float(np.abs(cost_ms).sum()) / _USUAL_COST or 1.0
     model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = columns, rows + program.groups
-    model.col_cost_ = program.cost_ms / unit_ms
+    model.num_col_, model.num_row_ = columns, rows
+    model.col_cost_ = cost_ms / unit_ms
     model.col_lower_, model.col_upper_ = np.zeros(columns), np.ones(columns)
-    model.row_lower_ = np.concatenate([np.full(rows, -highspy.kHighsInf), np.ones(program.groups)])
-    model.row_upper_ = np.concatenate([program.limit, np.ones(program.groups)])
+    model.row_lower_ = np.where(program.equal, limit, -highspy.kHighsInf)
+    model.row_upper_ = limit
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     model.a_matrix_.start_ = matrix.indptr
     model.a_matrix_.index_ = matrix.indices

@@ -36,10 +36,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from monetlite.solving.bounding.peak_bound import CertainLifetimes, certain_lifetimes, own_bytes, pinned
-from monetlite.solving.bounding.zero_one import ZeroOneBuilder, ZeroOneProgram
+from monetlite.solving.bounding.zero_one import ZeroOneProgram
 from monetlite.solving.problem import Option, Problem
 
-_SPAN_LENGTHS = (16,)
+_SPAN_LENGTH = 16
 """Besides single intervals and the whole backward part, supply rows are written over so many intervals."""
 
 
@@ -47,8 +47,7 @@ _SPAN_LENGTHS = (16,)
 class _Span:
     """A stretch of the backward part, from just before `places[0]` to main operator `places[-1]`.
 
-    `before` and `once` are the columns of values live when it starts, and of operators that run outside the
-    main run in it at least once.
+    `before` has the columns of values live when it starts, `once` of operators that run outside the main run in it.
     """
 
     places: range
@@ -56,11 +55,17 @@ class _Span:
     once: dict[int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meaning:
-    """Meaning of a relaxation's columns; `guide` reads schedules from its solutions.
+class Relaxation:
+    """The relaxation of a problem, coarser the smaller the limits are.
+
+    Args:
+        problem: the problem.
+        budget_bytes: the budget.
+        checkpoint_limit: the most backward operators that get a memory row.
+        value_limit: the most values that are modelled; the largest are.
 
     Attributes:
+        program: the relaxation.
         stored: for each value that may be stored, its column.
         chosen: for each main operator, its options, each with its column (−1 where there is no choice).
         checkpoints: places in the main run, ascending.
@@ -68,19 +73,11 @@ class Meaning:
         modelled: the values that have columns.
     """
 
-    stored: dict[int, int]
-    chosen: list[list[tuple[Option, int]]]
-    checkpoints: list[int]
-    live: list[dict[int, int]]
-    modelled: frozenset[int]
-
-
-class _Relaxation:
-    """Builds the program: the columns by what they stand for, and the rows family by family."""
-
-    def __init__(self, problem: Problem, budget_bytes: int, checkpoint_limit: int, value_limit: int) -> None:
+    def __init__(
+        self, problem: Problem, budget_bytes: int, *, checkpoint_limit: int = 60, value_limit: int = 400
+    ) -> None:
         self.problem = problem
-        self.rows = ZeroOneBuilder()
+        self.program = ZeroOneProgram()
         self.lifetimes = certain_lifetimes(problem)
         self.room = float(budget_bytes - problem.resident_bytes)
         self.scale = 1.0 / max(abs(self.room), 1.0)
@@ -88,63 +85,51 @@ class _Relaxation:
         self.modelled = frozenset(self.values)
         self.maker = {value: problem.producers[value][0] for value in self.values}
         self.checkpoints = _checkpoints(problem, self.lifetimes, self.modelled, checkpoint_limit)
-        self.constant_ms = 0.0
-        self.groups = 0
-        # For each main operator: its options, each with its column (−1 where there is no choice).
         self.chosen = [self._choices(at) for at in range(len(problem.main))]
+        self.stored = self._forward_part()
+        self.live: list[dict[int, int]] = []
+        self._backward_part()
 
-    def build(self) -> tuple[ZeroOneProgram, Meaning]:
-        stored = self._forward_part()
-        live = [stored]
+    def _backward_part(self) -> None:
         intervals: list[_Span] = []
-        start = self.problem.forward_main
+        start, before = self.problem.forward_main, self.stored
         for checkpoint in self.checkpoints:
-            span = _Span(places=range(start, checkpoint + 1), before=live[-1], once=self._runs(start))
-            at_checkpoint = self._live_columns(span, checkpoint)
-            self._supply(span, [at_checkpoint])
-            self._overwriting(span, at_checkpoint)
-            self._memory(checkpoint, at_checkpoint)
+            span = _Span(places=range(start, checkpoint + 1), before=before, once=self._runs(start))
+            before = self._live_columns(span, checkpoint)
+            self._supply(span, [before])
+            self._overwriting(span, before)
+            self._memory(checkpoint, before)
             intervals.append(span)
-            live.append(at_checkpoint)
+            self.live.append(before)
             start = checkpoint + 1
-        for length in _SPAN_LENGTHS:
-            if length >= 2 * len(intervals):
-                continue
-            for first in range(0, len(intervals), length):
-                self._joined(intervals[first : first + length], live[first + 1 : first + length + 1])
-        if len(intervals) > 1:
-            self._joined(intervals, live[1:])
-        meaning = Meaning(
-            stored=stored,
-            chosen=self.chosen,
-            checkpoints=self.checkpoints,
-            live=live[1:],
-            modelled=self.modelled,
-        )
-        return self.rows.program(self.constant_ms, self.groups), meaning
+        for length in (_SPAN_LENGTH, max(1, len(intervals))):
+            if length < 2 * len(intervals):
+                for first in range(0, len(intervals), length):
+                    self._joined(intervals[first : first + length], self.live[first : first + length])
 
     def _choices(self, at: int) -> list[tuple[Option, int]]:
         options = _worthwhile(self.problem, at, self.lifetimes, self.modelled)
         least_ms = min(option.first_ms for option in options)
-        self.constant_ms += least_ms
+        self.program.constant_ms += least_ms
         if len(options) == 1:
             return [(options[0], -1)]
-        self.groups += 1
-        return [(option, self.rows.column(option.first_ms - least_ms, self.groups - 1)) for option in options]
+        chosen = [(option, self.program.column(option.first_ms - least_ms)) for option in options]
+        self.program.row([(column, 1.0) for _, column in chosen], 1.0, equal=True)
+        return chosen
 
     def _forward_part(self) -> dict[int, int]:
         """Columns and rows of the forward part; returns the columns of what is stored at its end."""
         problem, position = self.problem, self.problem.position
         useful = problem.useful_before(problem.forward_main)
-        stored = {value: self.rows.column() for value in self.values if value in useful}
+        stored = {value: self.program.column() for value in self.values if value in useful}
         early: dict[int, int] = {}
         for value, column in stored.items():
             operator = self.maker[value]
             if operator not in position:
                 # An optional operator's output is there only if it ran in the forward part.
                 if operator not in early:
-                    early[operator] = self.rows.column(problem.least_ms(operator))
-                self.rows.row([(column, 1.0), (early[operator], -1.0)], 0.0)
+                    early[operator] = self.program.column(problem.least_ms(operator))
+                self.program.row([(column, 1.0), (early[operator], -1.0)], 0.0)
         waiting = self._waiting(stored)
         for at in range(problem.forward_main):
             # A stored value is live from its maker on; one that is pinned here is counted already.
@@ -169,7 +154,7 @@ class _Relaxation:
                 for value in option.overwrites & stored.keys():
                     if self.maker[value] in position:
                         terms = [(stored[value], 1.0)] + ([(choice, 1.0)] if choice >= 0 else [])
-                        self.rows.row(terms, 1.0 if choice >= 0 else 0.0)
+                        self.program.row(terms, 1.0 if choice >= 0 else 0.0)
         if problem.forward_main:
             for operator, column in early.items():
                 self._early_memory(operator, column, stored)
@@ -201,8 +186,8 @@ class _Relaxation:
             left[source] -= weight
             alone = column
             if source in stored:
-                alone = self.rows.column()
-                self.rows.row([(column, 1.0), (stored[source], -1.0), (alone, -1.0)], 0.0)
+                alone = self.program.column()
+                self.program.row([(column, 1.0), (stored[source], -1.0), (alone, -1.0)], 0.0)
             found.append((source, alone, weight))
         return found
 
@@ -222,21 +207,21 @@ class _Relaxation:
         ]
         slack = max(0, *(-option.first_extra_bytes for option, _ in self.chosen[problem.forward_main - 1]))
         own = sum(size[value] for value in reads) + self._least_bytes(operator)
-        self.rows.row([*beside, (column, (own + slack) * self.scale)], (self.room + slack) * self.scale)
+        self.program.row([*beside, (column, (own + slack) * self.scale)], (self.room + slack) * self.scale)
 
     def _runs(self, start: int) -> dict[int, int]:
         """A column for each operator that could usefully run outside the main run from place `start` on."""
         needed = self.problem.useful_before(start)
         operators = {self.maker[value]: None for value in self.values if value in needed}
         return {
-            operator: self.rows.column(self.problem.least_ms(operator))
+            operator: self.program.column(self.problem.least_ms(operator))
             for operator in operators
             if operator in self.problem.extra_set
         }
 
     def _live_columns(self, span: _Span, checkpoint: int) -> dict[int, int]:
         useful = self.problem.useful_before(checkpoint)
-        return {v: self.rows.column() for v in self.values if v in useful and self._sources(span, v)}
+        return {v: self.program.column() for v in self.values if v in useful and self._sources(span, v)}
 
     def _sources(self, span: _Span, value: int) -> list[tuple[int, float]]:
         """Minus the columns of which one has to be 1 if the value is to be live at some time in the span."""
@@ -247,10 +232,10 @@ class _Relaxation:
         """Add rows: each value that is read or live in the span was live before it, or is made in it."""
         for operator, column in span.once.items():
             for value in self.problem.must_read[operator] & self.modelled:
-                self.rows.row([(column, 1.0), *self._sources(span, value)], 0.0)
+                self.program.row([(column, 1.0), *self._sources(span, value)], 0.0)
         for columns in live:
             for value, column in columns.items():
-                self.rows.row([(column, 1.0), *self._sources(span, value)], 0.0)
+                self.program.row([(column, 1.0), *self._sources(span, value)], 0.0)
         at_end = live[-1]
         for at in span.places:
             readers: dict[int, list[int]] = {}
@@ -261,9 +246,9 @@ class _Relaxation:
                 at_last = at == span.places[-1] and value in at_end
                 supply = [(at_end[value], -1.0)] if at_last else self._sources(span, value)
                 if len(choices) == len(self.chosen[at]):
-                    self.rows.row(supply, -1.0)
+                    self.program.row(supply, -1.0)
                 else:
-                    self.rows.row([*((choice, 1.0) for choice in choices), *supply], 0.0)
+                    self.program.row([*((choice, 1.0) for choice in choices), *supply], 0.0)
 
     def _overwriting(self, span: _Span, live: dict[int, int]) -> None:
         """Add rows: a value that a main operator since the last checkpoint overwrote is made again to be live."""
@@ -275,7 +260,7 @@ class _Relaxation:
                         terms.append((span.once[self.maker[value]], -1.0))
                     if choice >= 0:
                         terms.append((choice, 1.0))
-                    self.rows.row(terms, 1.0 if choice >= 0 else 0.0)
+                    self.program.row(terms, 1.0 if choice >= 0 else 0.0)
 
     def _memory(self, at: int, live: dict[int, int], also: Sequence[tuple[int, int]] = ()) -> None:
         """The memory of main operator `at`, with what is live before it, is within the budget.
@@ -292,7 +277,7 @@ class _Relaxation:
                 room -= own
             else:
                 terms.append((choice, own * self.scale))
-        self.rows.row(terms, room * self.scale)
+        self.program.row(terms, room * self.scale)
 
     def _least_bytes(self, operator: int) -> int:
         """Bytes of a run of an optional operator, beyond the modelled values that it reads in any case."""
@@ -314,26 +299,12 @@ class _Relaxation:
         if len(intervals) < 2:
             return
         operators = {operator: None for span in intervals for operator in span.once}
-        once = {operator: self.rows.column() for operator in operators}
+        once = {operator: self.program.column() for operator in operators}
         for operator, column in once.items():
             runs = [(span.once[operator], -1.0) for span in intervals if operator in span.once]
-            self.rows.row([(column, 1.0), *runs], 0.0)
+            self.program.row([(column, 1.0), *runs], 0.0)
         places = range(intervals[0].places[0], intervals[-1].places[-1] + 1)
         self._supply(_Span(places=places, before=intervals[0].before, once=once), live)
-
-
-def relaxation(
-    problem: Problem, budget_bytes: int, *, checkpoint_limit: int = 60, value_limit: int = 400
-) -> tuple[ZeroOneProgram, Meaning]:
-    """Build the relaxation, coarser the smaller the limits are.
-
-    Args:
-        problem: the problem.
-        budget_bytes: the budget.
-        checkpoint_limit: the most backward operators that get a memory row.
-        value_limit: the most values that are modelled; the largest are.
-    """
-    return _Relaxation(problem, budget_bytes, checkpoint_limit, value_limit).build()
 
 
 def _worthwhile(problem: Problem, at: int, lifetimes: CertainLifetimes, modelled: frozenset[int]) -> list[Option]:

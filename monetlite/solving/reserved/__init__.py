@@ -1,1 +1,0 @@
-"""Schedules for a budget of reserved memory, which `nvidia-smi` shows."""
