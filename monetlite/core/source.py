@@ -30,6 +30,3 @@ class ModelSource:
 def is_shareable(model: str) -> bool:
     """True if a name means the same model everywhere: not a path, nor a function, nor something on a hub."""
     return re.search(_SHAREABLE, model) is not None
-
-
-__all__ = ["Dtype", "ModelSource", "is_shareable"]

@@ -13,13 +13,7 @@ import torch
 from torch import fx
 
 from monetlite.fx.torch_internals import torch_pytree as pytree
-from monetlite.fx.torch_internals.torch_aot import (
-    BufferAOTInput,
-    InputMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    is_tangent,
-)
+from monetlite.fx.torch_internals.torch_aot import descriptors, is_tangent
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of, storage_key
 
 _UNANNOTATED_VIEWS = frozenset(
@@ -126,7 +120,7 @@ class Reachability:
         return {
             at: inputs[item.mutated_input]
             for at, item in enumerate(output.meta["desc"])
-            if isinstance(item, InputMutationAOTOutput) and item.mutated_input in inputs
+            if isinstance(item, descriptors.InputMutationAOTOutput) and item.mutated_input in inputs
         }
 
     @cached_property
@@ -153,7 +147,10 @@ class Reachability:
         tensors.
         """
         given = [node.meta["desc"] for node in self.primals]
-        plain = all(isinstance(item, (BufferAOTInput, ParamAOTInput, PlainAOTInput)) for item in given)
+        plain = all(
+            isinstance(item, (descriptors.BufferAOTInput, descriptors.ParamAOTInput, descriptors.PlainAOTInput))
+            for item in given
+        )
         return plain and all(getattr(item, "idx", at) == at for at, item in enumerate(given))
 
     @cached_property

@@ -116,6 +116,3 @@ def _changes_all(
         len(producer.args) > changes[at] and producer.args[changes[at]] is given and read.count(given) == 1
         for at, (given, _) in changed.items()
     )
-
-
-__all__ = ["eager"]

@@ -117,6 +117,3 @@ class Delegating(nn.Module):
             if name == "model" or "model" not in self.__dict__:
                 raise
             return getattr(self.__dict__["model"], name)
-
-
-__all__ = ["Delegating"]

@@ -32,22 +32,18 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 from monetlite.core.errors import ModelError
-from monetlite.fx.torch_internals.torch_aot import (
-    InputMutationAOTOutput,
-    IntermediateBaseAOTOutput,
-    MetadataMutationAOTOutput,
-    PlainAOTOutput,
-    TangentAOTInput,
-    backward_node,
-    boxed_function,
-    is_tangent,
-)
+from monetlite.fx.torch_internals.torch_aot import backward_node, boxed_function, descriptors, is_tangent
 from monetlite.operators.program_calls import deliver
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
 
 _RUN = "_monetlite_run"
 """Attribute of a stand-in: the `BackwardRun` that computes the real gradient."""
-_RETURNED = (InputMutationAOTOutput, MetadataMutationAOTOutput, PlainAOTOutput, IntermediateBaseAOTOutput)
+_RETURNED = (
+    descriptors.InputMutationAOTOutput,
+    descriptors.MetadataMutationAOTOutput,
+    descriptors.PlainAOTOutput,
+    descriptors.IntermediateBaseAOTOutput,
+)
 """Kinds of forward results that AOTAutograd's node returns."""
 
 _thread = threading.local()
@@ -273,7 +269,7 @@ class UnusedOutputs:
         output = graph.output_node()
         tangents = [node for node in graph.nodes if is_tangent(node)]
         descriptions = [node.meta["desc"] for node in tangents]
-        self._outputs = [item.output for item in descriptions if isinstance(item, TangentAOTInput)]
+        self._outputs = [item.output for item in descriptions if isinstance(item, descriptors.TangentAOTInput)]
         returned = [item for item in output.meta["desc"][: joint.forward_outputs] if isinstance(item, _RETURNED)]
         self._returned = len(returned)
         self._positions = [returned.index(item) for item in self._outputs if item in returned]
@@ -289,8 +285,8 @@ class UnusedOutputs:
     def _node(self, outputs: Sequence[Any]) -> Any:
         """AOTAutograd's node behind an output, or behind the tensor that an output is a view of."""
         for item in self._outputs:
-            output = item.base_of if isinstance(item, IntermediateBaseAOTOutput) else item
-            if isinstance(output, PlainAOTOutput):
+            output = item.base_of if isinstance(item, descriptors.IntermediateBaseAOTOutput) else item
+            if isinstance(output, descriptors.PlainAOTOutput):
                 return backward_node(outputs[output.idx])
         return None
 
@@ -331,6 +327,3 @@ def _reached(graph: fx.Graph, tangents: Sequence[fx.Node]) -> list[int]:
             bits[node] = reduce(or_, (bits.get(read, 0) for read in node.all_input_nodes), 0)
     results: Any = graph.output_node().args[0]
     return [bits.get(item, 0) if isinstance(item, fx.Node) else 0 for item in results]
-
-
-__all__ = ["delivering_backend"]

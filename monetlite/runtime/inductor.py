@@ -263,5 +263,3 @@ def _registered(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) 
 
 
 _LIBRARY: Any = torch.library.Library("monetlite", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types for it
-
-__all__ = ["as_inductor_fuses", "inductor", "with_draws"]

@@ -120,6 +120,3 @@ def _set_expandable(expandable: bool | None) -> None:
         asked = [f"{_EXPANDABLE}:{bool(expandable)}"]
     kept = [item for item in items if item.partition(":")[0] != _EXPANDABLE]
     set_allocator_settings(",".join([*kept, *asked]))
-
-
-__all__ = ["limit_reserved", "reserved_within", "warn_if_unlimited"]

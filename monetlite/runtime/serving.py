@@ -286,6 +286,3 @@ def _own_bytes(tensors: Iterable[torch.Tensor]) -> int:
         _, known = sizes.get(key, (0, 0))
         sizes[key] = tensor.untyped_storage().nbytes(), known + tensor.nbytes
     return sum(min(whole, parts) for whole, parts in sizes.values())
-
-
-__all__ = ["ScheduleSet", "TooLarge", "input_signature", "without_guards"]

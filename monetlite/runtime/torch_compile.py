@@ -185,6 +185,3 @@ def _solve(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) ->
     with without_modes():
         profiles = [price(graph, pricing, solving) for graph in graphs]
         return solve_layouts(profiles, options.budget, solving, layout=pricing.layout)
-
-
-__all__ = ["compile_graph"]

@@ -200,6 +200,3 @@ def _padded(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose last dimension is a multiple of what flash attention takes."""
     rest = tensor.shape[-1] % _ALIGNED
     return F.pad(tensor, (0, _ALIGNED - rest)) if rest else tensor
-
-
-__all__ = ["Capability", "as_on_gpu", "attention_on_gpu"]

@@ -211,6 +211,3 @@ def _lies_in(tensor: torch.Tensor, order: _Order) -> bool:
     if isinstance(order, torch.memory_format):
         return tensor.is_contiguous(memory_format=order)
     return tensor.permute(order).is_contiguous()
-
-
-__all__ = ["channels_last"]

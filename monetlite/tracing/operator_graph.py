@@ -191,6 +191,3 @@ def _refuse_unplannable(node: fx.Node) -> None:
             f"{where}: {node.target} makes a tensor whose shape depends on the data, so its memory can't be "
             "planned; keep shapes fixed (a mask in place of a selection)"
         )
-
-
-__all__ = ["Traced", "build_graph", "trace"]

@@ -148,6 +148,3 @@ def _raised(text: str) -> str | None:
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0].strip().rstrip(".") if lines else type(error).__name__
-
-
-__all__ = ["NUMPY_DRAWS", "explain", "install_recorders", "own_error"]

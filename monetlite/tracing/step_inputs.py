@@ -102,17 +102,3 @@ def autocast_dtype(device: str) -> str:
 def _tensors(model: nn.Module, inputs: object) -> Iterator[torch.Tensor]:
     leaves = (item for item in pytree.tree_leaves(inputs) if isinstance(item, torch.Tensor))
     return itertools.chain(leaves, model.parameters())
-
-
-__all__ = [
-    "Arguments",
-    "Inputs",
-    "autocast_dtype",
-    "device_of",
-    "gpu_of",
-    "leaves_in_order",
-    "on_its_gpu",
-    "resident_bytes",
-    "split_inputs",
-    "tensors_in_order",
-]

@@ -168,6 +168,3 @@ def _unknown(data: Any, kind: Any, place: Place) -> Iterator[Place]:
             yield from ((*place, name) for name in data if name not in fields.keys() | head)
     for step, item, item_kind in _items(data, kind):
         yield from _unknown(item, item_kind, (*place, step))
-
-
-__all__ = ["Document", "common_fields", "json_schema", "plain_data", "read_document", "unknown_fields"]

@@ -218,6 +218,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if isinstance(text, str) and _has_control_character(text):
             raise ValueError(f"{shown(text)} has control characters")
     return made
-
-
-__all__ = ["Place", "PlainData", "dump_yaml", "load_json", "load_yaml", "shown"]

@@ -20,6 +20,3 @@ def patched(*changes: AbstractContextManager[Any]) -> Iterator[None]:
         for change in changes:
             undone.enter_context(change)
         yield
-
-
-__all__ = ["patched"]

@@ -17,18 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._functorch import config as _config
-from torch._functorch._aot_autograd.descriptors import (
-    BufferAOTInput,
-    InputMutationAOTOutput,
-    IntermediateBaseAOTOutput,
-    MetadataMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
+from torch._functorch._aot_autograd import descriptors as descriptors
 
 from monetlite.fx.torch_internals.patching import patched
 
@@ -68,22 +59,3 @@ def is_forward(node: fx.Node) -> bool:
 def is_backward(node: fx.Node) -> bool:
     """True for a node that AOTAutograd recorded in the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
-
-
-__all__ = [
-    "BufferAOTInput",
-    "InputMutationAOTOutput",
-    "IntermediateBaseAOTOutput",
-    "MetadataMutationAOTOutput",
-    "ParamAOTInput",
-    "PlainAOTInput",
-    "PlainAOTOutput",
-    "TangentAOTInput",
-    "aot_autograd",
-    "aot_settings",
-    "backward_node",
-    "boxed_function",
-    "is_backward",
-    "is_forward",
-    "is_tangent",
-]

@@ -27,6 +27,3 @@ def occupy_gpu(cycles: int) -> None:
     small kernels include the time of their launches.
     """
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
-
-
-__all__ = ["clear_cublas_workspaces", "occupy_gpu", "set_allocator_settings"]

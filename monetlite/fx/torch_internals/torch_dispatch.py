@@ -22,18 +22,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
-from torch._C import DispatchKey
-from torch._decomp import decomposition_table
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_transforms
-from torch._ops import OperatorBase, OpOverload
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch._C import DispatchKey as DispatchKey
+from torch._decomp import decomposition_table as decomposition_table
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OperatorBase as OperatorBase
+from torch._ops import OpOverload as OpOverload
+from torch._prims_common import suggest_memory_format as suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from monetlite.fx.torch_internals.patching import patched
 
 PythonKernel: TypeAlias = Callable[..., Any]
+
+without_modes = _disable_current_modes
+without_transforms = temporarily_clear_interpreter_stack
 
 GENERATED_FUNCTIONS = (torch._C._VariableFunctions, torch._C._nn)
 """Namespaces of the functions that torch generates for operators."""
@@ -117,28 +122,3 @@ def _table_updated(functions: Mapping[OperatorBase, PythonKernel]) -> Iterator[N
     finally:
         decomposition_table.update(before)
         FakeTensorMode.cache_clear()
-
-
-__all__ = [
-    "GENERATED_FUNCTIONS",
-    "DispatchKey",
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "OperatorBase",
-    "PythonKernel",
-    "TorchDispatchMode",
-    "decomposed_by",
-    "decomposition_table",
-    "is_traced",
-    "is_transformed",
-    "python_kernel",
-    "schema_of",
-    "storage_key",
-    "suggest_memory_format",
-    "traced_as",
-    "unchecked",
-    "without_modes",
-    "without_python_kernels",
-    "without_transforms",
-]

@@ -21,7 +21,8 @@ from unittest import mock
 from torch import fx
 from torch._dynamo import config as _config
 from torch._dynamo import utils as _utils
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 
 from monetlite.fx.torch_internals.patching import patched
 
@@ -111,17 +112,3 @@ def break_reason(graph: fx.GraphModule) -> Any:
 def draws_like_numpy(node: fx.Node) -> bool:
     """True for a call that draws from torch's generator in the place of numpy's."""
     return getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random"
-
-
-__all__ = [
-    "FailOnRecompileLimitHit",
-    "LoggerMethods",
-    "TorchDynamoException",
-    "allow_programs",
-    "break_reason",
-    "draws_like_numpy",
-    "dynamo_settings",
-    "leave_messages_out",
-    "messages_left_out",
-    "recompile_reason",
-]

@@ -22,6 +22,3 @@ def set_boxed(graph: fx.Graph) -> None:
 def function_of(source: str, names: dict[str, Any]) -> Callable[..., Any]:
     """The function `forward` of generated code, in which some names are known."""
     return _forward_from_src(source, names)
-
-
-__all__ = ["function_of", "set_boxed"]

@@ -78,14 +78,3 @@ def partitioning_backend() -> Callable[..., Any]:
     from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 
     return aot_eager_decomp_partition
-
-
-__all__ = [
-    "compile_program",
-    "decompositions",
-    "force_strides",
-    "inductor_backend",
-    "output_strides",
-    "partitioning_backend",
-    "torch_random",
-]

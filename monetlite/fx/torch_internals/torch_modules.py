@@ -38,6 +38,3 @@ def uncompiled(model: nn.Module) -> nn.Module:
     """
     found: nn.Module = getattr(model, "_orig_mod", model)
     return found
-
-
-__all__ = ["CONTENTS", "apply_to_tensors", "own_contents", "share_contents", "uncompiled"]

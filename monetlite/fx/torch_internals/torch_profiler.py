@@ -27,6 +27,3 @@ def allocations(profiler: Any) -> list[tuple[int, int]]:
             found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
     found.sort(key=itemgetter(0))
     return [(address, size_bytes) for _, address, size_bytes in found]
-
-
-__all__ = ["allocations", "memory_profiler"]

@@ -4,24 +4,11 @@ Without it, inputs and outputs of models can't be taken apart. The order of leav
 numbers a graph's inputs and outputs, so that no other library can stand in for it.
 """
 
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_map_with_path,
-    tree_structure,
-    tree_unflatten,
-)
-
-__all__ = [
-    "keystr",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_map_with_path",
-    "tree_structure",
-    "tree_unflatten",
-]
+from torch.utils._pytree import keystr as keystr
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_map_with_path as tree_map_with_path
+from torch.utils._pytree import tree_structure as tree_structure
+from torch.utils._pytree import tree_unflatten as tree_unflatten

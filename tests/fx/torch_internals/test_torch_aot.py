@@ -10,17 +10,11 @@ from torch import fx, nn
 
 from monetlite.fx.torch_internals import torch_aot
 from monetlite.fx.torch_internals.torch_aot import (
-    BufferAOTInput,
-    InputMutationAOTOutput,
-    IntermediateBaseAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
     aot_autograd,
     aot_settings,
     backward_node,
     boxed_function,
+    descriptors,
     is_backward,
     is_forward,
     is_tangent,
@@ -83,17 +77,17 @@ def test_inputs_and_outputs_of_a_joint_graph_say_what_they_are(step: Any) -> Non
     inputs = [node for node in partition.graph.nodes if node.op == "placeholder"]
     primals = [node.meta["desc"] for node in inputs if not is_tangent(node)]
     # TorchDynamo hands parameters and buffers over as arguments.
-    assert all(isinstance(item, PlainAOTInput) for item in primals)
+    assert all(isinstance(item, descriptors.PlainAOTInput) for item in primals)
     assert [item.idx for item in primals] == [0, 1, 2]
-    assert {BufferAOTInput, ParamAOTInput}.isdisjoint(map(type, primals))
+    assert {descriptors.BufferAOTInput, descriptors.ParamAOTInput}.isdisjoint(map(type, primals))
     tangents = [node.meta["desc"] for node in inputs if is_tangent(node)]
-    assert [type(item) for item in tangents] == [TangentAOTInput] * 2
+    assert [type(item) for item in tangents] == [descriptors.TangentAOTInput] * 2
     assert [item.output.idx for item in tangents] == [0, 1]
     results = partition.graph.output_node().meta["desc"]
     assert partition.forward_outputs == 3
-    (changed,) = (item for item in results[:3] if isinstance(item, InputMutationAOTOutput))
+    (changed,) = (item for item in results[:3] if isinstance(item, descriptors.InputMutationAOTOutput))
     assert changed.mutated_input in primals
-    assert [item.idx for item in results if isinstance(item, PlainAOTOutput)] == [0, 1]
+    assert [item.idx for item in results if isinstance(item, descriptors.PlainAOTOutput)] == [0, 1]
     assert len(results) - 3 == len(primals)  # a gradient, or none, for each
 
 
@@ -107,8 +101,8 @@ def test_a_view_of_a_result_is_made_of_its_base() -> None:
 
     output, _ = torch.compile(run, backend=partition)(torch.randn(2, 3, requires_grad=True))
     made = [node.meta["desc"] for node in partition.graph.nodes if is_tangent(node)]
-    assert [type(item.output) for item in made] == [IntermediateBaseAOTOutput]
-    assert isinstance(made[0].output.base_of, PlainAOTOutput)
+    assert [type(item.output) for item in made] == [descriptors.IntermediateBaseAOTOutput]
+    assert isinstance(made[0].output.base_of, descriptors.PlainAOTOutput)
     assert backward_node(output) is not None
 
 
