@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
@@ -33,10 +33,6 @@ class Efficiency:
     """Interpolation and its gradient."""
     scatter: float
     """Kernels that read or write where indices say, such as the gradient of max pooling."""
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            assert 0 < getattr(self, item.name) <= 1, f"{item.name} is a fraction"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +100,7 @@ def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
     memory, peak = entry["memory"], entry["peak"]
     launch, efficiency = data["launch_us"][entry["launch_us"]], data["efficiency"][entry["efficiency"]]
     parts = {"memory": memory, "peak": peak, "launch": launch, "efficiency": efficiency}
+    major, minor = entry["compute_capability"].split(".")
     cuda = {}
     if "cuda" in entry:
         parts["cuda"] = entry["cuda"]
@@ -116,17 +113,12 @@ def _device(name: str, entry: dict[str, Any], data: dict[str, Any]) -> Device:
         bandwidth_bytes_per_s=memory["bandwidth_gb_per_s"] * 1e9,
         peak_flops=MappingProxyType({kind: rate * 1e12 for kind, rate in peak.items() if kind != "source"}),
         launch_us=float(launch["value"]),
-        compute_capability=_capability(entry["compute_capability"]),
-        efficiency=Efficiency(**{item.name: float(efficiency[item.name]) for item in fields(Efficiency)}),
+        compute_capability=(int(major), int(minor)),
+        efficiency=Efficiency(**{kind: share for kind, share in efficiency.items() if kind != "source"}),
         aliases=tuple(entry["aliases"]),
         cuda=MappingProxyType(cuda),
         sources=MappingProxyType({name: part["source"] for name, part in parts.items()}),
     )
-
-
-def _capability(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition(".")
-    return int(major), int(minor)
 
 
 def _normalise(name: str) -> str:

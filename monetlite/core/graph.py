@@ -113,8 +113,7 @@ class Call:
                 for item in argument:
                     yield from walk(item)
 
-        yield from walk(self.args)
-        yield from walk(tuple(value for _, value in self.kwargs))
+        yield from walk((*self.args, *(value for _, value in self.kwargs)))
 
     @cached_property
     def signature(self) -> str:
@@ -265,10 +264,6 @@ class OperatorGraph:
         """For each value, the operator that writes it."""
         return {value: index for index, operator in enumerate(self.operators) for value in operator.writes}
 
-    @cached_property
-    def forward_count(self) -> int:
-        return sum(operator.phase is Phase.FORWARD for operator in self.operators)
-
     def available(self, device: str) -> "OperatorGraph":
         """The same graph with the implementations that can run on a device (`cpu` or `cuda`)."""
         return self.restricted(lambda item: not item.devices or device in item.devices)
@@ -278,14 +273,8 @@ class OperatorGraph:
         return replace(
             self,
             operators=tuple(
-                replace(
-                    operator,
-                    implementations=(
-                        operator.implementations[0],
-                        *(item for item in operator.implementations[1:] if allowed(item)),
-                    ),
-                )
-                for operator in self.operators
+                replace(item, implementations=(item.implementations[0], *filter(allowed, item.implementations[1:])))
+                for item in self.operators
             ),
         )
 

@@ -23,7 +23,7 @@ Step: TypeAlias = tuple[int, int]
 """(operator, index of the implementation it runs with)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Lifetime:
     """One stay of a value in memory.
 
@@ -73,18 +73,9 @@ def lifetimes(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Lifetime, ..
     there: dict[int, tuple[int, list[int]]] = {}
     found: list[Lifetime] = []
 
-    def leave(value: int, at: int, overwritten: bool) -> None:
+    def leave(value: int, end: int, overwritten: bool) -> None:
         begin, reads = there.pop(value)
-        found.append(
-            Lifetime(
-                value=value,
-                begin=begin,
-                end=at,
-                reads=tuple(reads),
-                backward=begin >= backward_from,
-                overwritten=overwritten,
-            )
-        )
+        found.append(Lifetime(value, begin, end, tuple(reads), begin >= backward_from, overwritten))
 
     for at, ((index, choice), dying) in enumerate(zip(steps, deaths(graph, steps), strict=True)):
         implementation = graph.operators[index].implementations[choice]
@@ -143,37 +134,30 @@ def check_order(graph: OperatorGraph, operators: Iterable[int]) -> None:
     Raises:
         IllegalSchedule: an operator is missing, out of place, or re-run though it can't be.
     """
-    mandatory = [i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
-    backward = [i for i, op in enumerate(graph.operators) if op.phase is Phase.BACKWARD]
-    expected = iter(mandatory)
+    expected = (operator for operator in graph.operators if not operator.optional)
     waiting = next(expected, None)
-    at_backward = 0
     ran: set[int] = set()
     for at, index in enumerate(operators):
         if not 0 <= index < len(graph.operators):
             raise IllegalSchedule(f"step {at}: there is no operator {index}")
         operator = graph.operators[index]
-        if operator.phase is Phase.BACKWARD:
-            if waiting is not None:
-                raise IllegalSchedule(
-                    f"step {at} ({operator.name}): backward begins before {graph.operators[waiting].name} has run"
-                )
-            if at_backward >= len(backward) or backward[at_backward] != index:
-                raise IllegalSchedule(
-                    f"step {at} ({operator.name}): backward operators must run once each, in order"
-                )
-            at_backward += 1
-        elif index == waiting:
+        forward = waiting is not None and waiting.phase is Phase.FORWARD
+        problem = ""
+        if operator is waiting:
             waiting = next(expected, None)
-        elif not operator.optional and waiting is not None:
-            raise IllegalSchedule(f"step {at} ({operator.name}): the forward pass must run once, in order")
+        elif operator.phase is Phase.BACKWARD:
+            problem = "backward operators must run once each, in order"
+            if forward and waiting is not None:
+                problem = f"backward begins before {waiting.name} has run"
+        elif not operator.optional and forward:
+            problem = "the forward pass must run once, in order"
         elif index in ran and not operator.rerunnable:
-            raise IllegalSchedule(f"step {at} ({operator.name}): can't be run again (random, or a side effect)")
+            problem = "can't be run again (random, or a side effect)"
+        if problem:
+            raise IllegalSchedule(f"step {at} ({operator.name}): {problem}")
         ran.add(index)
     if waiting is not None:
-        raise IllegalSchedule(f"{graph.operators[waiting].name} is never run")
-    if at_backward < len(backward):
-        raise IllegalSchedule(f"{graph.operators[backward[at_backward]].name} is never run")
+        raise IllegalSchedule(f"{waiting.name} is never run")
 
 
 def plain_steps(graph: OperatorGraph) -> tuple[Step, ...]:

@@ -11,6 +11,13 @@ from monetlite.core.graph import Argument, TensorRef, TensorSpec, TorchConstant
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode
 
+_CONSTANTS: dict[str, type] = {
+    "dtype": torch.dtype,
+    "memory_format": torch.memory_format,
+    "layout": torch.layout,
+    "device": torch.device,
+}
+
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """The layout of a tensor, real or fake."""
@@ -45,14 +52,9 @@ def encode_arguments(argument: Any, value_of: Callable[[fx.Node], int | None]) -
         return TensorRef(node=argument.name, value=value_of(argument), spec=spec_of(tensor))
     if isinstance(argument, (tuple, list)):
         return tuple(encode_arguments(item, value_of) for item in argument)
-    if isinstance(argument, torch.dtype):
-        return TorchConstant(kind="dtype", name=str(argument).removeprefix("torch."))
-    if isinstance(argument, torch.memory_format):
-        return TorchConstant(kind="memory_format", name=str(argument).removeprefix("torch."))
-    if isinstance(argument, torch.layout):
-        return TorchConstant(kind="layout", name=str(argument).removeprefix("torch."))
-    if isinstance(argument, torch.device):
-        return TorchConstant(kind="device", name=str(argument))
+    for kind, constants in _CONSTANTS.items():
+        if isinstance(argument, constants):
+            return TorchConstant(kind=kind, name=str(argument).removeprefix("torch."))
     if argument is None or isinstance(argument, (bool, int, float, str)):
         return argument
     if isinstance(argument, complex):
@@ -77,11 +79,7 @@ def decode_argument(argument: Argument, tensor: Callable[[TensorRef], Any]) -> A
     if isinstance(argument, tuple):
         return [decode_argument(item, tensor) for item in argument]
     if isinstance(argument, TorchConstant):
-        if argument.kind == "device":
-            return torch.device(argument.name)
-        constant = getattr(torch, argument.name)
-        assert isinstance(
-            constant, {"dtype": torch.dtype, "layout": torch.layout}.get(argument.kind, torch.memory_format)
-        )
+        constant = torch.device(argument.name) if argument.kind == "device" else getattr(torch, argument.name)
+        assert isinstance(constant, _CONSTANTS[argument.kind])
         return constant
     return argument

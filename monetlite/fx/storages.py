@@ -47,18 +47,11 @@ def base(node: fx.Node) -> fx.Node:
     """The tensor node whose storage a tensor node is (a view of): an input, a kernel, or an item of a kernel."""
     while True:
         if is_view(node):
-            node = _viewed(node)
-        elif is_item(node) and is_view(producer := _argument(node)):
-            node = _viewed(producer)
+            node = node.all_input_nodes[0]
+        elif is_item(node) and is_view(producer := node.all_input_nodes[0]):
+            node = producer.all_input_nodes[0]
         else:
             return node
-
-
-def kernel_of(node: fx.Node) -> fx.Node | None:
-    """The kernel that computes a base tensor; None for an input of the graph."""
-    if is_item(node):
-        node = _argument(node)
-    return node if is_kernel(node) else None
 
 
 def results(kernel: fx.Node) -> tuple[fx.Node | None, ...]:
@@ -183,13 +176,3 @@ def _ancestors(roots: Iterator[fx.Node]) -> set[fx.Node]:
             found.add(node)
             waiting.extend(node.all_input_nodes)
     return found
-
-
-def _argument(node: fx.Node) -> fx.Node:
-    argument = node.args[0]
-    assert isinstance(argument, fx.Node)
-    return argument
-
-
-def _viewed(view: fx.Node) -> fx.Node:
-    return next(node for node in view.all_input_nodes)

@@ -37,7 +37,7 @@ from monetlite.operators.program_calls import deliver
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
 
 _RUN = "_monetlite_run"
-"""Attribute of a stand-in: the `BackwardRun` that computes the real gradient."""
+"""Attribute of a stand-in: the function that runs a part of the backward program and returns its results."""
 _RETURNED = (
     descriptors.InputMutationAOTOutput,
     descriptors.MetadataMutationAOTOutput,
@@ -123,7 +123,7 @@ class _Deliver(torch.autograd.Function):
                 "the tensors that it changes or returns, or return copies of them (.clone())"
             )
         (run,) = runs.values()
-        return None, None, *run.part(ctx.number)
+        return None, None, *run(ctx.number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,32 +144,12 @@ class BackwardPart:
     results: tuple[int, ...]
 
 
-class BackwardRun:
-    """A backward program that runs part by part, without the results (by position) that are `left_out`.
+def _deferred(program: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, unused: "UnusedOutputs") -> Boxed:
+    """A backward program that returns a stand-in for one result of each part; the parts run later, in order.
 
     Parts hand tensors on by name. A tensor that no later part reads is given away, so it is freed inside the part
     exactly where it would be in the whole program.
     """
-
-    def __init__(
-        self, parts: Sequence[BackwardPart], tensors: dict[str, Any], left_out: Collection[int] = ()
-    ) -> None:
-        self._parts = parts
-        self._tensors = tensors
-        self._left_out = left_out
-
-    def part(self, number: int) -> list[Any]:
-        """Run a part, after those before it, and return its results."""
-        part, tensors = self._parts[number], self._tensors
-        arguments = [tensors.pop(name) if name in part.lets_go else tensors[name] for name in part.takes]
-        made = list(part.run(arguments))
-        tensors.update(zip(part.gives, made, strict=False))
-        results = zip(part.results, made[len(part.gives) :], strict=True)
-        return [None if at in self._left_out else result for at, result in results]
-
-
-def _deferred(program: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, unused: "UnusedOutputs") -> Boxed:
-    """A backward program that returns a stand-in for one result of each part; the parts run later."""
     parts = _split(program, inputs, compiler)
     names = [node.name for node in program.graph.find_nodes(op="placeholder")]
     results = flat_outputs(program)
@@ -181,14 +161,23 @@ def _deferred(program: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler
     }
 
     def call(arguments: list[Any]) -> list[torch.Tensor | None]:
-        run = BackwardRun(parts, dict(zip(names, arguments, strict=True)), unused.left_out())
+        tensors, left_out = dict(zip(names, arguments, strict=True)), unused.left_out()
         arguments.clear()
-        made: list[torch.Tensor | None] = [None] * len(results)
+
+        def run(number: int) -> list[Any]:
+            part = parts[number]
+            taken = [tensors.pop(name) if name in part.lets_go else tensors[name] for name in part.takes]
+            made = list(part.run(taken))
+            tensors.update(zip(part.gives, made, strict=False))
+            made_results = zip(part.results, made[len(part.gives) :], strict=True)
+            return [None if at in left_out else result for at, result in made_results]
+
+        stand_ins: list[torch.Tensor | None] = [None] * len(results)
         for at, (shape, dtype, device) in specs.items():
             stand_in = torch.empty((), dtype=dtype, device=device).expand(shape)
             setattr(stand_in, _RUN, run)
-            made[at] = stand_in
-        return made
+            stand_ins[at] = stand_in
+        return stand_ins
 
     return boxed_function(call)
 

@@ -70,7 +70,8 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     backward = ProgramBuilder(joint, [*saved, *tangents])
     backward.run(backward_runs)
     forward = ProgramBuilder(joint, primals)
-    forward.require(_guards(traced, steps))
+    chosen = ((traced.graph.operators[index], choice) for index, choice in steps)
+    forward.require({item.name: guard for item, choice in chosen if (guard := item.implementations[choice].guard)})
     forward.run(forward_runs)
     forward_program, backward_program = forward.finish([*results, *saved]), backward.finish(gradients)
     if reach.takes_arguments:
@@ -124,16 +125,6 @@ def _delivered_when_final(
         if ready:
             changed.append(replace(run, call=replace(run.call, args=tuple(ready))))
     return changed
-
-
-def _guards(traced: Traced, steps: Sequence[Step]) -> dict[str, Call]:
-    """The guards of the implementations that run, by operator."""
-    chosen = ((traced.graph.operators[index], choice) for index, choice in steps)
-    return {
-        chosen_operator.name: guard
-        for chosen_operator, choice in chosen
-        if (guard := chosen_operator.implementations[choice].guard) is not None
-    }
 
 
 def _read_before_written(

@@ -24,6 +24,7 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.serving import ScheduleSet
+from monetlite.runtime.wrapper import loaded
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
@@ -78,7 +79,8 @@ def compile_graph(
     """
     chosen = compile_options({**(options or {}), **others})
     _refuse_breaks(graph)
-    _refuse_numpy_draws(graph)
+    if drawing := next(filter(draws_like_numpy, graph.graph.nodes), None):
+        raise ModelError(f"{source_of(drawing) or 'the model'} can't be captured: {NUMPY_DRAWS}")
     if any(isinstance(item, torch.SymInt) for item in inputs):
         raise ModelError(
             "torch.compile has made sizes symbolic because inputs of another shape came; memory can be planned for "
@@ -148,30 +150,18 @@ def _refuse_breaks(graph: fx.GraphModule) -> None:
     )
 
 
-def _refuse_numpy_draws(graph: fx.GraphModule) -> None:
-    """Refuse random numbers from numpy: TorchDynamo would draw them with torch instead."""
-    for node in graph.graph.nodes:
-        if draws_like_numpy(node):
-            where = source_of(node) or "the model"
-            raise ModelError(f"{where} can't be captured: {NUMPY_DRAWS}")
-
-
 def _schedule(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) -> Schedule:
     """The schedule of a graph, of which `graph_in` makes the operator graph in a layout."""
     graph = graph_in(AS_TRACED)
     key = (graph.fingerprint, graph.device, options)
-    if key in _solved:
-        return _solved[key]
-    if options.schedule is not None and options.schedule_exists:
-        from monetlite.zoo.collection import load_schedule
-
-        schedule = load_schedule(options.schedule)
-    else:
-        schedule = _solve(graph_in, options)
-        if options.schedule is not None:
-            schedule.save(options.schedule)
-    _solved[key] = schedule
-    return schedule
+    if key not in _solved:
+        if options.schedule is not None and options.schedule_exists:
+            _solved[key] = loaded(options.schedule)
+        else:
+            _solved[key] = _solve(graph_in, options)
+            if options.schedule is not None:
+                _solved[key].save(options.schedule)
+    return _solved[key]
 
 
 def _solve(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) -> Schedule:

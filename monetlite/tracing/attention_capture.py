@@ -52,8 +52,9 @@ def attention_on_gpu(
 
     Only to be traced: the operators have no kernels for the CPU.
     """
-    query, key, value, attn_mask = _autocast(query, key, value, attn_mask)
-    kernel = _kernel(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    query, key, value = map(_autocast, (query, key, value))
+    attn_mask = None if attn_mask is None else _autocast(attn_mask)
+    kernel = _kernel(capability, (query, key, value), attn_mask, dropout_p, is_causal, enable_gqa)
     mask = _additive(attn_mask, query.dtype)
     aten = torch.ops.aten
     trained = torch.is_grad_enabled() and any(item.requires_grad for item in (query, key, value))
@@ -83,26 +84,24 @@ def attention_on_gpu(
 
 def _kernel(
     capability: Capability,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: torch.Tensor | None,
     dropout_p: float,
     is_causal: bool,
     grouped: bool,
 ) -> str:
     """`"cudnn"`, `"flash"`, `"efficient"` or `"math"`: the first in torch's order that can take these operands."""
-    tensors = (query, key, value)
-    last_strides = [item.stride(-1) for item in tensors]
+    query, key, _ = operands
+    last_strides = [item.stride(-1) for item in operands]
     if (
-        any(item.dim() != 4 for item in tensors)
-        or len({item.dtype for item in tensors}) > 1
-        or len({item.shape[0] for item in tensors}) > 1
+        any(item.dim() != 4 for item in operands)
+        or len({item.dtype for item in operands}) > 1
+        or len({item.shape[0] for item in operands}) > 1
         or 0 in (query.shape[2], key.shape[2])
         or (mask is not None and mask.stride(-1) != 1)
     ):
         return "math"
-    heads, sizes = [item.shape[1] for item in tensors], [item.shape[-1] for item in tensors]
+    heads, sizes = [item.shape[1] for item in operands], [item.shape[-1] for item in operands]
     same_heads = len(set(heads)) == 1
     matching = same_heads or (grouped and heads[1] == heads[2] and heads[0] % heads[1] == 0)
     in_rows = set(last_strides) == {1} or query.shape[-1] == 1
@@ -164,21 +163,10 @@ def _broadcasts(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tenso
     return not mask.requires_grad and mask.dim() in (2, 4) and fits
 
 
-def _autocast(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Operands as autocast hands them to attention."""
-    if not torch.is_autocast_enabled("cpu"):
-        return query, key, value, mask
-    dtype = torch.get_autocast_dtype("cpu")
-    made = [
-        item.to(dtype) if item is not None and item.is_floating_point() else item
-        for item in (query, key, value, mask)
-    ]
-    assert made[0] is not None
-    assert made[1] is not None
-    assert made[2] is not None
-    return made[0], made[1], made[2], made[3]
+def _autocast(operand: torch.Tensor) -> torch.Tensor:
+    """An operand as autocast hands it to attention."""
+    cast = torch.is_autocast_enabled("cpu") and operand.is_floating_point()
+    return operand.to(torch.get_autocast_dtype("cpu")) if cast else operand
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

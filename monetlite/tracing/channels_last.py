@@ -183,13 +183,10 @@ def _is_image(argument: Any) -> bool:
 
 
 def _is_channels_last(argument: Any) -> bool:
-    tensor = argument.meta.get("val") if isinstance(argument, fx.Node) else None
-    return (
-        isinstance(tensor, torch.Tensor)
-        and tensor.dim() == 4
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-        and not tensor.is_contiguous()
-    )
+    if not _is_image(argument):
+        return False
+    tensor = argument.meta["val"]
+    return _lies_in(tensor, torch.channels_last) and not tensor.is_contiguous()
 
 
 def _takes_any_layout(node: fx.Node) -> bool:

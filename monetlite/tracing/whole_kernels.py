@@ -68,24 +68,13 @@ def _batch_norm_by_cudnn() -> AbstractContextManager[None]:
     operator, key = torch.ops.aten.cudnn_batch_norm.default, DispatchKey.Autograd
     decomposed = python_kernel(operator, key)
 
-    def normalize(
-        source: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        running_mean: torch.Tensor | None,
-        running_variance: torch.Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-    ) -> tuple[torch.Tensor, ...]:
-        arguments = (source, weight, bias, running_mean, running_variance)
-        made: tuple[torch.Tensor, ...]
-        if training and running_mean is not None and running_variance is not None:
-            made = torch.ops.aten._batch_norm_with_update.default(*arguments, momentum, eps)
-        else:  # which has no effects
-            assert decomposed is not None
-            made = decomposed(*arguments, training, momentum, eps)
-        return made
+    assert decomposed is not None
+
+    def normalize(*arguments: Any) -> Any:
+        *tensors, training, momentum, eps = arguments
+        if training and all(running is not None for running in tensors[3:]):
+            return torch.ops.aten._batch_norm_with_update.default(*tensors, momentum, eps)
+        return decomposed(*arguments)  # which has no effects
 
     return traced_as(operator, key, normalize)
 

@@ -17,6 +17,7 @@ def test_figures_are_plausible_and_have_sources(name):
     assert set(device.peak_flops) <= {"fp64", "fp32", "tf32", "fp16", "bf16"}
     assert device.peak_flops.get("fp16", device.peak_flops["fp32"]) >= device.peak_flops["fp32"]
     assert 1 <= device.launch_us <= 50
+    assert all(0 < share <= 1 for share in vars(device.efficiency).values())
     assert set(device.sources) - {"cuda"} == {"memory", "peak", "launch", "efficiency"}
     assert ("cuda" in device.sources) == bool(device.cuda)
     assert all(len(source) > 10 for source in device.sources.values())

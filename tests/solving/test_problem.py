@@ -176,7 +176,13 @@ def test_kernel_and_simulate_agree(seed: int) -> None:
         choices[problem.droppable] = [rng.randrange(16) for _ in problem.droppable]
         for place in range(problem.value_count, len(choices)):
             part, operator = divmod(place - problem.value_count, problem.operator_count)
-            most = (3, 3, 3, len(problem.tables.agenda) if operator < profile.graph.forward_count else 1, 4)[part]
+            most = (
+                3,
+                3,
+                3,
+                len(problem.tables.agenda) if profile.graph.operators[operator].phase is Phase.FORWARD else 1,
+                4,
+            )[part]
             choices[place] = rng.randrange(most) if rng.random() < 0.5 else 0
         budget_bytes = rng.randint(1, 2 * problem.plain_peak_bytes)
         steps = decode(problem, choices, scratch, budget_bytes, 1.0, rng.choice([0.001, 1.0, 1e6]))
