@@ -22,9 +22,10 @@ from monetlite.core.steps import Step, plain_steps
 from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent
 from monetlite.operators.random import drawing_from, rng_state
 from monetlite.runtime.lowering import CAPTURED, RUN, OperatorRun
+from monetlite.runtime.scheduled_training import ScheduledTraining
 from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.tracing.capture import Boxed, Compiler, Joint
-from monetlite.tracing.operator_graph import Traced, build_graph
+from monetlite.tracing.operator_graph import Traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,18 +250,24 @@ class WatchedWrapper(MONeTWrapper):
 
     def __init__(self, model: nn.Module, schedule: Schedule, watcher: PlainStep | ScheduledStep) -> None:
         super().__init__(model, schedule)
-        self.__dict__["_watcher"] = watcher
+        self.__dict__["_training"] = _WatchedTraining(model, schedule, watcher)
 
-    def _plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
+
+class _WatchedTraining(ScheduledTraining):
+    def __init__(self, model: nn.Module, schedule: Schedule, watcher: PlainStep | ScheduledStep) -> None:
+        super().__init__(model, schedule)
+        self._watcher = watcher
+
+    def plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         if isinstance(self._watcher, PlainStep):
-            traced = build_graph(joint, self.model, self._example, autocast=self.schedule.autocast)
+            traced, _ = self.build(joint, AS_TRACED)
             steps = plain_steps(traced.graph)
         else:
-            traced, steps = super()._plan(joint)
+            traced, steps = super().plan(joint)
         self._watcher.begin(traced)
         return traced, steps
 
-    def _compiler(self) -> Compiler:
+    def compiler(self) -> Compiler:
         watcher = self._watcher
 
         def watched(program: fx.GraphModule, *_: object) -> Boxed:

@@ -18,7 +18,8 @@ from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.schedule import Schedule
 from monetlite.profiling.meters import meter_for
-from monetlite.runtime.wrapper import MONeTWrapper, loaded
+from monetlite.runtime.scheduled_training import loaded
+from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.tracing.step_inputs import Inputs, split_inputs, tensors_in_order
 
 MAX_ALLOWED = 0.5

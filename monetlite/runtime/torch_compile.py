@@ -23,8 +23,7 @@ from monetlite.fx.torch_internals.torch_dynamo import break_reason, draws_like_n
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.serving import ScheduleSet
-from monetlite.runtime.wrapper import loaded
+from monetlite.runtime.scheduled_training import ScheduledTraining, loaded
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
@@ -98,7 +97,7 @@ def compile_graph(
 
         schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)
         tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
-        return lower(*ScheduleSet(graph, [schedule]).fit(traced_in(schedule.layout), schedule, tensors))
+        return lower(*ScheduledTraining(graph, [schedule]).fit(traced_in(schedule.layout), schedule, tensors))
 
     gpu = gpu_of(graph, inputs)
     with on_its_gpu(graph, inputs), kernels_kept_whole():

@@ -1,57 +1,53 @@
 """`MONeTWrapper`: a module that trains like the one it wraps, by a schedule.
 
-A training step, in the order of this file: `_forward` finds a program for the inputs, or has one made
-(`_first`). For that, a schedule is found or solved for, and the step is captured as one graph. `_partition` turns
-the graph into two programs, forward and backward, by the schedule's steps (`_plan`). The programs run, and
-gradients reach autograd as they become ready (`gradient_delivery`).
+Attributes, items, modes and state are those of the model behind it.
 """
 
-import contextlib
 import copy
-import re
-import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
-from typing import Any, TypeAlias
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from monetlite.core.errors import ModelError, ScheduleMismatch
-from monetlite.core.options import split_options
+from monetlite.core.errors import ModelError
 from monetlite.core.schedule import Schedule
-from monetlite.core.steps import Step
-from monetlite.core.units import parse_budget
-from monetlite.fx.torch_internals import torch_pytree as pytree
-from monetlite.fx.torch_internals.patching import patched
-from monetlite.fx.torch_internals.torch_dispatch import is_transformed
-from monetlite.fx.torch_internals.torch_dynamo import FailOnRecompileLimitHit, TorchDynamoException, allow_programs
-from monetlite.operators.program_calls import GuardFailed
-from monetlite.operators.random import forked_state
-from monetlite.runtime.buffers import eager
-from monetlite.runtime.delegation import Delegating
-from monetlite.runtime.gradient_delivery import delivering_backend
-from monetlite.runtime.lowering import lower
-from monetlite.runtime.serving import ScheduleSet, TooLarge, input_signature, without_guards
-from monetlite.tracing.capture import (
-    MAX_PROGRAMS,
-    Compiler,
-    Joint,
-    compile_step,
-    refuse_uninitialized,
-    run_captured,
-    too_many_programs,
-    training_step,
-)
-from monetlite.tracing.operator_graph import Traced, build_graph
-from monetlite.tracing.step_inputs import Arguments, autocast_dtype, device_of, on_its_gpu
+from monetlite.fx.torch_internals.torch_modules import apply_to_tensors, own_contents, share_contents
+from monetlite.runtime.scheduled_training import OneSchedule, ScheduledTraining
 
-_AMOUNT = re.compile(r"[\d.]+\s*(%|[kmgt]?i?b)", re.IGNORECASE)
-OneSchedule: TypeAlias = Schedule | str | PathLike[str]
+OWN = frozenset(vars(nn.Module()))
+"""Instance attributes that every module has."""
 
 
-class MONeTWrapper(Delegating):
+class ForwardOfModel:
+    """The attribute `forward`: calls `_forward`, and has the model's own signature, which callers look at."""
+
+    def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
+        if instance is None:
+            found: Callable[..., Any] = owner._forward
+            return found
+        call = functools.partial(instance._forward)
+        functools.update_wrapper(call, instance.model.forward)
+        return call
+
+
+def _of_model(operation: Callable[..., Any]) -> Any:
+    """A method that applies an operation to the model."""
+
+    def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return operation(self.__dict__["model"], *arguments, **keywords)
+
+    return method
+
+
+def _defines(model: nn.Module, name: str) -> bool:
+    """Look for an attribute of a module without evaluating it."""
+    return name in vars(model) or hasattr(type(model), name) or name in own_contents(model)
+
+
+class MONeTWrapper(nn.Module):
     """Trains a module under a memory budget, by a schedule that was solved for it.
 
     In training mode with gradients enabled, the forward and backward pass run as the schedule says, with the
@@ -101,227 +97,100 @@ class MONeTWrapper(Delegating):
         compile: bool = False,
         **options: Any,
     ) -> None:
-        if isinstance(schedule, str) and budget is None and _AMOUNT.fullmatch(schedule.strip()):
-            raise ModelError(
-                f"{schedule!r} stands where a schedule goes; for a budget: MONeTWrapper(model, budget={schedule!r})"
-            )
-        if budget is not None:
-            parse_budget(budget, plain_peak_bytes=2**40)
-        several = schedule if isinstance(schedule, Sequence) and not isinstance(schedule, str) else (schedule,)
-        given = [loaded(item) for item in several]
-        if not given and budget is None:
-            raise ModelError("give a schedule, or a budget to solve one for: MONeTWrapper(model, budget='6GB')")
-        split_options(options)
-        if options and budget is None:
-            raise ModelError(f"{min(options)!r} is an option of solving, which needs a budget")
         if isinstance(model, MONeTWrapper):
             raise ModelError(
                 "the model is wrapped already; wrap the model itself: MONeTWrapper(wrapper.model, ...)"
             )
-        super().__init__(model)
-        own = self.__dict__
-        own["schedule"] = given[0] if given else None
-        own["_budget"], own["_options"] = budget, options
-        own["_schedules"] = ScheduleSet(model, given, None if budget is None else self._solve)
-        own["_compile"] = compile
-        own["_step"] = None  # the compiled training step
-        own["_ready"] = set()  # signatures of inputs that it has a program for
-        own["_avoided"] = set()  # operators whose guarded implementations are not used
+        training = ScheduledTraining(model, schedule, budget=budget, compile=compile, **options)
+        super().__init__()
+        # Sharing the dictionaries, rather than registering the model as a child, makes names and state_dict
+        # keys the model's own and keeps both views consistent whatever is replaced in either.
+        share_contents(self, model)
+        self.__dict__.update(training=model.training, model=model, _training=training)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the last step; None if there is a budget and no step was taken yet."""
+        found: Schedule | None = self.__dict__["_training"].schedule
+        return found
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        model: nn.Module = self.__dict__["model"]
-        if not (model.training and torch.is_grad_enabled()):
-            return model(*args, **kwargs)
-        if is_transformed():
+        own = self.__dict__
+        trains = own["model"].training and torch.is_grad_enabled()
+        return own["_training" if trains else "model"](*args, **kwargs)
+
+    forward = ForwardOfModel()
+    __getitem__ = _of_model(operator.getitem)
+    __setitem__ = _of_model(operator.setitem)
+    __delitem__ = _of_model(operator.delitem)
+    __len__ = _of_model(len)
+    __iter__ = _of_model(iter)
+    __contains__ = _of_model(operator.contains)
+
+    def __bool__(self) -> bool:
+        return True  # whatever its length, and for models that have none
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.load_state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        self.model.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        apply_to_tensors(self.model, fn, recurse)
+        return self
+
+    def _keeps(self, name: str) -> bool:
+        """Tell whether an attribute of that name is the wrapper's own, and not the model's.
+
+        Its own are those that every module has, and notes that a library makes about the module it was given, under
+        a private name that the model doesn't have.
+        """
+        model = self.__dict__.get("model")
+        if model is None or name in OWN or hasattr(type(self), name):
+            return True
+        return name.startswith("_") and not _defines(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training":
+            self.__dict__[name] = value
+            if "model" in self.__dict__:
+                self.model.training = value
+        elif name in ("model", "schedule") and "model" in self.__dict__:
             raise ModelError(
-                "a scheduled training step can't be transformed by torch.func (grad, vmap, jacrev, ...): its "
-                "backward pass is a program of its own. Transform the model itself: wrapper.model"
+                f"wrapper.{name} can't be replaced: what is compiled depends on it. Wrap again, "
+                "MONeTWrapper(model, schedule); an attribute of that name of the model itself is set by "
+                f"wrapper.model.{name} = ..."
             )
-        with on_its_gpu(model, (args, kwargs)):
-            try:
-                try:
-                    output, detached = self._train(args, kwargs)
-                except GuardFailed as failed:
-                    # Nothing of the step has run; implementations that the weights rule out are not used again.
-                    self._avoid(failed.operators)
-                    output, detached = self._train(args, kwargs)
-            except FailOnRecompileLimitHit as error:
-                raise too_many_programs() from error
-        return output if detached is None else _guard_outputs(output, detached)
+        elif self._keeps(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.model, name, value)
 
-    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        signature = input_signature(args, kwargs)
-        if signature in self._ready:
-            # Where something other than the inputs is new since the program was made (a parameter is frozen, a
-            # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
-            with contextlib.suppress(TorchDynamoException), allow_programs(MAX_PROGRAMS):
-                return self._compiled()(*args, **kwargs)
-        return self._first(signature, args, kwargs)
+    def __delattr__(self, name: str) -> None:
+        if self._keeps(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.model, name)
 
-    def _first(self, signature: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step for inputs of a new signature, which captures and lowers it."""
-        _refuse_shards(self.model)
-        refuse_uninitialized(self.model)
-        autocast = autocast_dtype(device_of(self.model, (args, kwargs)))
-        self.__dict__["schedule"] = self._schedules.find(args, kwargs, autocast)
+    def __getattr__(self, name: str) -> Any:
         try:
-            output = self._capture(args, kwargs)
-        except (ScheduleMismatch, TooLarge):
-            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
-            # something other than an input's shape is larger than any schedule was solved for.
-            if self._budget is None:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model" or "model" not in self.__dict__:
                 raise
-            self.__dict__["schedule"] = self._schedules.solve(args, kwargs)
-            output = self._capture(args, kwargs)
-        self._ready.add(signature)
-        return output
-
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step for which a program has to be made."""
-        with patched():  # by one thread at a time
-            self.__dict__["_example"] = (args, kwargs)
-            try:
-                return run_captured(self.model, lambda: self._compiled()(*args, **kwargs))
-            finally:
-                del self.__dict__["_example"]
-
-    def _compiled(self) -> Callable[..., Any]:
-        if self._step is None:
-            self.__dict__["_step"] = compile_step(
-                training_step(self.model), delivering_backend(self._partition, self._compiler())
-            )
-        step: Callable[..., Any] = self._step
-        return step
-
-    def _compiler(self) -> Compiler:
-        if not self._compile:
-            return eager
-        from monetlite.runtime.inductor import inductor
-
-        return inductor
-
-    def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
-        traced, steps = self._plan(joint)
-        if self._compile:
-            from monetlite.runtime.inductor import as_inductor_fuses
-
-            steps = as_inductor_fuses(traced.graph, steps)
-        return lower(traced, steps)
-
-    def _plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
-        """The captured step as a graph, and the steps to run of it."""
-        if "_example" not in self.__dict__:
-            raise _NotAsked
-        args, kwargs = self.__dict__["_example"]
-        found = self.schedule
-        traced = build_graph(joint, self.model, (args, kwargs), layout=found.layout, autocast=found.autocast)
-        self.__dict__["schedule"], traced, steps = self._schedules.plan(traced, args, kwargs, found)
-        return traced, without_guards(traced.graph, steps, self._avoided)
-
-    def _avoid(self, operators: Sequence[str]) -> None:
-        """Make another program, without those operators' guarded implementations, for the steps to come."""
-        self._avoided.update(operators)
-        self.__dict__["_step"] = None
-        self._ready.clear()
-        listed = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
-        warnings.warn(
-            f"the weights of {listed} are zero, or too small beside their biases, to take the gradient of the "
-            "normalisation from its output as the schedule says; it is taken from the input from here on, which "
-            "is kept for that: the peak may be higher than predicted by its size. To hold the budget, solve "
-            "again with a tolerance below 1e-4",
-            stacklevel=4,
-        )
-
-    def _solve(self, args: tuple[Any, ...], kwargs: dict[str, Any], starts: Sequence[Schedule]) -> Schedule:
-        from monetlite.planning.pipeline import solve_model
-
-        inputs, options = Arguments(args, kwargs), split_options(self._options)
-        # Measuring draws random numbers; the step that waits for it must not notice.
-        with forked_state(device_of(self.model, (args, kwargs))):
-            return solve_model(self.model, inputs, self._budget, *options, starts=starts, runs_here=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"_step": None, "_ready": set(), "_avoided": set()}
-        return {**self.__dict__, **fresh, "_schedules": self._schedules.all}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        solve = None if state["_budget"] is None else self._solve
-        schedules = ScheduleSet(state["model"], state["_schedules"], solve)
-        super().__setstate__({**state, "_schedules": schedules})  # type: ignore[no-untyped-call]  # torch has no types for it
+            return getattr(self.__dict__["model"], name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MONeTWrapper":
-        model = copy.deepcopy(self.model, memo)
-        return MONeTWrapper(model, self._schedules.all, budget=self._budget, compile=self._compile, **self._options)
+        model, of = copy.deepcopy(self.model, memo), self._training
+        return MONeTWrapper(model, of.schedules, budget=of.budget, compile=of.compile, **of.options)
 
     def extra_repr(self) -> str:
         if self.schedule is None:
-            return f"budget={self._budget}"
+            return f"budget={self._training.budget}"
         return f"schedule={self.schedule.name}, budget_bytes={self.schedule.budget_bytes}"
-
-
-def loaded(schedule: OneSchedule) -> Schedule:
-    """A schedule, from its file or from the collection if it is named.
-
-    Raises:
-        ScheduleFileError: there is none by this name, or it can't be read.
-    """
-    if isinstance(schedule, Schedule):
-        return schedule
-    from monetlite.zoo.collection import load_schedule
-
-    return load_schedule(schedule)
-
-
-def _refuse_shards(model: nn.Module) -> None:
-    """Refuse a model that `fully_shard` has been applied to inside: its hooks would have to be captured.
-
-    Raises:
-        ModelError: names the module.
-    """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    for name, module in model.named_modules():
-        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            raise ModelError(
-                f"fully_shard has been applied to {name or 'the model'} inside of the wrapper, where its hooks "
-                "can't be captured. Wrap first, and shard what is wrapped: fully_shard(MONeTWrapper(block, ...))"
-            )
-
-
-def _guard_outputs(output: Any, detached: Mapping[Any, Sequence[bool]]) -> Any:
-    """Make outputs beside the loss refuse a gradient, rather than lose it in silence.
-
-    Args:
-        output: a mapping made by `detach_all_but_loss`; its items are replaced.
-        detached: for each item beside the loss, by name, which of its tensors were detached.
-    """
-    anchor = torch.empty(0, requires_grad=True)
-
-    def guard(path: tuple[Any, ...], item: Any) -> Any:
-        if isinstance(item, torch.Tensor) and next(was_detached):
-            return _RefuseGradient.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]  # torch has no types for it
-        return item
-
-    for name, flags in detached.items():
-        was_detached = iter(flags)
-        output[name] = pytree.tree_map_with_path(guard, {name: output[name]})[name]
-    return output
-
-
-class _RefuseGradient(torch.autograd.Function):
-    """The same tensor to every reader: not a view to autograd, which would refuse changes in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name = name
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ModelError(
-            f"a gradient reached output{ctx.name}, but a model that returns a loss is scheduled for that loss "
-            "alone. Compute everything that is trained on inside the model's loss, or call .detach() on the output"
-        )
-
-
-class _NotAsked(Exception):
-    """A program was captured other than through `_first`, so without the settings that captures need."""

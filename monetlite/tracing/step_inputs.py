@@ -4,8 +4,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -16,12 +15,11 @@ from monetlite.fx.torch_internals.torch_dispatch import storage_key
 from monetlite.fx.torch_internals.torch_modules import uncompiled
 
 
-@dataclass(frozen=True)
-class Arguments:
+class Arguments(NamedTuple):
     """Example inputs of a call with both positional and keyword arguments."""
 
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 Inputs: TypeAlias = torch.Tensor | tuple[object, ...] | list[object] | dict[str, object] | Arguments

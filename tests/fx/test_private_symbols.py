@@ -12,8 +12,7 @@ INTERNALS = PACKAGE / "fx" / "torch_internals"
 OTHERS = {
     "os._exit",  # Python's
     "pickle._Unpickler",  # Python's
-    "super()._plan",  # monetlite's own, as those below
-    "owner._forward",
+    "owner._forward",  # monetlite's own, as the next
     "instance._forward",
 }
 """Attributes with a leading underscore that are not torch's."""

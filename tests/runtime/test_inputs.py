@@ -13,7 +13,7 @@ from torch import nn
 
 import monetlite
 from monetlite.core.errors import ModelError, ScheduleMismatch
-from monetlite.runtime import serving
+from monetlite.runtime import scheduled_training
 
 SOLVING = {"device": "rtx-4090", "time_limit": 1}
 
@@ -83,7 +83,7 @@ def test_a_budget_solves_when_the_first_step_is_taken():
     for length in (32, 16, 40):
         x = (tokens(4, length),)
         assert_same(step(wrapper, x), step(model, x))
-    assert [next(iter(item.inputs.values())).shape for item in wrapper._schedules.all] == [(4, 32), (4, 40)]
+    assert [next(iter(item.inputs.values())).shape for item in wrapper._training.schedules] == [(4, 32), (4, 40)]
     assert wrapper.schedule.peak_bytes <= wrapper.schedule.budget_bytes
 
 
@@ -170,7 +170,7 @@ def test_names_of_a_forward_pass_that_is_not_the_classes_own():
 
 
 def test_how_many_are_solved_is_bounded(monkeypatch):
-    monkeypatch.setattr(serving, "MAX_SOLVED", 2)
+    monkeypatch.setattr(scheduled_training, "MAX_SOLVED", 2)
     model = Sequences()
     wrapper = monetlite.MONeTWrapper(model, budget="90%", **SOLVING)
     for length in (8, 16):
@@ -186,10 +186,10 @@ def test_copies_keep_what_was_solved_and_how_to_solve():
     wrapper(tokens(2, 8))
     for clone in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
         assert clone.schedule == wrapper.schedule
-        assert clone._schedules.all == wrapper._schedules.all
+        assert clone._training.schedules == wrapper._training.schedules
         clone(tokens(2, 12))
-        assert len(clone._schedules.all) == 2
-    assert len(wrapper._schedules.all) == 1
+        assert len(clone._training.schedules) == 2
+    assert len(wrapper._training.schedules) == 1
 
 
 def test_a_model_that_changes_is_solved_for_again():

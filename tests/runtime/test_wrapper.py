@@ -104,7 +104,7 @@ def test_train_and_eval_reach_the_model_and_eval_is_the_model(cnn):
     assert not model.training
     assert not model.bn1.training
     assert torch.equal(wrapper(*inputs), model(*inputs))
-    assert wrapper._step is None, "nothing is compiled for evaluation"
+    assert wrapper._training._step is None, "nothing is compiled for evaluation"
     wrapper.train()
     assert model.bn1.training
     expected = step(twin(model), inputs)

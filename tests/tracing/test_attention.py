@@ -75,9 +75,7 @@ def test_the_kernel_is_the_one_that_torch_chooses(capability, dtype, changes, ex
         value = torch.empty(2, kv_heads, size, 16, dtype=dtype).mT
     chosen = _kernel(
         capability,
-        query,
-        key,
-        value,
+        (query, key, value),
         changes.get("mask"),
         changes.get("dropout_p", 0.0),
         changes.get("is_causal", False),

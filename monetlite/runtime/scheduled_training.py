@@ -1,0 +1,408 @@
+"""Training by schedules: the core that `MONeTWrapper` stands in front of.
+
+A training step, in the order of this file: `__call__` finds a program for the inputs, or has one made (`_first`).
+For that, a schedule is found or solved for, and the step is captured as one graph. `partition` turns the graph into
+two programs, forward and backward, by the schedule's steps (`plan`). The programs run, and gradients reach autograd
+as they become ready (`gradient_delivery`).
+
+A schedule also serves other sizes than it was solved for, and its structure says nothing of sizes: a number that
+the forward pass reads, an attribute, or tensors inside of an object can make a step larger though no input is. So
+the peak of every captured step is predicted and compared with the budget.
+"""
+
+import contextlib
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx, nn
+
+from monetlite.core.binding import bind, lacking
+from monetlite.core.errors import ModelError, ScheduleMismatch
+from monetlite.core.options import split_options
+from monetlite.core.schedule import Schedule
+from monetlite.core.steps import Step
+from monetlite.core.units import format_bytes, parse_budget
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.patching import patched
+from monetlite.fx.torch_internals.torch_dispatch import is_transformed
+from monetlite.fx.torch_internals.torch_dynamo import FailOnRecompileLimitHit, TorchDynamoException, allow_programs
+from monetlite.operators.cudnn import with_named_plans
+from monetlite.operators.program_calls import GuardFailed
+from monetlite.operators.random import forked_state
+from monetlite.runtime.buffers import eager
+from monetlite.runtime.gradient_delivery import delivering_backend
+from monetlite.runtime.lowering import lower
+from monetlite.runtime.reserved_memory import warn_if_unlimited
+from monetlite.runtime.serving import (
+    TooLarge,
+    as_passed,
+    input_signature,
+    own_bytes,
+    plain_if_smaller,
+    serving_problem,
+    size_served,
+    values_bytes,
+    without_guards,
+)
+from monetlite.tracing.capture import (
+    MAX_PROGRAMS,
+    Compiler,
+    Joint,
+    compile_step,
+    refuse_uninitialized,
+    run_captured,
+    too_many_programs,
+    training_step,
+)
+from monetlite.tracing.operator_graph import Traced, build_graph
+from monetlite.tracing.step_inputs import Arguments, autocast_dtype, device_of, on_its_gpu, tensors_in_order
+
+MAX_SOLVED = 8
+"""Schedules that are solved for one model at training time, before inputs have to vary less."""
+_AMOUNT = re.compile(r"[\d.]+\s*(%|[kmgt]?i?b)", re.IGNORECASE)
+OneSchedule: TypeAlias = Schedule | str | PathLike[str]
+
+
+class ScheduledTraining:
+    """The training steps of one model, by its schedules.
+
+    A schedule solved for some inputs also serves smaller ones: a smaller batch, a shorter sequence. Of those that
+    serve a step, the one for the smallest inputs is taken. If none does, one is solved for, within the budget if
+    there is one.
+
+    Workspace of a captured graph is not known. Once the graph that a schedule was solved for has been captured, its
+    workspace there is assumed for other sizes too; before, none is counted.
+
+    Attributes:
+        model: the module.
+        schedules: all of them, those for the smallest inputs first.
+        schedule: the one in use; None before the first is solved.
+        budget, compile, options: see `MONeTWrapper`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedule: OneSchedule | Sequence[OneSchedule] = (),
+        *,
+        budget: str | int | float | None = None,
+        compile: bool = False,
+        **options: Any,
+    ) -> None:
+        if isinstance(schedule, str) and budget is None and _AMOUNT.fullmatch(schedule.strip()):
+            raise ModelError(
+                f"{schedule!r} stands where a schedule goes; for a budget: MONeTWrapper(model, budget={schedule!r})"
+            )
+        if budget is not None:
+            parse_budget(budget, plain_peak_bytes=2**40)
+        several = schedule if isinstance(schedule, Sequence) and not isinstance(schedule, str) else (schedule,)
+        given = [loaded(item) for item in several]
+        if not given and budget is None:
+            raise ModelError("give a schedule, or a budget to solve one for: MONeTWrapper(model, budget='6GB')")
+        split_options(options)
+        if options and budget is None:
+            raise ModelError(f"{min(options)!r} is an option of solving, which needs a budget")
+        self.model = model
+        self.schedules = sorted(given, key=size_served)
+        self.schedule = given[0] if given else None
+        self.budget, self.compile, self.options = budget, compile, options
+        self._solved = 0
+        self._workspace_bytes: dict[tuple[str, int], int] = {}
+        self._example: Arguments | None = None  # of the step that is being captured
+        self._avoided: set[str] = set()  # operators whose guarded implementations are not used
+        self._forget()
+
+    def _forget(self) -> None:
+        """Have programs made anew."""
+        self._step: Callable[..., Any] | None = None  # the compiled training step
+        self._ready: set[object] = set()  # signatures of inputs that it has a program for
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_step": None, "_ready": set(), "_avoided": set(), "_solved": 0}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of a training step, whose backward pass autograd runs.
+
+        Raises:
+            The errors of `MONeTWrapper`.
+        """
+        if is_transformed():
+            raise ModelError(
+                "a scheduled training step can't be transformed by torch.func (grad, vmap, jacrev, ...): its "
+                "backward pass is a program of its own. Transform the model itself: wrapper.model"
+            )
+        with on_its_gpu(self.model, (args, kwargs)):
+            try:
+                try:
+                    output, detached = self._train(args, kwargs)
+                except GuardFailed as failed:
+                    # Nothing of the step has run; implementations that the weights rule out are not used again.
+                    self._avoid(failed.operators)
+                    output, detached = self._train(args, kwargs)
+            except FailOnRecompileLimitHit as error:
+                raise too_many_programs() from error
+        return output if detached is None else _guard_outputs(output, detached)
+
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        signature = input_signature(args, kwargs)
+        if signature in self._ready:
+            # Where something other than the inputs is new since the program was made (a parameter is frozen, a
+            # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
+            with contextlib.suppress(TorchDynamoException), allow_programs(MAX_PROGRAMS):
+                return self._compiled()(*args, **kwargs)
+        return self._first(signature, args, kwargs)
+
+    def _first(self, signature: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step for inputs of a new signature, which captures and lowers it."""
+        _refuse_shards(self.model)
+        refuse_uninitialized(self.model)
+        autocast = autocast_dtype(device_of(self.model, (args, kwargs)))
+        call = Arguments(args, kwargs)
+        serving = self._serving(call, autocast)
+        if not serving and self.budget is None:
+            tensors = tensors_in_order(self.model, *call)
+            raise ModelError(serving_problem(self.schedules[-1], tensors, autocast) or "")
+        self.schedule = serving[0] if serving else self._solve(call)
+        try:
+            output = self._capture(call)
+        except (ScheduleMismatch, TooLarge):
+            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
+            # something other than an input's shape is larger than any schedule was solved for.
+            if self.budget is None:
+                raise
+            self.schedule = self._solve(call)
+            output = self._capture(call)
+        self._ready.add(signature)
+        return output
+
+    def _capture(self, call: Arguments) -> Any:
+        """Run a step for which a program has to be made."""
+        with patched():  # by one thread at a time
+            self._example = call
+            try:
+                return run_captured(self.model, lambda: self._compiled()(*call.args, **call.kwargs))
+            finally:
+                self._example = None
+
+    def _compiled(self) -> Callable[..., Any]:
+        if self._step is None:
+            self._step = compile_step(
+                training_step(self.model), delivering_backend(self._partition, self.compiler())
+            )
+        return self._step
+
+    def compiler(self) -> Compiler:
+        if not self.compile:
+            return eager
+        from monetlite.runtime.inductor import inductor
+
+        return inductor
+
+    def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+        traced, steps = self.plan(joint)
+        if self.compile:
+            from monetlite.runtime.inductor import as_inductor_fuses
+
+            steps = as_inductor_fuses(traced.graph, steps)
+        return lower(traced, steps)
+
+    def build(self, joint: Joint, layout: str) -> tuple[Traced, Arguments]:
+        """The captured step as a graph, and the inputs that it was captured with."""
+        if self._example is None or self.schedule is None:
+            raise _NotAsked
+        autocast = self.schedule.autocast
+        return build_graph(joint, self.model, self._example, layout=layout, autocast=autocast), self._example
+
+    def plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
+        """The captured step as a graph, and the steps to run of it, by the first schedule that keeps to its budget.
+
+        Raises:
+            TooLarge: every schedule for this graph would exceed its budget.
+            ScheduleMismatch: all are for other graphs.
+        """
+        found = self.schedule
+        assert found is not None
+        traced, call = self.build(joint, found.layout)
+        inputs, refusal = tensors_in_order(self.model, *call), None
+        for schedule in self._serving(call, traced.graph.autocast):
+            if schedule.structure == traced.graph.structure:
+                try:
+                    fitted, steps = self.fit(traced, schedule, inputs)
+                except TooLarge as error:
+                    refusal = refusal or error
+                    continue
+                self.schedule = schedule
+                return fitted, without_guards(fitted.graph, steps, self._avoided)
+        if refusal is not None:
+            raise refusal
+        if plain := plain_if_smaller(found, traced.graph):
+            return traced, plain
+        traced, steps = self.fit(traced, found, inputs)
+        return traced, without_guards(traced.graph, steps, self._avoided)
+
+    def fit(
+        self, traced: Traced, schedule: Schedule, inputs: Iterable[torch.Tensor]
+    ) -> tuple[Traced, tuple[Step, ...]]:
+        """The steps of a schedule on a captured step, by implementations that exist on this device.
+
+        Args:
+            traced: the captured step.
+            schedule: for its graph.
+            inputs: tensors that the step is called with.
+
+        Raises:
+            ScheduleMismatch: the schedule is for another graph, or not legal on this one.
+            TooLarge: the steps would exceed its budget.
+        """
+        if schedule.structure == traced.graph.structure:
+            # Skips implementations whose tolerance is wider than the schedule's.
+            allowed = traced.graph.available(traced.graph.device).restricted(
+                lambda item: item.tolerance <= schedule.tolerance
+            )
+            graph, choices = with_named_plans(allowed, schedule.choices)
+            traced, schedule = replace(traced, graph=graph), replace(schedule, choices=choices)
+        graph = traced.graph
+        warn_if_unlimited(schedule, graph.device)
+        steps = bind(schedule, graph)
+        key = (schedule.fingerprint, schedule.peak_bytes)
+        resident = [*self.model.parameters(), *self.model.buffers(), *inputs]
+        peak_bytes = values_bytes(schedule, graph, steps) + own_bytes(resident)
+        if graph.fingerprint == schedule.fingerprint:
+            self._workspace_bytes[key] = max(0, schedule.peak_bytes - peak_bytes)
+            return traced, steps
+        peak_bytes += self._workspace_bytes.get(key, 0)
+        # `bind` has warned of steps that run by default because this device lacks implementations.
+        if peak_bytes <= schedule.peak_bytes or lacking(schedule, graph):
+            return traced, steps
+        problem = (
+            f"by the schedule of {schedule.name} this step takes at least {format_bytes(peak_bytes)} "
+            f"({peak_bytes} bytes), where {format_bytes(schedule.peak_bytes)} were predicted and "
+            f"{format_bytes(schedule.budget_bytes)} ({schedule.budget_bytes} bytes) are the budget. It was solved "
+            "for other sizes than the model has with these inputs: a number or flag that the forward pass reads, "
+            "tensors inside of objects, or an attribute or a layer of the model"
+        )
+        if peak_bytes > schedule.budget_bytes:
+            raise TooLarge(f"{problem}. Solve a schedule for these inputs and the model as it is, or give a budget")
+        warnings.warn(problem, stacklevel=2)
+        return traced, steps
+
+    def _serving(self, call: Arguments, autocast: str) -> list[Schedule]:
+        """The schedules that can serve a call's inputs, those for the smallest inputs first."""
+        # Files written before inputs were put into the signature's order have them as they were passed.
+        orders = [tensors_in_order(self.model, *call), as_passed(*call)]
+        return [
+            schedule
+            for schedule in self.schedules
+            if any(serving_problem(schedule, tensors, autocast) is None for tensors in orders)
+        ]
+
+    def _avoid(self, operators: Sequence[str]) -> None:
+        """Make another program, without those operators' guarded implementations, for the steps to come."""
+        self._avoided.update(operators)
+        self._forget()
+        listed = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
+        warnings.warn(
+            f"the weights of {listed} are zero, or too small beside their biases, to take the gradient of the "
+            "normalisation from its output as the schedule says; it is taken from the input from here on, which "
+            "is kept for that: the peak may be higher than predicted by its size. To hold the budget, solve "
+            "again with a tolerance below 1e-4",
+            stacklevel=5,
+        )
+
+    def _solve(self, call: Arguments) -> Schedule:
+        """Solve for a call's inputs and the model as it is, beginning from the other schedules.
+
+        Raises:
+            ModelError: too many have been solved.
+            Those of `monetlite.optimize`.
+        """
+        from monetlite.planning.pipeline import solve_model
+
+        assert self.budget is not None
+        if self._solved >= MAX_SOLVED:
+            raise ModelError(
+                f"{MAX_SOLVED} schedules have been solved and none serves inputs of shapes "
+                f"{', '.join(str(tuple(tensor.shape)) for tensor in as_passed(*call))}; pad inputs to "
+                "a few sizes (for sequences: pad_to_multiple_of in the collator), or begin with the largest"
+            )
+        options = split_options(self.options)
+        # Measuring draws random numbers; the step that waits for it must not notice.
+        with forked_state(device_of(self.model, call)):
+            solved = solve_model(self.model, call, self.budget, *options, starts=self.schedules, runs_here=True)
+        self._solved += 1
+        self.schedules = sorted([solved, *self.schedules], key=size_served)
+        return solved
+
+
+def loaded(schedule: OneSchedule) -> Schedule:
+    """A schedule, from its file or from the collection if it is named.
+
+    Raises:
+        ScheduleFileError: there is none by this name, or it can't be read.
+    """
+    if isinstance(schedule, Schedule):
+        return schedule
+    from monetlite.zoo.collection import load_schedule
+
+    return load_schedule(schedule)
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    """Refuse a model that `fully_shard` has been applied to inside: its hooks would have to be captured.
+
+    Raises:
+        ModelError: names the module.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for name, module in model.named_modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            raise ModelError(
+                f"fully_shard has been applied to {name or 'the model'} inside of the wrapper, where its hooks "
+                "can't be captured. Wrap first, and shard what is wrapped: fully_shard(MONeTWrapper(block, ...))"
+            )
+
+
+def _guard_outputs(output: Any, detached: Mapping[Any, Sequence[bool]]) -> Any:
+    """Make outputs beside the loss refuse a gradient, rather than lose it in silence.
+
+    Args:
+        output: a mapping made by `detach_all_but_loss`; its items are replaced.
+        detached: for each item beside the loss, by name, which of its tensors were detached.
+    """
+    anchor = torch.empty(0, requires_grad=True)
+
+    def guard(path: tuple[Any, ...], item: Any) -> Any:
+        if isinstance(item, torch.Tensor) and next(was_detached):
+            return _RefuseGradient.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]  # torch has no types for it
+        return item
+
+    for name, flags in detached.items():
+        was_detached = iter(flags)
+        output[name] = pytree.tree_map_with_path(guard, {name: output[name]})[name]
+    return output
+
+
+class _RefuseGradient(torch.autograd.Function):
+    """The same tensor to every reader: not a view to autograd, which would refuse changes in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ModelError(
+            f"a gradient reached output{ctx.name}, but a model that returns a loss is scheduled for that loss "
+            "alone. Compute everything that is trained on inside the model's loss, or call .detach() on the output"
+        )
+
+
+class _NotAsked(Exception):
+    """A program was captured other than through `_first`, so without the settings that captures need."""
