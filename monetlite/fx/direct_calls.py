@@ -18,6 +18,7 @@ from torch import fx
 
 from monetlite.fx.storages import is_view
 from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_aot import function_of, set_boxed
 from monetlite.fx.torch_internals.torch_dispatch import (
     GENERATED_FUNCTIONS,
     OpOverload,
@@ -26,7 +27,6 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     unchecked,
     without_modes,
 )
-from monetlite.fx.torch_internals.torch_fx import function_of, set_boxed
 
 _ALL_IF_OF_ONE_SHAPE = frozenset(
     {

@@ -55,12 +55,10 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     reach = storages.Reachability(joint.graph, traced.joint.forward_outputs)
     outputs = reach.output
     results, gradients = outputs[: traced.joint.forward_outputs], outputs[traced.joint.forward_outputs :]
-    inputs = joint.graph.find_nodes(op="placeholder")
-    tangents = [node for node in inputs if is_tangent(node)]
-    primals = [node for node in inputs if not is_tangent(node)]
+    tangents = list(filter(is_tangent, joint.graph.nodes))
     forward_runs, backward_runs = _runs(traced, steps)
     primals_of: dict[str, list[fx.Node]] = {}
-    for node, primal in zip(gradients, primals, strict=True):
+    for node, primal in zip(gradients, reach.primals, strict=True):
         if node is not None:
             primals_of.setdefault(node.name, []).append(primal)
 
@@ -69,7 +67,7 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
 
     backward = ProgramBuilder(joint, [*saved, *tangents])
     backward.run(backward_runs)
-    forward = ProgramBuilder(joint, primals)
+    forward = ProgramBuilder(joint, reach.primals)
     chosen = ((traced.graph.operators[index], choice) for index, choice in steps)
     forward.require({item.name: guard for item, choice in chosen if (guard := item.implementations[choice].guard)})
     forward.run(forward_runs)

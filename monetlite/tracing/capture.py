@@ -237,12 +237,7 @@ def boxed(program: fx.GraphModule, _inputs: Sequence[Any] = (), _internal: Colle
 
     Without this, what calls the program keeps every argument alive until it returns.
     """
-    forward = as_function(program)
-
-    def call(arguments: list[Any]) -> Any:
-        return forward(arguments)
-
-    return boxed_function(call)
+    return boxed_function(as_function(program))
 
 
 class _Captured(Exception):

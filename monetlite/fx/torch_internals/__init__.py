@@ -10,7 +10,6 @@ that is supported.
 | `torch_dynamo` | settings, errors and logs of TorchDynamo |
 | `torch_aot` | AOTAutograd: joint graphs, their descriptors, compiled functions |
 | `torch_dispatch` | operators and their schemas, Python kernels, modes, fake tensors, storages |
-| `torch_fx` | code of captured graphs |
 | `torch_inductor` | Inductor's compiler |
 | `torch_modules` | tensors and hooks that modules hold |
 | `torch_cuda` | allocator, workspaces and streams of a GPU |

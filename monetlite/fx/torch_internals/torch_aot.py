@@ -1,4 +1,4 @@
-"""AOTAutograd: joint graphs, what their inputs and outputs are, and the functions made of them.
+"""AOTAutograd: joint graphs, what their inputs and outputs are, the code and the functions made of them.
 
 | symbol | use, and what breaks when it changes |
 | --- | --- |
@@ -9,6 +9,8 @@
 | `"partitioner_tag"` | node metadata: traced in the forward or in the backward pass |
 | `"CompiledFunctionBackward"` | name of the autograd node that runs a backward program; `watch`ed for gradients |
 | `_boxed_call` | attribute of a function that empties its list of arguments; peaks would be higher |
+| `_BoxedCodeGen` | code that takes its arguments in a list and empties it; arguments would live too long |
+| `_forward_from_src` | makes a function of code, whose lines a traceback can show |
 """
 
 from collections.abc import Callable
@@ -20,6 +22,8 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._functorch import config as _config
 from torch._functorch._aot_autograd import descriptors as descriptors
+from torch.fx.graph import _BoxedCodeGen
+from torch.fx.graph_module import _forward_from_src
 
 from monetlite.fx.torch_internals.patching import patched
 
@@ -59,3 +63,13 @@ def is_forward(node: fx.Node) -> bool:
 def is_backward(node: fx.Node) -> bool:
     """True for a node that AOTAutograd recorded in the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward" or bool(node.meta.get("autograd_backward"))
+
+
+def set_boxed(graph: fx.Graph) -> None:
+    """Make a graph's code a function of one list, which it empties, so that arguments die at their last use."""
+    graph.set_codegen(_BoxedCodeGen())
+
+
+def function_of(source: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """The function `forward` of generated code, in which some names are known."""
+    return _forward_from_src(source, names)

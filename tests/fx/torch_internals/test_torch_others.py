@@ -10,8 +10,8 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from monetlite.fx.torch_internals import torch_cuda, torch_pytree
+from monetlite.fx.torch_internals.torch_aot import function_of, set_boxed
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
-from monetlite.fx.torch_internals.torch_fx import function_of, set_boxed
 from monetlite.fx.torch_internals.torch_inductor import (
     compile_program,
     decompositions,
