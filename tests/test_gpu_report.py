@@ -14,7 +14,13 @@ for name in {NOT_THERE.split()}:
 sys.argv = sys.argv[1:]
 import torch
 torch.set_num_threads(1)
-runpy.run_path(sys.argv[0], run_name="__main__")
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as ended:
+    if ended.code or sys.argv[1] != "profile":
+        raise
+    sys.argv += ["--seconds", "0"]  # what is there is not measured again
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SMALL = ("--small", "--model", "gpt")
 
@@ -28,9 +34,7 @@ def test_profile_there_solve_here_measure_there(tmp_path):
     profiles, solved, report = (tmp_path / name for name in ("profiles", "solved", "report"))
     done = run("profile", "--device", "cpu", *SMALL, "--output", profiles, lean=True)
     assert done.returncode == 0, done.stderr
-    again = run("profile", "--device", "cpu", "--seconds", "0", *SMALL, "--output", profiles, lean=True)
-    assert again.returncode == 0, "what is there is not measured again"
-    done = run("solve", profiles, *SMALL, "--time-limit", "2", "--output", solved, lean=False)
+    done = run("solve", profiles, *SMALL, "--time-limit", "0.5", "--output", solved, lean=False)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in solved.iterdir()} == {"gpt_90pct.yaml", "gpt_75pct.yaml"}, done.stdout
     options = ("--device", "cpu", "--no-compiled", "--repeats", "2", "--output", report)

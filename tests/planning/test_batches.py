@@ -1,5 +1,6 @@
 """The largest batch within a budget: brute force agrees, and what is shown trains."""
 
+import functools
 import json
 
 import commands
@@ -45,10 +46,12 @@ def network():
     return nn.Sequential(*layers)
 
 
+@functools.cache
 def price(batch):
     return monetlite.profile(monetlite.trace(network(), randn(batch, 256)), "rtx-3090")
 
 
+@functools.cache
 def needs(batch):
     """(plain training's peak, the smallest peak of any schedule), the latter exactly: the graph is small."""
     profile = price(batch).within(0.0)
@@ -60,7 +63,7 @@ def needs(batch):
 @pytest.mark.parametrize("first", [1, 700])
 def test_brute_force_agrees(first):
     budget_bytes = 8_000_000
-    found = largest_batch(price, budget_bytes, SolvingOptions(time_limit=10), first=first)
+    found = largest_batch(price, budget_bytes, SolvingOptions(time_limit=2), first=first)
     assert needs(found.largest)[1] <= budget_bytes < needs(found.largest + 1)[1]
     assert needs(found.plain_largest)[0] <= budget_bytes < needs(found.plain_largest + 1)[0]
     assert found.plain_largest < found.largest
@@ -77,7 +80,7 @@ def test_brute_force_agrees(first):
 
 
 def test_multiples_only():
-    found = largest_batch(price, 8_000_000, SolvingOptions(time_limit=5), first=8, step=8)
+    found = largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=8, step=8)
     assert all(point.batch % 8 == 0 for point in found.points)
     assert needs(found.largest + 8)[1] > 8_000_000
 
@@ -90,56 +93,57 @@ def test_where_to_begin_is_only_that():
 
 def test_a_budget_for_nothing_and_one_for_everything():
     with pytest.raises(InfeasibleBudget, match="a batch of 1 needs"):
-        largest_batch(price, 1_500_000, SolvingOptions(time_limit=2), first=4)
+        largest_batch(price, 1_500_000, SolvingOptions(time_limit=1), first=4)
     with pytest.raises(ModelError, match="not what limits this model"):
-        largest_batch(lambda _: price(2), 2**40, SolvingOptions(time_limit=2), first=4)
+        largest_batch(lambda _: price(2), 2**40, SolvingOptions(time_limit=1), first=4)
 
 
 def test_names_of_fits_are_for_people():
     assert [str(fit) for fit in Fit] == ["plain", "scheduled", "not found", "impossible"]
 
 
+OWN = """
+import torch
+from torch import nn
+
+def build(batch=8):
+    layers = [module for _ in range(4) for module in (nn.Linear(256, 256), nn.Tanh())]
+    return nn.Sequential(*layers), (torch.randn(batch, 256),)
+"""
+
+
 @pytest.mark.usefixtures("traced_once")
 class TestCommand:
-    ARGUMENTS = (
-        "solve",
-        "--max-batch",
-        "--model",
-        "resnet18",
-        "--input-size",
-        "64",
-        "--device",
-        "rtx-3090",
-        "--time-limit",
-        "1",
-    )
+    ARGUMENTS = ("solve", "--max-batch", "--model", "own.py:build", "--device", "rtx-3090", "--time-limit", "1")
+
+    @pytest.fixture(autouse=True)
+    def _own_model(self, work_folder):
+        (work_folder / "own.py").write_text(OWN)
 
     def test_a_table_and_json(self):
-        result = commands.run(*self.ARGUMENTS, "--budget", "600MB", "--multiple-of", "64")
+        budget = ("--budget", "8MB", "--multiple-of", "64")
+        result = commands.run(*self.ARGUMENTS, *budget)
         assert result.exit_code == 0, result.output
-        assert "resnet18 within 600 MB: batch" in result.output
+        assert "own.py:build within 8 MB: batch" in result.output
         assert "estimated for rtx-3090" in result.output
-        assert "monetlite solve --model resnet18 --batch" in result.output
-        assert max(map(len, result.output.splitlines()[:8])) <= 80
+        assert "monetlite solve --model own.py:build --batch" in result.output
+        facts = json.loads(commands.run(*self.ARGUMENTS, *budget, "--json", "--batch", "64").output)
+        assert facts["largest"] >= facts["plain_largest"]
+        assert facts["points"]
+        assert max(map(len, result.output.splitlines()[: 2 + len(facts["points"])])) <= 80
+        assert all(point["peak_bytes"] <= 8e6 for point in facts["points"])
 
     def test_a_budget_that_nothing_fits(self):
-        result = commands.run(*self.ARGUMENTS, "--budget", "50MB", "--json")
+        result = commands.run(*self.ARGUMENTS, "--budget", "1MB", "--json")
         assert result.exit_code == 3
         assert "a batch of 1 needs" in result.output
-
-    def test_json(self):
-        result = commands.run(
-            *self.ARGUMENTS, "--budget", "600MB", "--multiple-of", "64", "--json", "--batch", "64"
-        )
-        facts = json.loads(result.output)
-        assert facts["largest"] >= facts["plain_largest"]
-        assert all(point["peak_bytes"] <= 600e6 for point in facts["points"])
 
 
 def test_a_budget_of_reserved_memory():
     """Every batch that is shown runs within it; fewer fit than by peaks."""
     budget_bytes = 60 * 10**6
 
+    @functools.cache
     def wide(batch):
         layers = [module for _ in range(6) for module in (nn.Linear(512, 512), nn.Tanh())]
         return monetlite.profile(monetlite.trace(nn.Sequential(*layers), randn(batch, 512)), "rtx-3090")
@@ -149,9 +153,9 @@ def test_a_budget_of_reserved_memory():
         budget_bytes,
         first=512,
         step=64,
-        options=SolvingOptions(reserved=True, time_limit=2),
+        options=SolvingOptions(reserved=True, time_limit=1),
     )
-    by_peaks = largest_batch(wide, budget_bytes, SolvingOptions(time_limit=2), first=512, step=64)
+    by_peaks = largest_batch(wide, budget_bytes, SolvingOptions(time_limit=1), first=512, step=64)
     assert 0 < found.plain_largest < found.largest < by_peaks.largest
     for point in found.points:
         profile = wide(point.batch)
@@ -173,5 +177,5 @@ def test_nothing_is_reserved_on_a_cpu():
             on_the_cpu,
             8_000_000,
             first=8,
-            options=SolvingOptions(reserved=True, time_limit=2),
+            options=SolvingOptions(reserved=True, time_limit=1),
         )

@@ -1,5 +1,6 @@
 """Checking a file: what is not as it says is found, and said."""
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -13,7 +14,8 @@ from monetlite.core.choices import Choices
 from monetlite.core.options import SolvingOptions
 from monetlite.core.source import ModelSource
 from monetlite.planning.budgets import solve_layouts
-from monetlite.zoo.check import Checker, traced
+from monetlite.zoo import check
+from monetlite.zoo.check import Checker
 from monetlite.zoo.collection import Shelf, file_name
 
 OWN = """
@@ -25,10 +27,18 @@ def build(batch=64):
 SOURCE = ModelSource(model="resnet18", batch=32, input_size=(128, 128))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once():
+    """All checkers of this file share the traced models."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(check, "traced", functools.cache(check.traced))
+        yield
+
+
 @pytest.fixture(scope="module")
-def sound():
-    profile = monetlite.profile(traced(SOURCE), "rtx-3090")
-    return replace(monetlite.solve(profile, "70%", time_limit=3), source=SOURCE, seconds=3.0)
+def sound(_traced_once):
+    profile = monetlite.profile(check.traced(SOURCE, "", "as_traced", "rtx-3090"), "rtx-3090")
+    return replace(monetlite.solve(profile, "70%", time_limit=1), source=SOURCE, seconds=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +113,10 @@ def test_of_a_measured_file_what_tensors_take_is_checked(checker, sound, tmp_pat
 
 def test_channels_last_is_compared_with_the_model_as_it_is(checker, tmp_path):
     layouts = [
-        monetlite.profile(traced(SOURCE, layout=layout), "rtx-3090") for layout in ("as_traced", "channels_last")
+        monetlite.profile(check.traced(SOURCE, "", layout, "rtx-3090"), "rtx-3090")
+        for layout in ("as_traced", "channels_last")
     ]
-    schedule = solve_layouts(layouts, "80%", SolvingOptions(tolerance=1e-5, time_limit=3), layout="channels_last")
+    schedule = solve_layouts(layouts, "80%", SolvingOptions(tolerance=1e-5, time_limit=1), layout="channels_last")
     assert checked(checker, replace(schedule, source=SOURCE), tmp_path).problems == ()
 
 
@@ -113,6 +124,7 @@ def run(*args):
     return commands.run("zoo", *args)
 
 
+@pytest.mark.usefixtures("traced_once")
 class TestCommands:
     @pytest.fixture
     def folder(self, tmp_path, sound):
