@@ -43,19 +43,19 @@ def build(name: str) -> tuple[nn.Module, Callable[[], Any]]:
     """A model in training mode, and what makes another batch for it."""
     torch.manual_seed(0)
     if name == "resnet":
-        return Classifier(ResNet((1, 1, 1, 1), block=BasicBlock, classes=10)), _images
+        return Classifier(ResNet((1, 1, 1), block=BasicBlock, classes=10)), _images
     if name == "mobilenet":
         network = MobileNetV2(classes=10)
-        # Seven of its blocks: the others are like them, and twenty steps in every way take long enough.
-        network.features, network.classifier[1] = network.features[:7], nn.Linear(32, 10)
+        # Five of its blocks, of which one adds its input: the others are like them.
+        network.features, network.classifier[1] = network.features[:5], nn.Linear(32, 10)
         return Classifier(network), _images
     if name == "llama with LoRA":
         import peft
 
-        model, inputs = tiny_transformer("llama")
+        model, inputs = tiny_transformer("llama", layers=1)
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
         return _text(peft.get_peft_model(model, config).train(), inputs)
-    return _text(*tiny_transformer(name))
+    return _text(*tiny_transformer(name, layers=1))
 
 
 NAMES = ("resnet", "mobilenet", "gpt2", "bert", "llama with LoRA", "vit")

@@ -75,22 +75,22 @@ class WithLoss(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def tiny_transformer(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """GPT-2, BERT, Llama or ViT with two narrow layers (dropout where the family has it), and inputs."""
+def tiny_transformer(kind: str, layers: int = 2) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """GPT-2, BERT, Llama or ViT with a few narrow layers (dropout where the family has it), and inputs."""
     import transformers
 
     tokens = torch.randint(0, 90, (2, 12))
     text = {"input_ids": tokens, "labels": tokens.clone()}
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=90, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
+            vocab_size=90, n_positions=16, n_embd=16, n_layer=layers, n_head=2, bos_token_id=1, eos_token_id=2
         )
         return transformers.GPT2LMHeadModel(config).train(), text
     if kind == "bert":
         config = transformers.BertConfig(
             vocab_size=90,
             hidden_size=16,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             intermediate_size=32,
             max_position_embeddings=16,
@@ -100,7 +100,7 @@ def tiny_transformer(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         config = transformers.LlamaConfig(
             vocab_size=90,
             hidden_size=16,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             intermediate_size=32,
             max_position_embeddings=16,
@@ -110,7 +110,7 @@ def tiny_transformer(kind: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         image_size=16,
         patch_size=4,
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         intermediate_size=32,
         hidden_dropout_prob=0.1,

@@ -1,5 +1,6 @@
 """`verify` says what differs from plain training, where that begins, and why a schedule doesn't pass."""
 
+import functools
 import io
 import json
 from dataclasses import replace
@@ -45,6 +46,12 @@ def schedule_for(model, inputs, tolerance=0.0, **implementations):
     graph = trace(model, inputs).available("cpu")
     schedule = schedule_of(free_profile(graph), steps_with(graph, **implementations), AMPLE)
     return replace(schedule, tolerance=tolerance, autocast=graph.autocast)
+
+
+@functools.cache
+def traced_cnn(autocast=False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return trace(SmallCNN(), torch.randn(4, 3, 12, 12)).available("cpu")
 
 
 def verify(model, schedule, inputs, **options):
@@ -106,8 +113,7 @@ def test_what_introduces_a_difference_is_told_from_what_passes_it_on():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_an_exact_schedule_differs_nowhere_and_computes_again_what_it_did(autocast):
     model, x = SmallCNN(), torch.randn(4, 3, 12, 12)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        graph = trace(model, x).available("cpu")
+    graph = traced_cnn(autocast)
     steps = recompute_everything(graph)
     schedule = replace(schedule_of(free_profile(graph), steps, AMPLE), autocast=graph.autocast)
     report = verify(model, schedule, x, operators=True)
@@ -125,7 +131,7 @@ def test_images_in_another_layout_are_compared_with_those_of_plain_training():
     report = verify(model, schedule, x, operators=True)
     copies = [operator.name for operator in graph.operators if operator.family == "clone"]
     assert copies
-    assert report.operators.runs > len(trace(model, x).operators)
+    assert report.operators.runs > len(traced_cnn().operators)
     assert report.operators.introducing
     assert all(0 < item.introduced < 1e-4 for item in report.operators.introducing)
     assert not set(copies) & {item.operator for item in report.operators.introducing}
@@ -158,7 +164,7 @@ def test_an_implementation_that_breaks_its_promise_is_named(monkeypatch):
 
 def test_random_numbers_that_are_drawn_anew_are_found(monkeypatch):
     model, x = SmallCNN(), torch.randn(4, 3, 12, 12)
-    graph = trace(model, x).available("cpu")
+    graph = traced_cnn()
     schedule = schedule_of(free_profile(graph), recompute_everything(graph), AMPLE)
 
     def anew(state, device, target, *args):

@@ -5,21 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PROGRAM = Path(__file__).with_name("distributed_training.py")
+KINDS = ["ddp", "fsdp", "blocks", *(["models"] if "MONETLITE_THOROUGH" in os.environ else [])]
 
 
-KINDS = ("ddp", "fsdp", "blocks", *(["models"] if "MONETLITE_THOROUGH" in os.environ else []))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_processes(kind):
+def test_two_processes(tmp_path):
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM, kind],
+        [sys.executable, PROGRAM, tmp_path / "meeting", *KINDS],
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
-    assert run.stdout.split() == ["same", "same"], run.stderr[-3000:]
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert sorted(run.stdout.split()) == sorted(2 * KINDS), run.stderr[-3000:]

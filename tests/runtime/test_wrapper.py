@@ -25,10 +25,19 @@ def mlp(width=12):
     return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.BatchNorm1d(width), nn.Linear(width, 2))
 
 
+@pytest.fixture(scope="module")
+def schedules():
+    """Schedules of the small models here, each traced once."""
+    return {
+        "cnn": schedule_for(SmallCNN(), torch.randn(4, 3, 12, 12)),
+        "mlp": schedule_for(mlp(), torch.randn(4, 8)),
+        "scaled": schedule_for(Scaled(), torch.randn(4, 6)),
+    }
+
+
 @pytest.fixture
-def cnn():
-    model, inputs = SmallCNN(), (torch.randn(4, 3, 12, 12),)
-    return model, inputs, schedule_for(model, inputs)
+def cnn(schedules):
+    return SmallCNN(), (torch.randn(4, 3, 12, 12),), schedules["cnn"]
 
 
 def test_parameters_buffers_and_keys_are_the_models_own(cnn):
@@ -150,27 +159,28 @@ def test_a_smaller_last_batch_runs_by_the_same_schedule(cnn):
         assert_same(step(wrapper, smaller), step(plain, smaller))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "problem"),
-    [
-        (
-            (5, 3, 12, 12),
-            torch.float32,
-            r"input 0 has shape \(5, 3, 12, 12\), the schedule was solved for \(4, 3, 12, 12\)",
-        ),
-        ((4, 3, 14, 12), torch.float32, r"input 0 has shape \(4, 3, 14, 12\)"),
-        ((3, 12, 12), torch.float32, r"input 0 has shape \(3, 12, 12\)"),
-        ((4, 3, 12, 12), torch.bfloat16, r"input 0 is bfloat16, the schedule was solved for float32"),
-    ],
-)
-def test_inputs_the_schedule_cannot_serve(cnn, shape, dtype, problem):
+def test_inputs_the_schedule_cannot_serve(cnn):
+    """They are refused before the first step and after it."""
     model, inputs, schedule = cnn
     wrapper = monetlite.MONeTWrapper(twin(model), schedule)
-    with pytest.raises(ModelError, match=problem):
-        wrapper(torch.zeros(shape, dtype=dtype))
+
+    def assert_refused():
+        for shape, dtype, problem in (
+            (
+                (5, 3, 12, 12),
+                torch.float32,
+                r"input 0 has shape \(5, 3, 12, 12\), the schedule was solved for \(4, 3, 12, 12\)",
+            ),
+            ((4, 3, 14, 12), torch.float32, r"input 0 has shape \(4, 3, 14, 12\)"),
+            ((3, 12, 12), torch.float32, r"input 0 has shape \(3, 12, 12\)"),
+            ((4, 3, 12, 12), torch.bfloat16, r"input 0 is bfloat16, the schedule was solved for float32"),
+        ):
+            with pytest.raises(ModelError, match=problem):
+                wrapper(torch.zeros(shape, dtype=dtype))
+
+    assert_refused()
     assert_same(step(wrapper, inputs), step(model, inputs))
-    with pytest.raises(ModelError, match=problem):
-        wrapper(torch.zeros(shape, dtype=dtype))
+    assert_refused()
 
 
 def test_another_number_of_inputs():
@@ -191,17 +201,17 @@ def test_keyword_arguments_and_nested_outputs():
     assert_same(step(wrapper, inputs), step(model, inputs))
 
 
-def test_parameters_frozen_after_solving():
+def test_parameters_frozen_after_solving(schedules):
     model, inputs = mlp(), (torch.randn(4, 8),)
-    schedule = schedule_for(model, inputs)
+    schedule = schedules["mlp"]
     model[0].weight.requires_grad_(False)
     with pytest.raises(ScheduleMismatch, match="frozen"):
         monetlite.MONeTWrapper(model, schedule)(*inputs)
 
 
-def test_parameters_frozen_after_the_first_step():
+def test_parameters_frozen_after_the_first_step(schedules):
     model, inputs = mlp(), (torch.randn(4, 8),)
-    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    wrapper = monetlite.MONeTWrapper(model, schedules["mlp"])
     step(wrapper, inputs)
     model[0].weight.requires_grad_(False)
     with pytest.raises(ScheduleMismatch, match="frozen"):
@@ -210,9 +220,9 @@ def test_parameters_frozen_after_the_first_step():
     step(wrapper, inputs)
 
 
-def test_a_submodule_put_into_evaluation_mode_after_the_first_step():
+def test_a_submodule_put_into_evaluation_mode_after_the_first_step(schedules):
     model, inputs = mlp(), (torch.randn(4, 8),)
-    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    wrapper = monetlite.MONeTWrapper(model, schedules["mlp"])
     step(wrapper, inputs)
     model[2].eval()
     with pytest.raises(ScheduleMismatch, match="evaluation mode"):
@@ -373,7 +383,7 @@ def test_backward_twice_is_refused_as_plain_autograd_does(cnn):
 
 
 def test_more_layouts_than_torchs_own_limit_of_recompilations():
-    model, inputs = mlp(), (torch.randn(12, 8),)
+    model, inputs = nn.Linear(8, 2), (torch.randn(12, 8),)
     wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, inputs))
     for batch in range(12, 2, -1):
         smaller = (inputs[0][:batch].clone(),)
@@ -381,9 +391,9 @@ def test_more_layouts_than_torchs_own_limit_of_recompilations():
         assert torch.equal(found, plain)
 
 
-def test_autocast_turned_on_later_needs_another_schedule():
+def test_autocast_turned_on_later_needs_another_schedule(schedules):
     model, inputs = mlp(), (torch.randn(4, 8),)
-    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    wrapper = monetlite.MONeTWrapper(model, schedules["mlp"])
     step(wrapper, inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ModelError, match=r"without torch\.autocast"):
         wrapper(*inputs)
@@ -409,9 +419,9 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta", "_beta", "gamma"])
-def test_an_attribute_that_is_set_reaches_the_model(name):
+def test_an_attribute_that_is_set_reaches_the_model(schedules, name):
     model, inputs = Scaled(), (torch.randn(4, 6),)
-    wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, inputs))
+    wrapper = monetlite.MONeTWrapper(twin(model), schedules["scaled"])
     step(wrapper, inputs)
     setattr(wrapper, name, 0.5)
     setattr(model, name, 0.5)
@@ -430,9 +440,9 @@ def test_an_attribute_that_is_deleted_is_the_models():
         del wrapper.gamma
 
 
-def test_parameters_buffers_and_modules_that_are_set_are_registered_in_the_model():
+def test_parameters_buffers_and_modules_that_are_set_are_registered_in_the_model(schedules):
     model, inputs = Scaled(), (torch.randn(4, 6),)
-    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    wrapper = monetlite.MONeTWrapper(model, schedules["scaled"])
     wrapper.layer = nn.Linear(6, 6)
     wrapper.weight = nn.Parameter(torch.ones(3))
     wrapper.kept = nn.Buffer(torch.ones(2))
@@ -444,9 +454,9 @@ def test_parameters_buffers_and_modules_that_are_set_are_registered_in_the_model
     assert_same(step(wrapper, inputs), step(twin(model), inputs))
 
 
-def test_what_libraries_set_on_the_module_they_are_given_stays_there():
+def test_what_libraries_set_on_the_module_they_are_given_stays_there(schedules):
     model, inputs = Scaled(), (torch.randn(4, 6),)
-    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    wrapper = monetlite.MONeTWrapper(model, schedules["scaled"])
     wrapper._original_forward = wrapper.forward
     wrapper.forward = lambda x: wrapper._original_forward(x) * 2
     assert torch.equal(wrapper(*inputs), model(*inputs) * 2)

@@ -1,6 +1,8 @@
 """A step traced in channels-last is the same step in another layout."""
 
+import functools
 import itertools
+import os
 import random
 
 import pytest
@@ -19,7 +21,7 @@ from torch.nn import functional as F
 import monetlite
 from monetlite.core.errors import ModelError, TraceError
 from monetlite.core.steps import plain_steps
-from monetlite.models import build_model
+from monetlite.models.convnets import BasicBlock, ResNet
 
 WITHIN = 1e-3
 """Sums in another order, through several batch norms."""
@@ -54,15 +56,20 @@ class Upsampling(nn.Module):
 MODELS = {
     "cnn": lambda: (SmallCNN(), (torch.randn(4, 3, 12, 12),)),
     "image out": lambda: (Upsampling(), (torch.randn(2, 3, 12, 12, requires_grad=True),)),
-    "resnet18": lambda: (build_model("resnet18", batch=2, input_size=(64, 64)).model, (torch.randn(2, 3, 64, 64),)),
+    "resnet": lambda: (ResNet((1, 1, 1), block=BasicBlock, classes=10), (torch.randn(2, 3, 32, 32),)),
 }
+
+
+@functools.cache
+def traced(kind):
+    torch.manual_seed(0)
+    model, inputs = MODELS[kind]()
+    return model, inputs, monetlite.trace(model, inputs, layout="channels_last")
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_same_step_in_another_layout(kind):
-    torch.manual_seed(0)
-    model, inputs = MODELS[kind]()
-    graph = monetlite.trace(model, inputs, layout="channels_last")
+    model, inputs, graph = traced(kind)
     assert graph.layout == "channels_last"
     for operator, kernel in convolutions(graph):
         image = next(ref for ref in kernel.tensors())
@@ -89,8 +96,7 @@ def test_the_same_step_in_another_layout(kind):
 
 
 def test_conversions_are_few_and_are_operators_of_the_graph():
-    model, inputs = MODELS["resnet18"]()
-    graph = monetlite.trace(model, inputs, layout="channels_last")
+    _, _, graph = traced("resnet")
     copies = [operator for operator in graph.operators if operator.family == "clone"]
     weights = [
         operator for operator in copies if operator.writes and graph.values[operator.writes[0]].kind == "param_grad"
@@ -121,15 +127,15 @@ def test_an_unknown_layout():
 def test_the_person_chooses_how_exact_it_has_to_be():
     """Nothing asked for: the same bits. A tolerance: whichever layout is faster, and verified to it."""
     torch.manual_seed(0)
-    model, x = SmallCNN(channels=16), torch.randn(8, 3, 24, 24)
-    exact = monetlite.optimize(model, x, "80%", time_limit=2)
+    model, x = SmallCNN(), torch.randn(4, 3, 12, 12)
+    exact = monetlite.optimize(model, x, "100%", time_limit=2)
     assert (exact.layout, exact.tolerance) == ("as_traced", 0.0)
     assert monetlite.verify(model, exact, x, repeats=1).exact
-    loose = monetlite.optimize(model, x, "80%", time_limit=2, tolerance=1e-4)
+    loose = monetlite.optimize(model, x, "100%", time_limit=2, tolerance=1e-4)
     report = monetlite.verify(model, loose, x, repeats=1)
     assert report.passed, report.reasons
     assert loose.tolerance == 1e-4
-    asked = monetlite.optimize(model, x, "90%", time_limit=2, layout="channels_last", tolerance=1e-5)
+    asked = monetlite.optimize(model, x, "100%", time_limit=2, layout="channels_last", tolerance=1e-5)
     assert asked.layout == "channels_last"
     assert asked.plain_peak_bytes == exact.plain_peak_bytes, "what plain training takes, in its own layout"
     with pytest.raises(ModelError, match="allow 1e-05 or more"):
@@ -159,10 +165,10 @@ def permuted_and_cut(order, seed):
     return lambda image: image.permute(order)[cuts]
 
 
-ORDERS = list(itertools.permutations(range(4)))
+ORDERS = list(itertools.permutations(range(4)))[:: 1 if "MONETLITE_THOROUGH" in os.environ else 3]
 WAYS = {
     "permuted": both(*(lambda image, order=order: image.permute(order) for order in ORDERS)),
-    "sliced": both(*(permuted_and_cut(order, seed) for seed, order in enumerate(ORDERS[::2]))),
+    "sliced": both(*(permuted_and_cut(order, seed) for seed, order in enumerate(ORDERS))),
     "of other ranks": both(
         lambda image: image.flatten(2).transpose(1, 2),
         lambda image: image.flatten(2),
