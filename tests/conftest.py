@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from torch.utils import _pytree as pytree
 
 import monetlite
@@ -29,9 +30,10 @@ def _few_threads():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled():
-    """Solves of a second or two have what they need from the first one on."""
-    compiling.ensure_compiled(time.monotonic() + 600)
+def _compiled(tmp_path_factory):
+    """Solves of a second or two have what they need from the first one on; one of several workers compiles it."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "compiling.lock"):
+        compiling.ensure_compiled(time.monotonic() + 600)
 
 
 @pytest.fixture(scope="session", autouse=True)

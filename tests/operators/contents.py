@@ -2,9 +2,9 @@
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -176,10 +176,12 @@ def plain(
     dtype: torch.dtype = torch.float32,
     before: str = "contiguous",
     after: str = "plain",
+    kinds: tuple[str, ...] = ("normal",),
     **contents: Any,
 ) -> Case:
-    """A case in the usual layout, with contents of one kind."""
-    return Case(shape=shape, dtype=dtype, before=before, after=after, contents=(Contents(**contents),))
+    """A case in the usual layout, with an input of each kind."""
+    each = tuple(Contents(kind=kind, **contents) for kind in kinds)
+    return Case(shape=shape, dtype=dtype, before=before, after=after, contents=each)
 
 
 @st.composite
@@ -237,12 +239,17 @@ def work_in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 20})
 
 
-drawn = partial(
-    settings,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-"""The same examples in every run. They are small, and a capture takes long, so a failure is not reduced further."""
+
+def drawn(max_examples: int) -> settings:
+    """The same examples in every run, half of them without MONETLITE_THOROUGH.
+
+    They are small, and a capture takes long, so a failure is not reduced further.
+    """
+    return settings(
+        max_examples=max_examples if "MONETLITE_THOROUGH" in os.environ else max_examples // 2,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )

@@ -1,6 +1,7 @@
 """Steps with convolutions, traced on the CPU and taken for steps on CUDA."""
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ class Block(nn.Module):
         return (self.conv3(y) + self.down(x)).relu()
 
 
+@cache
 def traced(model=None, shape=(4, 3, 16, 16), layout="as_traced", dtype=torch.float32):
     """The step of a model on the meta device, as if it were on CUDA."""
     with torch.device("meta"):

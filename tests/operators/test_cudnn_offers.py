@@ -70,8 +70,15 @@ class TestDescribed:
     def offer(self, *args, **rest):
         return cudnn.offer_plans(traced(*args, **rest), cudnn.properties_json("h100"))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize("layout", ["as_traced", "channels_last"])
+    @pytest.mark.parametrize(
+        ("dtype", "layout"),
+        [
+            (torch.float32, "as_traced"),
+            (torch.float32, "channels_last"),
+            (torch.float16, "channels_last"),
+            (torch.bfloat16, "as_traced"),
+        ],
+    )
     def test_every_convolution_of_a_residual_block_has_plans(self, dtype, layout):
         graph = self.offer(shape=(32, 3, 64, 64), dtype=dtype, layout=layout)
         names = offered_names(graph)

@@ -4,6 +4,7 @@ import copy
 import re
 import warnings
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -45,6 +46,12 @@ def planned(model, *inputs):
         return next((at for at, item in enumerate(items) if item.name == PLANS[0]), 0)
 
     return schedule_of(free_profile(graph), recompute(graph, lambda _: True, choose))
+
+
+@cache
+def planned_block():
+    """A schedule of `planned` for any `Block` and image of this size."""
+    return planned(Block(), torch.randn(4, 3, 12, 12))
 
 
 def chosen(graph, choices):
@@ -95,8 +102,7 @@ class TestWhereThePlansAre:
     @pytest.mark.usefixtures("quiet")
     def test_a_model_trains_by_them(self, frontend, monkeypatch):
         """cuDNN is a fake that computes on the CPU, where the model is."""
-        model, image = Block(), torch.randn(4, 3, 12, 12)
-        schedule = planned(model, image)
+        model, image, schedule = Block(), torch.randn(4, 3, 12, 12), planned_block()
         runs = sum(
             how == PLANS[0]
             for how in (
@@ -198,8 +204,7 @@ class TestWhereTheyAreNot:
         assert warning.startswith("2 operators")
 
     def test_a_schedule_for_a_gpu_trains_on_the_cpu(self, frontend):
-        model, image = Block(), torch.randn(4, 3, 12, 12)
-        schedule = planned(model, image)
+        model, image, schedule = Block(), torch.randn(4, 3, 12, 12), planned_block()
         expected = step(twin(model), (image,))
         with pytest.warns(UserWarning, match="the model is on the cpu"):
             made = step(monetlite.MONeTWrapper(model, schedule), (image,))
@@ -252,8 +257,7 @@ class TestRefused:
         assert not frontend.graphs
 
     def test_in_a_file(self, tmp_path, frontend):
-        model, image = Block(), torch.randn(4, 3, 12, 12)
-        schedule = planned(model, image)
+        model, image, schedule = Block(), torch.randn(4, 3, 12, 12), planned_block()
         schedule.save(tmp_path / "good.yaml")
         text = (tmp_path / "good.yaml").read_text()
         (tmp_path / "bad.yaml").write_text(text.replace(PLANS[0], "cudnn.$(touch x)"))
@@ -268,7 +272,7 @@ class TestRefused:
             cudnn.with_named_plans(traced(), choices)
 
     def test_another_model_is_refused_as_such(self, frontend):
-        schedule = planned(Block(), torch.randn(4, 3, 12, 12))
+        schedule = planned_block()
         other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
         with pytest.raises(ScheduleMismatch, match="the schedule was solved for Block"):
             step(monetlite.MONeTWrapper(other, schedule), (torch.randn(4, 3, 12, 12),))
@@ -299,7 +303,7 @@ def test_a_model_trains_by_measured_plans_on_a_gpu(channels_last, tmp_path):
 
 
 def test_a_file_keeps_the_names_of_plans(tmp_path, frontend):
-    schedule = planned(Block(), torch.randn(4, 3, 12, 12))
+    schedule = planned_block()
     schedule.save(tmp_path / "s.yaml")
     assert monetlite.load_schedule(tmp_path / "s.yaml") == schedule
     assert f"conv2: {PLANS[0]}" in (tmp_path / "s.yaml").read_text()

@@ -31,7 +31,7 @@ def offer(monkeypatch):
 
 
 def check(kind="normal"):
-    seen = plain((5, 6), kind=kind).check(nn.Tanh())
+    seen = plain((5, 6), kinds=(kind,)).check(nn.Tanh())
     assert ("tanh", "other") in seen.compared
 
 

@@ -1,5 +1,6 @@
 """What families register is reached, can be resolved, and keeps the rules of a graph."""
 
+import os
 from typing import get_type_hints
 
 import pytest
@@ -87,7 +88,7 @@ def test_every_implementation_in_a_whole_model_keeps_its_promises(which):
     assert found.compared
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bert", "vit"])
+@pytest.mark.parametrize("kind", ["gpt2", "vit", *(["bert"] if "MONETLITE_THOROUGH" in os.environ else [])])
 def test_the_implementations_of_a_transformer_keep_the_rules_of_a_graph(kind):
     model, inputs = small_models.tiny_transformer(kind)
     assert_rules(monetlite.trace(model, inputs))

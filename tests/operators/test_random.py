@@ -41,9 +41,13 @@ def steps_of(model, inputs):
         yield step(monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps)), inputs)
 
 
-@pytest.mark.parametrize("kind", DRAWS)
-def test_numbers_made_from_nothing_are_drawn_again(kind):
-    expected, *found = steps_of(Drawing(DRAWS[kind]), (torch.randn(4, 6),))
+def test_numbers_made_from_nothing_are_drawn_again():
+    def draw(x):
+        for kind in DRAWS:
+            x = DRAWS[kind](x).sin()
+        return x
+
+    expected, *found = steps_of(Drawing(draw), (torch.randn(4, 6),))
     for after in found:
         assert_same(after, expected)
 
@@ -95,9 +99,13 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize(("kind", "last"), [*((kind, False) for kind in UNREAD), ("dropout", True)])
-def test_numbers_that_nobody_reads_move_the_generator_on(kind, last):
-    expected, *found = steps_of(Draws(UNREAD[kind], last), (torch.randn(4, 6),))
+@pytest.mark.parametrize("last", [False, True])
+def test_numbers_that_nobody_reads_move_the_generator_on(last):
+    def draw(x):
+        for kind in UNREAD:
+            UNREAD[kind](x)
+
+    expected, *found = steps_of(Draws(draw, last), (torch.randn(4, 6),))
     for after in found:
         assert_same(after, expected)
 

@@ -40,7 +40,7 @@ def check(run, *what):
 torch.manual_seed(0)
 cases = 0
 for count in (0, 1, 7, 8, 9, 63, 4096, 4097, 10000):
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16) if count in (7, 4097) else (torch.float32,):
         x = torch.randn(count).mul_(4)
         x[::3] = SPECIAL.repeat(count // 11 + 1)[: len(x[::3])]
         x = x.to(dtype)
@@ -83,12 +83,14 @@ print("same bits", cases)
 
 POOLING = """
 served = 0
-images = ((2, 17, 19), (2, 9, 7, 6), (1, 34, 33))
+both, one, other = (False, True), (False,), (True,)
+images = ((2, 17, 19), both, 9), ((2, 9, 7, 6), one, 9), ((1, 34, 33), other, 3)  # the last one takes several blocks
 windows = (
     (2, 2, 0, 1), (3, 2, 1, 1), (3, 1, 1, 1), ((3, 2), (1, 3), (1, 0), 1), (5, 1, 2, 1), (2, 3, 0, 1), (3, 2, 1, 2),
     ((2, 3), 2, 1, (3, 1)), ((4, 16), 2, (2, 8), 1),
 )
-for shape, (size, stride, padding, dilation), ceil in itertools.product(images, windows, (False, True)):
+tried = [case for shape, ceils, count in images for case in itertools.product([shape], windows[:count], ceils)]
+for shape, (size, stride, padding, dilation), ceil in tried:
     image = torch.randn(shape)
     image[image > 1.5] = 2.0  # ties
     image[..., 0, 0] = math.nan
@@ -138,8 +140,8 @@ def interpreted(program):
 def test_the_same_bits_as_torchs_operators():
     pytest.importorskip("triton")
     masks, pooled = interpreted(MASKS + POOLING)
-    assert masks == "same bits 108"
-    assert int(pooled.removeprefix("same bits ")) > 30
+    assert masks == "same bits 52"
+    assert int(pooled.removeprefix("same bits ")) > 20
 
 
 FLOAT, BYTE, INDEX, COUNT = "*fp32", "*u8", "*i64", "i32"

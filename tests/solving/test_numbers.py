@@ -82,7 +82,7 @@ def beside(one: Profile, other: Profile) -> Profile:
     return replace(one, graph=graph, costs=tuple(costs for _, costs in both))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 10**6),
     bytes_factor=st.sampled_from([1, 2**20 + 1, 10**9 + 7, 2**41]),
@@ -103,13 +103,13 @@ def test_one_byte_either_side_of_feasible(
         assert (solution.steps is None) == (difference < 0)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6), largest=st.sampled_from([40, 10**13]), share=st.floats(0.5, 1.1))
 def test_larger_graphs_of_any_size(seed: int, largest: int, share: float) -> None:
     """Beyond the exhaustive search: the other methods, with coefficients over thirteen orders of magnitude."""
     profile = random_profile(random.Random(seed), forward_operators=22, largest_bytes=largest)
     budget_bytes = max(1, int(share * simulate(profile, plain_steps(profile.graph)).peak_bytes))
-    checked(profile, budget_bytes, solve_profile(profile, budget_bytes, SolvingOptions(time_limit=0.8, seed=seed)))
+    checked(profile, budget_bytes, solve_profile(profile, budget_bytes, SolvingOptions(time_limit=0.5, seed=seed)))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -78,7 +78,7 @@ def test_against_brute_force() -> None:
         optimum = exhaustive(Problem.of(profile), budget_bytes, state_limit=20_000)
         if optimum.status is not Status.OPTIMAL:
             continue
-        found = searched(profile, budget_bytes, seconds=0.4, seed=seed)
+        found = searched(profile, budget_bytes, seconds=0.2, seed=seed)
         compared += 1
         if found is None:
             worse += 1

@@ -88,14 +88,14 @@ def test_zero_latencies() -> None:
 
 def test_progress_is_monotonic_and_starts_help() -> None:
     profile = random_profile(random.Random(8), forward_operators=12)
-    smallest = exhaustive_smallest_peak(Problem.of(profile), seconds=5)
+    smallest = exhaustive_smallest_peak(Problem.of(profile), seconds=1)
     assert smallest.smallest_reached_steps is not None
     assert smallest.smallest_reached_bytes is not None
     seen: list[Solution] = []
     solution = solve_profile(
         profile,
         smallest.smallest_reached_bytes,
-        SolvingOptions(time_limit=3),
+        SolvingOptions(time_limit=1),
         starts=[smallest.smallest_reached_steps],
         progress=seen.append,
     )

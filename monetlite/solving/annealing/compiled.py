@@ -840,10 +840,12 @@ def reserved_bytes(tables: Tables, scratch: Scratch) -> int:
             for item in range(deaths[at], deaths[at + 1]):
                 value = dying[item]
                 if address[value] >= 0:
-                    gone = numpy.searchsorted(begins[:used], address[value])
-                    for block in range(gone, used - 1):
-                        begins[block], ends[block] = begins[block + 1], ends[block + 1]
                     used -= 1
+                    gone = used
+                    while begins[gone] != address[value]:
+                        gone -= 1
+                    for block in range(gone, used):
+                        begins[block], ends[block] = begins[block + 1], ends[block + 1]
                 address[value] = _NOWHERE
         if end == before:
             break
@@ -940,7 +942,9 @@ def anneal(
         cost = after
         if scratch.totals[OVERFLOW] == 0 and scratch.totals[LATENCY] < record[BEST_LATENCY]:
             record[BEST_LATENCY] = scratch.totals[LATENCY]
-            best[:] = choices
+            # A loop: numba takes three seconds to compile the error for arrays of other lengths.
+            for index in range(choices.size):
+                best[index] = choices[index]
             if stop_when_fits:
                 return True
     return False

@@ -21,7 +21,7 @@ from monetlite.solving.annealing.flat_problem import flatten, keep_everything
 from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
 from monetlite.solving.problem import Problem
 
-_COMMAND = "from monetlite.solving.annealing.compiling import load; load()"
+_COMMAND = "import gc; gc.disable(); from monetlite.solving.annealing.compiling import load; load()"
 _compiling: "subprocess.Popen[bytes] | None" = None
 
 
