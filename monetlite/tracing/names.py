@@ -9,10 +9,12 @@ from torch import fx, nn
 
 from monetlite.fx import storages
 from monetlite.fx.torch_internals.torch_aot import is_backward
+from monetlite.fx.torch_internals.torch_modules import HOLDERS
 from monetlite.operators.implementations import target_of
 from monetlite.operators.traits import family_of
 
 _ROOT = re.compile(r"^L\['[^']*'\](?:\._orig_mod)?")
+_NAME = re.compile(r"[^.\[\]'\"]+")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -71,10 +73,7 @@ class Namer:
             key = _what(node), node.meta.get("seq_nr", -1) + 1
             return self._forward.get(key, "") if is_backward(node) else ""
         *_, (path, _) = stack.values()
-        path = _ROOT.sub("", path)
-        path = re.sub(r"\._modules\['([^']+)'\]", r".\1", path)
-        path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-        return path.lstrip(".")
+        return ".".join(name for name in _NAME.findall(_ROOT.sub("", path)) if name not in HOLDERS)
 
 
 def source_of(node: fx.Node) -> str:

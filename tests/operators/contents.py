@@ -239,7 +239,6 @@ def work_in_small_pieces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 20})
 
 
-
 def drawn(max_examples: int) -> settings:
     """The same examples in every run, half of them without MONETLITE_THOROUGH.
 

@@ -84,7 +84,8 @@ print("same bits", cases)
 POOLING = """
 served = 0
 both, one, other = (False, True), (False,), (True,)
-images = ((2, 17, 19), both, 9), ((2, 9, 7, 6), one, 9), ((1, 34, 33), other, 3)  # the last one takes several blocks
+# The last one takes several blocks.
+images = ((2, 17, 19), both, 9), ((2, 9, 7, 6), one, 9), ((1, 34, 33), other, 3)
 windows = (
     (2, 2, 0, 1), (3, 2, 1, 1), (3, 1, 1, 1), ((3, 2), (1, 3), (1, 0), 1), (5, 1, 2, 1), (2, 3, 0, 1), (3, 2, 1, 2),
     ((2, 3), 2, 1, (3, 1)), ((4, 16), 2, (2, 8), 1),

@@ -1,8 +1,9 @@
-"""Tensors and submodules that a module holds.
+"""Tensors and submodules that a module holds, and the function that is called in its place.
 
 A wrapper is the wrapped module under another class: it shares these dictionaries, so that names and `state_dict`
 keys are the module's own whatever is replaced in either. If torch keeps a further one, a wrapper misses what is in
-it.
+it. `nn.Module.compile` has a module call another function in place of its own; `within` does the same. If torch
+looks that function up elsewhere, a module is called without it, and trains without its schedule.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from torch import nn
 
 CONTENTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """Attributes of `nn.Module`: parameters, buffers, submodules, and names of buffers that are not saved."""
+HOLDERS = ("__dict__", "_modules")
+"""Attributes by which Dynamo reaches submodules, where a module defines `__getattr__` as those of peft do."""
 
 
 def share_contents(wrapper: nn.Module, model: nn.Module) -> None:
@@ -38,3 +41,24 @@ def uncompiled(model: nn.Module) -> nn.Module:
     """
     found: nn.Module = getattr(model, "_orig_mod", model)
     return found
+
+
+def called_instead(model: nn.Module) -> Callable[..., Any] | None:
+    """The function that a call of a module runs in place of the module's own; None if there is none."""
+    return model._compiled_call_impl
+
+
+def call_instead(model: nn.Module, function: Callable[..., Any] | None) -> None:
+    """Have calls of a module run another function, as `nn.Module.compile` does, or its own again for None.
+
+    Copies of the module, by `copy.deepcopy` or pickle, don't have it.
+    """
+    if function is None:
+        model.__dict__.pop("_compiled_call_impl", None)
+    else:
+        model.__dict__["_compiled_call_impl"] = function
+
+
+def call_itself(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module itself, with its hooks, whatever is called in its place."""
+    return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch has no types for it

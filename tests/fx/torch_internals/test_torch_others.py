@@ -1,5 +1,6 @@
 """Inductor, generated code, modules, the profiler, pytrees and the GPU's allocator are as monetlite relies on."""
 
+import copy
 import weakref
 from collections import OrderedDict
 from typing import Any
@@ -23,6 +24,9 @@ from monetlite.fx.torch_internals.torch_inductor import (
 from monetlite.fx.torch_internals.torch_modules import (
     CONTENTS,
     apply_to_tensors,
+    call_instead,
+    call_itself,
+    called_instead,
     own_contents,
     share_contents,
     uncompiled,
@@ -105,6 +109,25 @@ def test_a_compiled_module_has_the_module() -> None:
     model = nn.Linear(2, 2)
     assert uncompiled(torch.compile(model)) is model
     assert uncompiled(model) is model
+
+
+def test_another_function_is_called_in_place_of_a_module() -> None:
+    """Hooks are called by the module itself; copies, and modules that hold it, know nothing of the function."""
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    keys, hooked = [*model.state_dict()], []
+    model.register_forward_hook(lambda *_: hooked.append(1))
+    assert called_instead(model) is None
+    call_instead(model, lambda x: "instead")
+    assert called_instead(model) is not None
+    assert model(x) == nn.Sequential(model)(x) == "instead"
+    assert not hooked
+    assert torch.equal(call_itself(model, x), nn.functional.linear(x, model.weight, model.bias))
+    assert hooked
+    assert called_instead(copy.deepcopy(model)) is None
+    assert [*model.state_dict()] == keys
+    call_instead(model, None)
+    assert called_instead(model) is None
+    assert torch.equal(model(x), call_itself(model, x))
 
 
 def test_the_profiler_records_allocations_and_frees() -> None:
