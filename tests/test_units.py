@@ -23,6 +23,9 @@ DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
         (".5kB", 500),
         ("123456789", 123_456_789),
         ("7b", 7),
+        ("6G", 6 * 10**9),
+        ("900m", 900 * 10**6),
+        ("1,5GB", 3 * 10**9 // 2),
         ("2TiB", 2**41),
         (6_000_000_000, 6 * 10**9),
         (6e9, 6 * 10**9),
@@ -34,9 +37,19 @@ def test_budgets(text, size_bytes):
     assert parse_budget(text) == size_bytes
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("6", "write 6GB, 6MB or 6B"), ("1,500MB", "without the comma"), ("12,500", "without the comma")],
+)
+def test_an_amount_that_means_something_else_is_asked_back(text, says):
+    with pytest.raises(BudgetError, match=says):
+        parse_budget(text, plain_peak_bytes=1000)
+
+
 def test_percent_is_of_plain_trainings_peak_and_rounds_down():
     assert parse_budget("50%", plain_peak_bytes=1001) == 500
     assert parse_budget("12.5 %", plain_peak_bytes=8 * 10**9) == 10**9
+    assert parse_budget("12,5%", plain_peak_bytes=8 * 10**9) == 10**9
     assert parse_budget("150%", plain_peak_bytes=1000) == 1500
     with pytest.raises(BudgetError, match="plain training's peak, which is not known"):
         parse_budget("50%")
@@ -60,7 +73,6 @@ def test_percent_is_of_plain_trainings_peak_and_rounds_down():
         "nan",
         "inf",
         "6GB!",
-        "6,5GB",
         "٦GB",
         "6%%",
         "%",
@@ -90,7 +102,9 @@ def test_what_is_not_a_budget(text):
 @given(st.integers(1, 2**60), st.sampled_from(["", "B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]))
 def test_whole_numbers_are_exact(number, unit):
     factor = {**DECIMAL, "": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[unit]
-    if number * factor <= 2**60:
+    if not unit:
+        assert parse_budget(number) == number
+    if number * factor <= 2**60 and (unit or number >= 10**6):
         assert parse_budget(f"{number}{unit}") == number * factor
     else:
         with pytest.raises(BudgetError):

@@ -4,9 +4,11 @@ Exit codes: 0 done, 2 usage (a bad option, budget, model or device), 3 infeasibl
 that does not pass `check` among it).
 """
 
+import io
 import os
 import sys
 import threading
+from typing import Any, TextIO
 
 import click
 
@@ -33,12 +35,33 @@ for _command in (*NOW, *BEFORE):
     main.add_command(_command)
 
 
+class ReadUntilClosed(io.FileIO):
+    """Output that goes nowhere once its reader has left (`| head -1`), so that a command still does its work."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def printing_to(stream: TextIO) -> TextIO:
+    """A stream to the same place, for a reader who may leave and a terminal that may lack characters."""
+    raw = ReadUntilClosed(stream.fileno(), "w", closefd=False)
+    lines = raw.isatty() or stream is sys.stderr
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=lines)
+
+
 def run() -> None:
     """Run the command as a process, which ends as it should while a solver is still at work.
 
     Threads in a solver's own code can't be stopped at once, and would be there when it is torn down: the process
     would end by an abort, after all is done.
     """
+    sys.stdout, sys.stderr = printing_to(sys.stdout), printing_to(sys.stderr)
     try:
         main()
     except SystemExit as left:

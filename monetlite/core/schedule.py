@@ -36,7 +36,7 @@ class Status(StrEnum):
     """Time ran out with nothing found, and infeasibility is not proven."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Schedule:
     """Values to store, values to recompute, the implementation of each run, and the solver's promises.
 
@@ -86,6 +86,15 @@ class Schedule:
     reserved_bytes: int | None = None
     source: ModelSource | None = None
     operator_digests: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} within {format_bytes(self.budget_bytes)}: peak {format_bytes(self.peak_bytes)}, "
+            f"{self.overhead:+.1%} step time ({self.kind} for {self.device})"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Schedule of {self}>"
 
     @property
     def gap(self) -> float:
@@ -216,8 +225,7 @@ def schedule_text(schedule: Schedule) -> str:
     }
     document = ScheduleFile(version=2, **common_fields(ScheduleFile, schedule) | differing)
     header = (
-        f"{schedule.name} within {format_bytes(schedule.budget_bytes)}: peak {format_bytes(schedule.peak_bytes)}, "
-        f"{schedule.overhead:+.1%} step time ({schedule.kind} for {schedule.device}).\n"
+        f"{schedule}.\n"
         "stored: kept from the forward to the backward pass. before: what is run again right before an operator.\n"
         "implementations: how operators run the first time, where that is not the default."
     )

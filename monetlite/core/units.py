@@ -18,17 +18,21 @@ Amount = Annotated[float, Meta(ge=0, le=MAX_INTEGER)]
 _FACTORS = {
     "": 1,
     "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
+    **dict.fromkeys(("k", "kb"), 10**3),
+    **dict.fromkeys(("m", "mb"), 10**6),
+    **dict.fromkeys(("g", "gb"), 10**9),
+    **dict.fromkeys(("t", "tb"), 10**12),
     "kib": 2**10,
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
 }
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
-_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*%", re.ASCII)
+_NUMBER = r"([0-9]+(?:[.,][0-9]+)?|[.,][0-9]+)"
+_SIZE = re.compile(_NUMBER + r"\s*([a-z]*)", re.IGNORECASE | re.ASCII)
+_PERCENT = re.compile(_NUMBER + r"\s*%", re.ASCII)
+_THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+\s*[a-z%]*", re.IGNORECASE | re.ASCII)
+_MIN_WITHOUT_UNIT = 10**6
+"""A smaller number without a unit is refused in text: gigabytes were meant, and nothing trains in 6 bytes."""
 _MAX_BYTES = 2**60
 _MAX_DIGITS = 25
 """More digits than any budget has. A longer number is compared as a float."""
@@ -38,8 +42,8 @@ def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None)
     """Return a memory budget in bytes.
 
     Args:
-        budget: `"6GB"` (10⁹ bytes), `"6GiB"` (2³⁰), `"6000MB"`, a plain number of bytes, or `"50%"` of the
-            peak of plain training.
+        budget: `"6GB"` or `"6G"` (10⁹ bytes), `"6GiB"` (2³⁰), `"1.5GB"` or `"1,5GB"`, a plain number of bytes, or
+            `"50%"` of the peak of plain training.
         plain_peak_bytes: the peak that a percentage refers to, in bytes.
 
     Raises:
@@ -52,17 +56,21 @@ def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None)
     text = str(budget).strip()
     if isinstance(budget, bool):
         raise BudgetError(f"budget {budget!r} is not an amount of memory; {forms}")
+    if _THOUSANDS.fullmatch(text):
+        raise BudgetError(f"budget {text!r} can be read in two ways; write it without the comma")
     if percent := _PERCENT.fullmatch(text):
         if plain_peak_bytes is None:
             raise BudgetError(f"budget {text!r} needs plain training's peak, which is not known here; give bytes")
-        amount = float(percent[1]) / 100 * plain_peak_bytes
+        amount = float(percent[1].replace(",", ".")) / 100 * plain_peak_bytes
     else:
         size = _SIZE.fullmatch(text)
         factor = _FACTORS.get(size[2].lower()) if size else None
         if size is None or factor is None:
             raise BudgetError(f"budget {text!r} is not an amount of memory; {forms}")
         exact = size[1].isdigit() and len(size[1]) <= _MAX_DIGITS
-        amount = int(size[1]) * factor if exact else float(size[1]) * factor
+        amount = int(size[1]) * factor if exact else float(size[1].replace(",", ".")) * factor
+        if isinstance(budget, str) and not size[2] and 1 <= amount < _MIN_WITHOUT_UNIT:
+            raise BudgetError(f"budget {text!r} has no unit, so it is bytes; write {text}GB, {text}MB or {text}B")
     if not 1 <= amount <= _MAX_BYTES:
         raise BudgetError(f"budget {text!r} must be at least 1 byte and at most 1 EiB; {forms}")
     return int(amount)
