@@ -1,7 +1,7 @@
 """Train PyTorch models within a memory budget, by schedules that are solved for.
 
     schedule = monetlite.optimize(model, example_inputs, budget="6GB")
-    model = monetlite.MONeTWrapper(model, schedule)
+    model = monetlite.within(model, schedule)
 
 Heavy imports happen where they are used: running a shared schedule needs torch, PyYAML and msgspec alone.
 """
@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # for type checkers and editors; `x as x` exports a name
     from monetlite.planning.budgets import sweep as sweep
     from monetlite.planning.pipeline import optimize as optimize
     from monetlite.planning.pipeline import profile as profile
+    from monetlite.runtime.in_place import release as release
+    from monetlite.runtime.in_place import schedule_of as schedule_of
+    from monetlite.runtime.in_place import within as within
     from monetlite.runtime.reserved_memory import limit_reserved as limit_reserved
     from monetlite.runtime.wrapper import MONeTWrapper as MONeTWrapper
     from monetlite.tracing import trace as trace
@@ -37,11 +40,14 @@ _HOME = {
     "load_schedule": "monetlite.zoo.collection",
     "optimize": "monetlite.planning.pipeline",
     "profile": "monetlite.planning.pipeline",
+    "release": "monetlite.runtime.in_place",
+    "schedule_of": "monetlite.runtime.in_place",
     "simulate": "monetlite.core.simulate",
     "solve": "monetlite.planning.budgets",
     "sweep": "monetlite.planning.budgets",
     "trace": "monetlite.tracing",
     "verify": "monetlite.checking.verification",
+    "within": "monetlite.runtime.in_place",
 }
 """Modules of the public names, which are imported when they are first used."""
 

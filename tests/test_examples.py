@@ -45,7 +45,8 @@ def run(monkeypatch, capsys):
 def test_the_same_losses_as_the_plain_loop(run):
     plain, _ = run("plain")
     within, _ = run("within_budget")
-    assert within["model"].schedule.peak_bytes <= within["model"].schedule.budget_bytes
+    schedule = monetlite.schedule_of(within["model"])
+    assert schedule.peak_bytes <= schedule.budget_bytes
     assert within["losses"] == pytest.approx(plain["losses"], rel=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""accelerate: wrap the model before `prepare`."""
+"""accelerate: schedule the model before `prepare`."""
 
 import torch
 from accelerate import Accelerator
@@ -7,7 +7,7 @@ from model import batches, build
 import monetlite
 
 accelerator = Accelerator(cpu=True)
-model = monetlite.MONeTWrapper(build(), budget="90%")
+model = monetlite.within(build(), budget="90%")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model, optimizer = accelerator.prepare(model, optimizer)
 for inputs in batches():

@@ -1,4 +1,4 @@
-"""Lightning: wrap the network inside the module."""
+"""Lightning: schedule the network inside the module."""
 
 import lightning
 import torch
@@ -10,7 +10,7 @@ import monetlite
 class Language(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.network = monetlite.MONeTWrapper(build(), budget="90%")
+        self.network = monetlite.within(build(), budget="90%")
 
     def training_step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = self.network(**inputs).loss

@@ -1,5 +1,7 @@
 """peft's LoRA: the base weights are frozen, so most of the backward pass and of what it stores falls away."""
 
+import tempfile
+
 import peft
 import torch
 from model import batches, build
@@ -7,7 +9,7 @@ from model import batches, build
 import monetlite
 
 adapted = peft.get_peft_model(build(), peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
-model = monetlite.MONeTWrapper(adapted, budget="95%")
+model = monetlite.within(adapted, budget="95%")
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.AdamW(trained, lr=1e-3)
 for inputs in batches():
@@ -15,4 +17,6 @@ for inputs in batches():
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+with tempfile.TemporaryDirectory() as folder:
+    model.save_pretrained(folder)  # the adapter alone
 print(loss.item())

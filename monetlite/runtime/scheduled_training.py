@@ -1,4 +1,4 @@
-"""Training by schedules: the core that `MONeTWrapper` stands in front of.
+"""Training by schedules: the core that `MONeTWrapper` and `within` stand in front of.
 
 A training step, in the order of this file: `__call__` finds a program for the inputs, or has one made (`_first`).
 For that, a schedule is found or solved for, and the step is captured as one graph. `partition` turns the graph into
@@ -65,7 +65,7 @@ from monetlite.tracing.step_inputs import Arguments, autocast_dtype, device_of, 
 
 MAX_SOLVED = 8
 """Schedules that are solved for one model at training time, before inputs have to vary less."""
-_AMOUNT = re.compile(r"[\d.]+\s*(%|[kmgt]?i?b)", re.IGNORECASE)
+_AMOUNT = re.compile(r"[\d.,]+\s*(%|b|[kmgt]i?b?)", re.IGNORECASE)
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
 
 
@@ -97,14 +97,14 @@ class ScheduledTraining:
     ) -> None:
         if isinstance(schedule, str) and budget is None and _AMOUNT.fullmatch(schedule.strip()):
             raise ModelError(
-                f"{schedule!r} stands where a schedule goes; for a budget: MONeTWrapper(model, budget={schedule!r})"
+                f"{schedule!r} stands where a schedule goes; give a budget by its name: budget={schedule!r}"
             )
         if budget is not None:
             parse_budget(budget, plain_peak_bytes=2**40)
         several = schedule if isinstance(schedule, Sequence) and not isinstance(schedule, str) else (schedule,)
         given = [loaded(item) for item in several]
         if not given and budget is None:
-            raise ModelError("give a schedule, or a budget to solve one for: MONeTWrapper(model, budget='6GB')")
+            raise ModelError("give a schedule, or a budget to solve one for: budget='6GB'")
         split_options(options)
         if options and budget is None:
             raise ModelError(f"{min(options)!r} is an option of solving, which needs a budget")
@@ -135,7 +135,8 @@ class ScheduledTraining:
         if is_transformed():
             raise ModelError(
                 "a scheduled training step can't be transformed by torch.func (grad, vmap, jacrev, ...): its "
-                "backward pass is a program of its own. Transform the model itself: wrapper.model"
+                "backward pass is a program of its own. Transform the model itself: wrapper.model, or the model "
+                "after monetlite.release(model)"
             )
         with on_its_gpu(self.model, (args, kwargs)):
             try:

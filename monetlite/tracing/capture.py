@@ -33,6 +33,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     recompile_reason,
 )
 from monetlite.fx.torch_internals.torch_inductor import torch_random
+from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.tracing.attention_capture import Capability, as_on_gpu
 from monetlite.tracing.names import source_of
 from monetlite.tracing.refusals import explain, install_recorders, own_error
@@ -99,10 +100,13 @@ def training_step(model: nn.Module) -> Callable[..., Any]:
         bool(getattr(config, "use_cache", False)) and "use_cache" in inspect.signature(model.forward).parameters
     )
 
+    in_place = called_instead(model) is not None
+
     def run(*args: Any, **kwargs: Any) -> Any:
         if without_cache and "use_cache" not in kwargs:
             kwargs["use_cache"] = False
-        return detach_all_but_loss(model(*args, **kwargs))
+        output = call_itself(model, *args, **kwargs) if in_place else model(*args, **kwargs)
+        return detach_all_but_loss(output)
 
     # Dynamo keeps what it compiled, and the limit on how much, with the code object: each model needs its own.
     return types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)

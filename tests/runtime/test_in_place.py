@@ -1,0 +1,127 @@
+"""`monetlite.within`: the same object, trained by a schedule until it is released."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from small_models import SmallCNN, assert_same, step, twin
+from torch import nn
+
+import monetlite
+
+QUICK = {"device": "rtx-3090", "time_limit": 1.0}
+
+
+def small_cnn():
+    return SmallCNN(), (torch.randn(4, 3, 12, 12),)
+
+
+@pytest.fixture(scope="module")
+def solved():
+    torch.manual_seed(0)
+    model, inputs = small_cnn()
+    return model, inputs, monetlite.optimize(model, inputs, "90%", **QUICK)
+
+
+def test_the_object_stays_itself_and_trains_as_before(solved):
+    original, inputs, schedule = solved
+    model = twin(original)
+    expected = step(twin(model), inputs)
+    before = set(vars(model)), list(model.state_dict()), inspect.signature(model.forward)
+    assert monetlite.within(model, schedule) is model
+    assert type(model) is SmallCNN
+    assert_same(step(model, inputs), expected)
+    assert monetlite.schedule_of(model) == schedule
+    assert (list(model.state_dict()), inspect.signature(model.forward)) == before[1:]
+    assert monetlite.release(model) is model
+    assert set(vars(model)) == before[0]
+
+
+def test_a_step_runs_by_the_schedule_until_it_is_released(solved):
+    original, inputs, schedule = solved
+    model = twin(original)
+
+    def way():
+        return type(model(*inputs).grad_fn).__name__
+
+    plain = way()
+    monetlite.within(model, schedule)
+    scheduled = way()
+    assert scheduled != plain
+    with torch.no_grad():
+        assert way() == "NoneType"
+    assert [(model.train(mode), way())[1] for mode in (False, True)] == [plain, scheduled]
+    monetlite.release(model)
+    assert way() == plain
+
+
+def test_a_budget_is_solved_for_at_the_first_step(solved):
+    original, inputs, _ = solved
+    model = monetlite.within(twin(original), budget="95%", **QUICK)
+    assert monetlite.schedule_of(model) is None
+    model(*inputs).sum().backward()
+    found = monetlite.schedule_of(model)
+    assert found.peak_bytes <= found.budget_bytes == int(0.95 * found.plain_peak_bytes)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_train_plainly(solved, copied):
+    original, inputs, schedule = solved
+    model = monetlite.within(twin(original), schedule)
+    other = copied(model)
+    with pytest.raises(monetlite.MonetliteError, match="was not called on this SmallCNN"):
+        monetlite.schedule_of(other)
+    assert_same(step(other, inputs), step(twin(original), inputs))
+
+
+def test_a_scheduled_model_is_traced_verified_and_wrapped_as_itself(solved):
+    original, inputs, schedule = solved
+    model = monetlite.within(twin(original), schedule)
+    assert monetlite.trace(model, inputs).fingerprint == schedule.fingerprint
+    assert max(monetlite.verify(model, schedule, inputs, repeats=1).gradients.values()) == 0
+    assert monetlite.schedule_of(model) == schedule
+
+
+def test_hooks_of_the_module_run_as_in_plain_training(solved):
+    original, inputs, schedule = solved
+    seen = []
+    model = monetlite.within(twin(original), schedule)
+    model(*inputs).sum().backward()
+    model.eval()
+    model.register_forward_hook(lambda *_: seen.append(1))
+    model(*inputs)
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda model, schedule: monetlite.within(model, schedule), r"release\(model\)"),
+        (lambda model, schedule: model.compile(backend="eager"), r"model.compile\(\) was called"),
+    ],
+)
+def test_a_module_that_is_called_otherwise_already_is_refused(solved, prepare, says):
+    original, _, schedule = solved
+    model = twin(original)
+    prepare(model, schedule)
+    with pytest.raises(monetlite.MonetliteError, match=says):
+        monetlite.within(model, schedule)
+
+
+def test_mistakes_are_named(solved):
+    original, _, schedule = solved
+    model = twin(original)
+    for call, says in (
+        (lambda: monetlite.within(model), "give a schedule, or a budget"),
+        (lambda: monetlite.within(model, "6GB"), "give a budget by its name: budget='6GB'"),
+        (lambda: monetlite.within(model, schedule, seed=1), "'seed' is an option of solving"),
+        (lambda: monetlite.within(model, budget="6GB", sede=1), "no option 'sede'"),
+        (lambda: monetlite.within(monetlite.MONeTWrapper(model, schedule), schedule), "is wrapped already"),
+        (lambda: monetlite.release(model), "was not called on this SmallCNN"),
+    ):
+        with pytest.raises(monetlite.MonetliteError, match=says):
+            call()
+    assert isinstance(model, nn.Module)
+    model(torch.randn(4, 3, 12, 12)).sum().backward()
