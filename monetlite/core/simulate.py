@@ -11,7 +11,7 @@ from functools import cached_property
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.schedule import Schedule
-from monetlite.core.steps import Step, check_legal
+from monetlite.core.steps import Step, check_legal, step_in_words
 from monetlite.core.units import format_bytes
 
 
@@ -82,7 +82,7 @@ def simulate(profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes
         here = held_bytes + new_bytes + workspace_bytes - overwritten_bytes
         if budget_bytes is not None and here > budget_bytes:
             raise IllegalSchedule(
-                f"step {at} ({graph.operators[index].name}): needs {format_bytes(here)} ({here} bytes), "
+                f"{step_in_words(at)} ({graph.operators[index].name}): needs {format_bytes(here)} ({here} bytes), "
                 f"over the budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes)"
             )
         memory.append(here)

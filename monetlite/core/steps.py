@@ -23,6 +23,17 @@ Step: TypeAlias = tuple[int, int]
 """(operator, index of the implementation it runs with)."""
 
 
+def step_number(at: int) -> int:
+    """Number of a step as people read it, from its position: the first step is step 1."""
+    return at + 1
+
+
+def step_in_words(at: int, steps: int | None = None) -> str:
+    """A step by its number, and among how many: `step 236 of 556`."""
+    of = "" if steps is None else f" of {steps}"
+    return f"step {step_number(at)}{of}"
+
+
 @dataclass(frozen=True)
 class Lifetime:
     """One stay of a value in memory.
@@ -109,7 +120,9 @@ def check_legal(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[frozenset[
     check_order(graph, [index for index, _ in steps])
     for at, (index, choice) in enumerate(steps):
         if not 0 <= choice < len(graph.operators[index].implementations):
-            raise IllegalSchedule(f"step {at} ({graph.operators[index].name}): there is no implementation {choice}")
+            raise IllegalSchedule(
+                f"{step_in_words(at)} ({graph.operators[index].name}): there is no implementation {choice}"
+            )
     frees = deaths(graph, steps)
     live: set[int] = set()
     for at, ((index, choice), dying) in enumerate(zip(steps, frees, strict=True)):
@@ -117,11 +130,14 @@ def check_legal(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[frozenset[
         implementation = operator.implementations[choice]
         if missing := [value for value in implementation.reads if value not in live]:
             names = ", ".join(graph.values[value].name for value in missing)
-            raise IllegalSchedule(f"step {at} ({operator.name}): reads {names}, which is not in memory there")
+            raise IllegalSchedule(
+                f"{step_in_words(at)} ({operator.name}): reads {names}, which is not in memory there"
+            )
         if needed := [value for value in implementation.overwrites if value not in dying]:
             names = ", ".join(graph.values[value].name for value in needed)
             raise IllegalSchedule(
-                f"step {at} ({operator.name}, {implementation.name}): overwrites {names}, which is read later"
+                f"{step_in_words(at)} ({operator.name}, {implementation.name}): "
+                f"overwrites {names}, which is read later"
             )
         live.update(implementation.writes)
         live -= dying
@@ -139,7 +155,7 @@ def check_order(graph: OperatorGraph, operators: Iterable[int]) -> None:
     ran: set[int] = set()
     for at, index in enumerate(operators):
         if not 0 <= index < len(graph.operators):
-            raise IllegalSchedule(f"step {at}: there is no operator {index}")
+            raise IllegalSchedule(f"{step_in_words(at)}: there is no operator {index}")
         operator = graph.operators[index]
         forward = waiting is not None and waiting.phase is Phase.FORWARD
         problem = ""
@@ -154,7 +170,7 @@ def check_order(graph: OperatorGraph, operators: Iterable[int]) -> None:
         elif index in ran and not operator.rerunnable:
             problem = "can't be run again (random, or a side effect)"
         if problem:
-            raise IllegalSchedule(f"step {at} ({operator.name}): {problem}")
+            raise IllegalSchedule(f"{step_in_words(at)} ({operator.name}): {problem}")
         ran.add(index)
     if waiting is not None:
         raise IllegalSchedule(f"{waiting.name} is never run")

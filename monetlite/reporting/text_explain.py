@@ -14,6 +14,7 @@ from rich.text import Text
 from monetlite.core.choices import DEFAULT
 from monetlite.core.graph import CHANNELS_LAST
 from monetlite.core.schedule import Schedule, Status
+from monetlite.core.steps import step_in_words, step_number
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.analysis import Analysis, Fate
 from monetlite.reporting.analysis_alternatives import Alternative, Around, LowestPeak, StoredByOne
@@ -43,19 +44,28 @@ def explanation_facts(analysis: Analysis, around: Around) -> dict[str, Any]:
         "costs": str(scheduled.profile.kind),
         "device": scheduled.profile.device,
         "budget_bytes": schedule.budget_bytes,
-        "peak": asdict(peak_step_of(scheduled)),
+        "peak": _numbered(asdict(peak_step_of(scheduled))),
         "plain_peak_bytes": plain.peak_bytes,
         "latency_ms": scheduled.latency_ms,
         "plain_latency_ms": plain.latency_ms,
-        "tensors": [asdict(tensor) for tensor in largest_tensors(scheduled)],
+        "tensors": [_numbered(asdict(tensor)) for tensor in largest_tensors(scheduled)],
         "overhead_ms": scheduled.latency_ms - plain.latency_ms,
         "overhead": [asdict(share) for share in overhead_shares(analysis)],
         "smallest_proven_bytes": schedule.smallest_proven_bytes,
         "smallest_reached_bytes": schedule.smallest_reached_bytes,
-        "limit": around.limit and asdict(around.limit),
+        "limit": around.limit and _numbered(asdict(around.limit)),
         "more_memory": around.more and asdict(around.more),
         "less_memory": around.less and asdict(around.less),
     }
+
+
+def _numbered(facts: Any, key: str = "") -> Any:
+    """The same facts, with the numbers of steps in place of their positions."""
+    if isinstance(facts, dict):
+        return {name: _numbered(value, name) for name, value in facts.items()}
+    if isinstance(facts, list | tuple):
+        return [_numbered(value) for value in facts]
+    return step_number(facts) if key in ("step", "begin", "end") else facts
 
 
 class _Page:
@@ -136,8 +146,8 @@ def _summary(page: _Page, analysis: Analysis) -> None:
 def _peak(page: _Page, peak: PeakStep) -> None:
     page.heading("How the peak comes about")
     page.say(
-        f"The peak of {format_bytes(peak.memory_bytes)} is at {_peak_operator(peak)}: step {peak.step + 1} of "
-        f"{peak.steps}, in the {_part(peak)}. Held there:"
+        f"The peak of {format_bytes(peak.memory_bytes)} is at {_peak_operator(peak)}: "
+        f"{step_in_words(peak.step, peak.steps)}, in the {_part(peak)}. Held there:"
     )
     _held(page, peak)
     page.say(

@@ -118,7 +118,8 @@ class Page:
         return (pixels - box["left"] - begin) / (end - begin)
 
     def step(self, run):
-        return int(self.plot(run).get_attribute("aria-valuenow"))
+        """Position of the step that a chart looks at; people read its number."""
+        return int(self.plot(run).get_attribute("aria-valuenow")) - 1
 
     def panel(self):
         return self.browser.execute_script(READ_PANEL)

@@ -1,17 +1,23 @@
 """HTML reports in a browser, as a person uses them: what they show is compared with what Python computes."""
 
 import bisect
+import io
 import re
 from itertools import accumulate
 
 import pytest
+from rich.console import Console
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.color import Color
 
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Holding, StepAnalysis
+from monetlite.reporting.analysis import Holding, StepAnalysis, analyse
+from monetlite.reporting.analysis_alternatives import Around
+from monetlite.reporting.palette import FILLS
+from monetlite.reporting.text_explain import explanation_facts, print_explanation
 
 
 def alive(breakdown: StepAnalysis, step: int):
@@ -37,9 +43,9 @@ def expected_tensors(graph, breakdown, step):
             why.append("nothing reads it")
         if later:
             reader = graph.operators[steps[later[0]][0]].name
-            why.append(f"next read at step {later[0]} by {reader}")
+            why.append(f"next read at step {later[0] + 1} by {reader}")
         layout = "×".join(map(str, value.shape)) or "scalar"
-        since = f"{layout} {value.dtype}, since step {stay.begin}"
+        since = f"{layout} {value.dtype}, since step {stay.begin + 1}"
         rows.append((value.name, format_bytes(value.size_bytes), since, "; ".join(why), value.held))
     return rows
 
@@ -48,7 +54,7 @@ def check_panel(panel, graph, breakdown, step):
     timeline = breakdown.timeline
     index, way = timeline.steps[step]
     operator = graph.operators[index]
-    assert panel["where"].startswith(f"Step {step} of ")
+    assert panel["where"].startswith(f"Step {step + 1} of {len(timeline.steps)}, ")
     assert panel["name"] == operator.name
     assert panel["facts"]["Module"] == (operator.module or "the model itself")
     assert panel["facts"]["Implementation"] == operator.implementations[way].name
@@ -115,7 +121,7 @@ def test_keys_go_from_step_to_step(page, resnet, runs):
         assert page.step("scheduled") == step
         check_panel(page.panel(), resnet.profile.graph, breakdown, step)
         name = resnet.profile.graph.operators[operators[step]].name
-        said = f"step {step}, {name}, {format_bytes(timeline.memory_bytes[step])}"
+        said = f"step {step + 1}, {name}, {format_bytes(timeline.memory_bytes[step])}"
         assert plot.get_attribute("aria-valuetext") == said
 
 
@@ -124,7 +130,7 @@ def test_a_step_that_is_kept_stays_while_the_pointer_moves_on(page):
     step = page.step("scheduled")
     page.plot("scheduled").send_keys(Keys.ENTER)
     page.hover("scheduled", 0.2)
-    assert page.panel()["where"].startswith(f"Step {step} of the schedule")
+    assert page.panel()["where"].startswith(f"Step {step + 1} of ")
     page.find("#panel .keep").click()
     page.hover("scheduled", 0.2)
     assert page.step("scheduled") < step
@@ -176,9 +182,33 @@ def test_across_by_operator_number(page, runs):
     page.find("input[value=step]").click()
     page.settle()
     counts = {run: len(breakdown.timeline.steps) for run, breakdown in runs.items()}
-    assert page.range() == f"steps 0–{counts['scheduled'] - 1} of {counts['scheduled']}"
+    assert page.range() == f"steps 1–{counts['scheduled']} of {counts['scheduled']}"
     pointed = page.hover("scheduled", 0.75)
     assert page.step("scheduled") == int(pointed * counts["scheduled"])
+
+
+def test_the_peaks_number_is_that_of_the_text_and_the_facts(page, resnet, runs):
+    analysis = analyse(resnet.schedule, resnet.profile, resnet.plain)
+    printed = io.StringIO()
+    print_explanation(Console(file=printed), analysis, Around())
+    timeline = runs["scheduled"].timeline
+    said = f"step {timeline.peak_step + 1} of {len(timeline.steps)}"
+    assert said in " ".join(printed.getvalue().split())
+    assert said in page.text("#chart-scheduled figcaption")
+    assert page.panel()["where"].startswith(said.capitalize())
+    assert explanation_facts(analysis, Around())["peak"]["step"] == timeline.peak_step + 1
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_colours_are_those_of_pictures(page, theme):
+    media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        for holding, fill in FILLS.items():
+            band = page.find(f"#chart-scheduled path[data-holding='{holding}']").value_of_css_property("fill")
+            assert Color.from_string(band).hex == fill.colour
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_the_legend_takes_kinds_out_of_the_picture_and_puts_them_back(page):
@@ -201,7 +231,7 @@ def test_either_run_alone(page, runs):
     page.find("#runs [data-run=scheduled]").click()
     page.settle()
     assert not page.find("#chart-scheduled").is_displayed()
-    assert page.panel()["where"].startswith(f"Step {runs['plain'].timeline.peak_step} of plain training")
+    assert page.panel()["where"].startswith(f"Step {runs['plain'].timeline.peak_step + 1} of ")
     assert page.range().endswith(f"of {format_ms(runs['plain'].timeline.latency_ms)}")
     page.find("#runs [data-run=plain]").click()
     page.settle()
@@ -221,7 +251,7 @@ def test_search_finds_operators_and_modules(page, resnet, runs):
     ]
     assert len(found) > 2
     assert page.text("#found") == f"{len(found)} steps of the schedule"
-    assert [int(text.rpartition(" ")[2]) for text in page.texts("#matches li")] == found
+    assert [int(text.rpartition(" ")[2]) for text in page.texts("#matches li")] == [at + 1 for at in found]
     for step in found[:2]:
         page.find("#query").send_keys(Keys.ENTER)
         page.settle()
@@ -267,12 +297,12 @@ def test_the_tables_of_what_is_run_otherwise_and_again(page, resnet, runs):
     beyond = sorted(again + extra)
     assert again
     assert extra
-    assert column(page, "again", 1) == [str(at) for at in beyond[:25]]
+    assert column(page, "again", 1) == [str(at + 1) for at in beyond[:25]]
     assert column(page, "again", 6) == [format_ms(timeline.latencies_ms[at]) for at in beyond[:25]]
     total = format_ms(sum(timeline.latencies_ms[at] for at in again))
     assert f"{len(again)} steps run again, {total};" in page.text("#again p")
     others = [at for at, (_, way) in enumerate(timeline.steps) if way != 0]
-    assert column(page, "ways", 1) == [str(at) for at in others[:25]]
+    assert column(page, "ways", 1) == [str(at + 1) for at in others[:25]]
     page.find("#ways .pages button:nth-of-type(2)").click()
     names = [graph.operators[timeline.steps[at][0]].name for at in others[25:50]]
     assert column(page, "ways", 2) == names

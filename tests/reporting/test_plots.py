@@ -24,8 +24,9 @@ from monetlite.core.graph import Phase
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.reporting.analysis import Fate, Holding, analyse
+from monetlite.reporting.palette import FILLS
 from monetlite.reporting.plots.choices_plot import columns_of, draw_choices, in_at_most
-from monetlite.reporting.plots.drawing import FILLS, save_figure
+from monetlite.reporting.plots.drawing import save_figure
 from monetlite.reporting.plots.timeline_plot import MAX_COLUMNS, columns, draw_timeline
 
 STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from monetlite.core.graph import DELIVERY, LOSS, OPTIMIZER_STEP, OperatorGraph, Value, ValueKind
+from monetlite.core.steps import step_number
 from monetlite.reporting.analysis import Analysis, Fate, Holding, StepAnalysis
 
 _HELD_BECAUSE = {
@@ -52,6 +53,7 @@ def page_data(analysis: Analysis) -> dict[str, Any]:
     numbers: dict[str, int] = {}
     data = {
         "budget_bytes": analysis.schedule.budget_bytes,
+        "first_step": step_number(0),
         "graphs": graphs,
         "scheduled": {"graph": 0, **_run(scheduled, kinds)},
         "plain": {"graph": 0 if same_graph else 1, **_run(plain, _kinds(plain, in_plain))},

@@ -14,6 +14,7 @@ from monetlite.core.graph import CHANNELS_LAST, TensorSpec
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.analysis import Analysis, Holding, cost_source
 from monetlite.reporting.html.page_data import page_data
+from monetlite.reporting.palette import page_colours
 from monetlite.reporting.text_solve import exactness
 
 _SCRIPTS = (
@@ -43,7 +44,7 @@ def write_report(path: str | PathLike[str], analysis: Analysis) -> None:
     """
     schedule = analysis.schedule
     batch = f", batch {schedule.source.batch}" if schedule.source else ""
-    style = _read("style.css")
+    style = page_colours() + _read("style.css")
     # In one function, so that nothing is global; strict from its first statement on.
     script = '(() => {\n"use strict";\n' + "".join(_read(name) for name in _SCRIPTS) + "})();\n"
     page = Template(_read("page.html")).substitute(

@@ -14,12 +14,11 @@ from matplotlib.ticker import MaxNLocator
 from monetlite.core.graph import Operator, OperatorGraph, Phase
 from monetlite.core.units import format_bytes
 from monetlite.reporting.analysis import Analysis, Fate, Holding, StepAnalysis
+from monetlite.reporting.palette import FILLS, Fill
 from monetlite.reporting.plots.drawing import (
-    FILLS,
     INK,
     PALE,
     PAPER,
-    Fill,
     add_axes,
     add_legend,
     bytes_axis,
@@ -98,7 +97,7 @@ _FATES = {
 }
 _WHEN = {
     When.FIRST: FILLS[Holding.STORED],
-    When.AGAIN: Fill("#f3a712"),
+    When.AGAIN: Fill(FILLS[Holding.RECOMPUTED].colour),
     When.BACKWARD: FILLS[Holding.GRADIENTS],
 }
 

@@ -21,19 +21,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from monetlite.core.files.atomic import write_atomically
-from monetlite.reporting.analysis import Holding
+from monetlite.reporting.palette import Fill
 
 FORMATS = ("png", "svg", "pdf")
 
 INK, PALE, PAPER = "#222222", "#767676", "#ffffff"
 BUDGET = "#b00020"
-
-
-class Fill(NamedTuple):
-    """Colour and pattern of an area; neighbours differ in lightness, so that they do in print too."""
-
-    colour: str
-    hatch: str | None = None
 
 
 class PointStyle(NamedTuple):
@@ -45,18 +38,6 @@ class PointStyle(NamedTuple):
     meaning: str = ""
     filled: bool = True
 
-
-FILLS = {
-    Holding.WEIGHTS: Fill("#a6a6a6"),
-    Holding.INPUTS: Fill("#efefef"),
-    Holding.OPTIMIZER: Fill("#c4c4c4", "..."),
-    Holding.WEIGHT_GRADIENTS: Fill("#e2b6d3", "\\\\\\\\"),
-    Holding.STORED: Fill("#0b5394"),
-    Holding.RECOMPUTED: Fill("#f3a712", "////"),
-    Holding.GRADIENTS: Fill("#1b8a6b"),
-    Holding.WORKSPACE: Fill("#f5ec9a", "xxxx"),
-}
-"""Blue, orange, green and purple of the palette by Okabe and Ito, lightened and darkened."""
 
 _SETTINGS: Any = {
     "font.family": "sans-serif",

@@ -8,11 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from monetlite.core.steps import step_number
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.analysis import Analysis, Holding, StepAnalysis
+from monetlite.reporting.palette import FILLS
 from monetlite.reporting.plots.drawing import (
     BUDGET,
-    FILLS,
     INK,
     PALE,
     PAPER,
@@ -189,7 +190,7 @@ def timeline_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
             operator = graph.operators[index]
             yield {
                 "run": label,
-                "step": at,
+                "step": step_number(at),
                 "operator": operator.name,
                 "implementation": operator.implementations[choice].name,
                 "begins_ms": begins[at],
@@ -206,10 +207,10 @@ def timeline_facts(analysis: Analysis) -> dict[str, Any]:
         timeline = side.timeline
         return {
             "steps": len(timeline.steps),
-            "backward_begins": side.border,
+            "backward_begins": step_number(side.border),
             "latency_ms": side.latency_ms,
             "peak_bytes": side.peak_bytes,
-            "peak_step": timeline.peak_step,
+            "peak_step": step_number(timeline.peak_step),
             "peak_operator": side.peak_operator,
             "peak_holds_bytes": {str(holding): size for holding, size in side.peak_bytes_of.items()},
         }

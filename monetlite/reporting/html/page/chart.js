@@ -51,7 +51,7 @@ class Chart {
       this.grid, ...[...this.bands].reverse(), this.marks, this.notes, this.twin, this.cursor, this.selection);
     this.plot = element("div", {
       class: "plot", tabindex: 0, role: "slider", "aria-label": `Step of ${run.title}`,
-      "aria-valuemin": 0, "aria-valuemax": run.count - 1, "aria-valuenow": run.peakStep,
+      "aria-valuemin": run.number(0), "aria-valuemax": run.number(run.count - 1), "aria-valuenow": run.number(run.peakStep),
     }, this.svg);
     this.figure = element("figure", { id: `chart-${run.id}`, class: "chart" },
       element("figcaption", {}, ...this.caption()), this.plot);
@@ -63,7 +63,7 @@ class Chart {
     return [
       element("b", {}, run.label),
       `: ${formatMs(run.startMs[run.count])}, ${counted(run.count, "step")}, peak ${peak} at `,
-      named(run.name(run.peakStep)), ` (step ${run.peakStep})`,
+      named(run.name(run.peakStep)), ` (${run.place(run.peakStep)})`,
     ];
   }
 
@@ -109,11 +109,14 @@ class Chart {
         drawn("text", { x: MARGIN.left - 6, y: y + 4, "text-anchor": "end" }, bytes ? formatBytes(bytes) : "0"),
       ];
     });
-    const places = ticks(view.from, view.to, this.plotWidth / 100)
-      .filter((place) => view.unit === "time" || Number.isInteger(place));
-    const labels = view.unit === "time" ? timeLabels(places, view.extent) : places.map(String);
+    const isTime = view.unit === "time";
+    // The number of a step stands below its middle.
+    const shift = isTime ? 0 : this.run.number(0) - 0.5;
+    const places = ticks(view.from + shift, view.to + shift, this.plotWidth / 100)
+      .filter((place) => isTime || Number.isInteger(place));
+    const labels = isTime ? timeLabels(places, view.extent) : places.map(String);
     const across = places.map((place, number) => {
-      const x = this.x(view, place);
+      const x = this.x(view, place - shift);
       const anchor = x > right - 24 ? "end" : x < MARGIN.left + 24 ? "start" : "middle";
       return drawn("text", { x: Math.min(x, right), y: this.bottom + 16, "text-anchor": anchor }, labels[number]);
     });
@@ -221,7 +224,7 @@ class Chart {
       visibility: isShown ? "visible" : "hidden",
     }, []);
     this.twin.setAttribute("visibility", "hidden");
-    filled(this.plot, { "aria-valuenow": step, "aria-valuetext": said }, []);
+    filled(this.plot, { "aria-valuenow": this.run.number(step), "aria-valuetext": said }, []);
   }
 
   /** Marks where the other chart's operator runs here. @param {View} view @param {number | undefined} step */

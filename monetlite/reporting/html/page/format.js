@@ -29,6 +29,9 @@ const signed = (amount, format) => `${amount < 0 ? "−" : amount > 0 ? "+" : ""
 /** "1 step", "2 steps". @param {number} count @param {string} noun */
 const counted = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 
+/** @param {string} text */
+const capitalized = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
 /** At most so many characters, the middle left out. @param {string} text @param {number} most */
 function shortened(text, most) {
   const characters = Array.from(text);

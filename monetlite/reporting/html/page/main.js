@@ -166,7 +166,7 @@ class Page {
     const { run, step } = this.looked;
     const name = run.name(step);
     for (const chart of this.charts) {
-      if (chart.run === run) chart.point(this.view, step, `step ${step}, ${name}, ${formatBytes(run.totals[step])}`);
+      if (chart.run === run) chart.point(this.view, step, `step ${run.number(step)}, ${name}, ${formatBytes(run.totals[step])}`);
       else chart.pointTwin(this.view, chart.run.stepsOf.get(name)?.[0]);
     }
   }

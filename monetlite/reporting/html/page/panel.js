@@ -20,7 +20,7 @@ class Panel {
   /** @param {Run} run @param {number} step @param {boolean} kept */
   show(run, step, kept) {
     this.host.replaceChildren(
-      element("p", { class: "where" }, `Step ${step} of ${run.title}`,
+      element("p", { class: "where" }, `${capitalized(run.place(step))}, ${run.title}`,
         button(kept ? "Kept" : "Keep", this.keep, { "aria-pressed": String(kept), class: "keep" })),
       element("h3", {}, named(run.name(step))),
       this.operator(run, step),
@@ -63,7 +63,7 @@ class Panel {
   joined(nodes) { return nodes.flatMap((node, number) => (number ? [", ", node] : [node])); }
 
   /** @param {Run} run @param {number} step */
-  link(run, step) { return button(String(step), () => this.go(run, step), { class: "link", title: run.name(step) }); }
+  link(run, step) { return button(String(run.number(step)), () => this.go(run, step), { class: "link", title: run.name(step) }); }
 
   /** @param {Run} run @param {number} step */
   holdings(run, step) {

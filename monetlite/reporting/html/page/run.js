@@ -7,6 +7,7 @@
  * @property {string[]} holdings  what memory is held for, from the bottom of the stack
  * @property {string[]} parts
  * @property {number} budget_bytes
+ * @property {number} first_step  the number of the first step, as people read it
  * @property {{operators: Record<OperatorColumn, number[]>, values: ValueColumns}[]} graphs
  * @property {RunColumns} scheduled
  * @property {RunColumns} plain
@@ -70,6 +71,7 @@ class Run {
     this.columns = columns;
     this.stays = columns.stays;
     this.count = columns.operator.length;
+    this.firstStep = data.first_step;
     this.peakStep = columns.peak_step;
     this.startMs = this.accumulatedLatencies();
     this.bytesOf = this.splitBytes();
@@ -122,6 +124,12 @@ class Run {
     }
     return found;
   }
+
+  /** A step's number, as people read it. @param {number} step */
+  number(step) { return step + this.firstStep; }
+
+  /** In words, with the number of steps. @param {number} step */
+  place(step) { return `step ${this.number(step)} of ${this.count}`; }
 
   /** The operator that a step runs. @param {number} step */
   name(step) { return this.operatorText("name", step); }

@@ -41,7 +41,7 @@ class Search {
     list.hidden = !this.steps.length;
     list.replaceChildren(...this.steps.slice(0, MAX_LISTED).map((step, number) => element("li", {},
       namedLink(run.name(step), () => this.show(number)),
-      ` ${run.part(step)}, step ${step}`)));
+      ` ${run.part(step)}, step ${run.number(step)}`)));
     if (this.steps.length > MAX_LISTED) list.append(element("li", {}, `${this.steps.length - MAX_LISTED} more`));
   }
 

@@ -90,7 +90,7 @@ function waysTable(run, data, link) {
   if (!rows.length) return [paragraph("Every step is run by its operator's default implementation.")];
   const caption = "Steps run by another implementation than the default";
   const table = new SortableTable(caption, [
-    { title: "Step", key: (row) => row.step, isNumber: true },
+    { title: "Step", key: (row) => run.number(row.step), isNumber: true },
     { title: "Operator", key: (row) => run.name(row.step), cell: (row) => link(row.step) },
     { title: "Implementation", key: (row) => run.implementation(row.step), cell: (row) => named(run.implementation(row.step)) },
     { title: "Pass", key: (row) => run.part(row.step) },
@@ -114,7 +114,7 @@ function againTable(run, link) {
   if (!rows.length) return [paragraph("Nothing is run again: the schedule stores all that the backward pass reads.")];
   const caption = "Steps that plain training does not take";
   const table = new SortableTable(caption, [
-    { title: "Step", key: (row) => row.step, isNumber: true },
+    { title: "Step", key: (row) => run.number(row.step), isNumber: true },
     { title: "Operator", key: (row) => run.name(row.step), cell: (row) => link(row.step) },
     { title: "Why", key: (row) => row.why },
     { title: "Implementation", key: (row) => run.implementation(row.step), cell: (row) => named(run.implementation(row.step)) },

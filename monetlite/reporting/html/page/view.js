@@ -71,7 +71,8 @@ class View {
   /** In words: what is shown, and of how much. */
   describe() {
     if (this.unit === "step") {
-      return `steps ${Math.floor(this.from)}–${Math.ceil(this.to) - 1} of ${this.extent}`;
+      const [first, last] = [Math.floor(this.from), Math.ceil(this.to) - 1].map((step) => this.runs[0].number(step));
+      return `steps ${first}–${last} of ${this.extent}`;
     }
     const [factor, unit] = timeUnit(this.extent);
     const digits = decimalsOf(roundStep((this.to - this.from) / factor / 100));
