@@ -38,6 +38,7 @@ def verify(
     seed: int = 0,
     operators: bool | None = None,
     limits: VerificationLimits | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Run one training step plainly and by the schedule, and compare their results.
 
@@ -54,6 +55,7 @@ def verify(
         operators: compare what every operator writes, too, which keeps all of plain training's values in main
             memory for a step; by default only where something differs by more than is allowed.
         limits: what else is required for a pass.
+        progress: called with a line about each piece of work.
 
     Raises:
         ScheduleMismatch, ModelError: as `MONeTWrapper`.
@@ -78,11 +80,15 @@ def verify(
             optimizer=schedule.optimizer,
         )
 
+    say = progress or (lambda _: None)
     plain, scheduled = trainee(copied(model)), trainee(MONeTWrapper(copied(model), schedule))
     if schedule.reserved_bytes is not None:
         scheduled.limit_bytes = schedule.budget_bytes
+    say("training a step plainly")
     reference = Reference(plain, seed)
+    say("training a step by the schedule")
     differences = reference.compare(scheduled.snapshot(seed), schedule.tolerance)
+    say("training a step plainly again")
     repeated = reference.compare(reference.take(plain), ROUNDING)
     unrepeated = max(repeated.loss, repeated.largest_of_gradients)
     allowed = limits.difference
@@ -91,8 +97,10 @@ def verify(
         if schedule.tolerance > 0:
             moved = reference.nudged(schedule.tolerance, schedule.tolerance).largest_of_gradients
             allowed = min(max(allowed, SLACK * moved), MAX_ALLOWED)
+    say(f"timing {repeats} steps of each")
     plain_ms, scheduled_ms = map(statistics.median, step_times_ms((plain, scheduled), repeats))
     shapes = [tuple(item.shape) for item in tensors_in_order(model, args, kwargs)]
+    say("measuring the memory of each")
     memory, plain_memory = scheduled.memory(), plain.memory()
     report = Report(
         **vars(differences),
@@ -116,6 +124,7 @@ def verify(
         limits=limits,
     )
     if operators or (operators is None and report.largest_difference > allowed):
+        say("comparing operator by operator")
         del plain, scheduled, reference.plain  # whose memory is needed
         report = replace(report, operators=_by_operator(model, schedule, trainee, reference))
     return report

@@ -7,15 +7,16 @@ import click
 from monetlite.cli.command_options import (
     SEED,
     ModelChoice,
-    Percentage,
     repeats_option,
     schedule_argument,
     schedule_model_option,
     size_options,
     with_options,
 )
-from monetlite.cli.running import EXIT_FAILED, CommandExit, Terminal, command, prints_aside
+from monetlite.cli.option_types import Percentage
+from monetlite.cli.running import EXIT_FAILED, CommandExit, command, prints_aside
 from monetlite.cli.subjects import build, model_of
+from monetlite.cli.terminal import Terminal
 
 DEFAULT_OPERATORS = 10
 """Number of operators that differ to print."""
@@ -74,20 +75,23 @@ def check(
 
     Exit code 0: it passed; 4: it did not, and the last line (or "reasons" of --json) says why.
     """
+    from monetlite.zoo.collection import load_schedule
+
+    loaded = load_schedule(schedule)
+    choice = model_of(loaded, schedule, choice)
+    terminal.import_torch()
     import torch
 
     from monetlite.checking.report import VerificationLimits
     from monetlite.checking.verification import verify
     from monetlite.reporting.text_verify import print_report, report_facts
-    from monetlite.zoo.collection import load_schedule
 
-    loaded = load_schedule(schedule)
     torch.manual_seed(seed)
-    built = build(model_of(loaded, schedule, choice))
+    built = build(choice, terminal)
     model, inputs = built.model, built.example_inputs
     if torch.cuda.is_available():
         model, inputs = model.cuda(), _to_cuda(inputs)
-    with prints_aside():
+    with terminal.line("training by the schedule, and plainly") as progress, prints_aside():
         report = verify(
             model,
             loaded,
@@ -101,6 +105,7 @@ def check(
                 peak_error=max_peak_error,
                 latency_error=max_latency_error,
             ),
+            progress=progress,
         )
     if terminal.as_json:
         terminal.print_json(report_facts(report))

@@ -1,6 +1,5 @@
 """Options of the commands. Those of pricing and solving are made from the fields of the option dataclasses."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, TypeAlias
 
 import click
 
+from monetlite.cli.option_types import DeviceName, ImageSize, ModelName, Seconds
 from monetlite.core.options import PricingOptions, SolvingOptions
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -31,48 +31,8 @@ class ModelChoice:
     autocast: str | None = None
 
 
-class ImageSize(click.ParamType[tuple[int, int]]):
-    """`224` or `416x608`."""
-
-    name = "PIXELS|HxW"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        sides = str(value).lower().replace("×", "x").split("x")
-        if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
-            self.fail(f"{value!r} is not an image size; write 224 or 416x608", param, ctx)
-        return int(sides[0]), int(sides[-1])
-
-
-class Percentage(click.ParamType[float]):
-    """`10%` or `0.1`."""
-
-    def __init__(self, name: str = "PERCENT") -> None:
-        self.name = name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value).strip()
-        try:
-            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            share = math.nan
-        if not 0 <= share < math.inf:
-            self.fail(f"{value!r} is not a share; write 10% or 0.1", param, ctx)
-        return share
-
-
-class Seconds(click.FloatRange):
-    """A finite number of seconds, 0.1 at least."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds: float = super().convert(value, param, ctx)
-        if not math.isfinite(seconds):
-            self.fail(f"{value} is not a number of seconds", param, ctx)
-        return seconds
-
-
 _TYPES: dict[str, click.ParamType[Any]] = {
+    "device": DeviceName(),
     "tolerance": click.FloatRange(min=0, max=1, max_open=True),
     "time_limit": Seconds(min=0.1),
     "seed": SEED,
@@ -133,6 +93,7 @@ def model_option(*, required: bool = True) -> Decorator:
     return click.option(
         "--model",
         "spec",
+        type=ModelName(),
         required=required,
         help="A built-in model (resnet50, vgg16, googlenet, mobilenet_v2, unet), torchvision:NAME, timm:NAME, "
         "hf:NAME, or your own: path/to/file.py:build or package.module:build.",
@@ -143,9 +104,12 @@ schedule_argument = click.argument("schedule")
 schedule_model_option = click.option(
     "--model",
     "spec",
+    type=ModelName(),
     help="Model of the schedule, if the file doesn't say how to build it: path/to/file.py:build.",
 )
-schedule_device_option = click.option("--device", help=f"{ESTIMATED}; by default the schedule's own.")
+schedule_device_option = click.option(
+    "--device", type=DeviceName(), help=f"{ESTIMATED}; by default the schedule's own."
+)
 here_option = click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), help="By default the GPU if there is one."
 )

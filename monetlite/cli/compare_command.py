@@ -17,8 +17,9 @@ from monetlite.cli.command_options import (
     size_options,
     time_limit_option,
 )
-from monetlite.cli.running import Terminal, check_writable, command, prints_aside
+from monetlite.cli.running import check_writable, command, prints_aside
 from monetlite.cli.subjects import build, chosen_device
+from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import ModelError
 from monetlite.core.options import SolvingOptions
 
@@ -75,13 +76,13 @@ def compare_command(
     torch.compile with a memory budget, Checkmate's and Gist's methods, and monetlite at each budget and at each of
     the others' measured peaks.
     """
+    for output in outputs:
+        _check_output(output)
+    device = chosen_device(device, terminal)
     from monetlite.checking.comparison.runner import PEERS, compare
     from monetlite.reporting.text_comparison import comparison_facts, print_comparison
 
-    for output in outputs:
-        _check_output(output)
-    device = chosen_device(device)
-    built = build(choice)
+    built = build(choice, terminal)
     with terminal.line("beginning") as progress, prints_aside():
         comparison = compare(
             built.model,

@@ -19,8 +19,10 @@ from monetlite.cli.command_options import (
     repeats_option,
     size_options,
 )
-from monetlite.cli.running import Terminal, check_writable, command, only_for, prints_aside
+from monetlite.cli.option_types import DeviceName
+from monetlite.cli.running import check_writable, command, only_for, prints_aside
 from monetlite.cli.subjects import build, chosen_device, price_layouts
+from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.options import PricingOptions
@@ -82,6 +84,7 @@ _layout_option = options_of(
     input_options,
     click.option(
         "--device",
+        type=DeviceName(),
         help="cpu or cuda, by default the GPU if there is one; with --operators also a device to estimate.",
     ),
     click.option(
@@ -121,11 +124,6 @@ def measure_command(
 
     Running out of memory is a result. What larger batches would take is read off a line through those that ran.
     """
-    from monetlite.checking.measurements import Mode
-    from monetlite.checking.measuring import ModelMeasurer
-    from monetlite.core.files.atomic import write_atomically
-    from monetlite.reporting import text_measure
-
     if operators:
         only_for("measuring without --operators", *WHOLE_ONLY)
         if batches and len(batches) > 1:
@@ -141,10 +139,14 @@ def measure_command(
         if output.suffix.lower() not in FORMATS:
             raise click.BadParameter(f"{output} ends in none of {', '.join(FORMATS)}", param_hint="--output")
         check_writable(output)
-    device = chosen_device(pricing.device, advice="measure on the cpu")
+    device = chosen_device(pricing.device, terminal, advice="measure on the cpu")
+    from monetlite.checking.measurements import Mode
+    from monetlite.checking.measuring import ModelMeasurer
+    from monetlite.core.files.atomic import write_atomically
+    from monetlite.reporting import text_measure
 
     def at(batch: int | None, meta: bool = False) -> "BuiltModel":
-        return build(replace(choice, batch=batch), meta=meta)
+        return build(replace(choice, batch=batch), terminal, meta=meta)
 
     # Import what the model needs, so that loading it is timed without that; a model that can't be built on the
     # meta device may still be measured.
@@ -158,7 +160,7 @@ def measure_command(
             autocast=choice.autocast,
             warmup=warmup,
             repeats=repeats,
-            say=progress or (lambda _: None),
+            say=progress,
         )
         found = measurer.run(sorted(batches) if batches else (None,), [Mode(mode) for mode in modes])
     assert choice.spec is not None

@@ -1,9 +1,7 @@
-"""The run of a command: its options as objects, its console and progress, and errors as messages and exit codes."""
+"""The run of a command: its options as objects, and errors as messages and exit codes."""
 
 import contextlib
-import functools
 import inspect
-import json
 import os
 import sys
 import tempfile
@@ -11,88 +9,28 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from monetlite.cli.command_options import Decorator, ModelChoice, with_options
+from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError, MonetliteError
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import PricingOptions, SolvingOptions
-from monetlite.core.units import format_bytes, format_ms
-
-if TYPE_CHECKING:
-    from monetlite.solving.incumbent import Solution
 
 EXIT_USAGE, EXIT_INFEASIBLE, EXIT_FAILED = 2, 3, 4
 _OBJECTS: dict[str, type[Any]] = {"choice": ModelChoice, "pricing": PricingOptions, "solving": SolvingOptions}
 """Parameters of commands that are made of several options, by name."""
 _COMMON = (
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
     click.option("--debug", is_flag=True, help="Show the traceback of an error."),
 )
 
 
 class CommandExit(SystemExit):
     """The end of a command with an exit code. Another SystemExit is a model's, and ends no command."""
-
-
-class Terminal:
-    """The place where a command prints: its console, and live progress if a person watches."""
-
-    def __init__(self, as_json: bool) -> None:
-        from rich.console import Console
-
-        self.as_json = as_json
-        self.console = Console(highlight=False, soft_wrap=False)
-        self.quiet = as_json or not sys.stderr.isatty()
-
-    def print_json(self, facts: object) -> None:
-        click.echo(json.dumps(facts))
-
-    @contextlib.contextmanager
-    def bar(self, text: str) -> Iterator[Callable[[int, int], None] | None]:
-        """A progress bar, called with pieces of work done and in all; None if nobody watches."""
-        with self.named_bar(text) as update:
-            yield None if update is None else functools.partial(update, text)
-
-    @contextlib.contextmanager
-    def named_bar(self, text: str) -> Iterator[Callable[[str, int, int], None] | None]:
-        """A progress bar, called with what is done next, too; None if nobody watches."""
-        if self.quiet:
-            yield None
-            return
-        from rich.console import Console
-        from rich.progress import Progress as Bar
-
-        with Bar(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(text, total=None)
-            yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
-
-    @contextlib.contextmanager
-    def line(self, text: str) -> Iterator[Callable[[str], None] | None]:
-        """A live line, called with its new text; None if nobody watches."""
-        if self.quiet:
-            yield None
-            return
-        from rich.console import Console
-
-        with Console(stderr=True).status(text) as status:
-            yield status.update
-
-    @contextlib.contextmanager
-    def solving(self, budget_bytes: int) -> "Iterator[Callable[[Solution], None] | None]":
-        """A live line of a solve: incumbent, bound, gap, peak, time."""
-        with self.line(f"solving within {format_bytes(budget_bytes)}") as tell:
-            yield None if tell is None else lambda event: tell(_progress_text(event))
-
-
-def _progress_text(event: "Solution") -> str:
-    found = "nothing found yet"
-    if event.latency_ms is not None and event.peak_bytes is not None:
-        found = f"{format_ms(event.latency_ms)} at {format_bytes(event.peak_bytes)}, gap {event.gap:.1%}"
-    return f"{event.seconds:.0f} s: {found}, bound {format_ms(event.lower_bound_ms)} ({event.phase})"
 
 
 class _Command(click.Command):
@@ -189,7 +127,7 @@ def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> 
     except (CommandExit, click.ClickException):
         raise
     except (KeyboardInterrupt, click.Abort):
-        click.echo("monetlite: interrupted; nothing was written", err=True)
+        click.echo("monetlite: interrupted; no file is half-written", err=True)
         raise SystemExit(EXIT_FAILED) from None
     except SystemExit as left:
         click.echo(

@@ -21,8 +21,9 @@ from monetlite.cli.command_options import (
     time_limit_option,
     with_options,
 )
-from monetlite.cli.running import Terminal, check_writable, command, only_for
+from monetlite.cli.running import check_writable, command, only_for
 from monetlite.cli.subjects import OpenedSchedule, open_schedule
+from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import MonetliteError
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.options import SolvingOptions
@@ -241,7 +242,8 @@ def _draw(
     from monetlite.reporting.text_solve import schedule_facts
     from monetlite.reporting.text_tables import csv_table
 
-    analysis = analyse(opened.schedule, opened.profile, opened.plain, opened.steps)
+    with terminal.line("analysing the schedule"):
+        analysis = analyse(opened.schedule, opened.profile, opened.plain, opened.steps)
     rows: Iterable[dict[str, Any]] = ()
     facts: dict[str, Any] = {}
     if kind == REPORT:
@@ -273,7 +275,8 @@ def _draw(
             figure, rows, facts = draw_tradeoff(found, analysis), tradeoff_rows(found), tradeoff_facts(found)
             if not terminal.as_json:
                 print_tradeoff(terminal.console, analysis, found)
-        save_figure(figure, output, f"{analysis.title}: {kind}")
+        with terminal.line(f"drawing {output}"):
+            save_figure(figure, output, f"{analysis.title}: {kind}")
     if table is not None:
         write_atomically(table, csv_table(rows))
     if terminal.as_json:

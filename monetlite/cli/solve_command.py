@@ -15,8 +15,10 @@ from monetlite.cli.command_options import (
     size_options,
     time_limit_option,
 )
-from monetlite.cli.running import Terminal, check_writable, command, only_for, source_of
+from monetlite.cli.option_types import Budget
+from monetlite.cli.running import check_writable, command, only_for, source_of
 from monetlite.cli.subjects import load_profiles, price_layouts
+from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.interrupts import interrupts_kept
@@ -50,6 +52,7 @@ _multiple_option = click.option(
     size_options(),
     click.option(
         "--budget",
+        type=Budget(),
         required=True,
         help="Peak of the whole step: 6GB (10⁹ bytes), 6GiB (2³⁰), 6000MB, or 50% of plain training's peak.",
     ),
@@ -153,8 +156,7 @@ def find_largest_batch(
         return known[batch]
 
     def progress(batch: int, found: str) -> None:
-        if not terminal.quiet:
-            click.echo(f"batch {batch}: {found}", err=True)
+        click.echo(f"batch {batch}: {found}", err=True)
 
     def search(step: int) -> BatchLimit:
         first = choice.batch or FIRST_BATCH
@@ -180,7 +182,9 @@ max_batch_command = command(
     "max-batch",
     model_option(),
     size_options(),
-    click.option("--budget", required=True, help="Peak of the whole step in bytes: 16GB, 16GiB."),
+    click.option(
+        "--budget", type=Budget(percent=False), required=True, help="Peak of the whole step in bytes: 16GB, 16GiB."
+    ),
     pricing_options,
     options_of(SolvingOptions, "tolerance", "reserved", "seed"),
     time_limit_option(MAX_BATCH_SECONDS, "Seconds for searching and solving; tracing each batch comes on top."),

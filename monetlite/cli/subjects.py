@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from monetlite.cli.command_options import DEFAULT_ESTIMATE, ModelChoice
-from monetlite.cli.running import Terminal
+from monetlite.cli.option_types import MEASURED_HERE
+from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile, load_profile
 from monetlite.core.errors import DeviceError, ModelError, ScheduleMismatch
 from monetlite.core.graph import AS_TRACED
@@ -17,35 +18,43 @@ if TYPE_CHECKING:
     from monetlite.models import BuiltModel
 
 
-def chosen_device(device: str | None, otherwise: str = "cpu", advice: str = "leave --device out") -> str:
-    """The device to use: as given, else the GPU if there is one, else another.
+def chosen_device(
+    device: str | None, terminal: Terminal, otherwise: str = "cpu", advice: str = "leave --device out"
+) -> str:
+    """The device to use: as given, else the GPU if there is one, else another, which is told.
 
     Raises:
         DeviceError: a GPU that this machine does not have.
     """
+    terminal.import_torch()
     import torch
 
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
         raise DeviceError(f"device 'cuda': this machine has no GPU that torch can use; {advice}")
+    if device is None and not there:
+        use = "measuring on the CPU" if otherwise == "cpu" else f"costs are estimated for {otherwise}"
+        terminal.tell(f"this machine has no GPU that torch can use: {use} (--device names another)")
     return device or ("cuda" if there else otherwise)
 
 
-def build(choice: ModelChoice, *, meta: bool = False) -> "BuiltModel":
+def build(choice: ModelChoice, terminal: Terminal, *, meta: bool = False) -> "BuiltModel":
     """Build a model; on the meta device without memory for its weights."""
+    terminal.import_torch()
     import torch
 
     from monetlite.models import build_model
 
     assert choice.spec is not None
-    return build_model(
-        choice.spec,
-        batch=choice.batch,
-        input_size=choice.input_size,
-        sequence_length=choice.sequence_length,
-        dtype=getattr(torch, choice.dtype) if choice.dtype else None,
-        meta=meta,
-    )
+    with terminal.line(f"building {choice.spec}"):
+        return build_model(
+            choice.spec,
+            batch=choice.batch,
+            input_size=choice.input_size,
+            sequence_length=choice.sequence_length,
+            dtype=getattr(torch, choice.dtype) if choice.dtype else None,
+            meta=meta,
+        )
 
 
 def price_layouts(
@@ -59,23 +68,24 @@ def price_layouts(
 
     Implementations that `solving` rules out are not priced.
     """
+    device = chosen_device(pricing.device, terminal, DEFAULT_ESTIMATE, "name a device to estimate")
     import torch
 
-    from monetlite.core.devices import find_device
     from monetlite.planning.pipeline import profile
     from monetlite.tracing import trace
 
-    device = chosen_device(pricing.device, DEFAULT_ESTIMATE, "name a device to estimate")
-    if device not in ("cpu", "cuda"):
-        find_device(device)
-    built = build(choice, meta=True)
+    built = build(choice, terminal, meta=True)
     device_type = "cuda" if device == "cuda" else "cpu"
     dtype = getattr(torch, choice.autocast or "bfloat16")
     profiles = []
     for layout in layouts:
-        with torch.autocast(device_type, dtype, enabled=choice.autocast is not None):
+        with (
+            terminal.line(f"tracing {built.description.partition('; returns')[0]}"),
+            torch.autocast(device_type, dtype, enabled=choice.autocast is not None),
+        ):
             graph = trace(built.model, built.example_inputs, device=device, meta_device=device_type, layout=layout)
-        with terminal.bar("measuring operators") as progress:
+        measured = device in MEASURED_HERE
+        with terminal.bar("measuring operators" if measured else f"estimating operators on {device}") as progress:
             priced = profile(
                 replace(graph, name=built.name),
                 device,
@@ -186,7 +196,9 @@ def open_schedule(
     schedule = load_schedule(path)
     choice = model_of(schedule, path, choice)
     pricing = PricingOptions(
-        device=device or _device_of(schedule, path), optimizer=schedule.optimizer, accumulate=schedule.accumulate
+        device=device or _device_of(schedule, path, terminal),
+        optimizer=schedule.optimizer,
+        accumulate=schedule.accumulate,
     )
     # As plain training runs it, and last in the schedule's layout.
     layouts = list(dict.fromkeys((AS_TRACED, schedule.layout)))
@@ -229,10 +241,11 @@ def model_of(schedule: "Schedule", path: str, choice: ModelChoice) -> ModelChoic
     return replace(choice, autocast=schedule.autocast or None)
 
 
-def _device_of(schedule: "Schedule", path: str) -> str:
+def _device_of(schedule: "Schedule", path: str, terminal: Terminal) -> str:
     """The device that a schedule was solved with, if its costs can be had here."""
     if schedule.kind == "estimated":
         return schedule.device
+    terminal.import_torch()
     import torch
 
     from monetlite.profiling.meters import meter_for

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 import click
 
 from monetlite.cli.command_options import output_option
-from monetlite.cli.running import EXIT_FAILED, CommandExit, Terminal, command
+from monetlite.cli.option_types import Budget, DeviceName
+from monetlite.cli.running import EXIT_FAILED, CommandExit, command
+from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import ScheduleFileError
 
 if TYPE_CHECKING:
@@ -31,8 +33,10 @@ def zoo_command() -> None:
 @command(
     "list",
     click.option("--model", help="gpt2, hf:gpt2, ResNet-50, ..."),
-    click.option("--device", help="Costs of this device: p100, rtx-3090, ..."),
-    click.option("--budget", help="Only what keeps within it: 6GB, or 50% of plain training's peak."),
+    click.option("--device", type=DeviceName(), help="Costs of this device: p100, rtx-3090, ..."),
+    click.option(
+        "--budget", type=Budget(), help="Only what keeps within it: 6GB, or 50% of plain training's peak."
+    ),
     click.option("--batch", type=click.IntRange(min=1), help="Only what serves this batch."),
     _folder,
     group=zoo_command,
@@ -47,7 +51,7 @@ def list_command(
 ) -> None:
     """List schedules: memory against overhead."""
     from monetlite.reporting.text_zoo import print_entries
-    from monetlite.zoo.collection import matching
+    from monetlite.zoo.collection import known_models, matching
 
     there = _shelf(folder).entries()
     entries = matching(there, model=model, device=device, budget=budget, batch=batch)
@@ -56,8 +60,7 @@ def list_command(
     elif entries:
         print_entries(terminal.console, entries)
     else:
-        known = ", ".join(sorted({entry.model for entry in there}))
-        click.echo(f"no schedule matches; there are schedules of {known}")
+        click.echo(f"no schedule matches; there are schedules of {known_models(model or '', there)}")
 
 
 @command("show", click.argument("name"), _folder, group=zoo_command)
@@ -106,7 +109,8 @@ def check_command(terminal: Terminal, files: tuple[Path, ...], folder: Path | No
     places = ((shelf.folder / file, file) for file in shelf.files()) if shelf else ((file, None) for file in files)
     found: list[Checked] = []
     for path, name in places:
-        checked = checker.check(path, name)
+        with terminal.line(f"checking {name or path}"):
+            checked = checker.check(path, name)
         found.append(checked)
         if not terminal.as_json:
             print_checked(terminal.console, checked)
@@ -128,7 +132,8 @@ def add_command(terminal: Terminal, file: Path, folder: Path | None) -> None:
     """Check a schedule file and put it into a collection, under the name that its contents give it."""
     from monetlite.zoo.check import Checker
 
-    checked = Checker().check(file)
+    with terminal.line(f"checking {file}"):
+        checked = Checker().check(file)
     if not checked.passed or checked.schedule is None:
         raise ScheduleFileError(f"{file} is not sound, and was not added: {'; '.join(checked.problems)}")
     entry = _shelf(folder).add(checked.schedule)
@@ -164,7 +169,10 @@ def import_command(
     from monetlite.zoo.monet_solutions import read_monet, similar_entry, solve_again
 
     theirs = read_monet(file)
-    same_costs = None if time_limit is None else solve_again(theirs, time_limit)
+    same_costs = None
+    if time_limit is not None:
+        with terminal.line(f"solving for {time_limit:g} s on the costs in the file"):
+            same_costs = solve_again(theirs, time_limit)
     name, schedule = (None, None)
     if ours is not None:
         name, schedule = _find(ours, folder)

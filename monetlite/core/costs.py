@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from monetlite.core.files.atomic import write_atomically
-from monetlite.core.files.documents import Document, common_fields, plain_data, read_document
+from monetlite.core.files.documents import Document, common_fields, kind_of, plain_data, read_document
 from monetlite.core.files.plain_data import PlainData, load_json
 from monetlite.core.graph import (
     AS_TRACED,
@@ -166,6 +166,7 @@ class ProfileFile(Document, frozen=True, kw_only=True, tag="monetlite-profile"):
 
     VERSIONS = range(1, 2)
     REMEDY = "Profile the model again"
+    CALLED, MADE_BY = "profile file", "`monetlite measure --operators --model resnet50 --output resnet50.json`"
 
     version: Literal[1]
     model: str
@@ -224,7 +225,7 @@ def load_profile(path: str | PathLike[str]) -> Profile:
     Raises:
         ScheduleFileError: the file is missing, truncated, malformed, or of another version; says where.
     """
-    data = load_json(path)
+    data = load_json(path, kind_of(ProfileFile))
     file = read_document(data, ProfileFile)
     _check_rows(data, file)
     graph = OperatorGraph(

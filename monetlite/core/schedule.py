@@ -17,6 +17,7 @@ from monetlite.core.files.documents import (
     Document,
     common_fields,
     json_schema,
+    kind_of,
     plain_data,
     read_document,
     unknown_fields,
@@ -161,6 +162,7 @@ class ScheduleFile(Document, frozen=True, kw_only=True, tag="monetlite-schedule"
 
     VERSIONS = range(1, 3)
     REMEDY = "Update monetlite, or solve the schedule again"
+    CALLED, MADE_BY = "schedule file", "`monetlite solve --model resnet50 --budget 6GB`"
 
     version: Literal[2]
     name: Annotated[str, Meta(description="name of the model, for people")] = msgspec.field(name="model")
@@ -238,7 +240,7 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
     Raises:
         ScheduleFileError: the file is missing, truncated, malformed, or of another version; says where.
     """
-    file = read_document(load_yaml(path), ScheduleFile)
+    file = read_document(load_yaml(path, kind_of(ScheduleFile)), ScheduleFile)
     return Schedule(
         **common_fields(Schedule, file, file.costs, file.predicted, file.solve)
         | {
@@ -262,9 +264,8 @@ def schedule_problems(path: str | PathLike[str]) -> tuple[str, ...]:
     Raises:
         ScheduleFileError: it is not YAML of our kind at all.
     """
-    return tuple(
-        f"{place} is not a field of a schedule" for place in unknown_fields(load_yaml(path).data, ScheduleFile)
-    )
+    data = load_yaml(path, kind_of(ScheduleFile)).data
+    return tuple(f"{place} is not a field of a schedule" for place in unknown_fields(data, ScheduleFile))
 
 
 def schedule_schema() -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """A model with its inputs, and the helpers that build one."""
 
 import contextlib
-import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -146,13 +145,3 @@ def _named_tensors(item: Any, label: str = "") -> "Iterator[tuple[str, torch.Ten
     elif isinstance(item, tuple | list):
         for value in item:
             yield from _named_tensors(value, label)
-
-
-def close_matches(name: str, known: Iterable[str]) -> str:
-    """A phrase to end an error with: `; did you mean a, b?`, or nothing.
-
-    >>> close_matches("resnet5", ["resnet50", "vgg16"])
-    '; did you mean resnet50?'
-    """
-    matches = difflib.get_close_matches(name.lower(), list(known), n=4, cutoff=0.6)
-    return f"; did you mean {', '.join(matches)}?" if matches else ""

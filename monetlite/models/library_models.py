@@ -9,13 +9,16 @@ already in the local cache. Nothing is downloaded, and no code from a hub is run
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from monetlite.core.errors import ModelError
-from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, close_matches, finish
+from monetlite.core.spelling import close_matches
+from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, finish
+from monetlite.models.library_names import names_in_source
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,12 +100,66 @@ def require(package: str, spec: str) -> ModuleType:
         raise ModelError(f"{spec}: importing {package} failed: {type(error).__name__}: {error}") from error
 
 
+def check_library_name(library: str, name: str) -> None:
+    """Check a name without importing its library; names that the library's source doesn't tell pass.
+
+    Raises:
+        ModelError: there is no such model or path, or the library is not installed.
+    """
+    known = names_in_source(library)
+    if library == "hf":
+        path = os.path.expanduser(name)
+        if os.path.exists(path) or name in _SIZES:
+            return
+        if _looks_like_path(name):
+            raise ModelError(
+                f"hf:{name}: there is no file or folder {path}; check the path, or give a model type like hf:gpt2"
+            )
+        if known is not None and name not in known and not _in_hub_cache(name):
+            raise _unknown("hf", name, known)
+    elif known is not None and name.partition(".")[0] not in known:  # timm's names may end in a tag
+        raise _unknown(library, name, known)
+
+
+def has_name(library: str, name: str) -> bool:
+    """True if a library is installed and its source lists a model of this name."""
+    try:
+        return name in (names_in_source(library) or ()) or (library == "hf" and name in _SIZES)
+    except ModelError:
+        return False
+
+
+def _unknown(library: str, name: str, known: Iterable[str]) -> ModelError:
+    if library != "hf":
+        kind = "classification model" if library == "torchvision" else "model"
+        return ModelError(f"{library} has no {kind} {name!r}{close_matches(name, known, f'{library}:')}")
+    known = [*known, *_SIZES]
+    last = name.rpartition("/")[2].lower()
+    prefixes = [kind for kind in known if last.startswith(kind)]
+    hint = f"; did you mean hf:{max(prefixes, key=len)}?" if prefixes else close_matches(last, known, "hf:")
+    return ModelError(
+        f"hf:{name}: {name!r} is neither a model type of transformers {version('transformers')}, nor a local "
+        f"path, nor in the local hub cache, and nothing is downloaded"
+        f"{hint or '; e.g. hf:gpt2, hf:bert-large, hf:llama-1b, hf:vit'}"
+    )
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+
+
+def _in_hub_cache(name: str) -> bool:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return os.path.isdir(os.path.join(HF_HUB_CACHE, f"models--{name.replace('/', '--')}"))
+
+
 def build_torchvision(name: str, options: BuildOptions) -> BuiltModel:
     """Build `torchvision.models.get_model(name)` without pretrained weights."""
     models = require("torchvision.models", f"torchvision:{name}")
     known = models.list_models(module=models)
     if name not in known:
-        raise ModelError(f"torchvision has no classification model {name!r}{close_matches(name, known)}")
+        raise _unknown("torchvision", name, known)
     return _built("torchvision", name, lambda: models.get_model(name, weights=None), options)
 
 
@@ -110,7 +167,7 @@ def build_timm(name: str, options: BuildOptions) -> BuiltModel:
     """Build `timm.create_model(name)` without pretrained weights, at its own image size by default."""
     timm = require("timm", f"timm:{name}")
     if not timm.is_model(name):
-        raise ModelError(f"timm has no model {name!r}{close_matches(name, timm.list_models())}")
+        raise _unknown("timm", name, timm.list_models())
     return _built("timm", name, lambda: timm.create_model(name, pretrained=False), options)
 
 
@@ -164,7 +221,6 @@ def _config(transformers: Any, name: str) -> Any:
     spec = f"hf:{name}"
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     path = os.path.expanduser(name)
-    looks_like_path = name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     try:
         if os.path.exists(path):
             return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -173,7 +229,7 @@ def _config(transformers: Any, name: str) -> Any:
         if name in _SIZES:
             model_type, sizes = _SIZES[name]
             return transformers.AutoConfig.for_model(model_type, **sizes)
-        if not looks_like_path:
+        if not _looks_like_path(name):
             return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -187,17 +243,7 @@ def _config(transformers: Any, name: str) -> Any:
                 f"{spec}: the model type {name!r} has no default configuration ({reason}); "
                 "give the path of a config.json"
             ) from error
-    if looks_like_path:
-        raise ModelError(
-            f"{spec}: there is no file or folder {path}; check the path, or give a model type like hf:gpt2"
-        )
-    prefixes = [kind for kind in known if name.rpartition("/")[2].lower().startswith(kind)]
-    hint = f"; did you mean hf:{max(prefixes, key=len)}?" if prefixes else close_matches(name, [*known, *_SIZES])
-    raise ModelError(
-        f"{spec}: {name!r} is neither a model type of transformers {transformers.__version__}, nor a local "
-        f"path, nor in the local hub cache, and nothing is downloaded"
-        f"{hint or '; e.g. hf:gpt2, hf:bert-large, hf:llama-1b, hf:vit'}"
-    )
+    raise _unknown("hf", name, known)
 
 
 def _head(config: Any, spec: str) -> _Head:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from monetlite.core.errors import ModelError
+from monetlite.core.spelling import close_matches
 from monetlite.models import library_models, own_models
-from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, close_matches, finish
+from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, finish
 
 if TYPE_CHECKING:
     import torch
@@ -116,25 +117,51 @@ def build_model(
         batch=batch, input_size=input_size, dtype=dtype, sequence_length=sequence_length, meta=meta
     )
     spec = spec.strip()
+    check_spelling(spec)
     library, colon, rest = spec.partition(":")
     if colon and library.lower() in _LIBRARIES:
-        if not rest:
-            raise ModelError(f"{spec!r} names no model; write {library}:NAME")
         return _LIBRARIES[library.lower()](rest, options)
-    return own_models.build(spec, options) if colon else _build_network(spec, options)
+    return own_models.build(spec, options) if colon else _build_network(_canonical_name(spec), options)
 
 
-def _build_network(spec: str, options: BuildOptions) -> BuiltModel:
+def check_spelling(spec: str) -> None:
+    """Check that a model's name can be one, within a moment: neither torch nor the model's library is imported.
+
+    Raises:
+        ModelError: nothing is called that; says what comes close.
+    """
+    library, colon, rest = spec.strip().partition(":")
+    if not colon:
+        _canonical_name(spec.strip())
+    elif library.lower() not in _LIBRARIES:
+        own_models.check_place(spec.strip())
+    elif not rest:
+        raise ModelError(f"{spec!r} names no model; write {library}:NAME")
+    else:
+        library_models.check_library_name(library.lower(), rest)
+
+
+def _canonical_name(spec: str) -> str:
+    """The name of a built-in network, by any spelling of it."""
     spellings = {re.sub(r"[-_]", "", name): name for name in _NETWORKS}
-    name = spellings.get(re.sub(r"[-_ ]", "", spec.lower()))
-    if name is None:
-        if spec.endswith(".py") or os.path.isfile(spec):
-            raise ModelError(f"{spec!r} names a file but no function in it; write {spec}:build")
-        raise ModelError(
-            f"no model is called {spec!r}{close_matches(spec, _NETWORKS) or '.'} Built in: {', '.join(_NETWORKS)}. "
-            "Others: torchvision:NAME, timm:NAME, hf:MODEL_TYPE or hf:path/to/config.json, "
-            "path/to/file.py:FUNCTION, package.module:FUNCTION"
-        )
+    if name := spellings.get(re.sub(r"[-_ ]", "", spec.lower())):
+        return name
+    if os.path.isdir(spec):
+        raise ModelError(f"{spec!r} is a folder; write path/to/file.py:FUNCTION")
+    if spec.endswith(".py"):
+        raise ModelError(f"{spec!r} names a file but no function in it; write {spec}:build")
+    if os.path.isfile(spec):
+        raise ModelError(f"{spec!r} is not a Python file; write path/to/file.py:FUNCTION")
+    elsewhere = [f"{library}:{spec}" for library in _LIBRARIES if library_models.has_name(library, spec.lower())]
+    hint = f"; did you mean {', '.join(elsewhere)}?" if elsewhere else close_matches(spec, _NETWORKS)
+    raise ModelError(
+        f"no model is called {spec!r}{hint or '.'} Built in: {', '.join(_NETWORKS)}. "
+        "Others: torchvision:NAME, timm:NAME, hf:MODEL_TYPE or hf:path/to/config.json, "
+        "path/to/file.py:FUNCTION, package.module:FUNCTION"
+    )
+
+
+def _build_network(name: str, options: BuildOptions) -> BuiltModel:
     network = _NETWORKS[name]
     height, width = options.input_size or network.size
     if min(height, width) < network.smallest:

@@ -5,6 +5,7 @@ int) that its signature takes and the person gave. It returns a module, or a mod
 Their code runs with their rights, as a script of theirs would.
 """
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -13,13 +14,14 @@ import os
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from monetlite.core.errors import ModelError
-from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, close_matches, finish
+from monetlite.core.spelling import close_matches
+from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, finish
 
 
 def build(spec: str, options: BuildOptions) -> BuiltModel:
@@ -31,14 +33,13 @@ def build(spec: str, options: BuildOptions) -> BuiltModel:
     """
     import torch
 
+    check_place(spec)
     place, _, attribute = spec.rpartition(":")
-    if not attribute.isidentifier():
-        raise ModelError(f"{spec}: after the colon comes the name of a function, e.g. {place}:build")
     is_file = place.endswith(".py")
     folder = Path(place).expanduser().resolve().parent if is_file else Path.cwd()
     # What it prints is not the command's output.
     with _importable(folder), contextlib.redirect_stdout(sys.stderr):
-        module = _load_file(spec, place) if is_file else _load_module(spec, place)
+        module = _load_file(place) if is_file else _load_module(spec, place)
         function = _function(spec, module, attribute)
         arguments = _arguments(spec, function, options)
         try:
@@ -75,6 +76,72 @@ def build(spec: str, options: BuildOptions) -> BuiltModel:
     return finish(spec, model, inputs, options, title=type(model).__name__, returns="what its forward returns")
 
 
+def check_place(spec: str) -> None:
+    """Check that there is such a file or package, and such a function in a file, without running any of it.
+
+    Raises:
+        ModelError: there is none.
+    """
+    place, _, attribute = spec.rpartition(":")
+    if not attribute.isidentifier():
+        raise ModelError(f"{spec}: after the colon comes the name of a function, e.g. {place}:build")
+    if place.endswith(".py"):
+        path = Path(place).expanduser().resolve()
+        if not path.is_file():
+            near = close_matches(path.name, _python_files(path.parent))
+            raise ModelError(f"{spec}: there is no file {path}{near or '; check the path'}")
+        bound = _bound_names(path)
+        if bound is not None and attribute not in bound:
+            raise _absent(spec, os.path.relpath(path), attribute, bound)
+        return
+    if os.path.exists(place) or os.sep in place:
+        raise ModelError(f"{spec}: {place} is not a Python file; write path/to/file.py:{attribute}")
+    package = place.partition(".")[0]
+    with _importable(Path.cwd()):
+        if importlib.util.find_spec(package) is None:
+            raise _no_module(spec, package)
+
+
+def _python_files(folder: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(folder) if name.endswith(".py")]
+    except OSError:
+        return []
+
+
+_DYNAMIC = {"globals", "locals", "vars", "setattr", "exec", "eval", "__getattr__"}
+"""Names by which code can define others that its text doesn't show."""
+
+
+def _bound_names(path: Path) -> set[str] | None:
+    """Names that a file defines somewhere; None if its text doesn't tell."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Name):
+            bound.add(node.id)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    return None if bound & {"*", *_DYNAMIC} else bound
+
+
+def _absent(spec: str, where: str, attribute: str, known: Iterable[str]) -> ModelError:
+    public = sorted(name for name in known if not name.startswith("_"))
+    return ModelError(f"{spec}: {where} has no {attribute!r}{close_matches(attribute, public) or '; define it'}")
+
+
+def _no_module(spec: str, name: str) -> ModelError:
+    return ModelError(
+        f"{spec}: there is no module {name!r} in {Path.cwd()} or among the installed packages; "
+        "check the name, or give a file: path/to/file.py:build"
+    )
+
+
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
     """Let their code import what lies beside it, as running it as a script would."""
@@ -87,10 +154,8 @@ def _importable(folder: Path) -> Iterator[None]:
             sys.path.remove(entry)
 
 
-def _load_file(spec: str, place: str) -> ModuleType:
+def _load_file(place: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
-    if not path.is_file():
-        raise ModelError(f"{spec}: there is no file {path}; check the path")
     # A name of its own per file: `model.py` must not shadow, or be taken for, an importable module `model`.
     name = f"_monetlite_model_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     loader = importlib.util.spec_from_file_location(name, path)
@@ -117,20 +182,17 @@ def _load_module(spec: str, place: str) -> ModuleType:
             raise ModelError(
                 f"{spec}: importing {place} failed: {_last_line(error)}; install what it misses"
             ) from error
-        raise ModelError(
-            f"{spec}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages; "
-            "check the name, or give a file: path/to/file.py:build"
-        ) from error
+        raise _no_module(spec, error.name) from error
     except (Exception, SystemExit) as error:
         raise ModelError(f"{spec}: importing {place} failed: {_last_line(error)}; fix it and try again") from error
 
 
 def _function(spec: str, module: ModuleType, attribute: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
-    public = [name for name, item in vars(module).items() if callable(item) and not name.startswith("_")]
+    public = [name for name, item in vars(module).items() if callable(item)]
     where = os.path.relpath(module.__file__) if module.__file__ else module.__name__
     if function is None:
-        raise ModelError(f"{spec}: {where} has no {attribute!r}{close_matches(attribute, public) or '; define it'}")
+        raise _absent(spec, where, attribute, public)
     if not callable(function):
         raise ModelError(f"{spec}: {attribute!r} in {where} is {_describe(function)}; make it a function")
     return function  # type: ignore[no-any-return]  # callable() does not narrow Any

@@ -3,6 +3,8 @@
 A collection is a folder with a folder for each device in it, and an index.
 """
 
+import contextlib
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,10 +18,11 @@ from msgspec import Meta
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ScheduleFileError
 from monetlite.core.files.atomic import write_atomically
-from monetlite.core.files.documents import Document, common_fields, plain_data, read_document
+from monetlite.core.files.documents import Document, common_fields, kind_of, plain_data, read_document
 from monetlite.core.files.plain_data import dump_yaml, load_yaml
 from monetlite.core.schedule import Schedule, read_schedule
 from monetlite.core.source import ModelSource
+from monetlite.core.spelling import close_matches
 from monetlite.core.units import MAX_INTEGER, Amount, Positive, format_bytes, parse_budget
 
 PREFIX = "zoo:"
@@ -70,6 +73,8 @@ class ZooEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 class ZooIndex(Document, frozen=True, kw_only=True, tag="monetlite-zoo"):
     """The index of a collection."""
+
+    CALLED, MADE_BY = "collection's index", "`monetlite zoo add`"
 
     entries: tuple[ZooEntry, ...]
 
@@ -139,7 +144,7 @@ class Shelf:
         Raises:
             ScheduleFileError: the index is missing or malformed.
         """
-        return read_document(load_yaml(self.folder / INDEX), ZooIndex).entries
+        return read_document(load_yaml(self.folder / INDEX, kind_of(ZooIndex)), ZooIndex).entries
 
     def load(self, entry: ZooEntry) -> Schedule:
         """Read the schedule of an entry; errors as in `monetlite.load_schedule`."""
@@ -253,15 +258,20 @@ def find_entry(text: str, shelf: Shelf | None = None) -> ZooEntry:
         raise ScheduleFileError(
             f"{text!r:.100} names no schedule; write zoo:resnet50@6GB, or zoo:DEVICE/resnet50@6GB"
         )
+    if query["budget"] is not None:
+        parse_budget(query["budget"], 2**40)
     of_model = matching(entries, model=query["model"])
     if not of_model:
-        known = ", ".join(sorted({entry.model for entry in entries}))
+        known = known_models(query["model"], entries)
         raise ScheduleFileError(f"{text}: no schedules of {query['model']!r:.80}; there are {known}")
     there = matching(of_model, device=query["device"])
     if not there:
-        known = ", ".join(sorted({entry.device for entry in of_model}))
-        raise ScheduleFileError(f"{text}: none for {query['device']!r:.80}; there are schedules for {known}")
-    if query["device"] is None:
+        devices = sorted({entry.device for entry in of_model})
+        near = close_matches(query["device"], devices)
+        raise ScheduleFileError(
+            f"{text}: none for {query['device']!r:.80}; there are schedules for {', '.join(devices)}{near}"
+        )
+    if query["device"] is None and len({entry.device for entry in there}) > 1:
         there = matching(there, device=_this_device()) or there
     fitting = matching(there, budget=query["budget"])
     if not fitting:
@@ -280,6 +290,13 @@ def find_entry(text: str, shelf: Shelf | None = None) -> ZooEntry:
     return fastest(exact)
 
 
+def known_models(wanted: str, entries: Iterable[ZooEntry]) -> str:
+    """The models of a collection, for a message, and those of them that come close to a name."""
+    models = sorted({entry.model for entry in entries})
+    near = close_matches(wanted, {*models, *(model.rpartition(":")[2] for model in models)})
+    return f"{', '.join(models)}{near}"
+
+
 def load_schedule(path: str | PathLike[str]) -> Schedule:
     """Read a schedule file, or find one in the collection that comes along: `"zoo:resnet50@6GB"`.
 
@@ -294,7 +311,20 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
     """
     if isinstance(path, str) and path.startswith(PREFIX):
         return find(path)
+    if not os.path.lexists(path):
+        raise ScheduleFileError(f"{path} can't be read: there is no such file{_similar(os.fspath(path))}")
     return read_schedule(path)
+
+
+def _similar(path: str) -> str:
+    """A suggestion for a schedule that is not there: a name in the collection, or another file of the folder."""
+    if _QUERY.fullmatch(path) and "@" in path:
+        return f"; did you mean {PREFIX}{path}?"
+    folder, name = os.path.split(path)
+    with contextlib.suppress(OSError):
+        files = [item for item in os.listdir(folder or ".") if item.endswith((".yaml", ".yml"))]
+        return close_matches(name, files, os.path.join(folder, ""))
+    return ""
 
 
 def find(text: str, shelf: Shelf | None = None) -> Schedule:

@@ -72,6 +72,8 @@ def load_pickle(path: str | PathLike[str]) -> Any:
             and plain data.
     """
     try:
+        if Path(path).is_dir():
+            raise ScheduleFileError(f"{path} can't be read: it is a folder, not a MONeT solution")
         with Path(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
@@ -83,8 +85,11 @@ def load_pickle(path: str | PathLike[str]) -> Any:
     except ScheduleFileError as error:
         raise ScheduleFileError(f"{path}: {error}") from None
     except Exception as error:  # a damaged pickle fails in any way at all
-        reason = f"{type(error).__name__}: {error}"
-        raise ScheduleFileError(f"{path} is not a complete pickle: {reason:.200}") from error
+        reason = f"{type(error).__name__}: {error}" if raw[:1] == pickle.PROTO else "it is not a pickle"
+        raise ScheduleFileError(
+            f"{path} is not a MONeT solution, or is cut short: those are pickles such as "
+            f"solution_vgg16_176_inplace_conv_multiway_newnode_7.00.pkl ({reason:.200})"
+        ) from error
 
 
 def as_array(value: Any) -> np.ndarray[Any, np.dtype[Any]]:

@@ -367,7 +367,7 @@ def test_a_layout_that_the_tolerance_rules_out(folder):
 
 
 def test_a_model_that_ends_the_process_is_a_failure(folder):
-    (folder / "ends.py").write_text("import sys\nsys.exit(0)\n")
+    (folder / "ends.py").write_text("import sys\nbuild = sys.exit(0)\n")
     for model in ("net.py:leaving", "ends.py:build"):
         result = run("solve", "--model", model, "--budget", "90%", "--device", "p100")
         assert result.exit_code == 2

@@ -100,10 +100,10 @@ def test_a_changed_file_is_an_error_or_another_profile(at, value, how, tmp_path_
     ("text", "says"),
     [
         (TEXT[: len(TEXT) // 2], "not a complete JSON file"),
-        ("[" * 100_000, "not a complete JSON file"),
+        ("[" * 100_000, "no line `format: monetlite-profile`"),
         (TEXT.replace('"latency_ms": 0.0', '"latency_ms": NaN', 1), "NaN is not a number|not a complete"),
         (TEXT.replace('"version": 1', '"version": 2'), "reads version 1"),
-        (TEXT.replace("monetlite-profile", "monetlite-schedule"), "it should be 'monetlite-profile'"),
+        (TEXT.replace("monetlite-profile", "monetlite-schedule"), "its format is monetlite-schedule"),
         (TEXT.replace('"version": 1', '"version": 1, "version": 1'), "twice"),
     ],
 )

@@ -100,11 +100,11 @@ def test_missing_things(write, tmp_path):
 def test_their_exceptions_are_shown_with_the_line(write):
     path = write("def build():\n    return nn.Linear(1, -1)\n\ndef deep():\n    return build()")
     fails(f"{path}:deep", "deep failed: ", "net.py, line 4, in build")
-    broken = write("value = 1 / 0", name="broken.py")
+    broken = write("build = 1 / 0", name="broken.py")
     fails(f"{broken}:build", "failed to import: ZeroDivisionError: division by zero (broken.py, line 3")
     unreadable = write("def build(:\n    pass", name="unreadable.py")
     fails(f"{unreadable}:build", "SyntaxError", "line 3")
-    needy = write("import not_installed_anywhere", name="needy.py")
+    needy = write("import not_installed_anywhere as build", name="needy.py")
     fails(f"{needy}:build", "No module named 'not_installed_anywhere'")
 
 

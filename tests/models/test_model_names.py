@@ -95,7 +95,7 @@ def test_timm_models_use_their_own_image_size(monkeypatch):
     library.create_model = lambda name, pretrained: Net()
     monkeypatch.setitem(sys.modules, "timm", library)
     assert tuple(build_model("timm:convnext_tiny", batch=2).example_inputs[0].shape) == (2, 1, 48, 40)
-    fails("timm:convnext_tinny", "no model 'convnext_tinny'", "did you mean convnext_tiny")
+    fails("timm:convnext_tinny", "no model 'convnext_tinny'", "did you mean timm:convnext_tiny")
 
 
 @pytest.mark.parametrize("model_type", CLASSES)

@@ -127,7 +127,7 @@ class TestCommand:
         assert "own.py:build within 8 MB: batch" in result.output
         assert "estimated for rtx-3090" in result.output
         assert "monetlite solve --model own.py:build --batch" in result.output
-        facts = json.loads(commands.run(*self.ARGUMENTS, *budget, "--json", "--batch", "64").output)
+        facts = json.loads(commands.run(*self.ARGUMENTS, *budget, "--json", "--batch", "64").stdout)
         assert facts["largest"] >= facts["plain_largest"]
         assert facts["points"]
         assert max(map(len, result.output.splitlines()[: 2 + len(facts["points"])])) <= 80

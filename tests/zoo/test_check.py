@@ -137,7 +137,7 @@ class TestCommands:
         assert listed.exit_code == 0
         assert "resnet18" in listed.output
         assert f"{sound.overhead:+.1%}" in listed.output
-        (entry,) = json.loads(run("list", "--folder", folder, "--json").output)
+        (entry,) = json.loads(run("list", "--folder", folder, "--json").stdout)
         assert entry["file"] == file_name(sound)
         assert (
             "no schedule matches; there are schedules of resnet18"
@@ -146,7 +146,7 @@ class TestCommands:
         shown = run("show", "zoo:resnet18", "--folder", folder)
         assert "--model resnet18 --batch 32 --input-size 128x128" in " ".join(shown.output.split())
         assert (
-            json.loads(run("show", "zoo:resnet18", "--folder", folder, "--json").output)["peak_bytes"]
+            json.loads(run("show", "zoo:resnet18", "--folder", folder, "--json").stdout)["peak_bytes"]
             == sound.peak_bytes
         )
         got = run("get", "zoo:resnet18", "--folder", folder, "--output", tmp_path / "mine.yaml")
@@ -179,7 +179,7 @@ class TestCommands:
         output, file = tmp_path / "half.yaml", folder / file_name(sound)
         result = commands.run("show", str(file), "--batch", "16", "--output", str(output))
         assert result.exit_code == 0, result.output
-        assert max(map(len, result.output.splitlines()[:3])) <= 80
+        assert max(map(len, result.stdout.splitlines()[:3])) <= 80
         half = monetlite.load_schedule(output)
         assert half.source == replace(SOURCE, batch=16)
         assert half.peak_bytes < sound.peak_bytes
@@ -200,7 +200,7 @@ class TestCommands:
         assert "--model" in nameless.output
         result = commands.run("show", file, "--batch", "32", "--model", spec)
         assert result.exit_code == 0, result.output
-        assert [line.split()[1] for line in result.output.splitlines()[1:3]] == ["64", "32"]
+        assert [line.split()[1] for line in result.stdout.splitlines()[1:3]] == ["64", "32"]
 
     def test_a_file_that_is_not_there(self, folder):
         assert "nope.yaml can't be read" in run("show", "nope.yaml", "--folder", folder).output

@@ -75,7 +75,7 @@ def test_a_published_file_beside_ours(tmp_path):
     for text in ("budget 6 GiB", "121617", "replayed", "monetlite zoo", "p100/unet_11x416x608"):
         assert text in " ".join(shown.output.split())
     assert max(map(len, shown.output.splitlines())) <= 80
-    facts = json.loads(commands.run(*arguments, "--json", "--time-limit", "3").output)
+    facts = json.loads(commands.run(*arguments, "--json", "--time-limit", "3").stdout)
     assert facts["monet"]["replay"]["objective"] == facts["monet"]["objective"] == 121_617
     assert facts["ours"]["peak_bytes"] <= 6 * 2**30
     assert facts["ours"]["model"] == "unet"
@@ -306,7 +306,7 @@ def test_side_by_side(classes, tmp_path):
     assert "resnet50" in shown.output
     assert "batch_norm" in shown.output
     assert max(map(len, shown.output.splitlines())) <= 80
-    facts = json.loads(commands.run(*arguments, "--json").output)
+    facts = json.loads(commands.run(*arguments, "--json").stdout)
     assert facts["monet"]["stored"] == [0, 2]
     assert facts["monet"]["latency_ms"] == pytest.approx(961.05)
     failed = commands.run("zoo", "import", str(tmp_path / "missing.pkl"))

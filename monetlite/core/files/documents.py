@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 import msgspec
 
-from monetlite.core.files.plain_data import Place, PlainData, shown
+from monetlite.core.files.plain_data import FileKind, Place, PlainData, shown
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="format"):
@@ -24,9 +24,18 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="format"):
     """Versions that can be read; empty for a kind without versions."""
     REMEDY: ClassVar[str] = ""
     """Advice for a person whose file has another version."""
+    CALLED: ClassVar[str] = ""
+    """Name for people."""
+    MADE_BY: ClassVar[str] = ""
+    """Command that makes such a file."""
 
 
 AnyDocument = TypeVar("AnyDocument", bound=Document)
+
+
+def kind_of(document: type[Document]) -> FileKind:
+    """The kind of file that a description describes."""
+    return FileKind(tag=str(document.__struct_config__.tag), called=document.CALLED, made_by=document.MADE_BY)
 
 
 def read_document(file: PlainData, kind: type[AnyDocument]) -> AnyDocument:

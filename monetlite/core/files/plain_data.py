@@ -1,6 +1,7 @@
 """Plain data from files that other people wrote: YAML or JSON, or an error, in bounded time and memory."""
 
 import json
+import re
 import reprlib
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,37 @@ Place = tuple[str | int, ...]
 """The names and positions that lead to a value in nested data."""
 
 _BASE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileKind:
+    """A kind of file, by which another is recognised.
+
+    Attributes:
+        tag: its `format`.
+        called: its name for people: a schedule file.
+        made_by: the command that makes one.
+    """
+
+    tag: str
+    called: str
+    made_by: str
+
+    def check(self, raw: bytes, path: object) -> None:
+        """Refuse the contents of a file of another kind.
+
+        Raises:
+            ScheduleFileError: the format is nowhere in it.
+        """
+        if re.search(rb"format[\"']?\s*:\s*[^\n]*" + self.tag.encode(), raw):
+            return
+        other = re.search(rb"format[\"']?\s*:\s*[\"']?(monetlite-[a-z]+)", raw)
+        what = f"its format is {other[1].decode()}" if other else f"it has no line `format: {self.tag}`"
+        if not raw.strip():
+            what = "it is empty"
+        elif b"\0" in raw[:1024]:
+            what = "it is binary"
+        raise ScheduleFileError(f"{path} is not a {self.called}: {what}. {self.made_by} makes one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,31 +93,33 @@ class PlainData:
         return int(line)
 
 
-def load_yaml(path: str | PathLike[str]) -> PlainData:
+def load_yaml(path: str | PathLike[str], kind: FileKind) -> PlainData:
     """Read a YAML file.
 
     Raises:
-        ScheduleFileError: the file can't be read, is too large or too deeply nested, is not YAML, or uses
-            tags, anchors, aliases, merge keys, control characters or whole numbers beyond 2⁶².
+        ScheduleFileError: the file can't be read, is of another kind, too large or too deeply nested, not YAML, or
+            uses tags, anchors, aliases, merge keys, control characters or whole numbers beyond 2⁶².
     """
-    raw = _read_bounded(path, MAX_YAML_BYTES)
+    raw = _read_bounded(path, MAX_YAML_BYTES, kind)
     try:
         text = raw.decode("utf-8")
         _check_events(text, path)
         return PlainData(path=path, data=yaml.load(text, Loader=_Loader), text=text)
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
+        if not raw.rstrip().endswith(END.encode()):
+            raise _truncated(path) from error
         reason = " ".join(str(error).split())[:200]
         raise ScheduleFileError(f"{path} is not a complete YAML file: {reason}") from error
 
 
-def load_json(path: str | PathLike[str]) -> PlainData:
+def load_json(path: str | PathLike[str], kind: FileKind) -> PlainData:
     """Read a JSON file.
 
     Raises:
-        ScheduleFileError: the file can't be read, is too large, is not JSON, or has a name twice in one object,
-            control characters or a number that is none.
+        ScheduleFileError: the file can't be read, is of another kind, too large, not JSON, or has a name twice in
+            one object, control characters or a number that is none.
     """
-    raw = _read_bounded(path, MAX_JSON_BYTES)
+    raw = _read_bounded(path, MAX_JSON_BYTES, kind)
     try:
         loaded = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -142,14 +176,17 @@ for _kind in (list, tuple):
     _Dumper.add_representer(_kind, _list)
 
 
-def _read_bounded(path: str | PathLike[str], max_bytes: int) -> bytes:
+def _read_bounded(path: str | PathLike[str], max_bytes: int, kind: FileKind) -> bytes:
     try:
+        if Path(path).is_dir():
+            raise ScheduleFileError(f"{path} can't be read: it is a folder, not a {kind.called}")
         with Path(path).open("rb") as file:
             raw = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         raise ScheduleFileError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
     if len(raw) > max_bytes:
-        raise ScheduleFileError(f"{path} is larger than {max_bytes} bytes, which no file of this kind is")
+        raise ScheduleFileError(f"{path} is larger than {max_bytes} bytes, which no {kind.called} is")
+    kind.check(raw, path)
     return raw
 
 
@@ -185,7 +222,11 @@ def _check_events(text: str, path: object) -> None:
         elif isinstance(event, yaml.DocumentEndEvent):
             complete = bool(event.explicit)
     if not complete:
-        raise ScheduleFileError(f"{path} is truncated: its last line should be {END!r}")
+        raise _truncated(path)
+
+
+def _truncated(path: object) -> ScheduleFileError:
+    return ScheduleFileError(f"{path} is truncated: its last line should be {END!r}")
 
 
 def _check_key(event: yaml.Event, seen: set[str] | None, where: str) -> None:
