@@ -29,11 +29,11 @@ def build(batch: int = 4):
 """
 COMMANDS = (
     "solve --model resnet50 --budget 6GB",
-    "show resnet50_184_6GB.yaml --output timeline.png",
-    "show resnet50_184_6GB.yaml --output report.html",
-    "check resnet50_184_6GB.yaml --batch 2 --input-size 64 --repeats 1",
-    "show resnet50_184_6GB.yaml --time-limit 1",
-    "show resnet50_184_6GB.yaml --batch 92",
+    "show resnet50_6GB.yaml --output timeline.png",
+    "show resnet50_6GB.yaml --output report.html",
+    "check resnet50_6GB.yaml --batch 2 --input-size 64 --repeats 1",
+    "show resnet50_6GB.yaml --time-limit 1",
+    "show resnet50_6GB.yaml --batch 92",
     "measure --operators --model own.py:build --device cpu --output profile.json",
     "measure --model own.py:build --device cpu --batch 2,4 --repeats 1 --warmup 0",
     "solve --max-batch --model own.py:build --device t4 --budget 100kB --time-limit 1",
@@ -41,8 +41,8 @@ COMMANDS = (
     "zoo list",
     "zoo show zoo:resnet50@6GB",
     "zoo get zoo:resnet50@6GB --output got.yaml",
-    "zoo check resnet50_184_6GB.yaml",
-    "zoo add resnet50_184_6GB.yaml --folder schedules",
+    "zoo check resnet50_6GB.yaml",
+    "zoo add resnet50_6GB.yaml --folder schedules",
     f"zoo import {MONETS}",
 )
 

@@ -142,6 +142,10 @@ def repeats_option(times: int, help: str = "Timed steps of each.") -> Decorator:
     return click.option("--repeats", type=click.IntRange(min=1), default=times, show_default=True, help=help)
 
 
+force_option = click.option("--force", is_flag=True, help="Replace files that are there.")
+
+
 def output_option(help: str, **settings: Any) -> Decorator:
-    """A file to write."""
-    return click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help=help, **settings)
+    """A file to write, and leave to replace one."""
+    output = click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help=help, **settings)
+    return with_options(output, force_option)

@@ -10,6 +10,7 @@ from monetlite.cli.command_options import (
     SEED,
     ModelChoice,
     autocast_option,
+    force_option,
     here_option,
     model_option,
     options_of,
@@ -59,6 +60,7 @@ WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "pi
         type=click.Path(dir_okay=False, path_type=Path),
         help="Also write a table (.md), the figures (.json) or a picture (.png, .svg, .pdf); may be repeated.",
     ),
+    force_option,
 )
 def compare_command(
     terminal: Terminal,

@@ -23,6 +23,7 @@ from monetlite.cli.option_types import DeviceName
 from monetlite.cli.running import check_writable, command, only_for, prints_aside
 from monetlite.cli.subjects import build, chosen_device, price_layouts
 from monetlite.cli.terminal import Terminal
+from monetlite.core.command_lines import command_line
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.options import PricingOptions
@@ -192,7 +193,8 @@ def profile(
     click.echo(built.description)
     print_profile(terminal.console, priced, top)
     if output is not None:
-        click.echo(f"Written to {output}; monetlite solve --profile {output} --budget … solves for it.")
+        command = command_line("solve", {"profile": output})
+        click.echo(f"Written to {output}; {command} --budget … solves for it.")
 
 
 profile_command = command(

@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from monetlite.cli.command_options import Decorator, ModelChoice, with_options
 from monetlite.cli.terminal import Terminal
+from monetlite.core.command_lines import command_line
 from monetlite.core.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError, MonetliteError
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import PricingOptions, SolvingOptions
@@ -27,6 +28,10 @@ _COMMON = (
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout."),
     click.option("--debug", is_flag=True, help="Show the traceback of an error."),
 )
+
+
+_NOT_SUGGESTED = ("as_json", "debug", "force", "output", "time_limit")
+"""Parameters that are about one run of a command."""
 
 
 class CommandExit(SystemExit):
@@ -51,6 +56,31 @@ class _Command(click.Command):
 def source_of(name: str) -> ParameterSource | None:
     """Source of a parameter's value: the command line, or its default."""
     return click.get_current_context().get_parameter_source(name)
+
+
+def suggested(command: str, *, without: Collection[str] = (), **changes: object) -> str:
+    """A command with every option of this one that was given.
+
+    Args:
+        command: the command to suggest; options that it lacks are left out.
+        without: parameters to leave out.
+        changes: values of parameters that are other there.
+    """
+    context = click.get_current_context()
+    target: Any = context.find_root().command
+    for name in command.split():
+        target = target.commands[name]
+    given = {
+        name: value for name, value in context.params.items() if source_of(name) is ParameterSource.COMMANDLINE
+    }
+    given = {name: value for name, value in given.items() if name not in {*without, *_NOT_SUGGESTED}} | changes
+    options = {
+        item.opts[0].lstrip("-"): list(given[item.name]) if item.multiple else given[item.name]
+        for item in target.params
+        if isinstance(item, click.Option) and item.name in given
+    }
+    arguments = [given[item.name] for item in target.params if isinstance(item, click.Argument)]
+    return command_line(command, options, arguments)
 
 
 def only_for(use: str, *names: str) -> None:
@@ -88,7 +118,7 @@ def command(
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        def callback(as_json: bool, debug: bool, **given: Any) -> None:
+        def callback(as_json: bool, debug: bool, force: bool = False, **given: Any) -> None:
             if now:
                 click.echo(f"monetlite: `{name}` is now `monetlite {now}`", err=True)
             guard(lambda: function(Terminal(as_json), **_grouped(function, given)), debug, keeps_best=keeps_best)
@@ -173,14 +203,23 @@ def check_writable(target: Path) -> None:
 
     Raises:
         MonetliteError: there is no folder for it, or nothing can be written there by this name.
+        UsageError: there is a file of this name, and no --force.
     """
     if not target.parent.is_dir():
         raise MonetliteError(f"{target} can't be written: there is no folder {target.parent}; create it first")
+    name = target
     try:
         target = Path(os.path.realpath(target))
         if target.exists() and not target.is_file():
             raise MonetliteError(f"{target} can't be written: it is there, and not a file")
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", suffix=".part"):
             pass  # as the file will be written, to be renamed then
+        there = target.exists()
     except OSError as error:
         raise MonetliteError(f"{target} can't be written: {error.strerror or error}") from error
+    context = click.get_current_context()
+    if there and not context.params.get("force"):
+        named = any("--output" in item.opts for item in context.command.params)
+        raise click.UsageError(
+            f"{name} is there already; --force replaces it{', --output names another file' if named else ''}"
+        )

@@ -16,7 +16,8 @@ from monetlite.cli.command_options import (
     time_limit_option,
 )
 from monetlite.cli.option_types import Budget
-from monetlite.cli.running import check_writable, command, only_for, source_of
+from monetlite.cli.output_names import name_from_profile, schedule_name
+from monetlite.cli.running import check_writable, command, only_for, source_of, suggested
 from monetlite.cli.subjects import load_profiles, price_layouts
 from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile
@@ -59,7 +60,7 @@ _multiple_option = click.option(
     pricing_options,
     options_of(PricingOptions, "layout"),
     options_of(SolvingOptions),
-    output_option("Schedule file; by default MODEL_BATCH_BUDGET.yaml here."),
+    output_option("Schedule file; by default MODEL_BATCH_BUDGET.yaml here, with the other options in its name."),
     click.option(
         "--max-batch",
         is_flag=True,
@@ -90,27 +91,25 @@ def solve_command(
     if not profiles and choice.spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")
     if max_batch:
-        only_for("solve without --max-batch", "profiles", "layout", "output")
+        only_for("solve without --max-batch", "profiles", "layout", "output", "force")
         if source_of("time_limit") is ParameterSource.DEFAULT:
             solving = replace(solving, time_limit=MAX_BATCH_SECONDS)
         with interrupts_kept():
             find_largest_batch(terminal, choice, budget, pricing, solving, multiple_of)
         return
     only_for("solve --max-batch", "multiple_of")
-    # Read the budget, and see that the output can be written, before spending a minute on it.
-    parse_budget(budget, plain_peak_bytes=2**40)
-    if output:
-        check_writable(output)
     layouts = layouts_to_try(pricing.layout, solving.tolerance)
     if profiles:
         given = {"model": choice.spec, **vars(choice), **vars(pricing)}
         said = {name: given[name] for name in given if name not in ("spec", "layout")}
         costs, batch, description = load_profiles(profiles, pricing.layout, said)
+        target = output or name_from_profile(costs[0], batch, budget, pricing.layout, solving)
+        check_writable(target)
     else:
+        target = output or schedule_name(choice, budget, pricing, solving)
+        check_writable(target)
         built, costs = price_layouts(choice, pricing, terminal, layouts, solving)
-        description, batch = built.description, built.batch
-    target = output or Path(_file_name(costs[0].graph.name, batch, budget))
-    check_writable(target)
+        description = built.description
     budget_bytes = parse_budget(budget, simulate(costs[0], plain_steps(costs[0].graph)).peak_bytes)
     with terminal.solving(budget_bytes) as progress:
         schedule = solve_layouts(costs, budget, solving, layout=pricing.layout, progress=progress)
@@ -124,11 +123,6 @@ def solve_command(
         click.echo(description)
         timeline = simulate(profile, schedule)
         text_solve.print_schedule(terminal.console, profile, schedule, timeline, f"{target}{replaced}")
-
-
-def _file_name(name: str, batch: int, budget: str) -> str:
-    stem = name.rpartition("/")[2].replace(":", "-").replace(".py", "")
-    return f"{stem}_{batch}_{budget.replace('%', 'pct').replace(' ', '')}.yaml"
 
 
 def find_largest_batch(
@@ -175,7 +169,8 @@ def find_largest_batch(
     if terminal.as_json:
         terminal.print_json(batches_facts(profile.graph.name, profile, found))
     else:
-        print_batches(terminal.console, profile.graph.name, profile, found)
+        command = suggested("solve", without=("max_batch", "multiple_of"), batch=found.largest)
+        print_batches(terminal.console, profile.graph.name, profile, found, command)
 
 
 max_batch_command = command(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from monetlite.cli.command_options import DEFAULT_ESTIMATE, ModelChoice
 from monetlite.cli.option_types import MEASURED_HERE
+from monetlite.cli.running import suggested
 from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile, load_profile
 from monetlite.core.errors import DeviceError, ModelError, ScheduleMismatch
@@ -217,8 +218,8 @@ def open_schedule(
         )
     raise ScheduleMismatch(
         f"{path} was solved for inputs of {_shapes(theirs)}, and the model has {_shapes(ours)}; give its sizes "
-        "(--batch, --input-size, --sequence-length), solve one for these, or see what it would take with monetlite "
-        "show"
+        "(--batch, --input-size, --sequence-length), solve one for these, or see what it would take: "
+        f"{suggested('show')}"
     )
 
 

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from monetlite.cli.command_options import output_option
+from monetlite.cli.command_options import force_option, output_option
 from monetlite.cli.option_types import Budget, DeviceName
-from monetlite.cli.running import EXIT_FAILED, CommandExit, command
+from monetlite.cli.output_names import name_of_copy
+from monetlite.cli.running import EXIT_FAILED, CommandExit, check_writable, command
 from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import ScheduleFileError
 
@@ -79,14 +80,15 @@ def show_command(terminal: Terminal, name: str, folder: Path | None) -> None:
 @command(
     "get",
     click.argument("name"),
-    output_option("Copy; by default the file's own name, here."),
+    output_option("Copy; by default the file's own name and its device, here."),
     _folder,
     group=zoo_command,
 )
 def get_command(terminal: Terminal, name: str, output: Path | None, folder: Path | None) -> None:
     """Copy one schedule out of the collection: NAME as zoo:resnet50@6GB."""
     file, schedule = _find(name, folder)
-    target = output or Path(Path(file).name)
+    target = output or name_of_copy(file, schedule.device)
+    check_writable(target)
     replaced = " (in place of an earlier file)" if target.exists() else ""
     schedule.save(target)
     if terminal.as_json:
@@ -127,16 +129,22 @@ def check_command(terminal: Terminal, files: tuple[Path, ...], folder: Path | No
         raise CommandExit(EXIT_FAILED)
 
 
-@command("add", click.argument("file", type=click.Path(path_type=Path)), _folder, group=zoo_command)
+@command("add", click.argument("file", type=click.Path(path_type=Path)), _folder, force_option, group=zoo_command)
 def add_command(terminal: Terminal, file: Path, folder: Path | None) -> None:
     """Check a schedule file and put it into a collection, under the name that its contents give it."""
+    from monetlite.core.schedule import schedule_text
     from monetlite.zoo.check import Checker
+    from monetlite.zoo.collection import file_name
 
+    shelf = _shelf(folder)
     with terminal.line(f"checking {file}"):
         checked = Checker().check(file)
     if not checked.passed or checked.schedule is None:
         raise ScheduleFileError(f"{file} is not sound, and was not added: {'; '.join(checked.problems)}")
-    entry = _shelf(folder).add(checked.schedule)
+    target = shelf.folder / file_name(checked.schedule)
+    if target.is_file() and target.read_text(encoding="utf-8") != schedule_text(checked.schedule):
+        check_writable(target)
+    entry = shelf.add(checked.schedule)
     if terminal.as_json:
         terminal.print_json(entry.data())
     else:

@@ -183,8 +183,8 @@ def batches_facts(name: str, profile: Profile, found: BatchLimit) -> dict[str, A
     }
 
 
-def print_batches(console: Console, name: str, profile: Profile, found: BatchLimit) -> None:
-    """The largest batch, and a table of those on the way."""
+def print_batches(console: Console, name: str, profile: Profile, found: BatchLimit, command: str) -> None:
+    """The largest batch, a table of those on the way, and the command that solves for it."""
     budget = format_bytes(found.budget_bytes)
     plain = f"plain training: {found.plain_largest}" if found.plain_largest else "plain training fits none"
     if found.step > 1:
@@ -207,11 +207,10 @@ def print_batches(console: Console, name: str, profile: Profile, found: BatchLim
     columns = ("batch", "how", "peak", *reserved, "step", "samples/s", "overhead")
     console.print(figures_table(columns, rows, left=("how",)))
     limit = f"No schedule fits a batch of {found.proven_impossible} (proven). " if found.proven_impossible else ""
-    command = f"monetlite solve --model {name} --batch {found.largest} --budget {budget.replace(' ', '')}"
     console.print(
-        f"\n{limit}Costs are {cost_source(profile)}. To train at one of these:\n"
-        f"{command}{' --reserved' if found.reserved else ''}",
+        f"\n{limit}Costs are {cost_source(profile)}. To train at one of these:\n{command}",
         style="dim",
+        markup=False,
         soft_wrap=True,
     )
 

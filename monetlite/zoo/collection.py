@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from monetlite.core.command_lines import command_line
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ScheduleFileError
 from monetlite.core.files.atomic import write_atomically
@@ -276,9 +277,17 @@ def find_entry(text: str, shelf: Shelf | None = None) -> ZooEntry:
     fitting = matching(there, budget=query["budget"])
     if not fitting:
         least = min(there, key=lambda entry: entry.peak_bytes)
+        options = {
+            **vars(_source((shelf or shipped()).load(least))),
+            "budget": query["budget"],
+            "device": least.device,
+            "optimizer": least.optimizer,
+            "autocast": least.autocast or None,
+            "tolerance": least.tolerance or None,
+        }
         raise ScheduleFileError(
             f"{text}: nothing fits; the smallest peak is {format_bytes(least.peak_bytes)} ({least.name}, "
-            f"{least.sizes}). Solve one: monetlite solve --model {least.model} --budget {query['budget']}"
+            f"{least.sizes}). Solve one: {command_line('solve', options)}"
         )
     exact = [entry for entry in fitting if entry.tolerance == 0]
     if not exact:

@@ -112,7 +112,7 @@ def test_solve_a_built_in_model_with_an_optimizer(folder):
     added = json.loads(with_adam.stdout)["plain_peak_bytes"] - json.loads(without.stdout)["plain_peak_bytes"]
     weights = 11_689_512 * 4
     assert 2 * weights <= added <= 3.05 * weights
-    assert json.loads(without.stdout)["output"] == "resnet18_2_1GB.yaml"
+    assert json.loads(without.stdout)["output"] == "resnet18_2x32x32_1GB_p100.yaml"
 
 
 def test_accumulated_gradients_are_counted(folder):
@@ -124,7 +124,7 @@ def test_accumulated_gradients_are_counted(folder):
     assert counted["accumulate"]
     weights = 11_689_512 * 4
     assert 0 < counted["plain_peak_bytes"] - without["plain_peak_bytes"] <= weights
-    result = run("solve", *shape, "--budget", "1GB", "--accumulate")
+    result = run("solve", *shape, "--budget", "1GB", "--accumulate", "--force")
     assert "gradients of earlier batches" in " ".join(result.stdout.split())
 
 
@@ -216,7 +216,7 @@ def test_a_write_that_fails_leaves_the_old_file(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    result = run(*SOLVE, "--budget", "100%", "--output", "s.yaml")
+    result = run(*SOLVE, "--budget", "100%", "--output", "s.yaml", "--force")
     assert result.exit_code == 4
     assert "No space left on device" in result.stderr
     assert (folder / "s.yaml").read_text() == "what was there"
@@ -355,7 +355,7 @@ def test_how_exact_and_in_which_layout_is_the_persons_choice(folder):
     assert (schedule.tolerance, schedule.layout) == (1e-4, "channels_last")
     verified = run("check", "loose.yaml", "--model", "net.py:build", "--json", "--repeats", "1")
     assert json.loads(verified.stdout)["largest_difference"] <= 1e-2
-    printed = run(*SOLVE, *arguments)
+    printed = run(*SOLVE, *arguments, "--force")
     assert "images in channels-last" in " ".join(printed.stdout.split())
 
 

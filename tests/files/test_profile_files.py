@@ -138,12 +138,14 @@ class TestCommands:
         assert "monetlite solve --profile p.json" in shown.output
         self.run("solve", *self.MODEL, *self.SOLVE, "--output", "direct.yaml")
         shown = self.run("solve", "--profile", "p.json", *self.SOLVE)
-        direct, by_file = (monetlite.load_schedule(name) for name in ("direct.yaml", "resnet18_32_95pct.yaml"))
+        direct, by_file = (
+            monetlite.load_schedule(name) for name in ("direct.yaml", "resnet18_32x64x64_95pct_t4.yaml")
+        )
         assert "resnet18 on 32×3×64×64, as_traced, estimated for t4" in shown.output
         for name in ("fingerprint", "structure", "operators", "source", "device", "kind", "inputs", "budget_bytes"):
             assert getattr(by_file, name) == getattr(direct, name), name
         assert by_file.plain_peak_bytes == direct.plain_peak_bytes
-        assert self.run("zoo", "check", "resnet18_32_95pct.yaml").exit_code == 0
+        assert self.run("zoo", "check", "resnet18_32x64x64_95pct_t4.yaml").exit_code == 0
 
     def test_two_layouts(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

@@ -279,7 +279,7 @@ def test_a_write_that_fails_leaves_the_old_picture(solved, work_folder, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    result = plot(solved, "--output", "t.png")
+    result = plot(solved, "--output", "t.png", "--force")
     assert result.exit_code == 4
     assert "No space left on device" in result.stderr
     assert (work_folder / "t.png").read_bytes() == b"what was there"
