@@ -1,5 +1,6 @@
 """`monetlite solve`: the fastest schedule within a budget, or the largest batch that trains within it."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,21 +22,19 @@ from monetlite.cli.running import check_writable, command, only_for, source_of, 
 from monetlite.cli.subjects import load_profiles, price_layouts
 from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile
-from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import PricingOptions, SolvingOptions
 
 FIRST_BATCH = 32
 """Batch to begin from."""
-STEP, SMALL_BATCH = 8, 16
-"""Batches are multiples of the first; if the largest is below the second, any."""
 MAX_BATCH_SECONDS = 120.0
 _RARE = ("profiles", "layout", "accumulate", "implementations", "solver", "seed", "multiple_of")
 _multiple_option = click.option(
     "--multiple-of",
     type=click.IntRange(min=1),
-    help=f"With --max-batch: look at multiples of this batch only; by default {STEP}, or 1 where the largest is "
-    f"below {SMALL_BATCH}.",
+    default=1,
+    show_default=True,
+    help="With --max-batch: look at multiples of this batch only.",
 )
 
 
@@ -79,7 +78,7 @@ def solve_command(
     budget: str,
     output: Path | None,
     max_batch: bool,
-    multiple_of: int | None,
+    multiple_of: int,
 ) -> None:
     """Find the fastest schedule of a model's training step within a memory budget."""
     from monetlite.core.simulate import simulate
@@ -131,46 +130,37 @@ def find_largest_batch(
     budget: str,
     pricing: PricingOptions,
     solving: SolvingOptions,
-    multiple_of: int | None,
+    multiple_of: int,
 ) -> None:
     """Find the largest batch that trains within a memory budget, and the throughput on the way.
 
-    --batch says where to begin. Nothing is run out of memory: each batch is traced and bounded.
+    --batch says where to begin. Nothing is run out of memory: a few batches are traced, and every one is bounded.
     """
     from monetlite.core.units import parse_budget
-    from monetlite.planning.batches import BatchLimit, largest_batch
+    from monetlite.planning.batches import largest_batch
     from monetlite.reporting.text_solve import batches_facts, print_batches
 
-    budget_bytes = parse_budget(budget)
-    known: dict[int, Profile] = {}
-
     def priced(batch: int) -> Profile:
-        if batch not in known:
-            _, (known[batch],) = price_layouts(replace(choice, batch=batch), pricing, terminal, solving=solving)
-        return known[batch]
+        _, (profile,) = price_layouts(replace(choice, batch=batch), pricing, terminal, solving=solving)
+        return profile
 
     def progress(batch: int, found: str) -> None:
-        click.echo(f"batch {batch}: {found}", err=True)
+        click.echo(f"{time.monotonic() - began:4.0f} s  batch {batch}: {found}", err=True)
 
-    def search(step: int) -> BatchLimit:
-        first = choice.batch or FIRST_BATCH
-        return largest_batch(priced, budget_bytes, solving, first=first, step=step, progress=progress)
-
-    try:
-        found = search(multiple_of or STEP)
-    except InfeasibleBudget:
-        if multiple_of is not None:
-            raise
-        found = search(1)
-    else:
-        if multiple_of is None and found.largest < SMALL_BATCH:
-            found = search(1)
-    profile = known[found.largest]
+    began = time.monotonic()
+    found = largest_batch(
+        priced,
+        parse_budget(budget),
+        solving,
+        first=choice.batch or FIRST_BATCH,
+        step=multiple_of,
+        progress=progress,
+    )
     if terminal.as_json:
-        terminal.print_json(batches_facts(profile.graph.name, profile, found))
+        terminal.print_json(batches_facts(found))
     else:
         command = suggested("solve", without=("max_batch", "multiple_of"), batch=found.largest)
-        print_batches(terminal.console, profile.graph.name, profile, found, command)
+        print_batches(terminal.console, found, command)
 
 
 max_batch_command = command(
@@ -182,7 +172,7 @@ max_batch_command = command(
     ),
     pricing_options,
     options_of(SolvingOptions, "tolerance", "reserved", "seed"),
-    time_limit_option(MAX_BATCH_SECONDS, "Seconds for searching and solving; tracing each batch comes on top."),
+    time_limit_option(MAX_BATCH_SECONDS, "Seconds in all."),
     _multiple_option,
     now="solve --max-batch",
 )(find_largest_batch)

@@ -1,11 +1,15 @@
 """The largest batch that trains within a memory budget, and the throughput of batches on the way.
 
-No batch is tried until it crashes. The step is traced again at each batch, plain training and the smallest feasible
-peak are computed for it, and a bound proves which batches no schedule fits.
+No batch is tried until it crashes. The step is traced at a few batches, and its costs at the others follow from
+those (`batch_costs`), so that every batch is looked at. A bound proves which batches no schedule fits. Among the
+others, searches for the smallest peak look for the largest that a schedule fits: choices that were found for one
+batch are priced at all. The largest batch is traced before it is told.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -13,19 +17,28 @@ from functools import partial
 from monetlite.allocator.reserved import least_limit, refuse_without_gpu
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError
+from monetlite.core.graph import ValueKind
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
+from monetlite.planning.batch_costs import Unlike, at_batch, same_step
 from monetlite.planning.budgets import as_schedule, solve_budget
 
 MAX_PROBES = 64
 MAX_BATCH = 2**20
-SEARCH_SHARE = 0.4
-"""Share of the time for finding the largest batch. The rest goes to solving at the batches that are shown."""
-PROBE_SHARE = SEARCH_SHARE / 10
-"""Share of the time for one batch on the way."""
+SEARCH_SHARE, MIN_SEARCH_SHARE = 0.4, 0.15
+"""Part of the time after the first traces for finding the largest batch, and the least part of the whole time. The
+rest is for solving at the batches that are shown."""
+PROBE_SHARE = 1 / 3
+"""Part of the time left for finding the largest batch that one search takes."""
+MIN_SECONDS = 0.5
+"""The least time of a solve, and the least for finding the largest batch."""
+MAX_FAILURES = 4
+"""Searches that may fail in a row at the next larger batch."""
+MAX_CORRECTIONS = 8
+"""Traces of a largest batch that may turn out to be another step than the others say."""
 POINTS_BEYOND_PLAIN = 4
 """Batches beyond plain training's largest that are solved for."""
 
@@ -75,8 +88,10 @@ class BatchLimit:
         budget_bytes: of the whole step; of the memory reserved for it on a GPU, if `reserved`.
         step: batches are multiples of this.
         plain_largest: the largest that plain training fits; 0 if none. largest: the largest that a schedule fits.
-        proven_impossible: no schedule fits this batch; None if that was not proven of any.
+        proven_impossible: no schedule fits this batch, nor a larger one; None if that was not proven of any. No
+            schedule was found for those between it and `largest`.
         points: some batches up to the largest, in order.
+        profile: the costs at the largest.
     """
 
     budget_bytes: int
@@ -86,6 +101,7 @@ class BatchLimit:
     largest: int
     proven_impossible: int | None
     points: tuple[BatchPoint, ...]
+    profile: Profile
 
 
 @interrupts_kept()
@@ -103,7 +119,7 @@ def largest_batch(
     Args:
         price: traces and prices the model's step at a batch.
         budget_bytes: of the whole step.
-        options: the time limit is of searching and solving; tracing comes on top.
+        options: the time limit is of the whole call. Two or three traces are made even where they take longer.
         first: the batch to begin from.
         step: look at multiples of this only.
         progress: called with a batch and what was found of it.
@@ -113,119 +129,226 @@ def largest_batch(
         DeviceError: a budget of reserved memory, and costs that are not a GPU's.
         ModelError: the budget holds a million samples; something else is the matter.
     """
-    prober = _Prober(price, budget_bytes, options, progress)
+    deadline = time.monotonic() + options.time_limit
     first = max(step, min(first, MAX_BATCH) // step * step)
-    largest = _bisect(first, step, prober.fits_somehow, partial(prober.guess, prober.needed_bytes))
-    if largest == 0:
-        needed, proven = prober.needed_bytes[step], prober.fits[step] is Fit.IMPOSSIBLE
-        how = "at least, by any schedule" if proven else "by the leanest schedule found"
-        raise InfeasibleBudget(
-            f"a batch of {step} needs {needed} bytes {how}, more than the budget of {budget_bytes}. "
-            "Raise the budget, or lower the input size",
-            budget_bytes=budget_bytes,
-            proven_bytes=needed if proven else 0,
-            reached_bytes=None if proven else needed,
+    prober = _Prober(price, budget_bytes, options, step, progress or (lambda batch, found: None))
+    for _ in range(MAX_CORRECTIONS):
+        possible = prober.largest_possible(first)
+        plain_largest = prober.largest_of_plain(possible)
+        left = deadline - time.monotonic() - prober.trace_seconds
+        largest = prober.search(
+            plain_largest, possible, max(MIN_SEARCH_SHARE * options.time_limit, SEARCH_SHARE * left)
         )
-    plain_largest = _bisect(largest, step, prober.plain_fits, partial(prober.guess, prober.plain_bytes))
+        if prober.confirm(max(largest, step)):
+            break
+    if largest == 0:
+        raise prober.nothing_fits()
+    beyond = possible + step
+    if deadline - time.monotonic() > 2 * prober.trace_seconds or prober.trace_seconds < MIN_SECONDS:
+        prober.confirm(beyond)
     points = []
     wanted = _spread(plain_largest, largest, step)
-    seconds = options.time_limit * (1 - SEARCH_SHARE) / max(1, len(wanted) - (plain_largest > 0))
-    for number, batch in enumerate(wanted):
-        try:
+    for number, batch in enumerate(reversed(wanted)):
+        left = deadline - time.monotonic()
+        if 0 < number < len(wanted) - 1 and left < MIN_SECONDS * (len(wanted) - number):
+            continue
+        seconds = max(MIN_SECONDS, left / max(1, len(wanted) - number - (plain_largest > 0)))
+        with suppress(InfeasibleBudget):  # the gaps between its requests happen to be larger than at the largest
             points.append(prober.point(batch, seconds))
-        except InfeasibleBudget:
-            if batch == largest or not options.reserved:
-                raise
-            continue  # the gaps between its requests happen to be larger than at the largest batch
-        if progress is not None:
-            progress(batch, f"{points[-1].samples_per_s:.0f} samples/s ({number + 1} of {len(wanted)})")
-    impossible = [batch for batch, fit in prober.fits.items() if fit is Fit.IMPOSSIBLE]
+            prober.tell(batch, f"{points[-1].samples_per_s:.0f} samples/s")
     return BatchLimit(
         budget_bytes=budget_bytes,
         reserved=options.reserved,
         step=step,
         plain_largest=plain_largest,
         largest=largest,
-        proven_impossible=min(impossible, default=None),
-        points=tuple(points),
+        proven_impossible=prober.smallest_impossible(),
+        points=tuple(reversed(points)),
+        profile=prober.profile(largest),
     )
 
 
 @dataclass
 class _Prober:
-    """Looks at batches, each once, and remembers the memory that they take."""
+    """Looks at batches, and remembers the memory that they take and the schedules that were found."""
 
     price: Callable[[int], Profile]
     budget_bytes: int
     options: SolvingOptions
-    progress: Callable[[int, str], None] | None
-    profiles: dict[int, Profile] = field(default_factory=dict)
-    leanest: dict[int, Schedule] = field(default_factory=dict)
-    fits: dict[int, Fit] = field(default_factory=dict)
-    needed_bytes: dict[int, int] = field(default_factory=dict)
+    step: int
+    tell: Callable[[int, str], None]
+    traced: dict[int, Profile] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Time of all traces."""
+    derived: dict[int, Profile] = field(default_factory=dict)
+    """Costs at batches that were not traced."""
+    bound_bytes: dict[int, int] = field(default_factory=dict)
     plain_bytes: dict[int, int] = field(default_factory=dict)
+    reached_bytes: dict[int, int] = field(default_factory=dict)
+    """Bytes of the budget that the leanest schedule found needs."""
+    found: list[Schedule] = field(default_factory=list)
+    """Schedules of small peaks, for any batch; the last fits the largest."""
 
-    def _profile(self, batch: int) -> Profile:
+    @property
+    def trace_seconds(self) -> float:
+        """Time of one trace."""
+        return self.seconds / max(1, len(self.traced))
+
+    def profile(self, batch: int) -> Profile:
+        """Costs at a batch: of a trace, or by those of others."""
         if batch > MAX_BATCH:
             raise ModelError(
                 f"a batch of {batch} would fit {self.budget_bytes} bytes: the budget is not what limits this model"
             )
-        if batch not in self.profiles:
-            profile = self.price(batch)
-            if self.options.reserved:
-                refuse_without_gpu(profile)
-            self.profiles[batch] = profile
-            self.plain_bytes[batch] = self._takes_bytes(profile, plain_steps(profile.graph))
-        return self.profiles[batch]
+        if batch in self.traced:
+            return self.traced[batch]
+        if batch not in self.derived:
+            try:
+                self.derived[batch] = at_batch(self.traced, batch)
+            except Unlike:
+                return self.trace(batch)
+        return self.derived[batch]
 
-    def _takes_bytes(self, profile: Profile, steps: Sequence[Step]) -> int:
+    def trace(self, batch: int) -> Profile:
+        """Costs of a trace; what was derived without it is forgotten."""
+        self.tell(batch, "tracing")
+        began = time.monotonic()
+        profile = self.price(batch)
+        if self.options.reserved:
+            refuse_without_gpu(profile)
+        self.traced[batch] = self.options.allowed(profile)
+        self.seconds += time.monotonic() - began
+        for known in (self.derived, self.bound_bytes, self.plain_bytes):
+            for other in set(known) - set(self.traced):
+                del known[other]
+        return self.traced[batch]
+
+    def confirm(self, batch: int) -> bool:
+        """Trace a batch if it wasn't, and tell whether it is as was derived."""
+        if batch in self.traced or batch > MAX_BATCH:
+            return True
+        expected = self.profile(batch)
+        if batch in self.traced:  # by looking at it
+            return False
+        fitted = self._fits(batch)
+        for known in (self.bound_bytes, self.plain_bytes):
+            known.pop(batch, None)
+        return same_step(expected, self.trace(batch)) and self._fits(batch) == fitted
+
+    def _takes_bytes(self, batch: int, steps: Sequence[Step]) -> int:
         """Bytes of the budget that steps need."""
+        profile = self.profile(batch)
         return least_limit(profile, steps) if self.options.reserved else simulate(profile, steps).peak_bytes
 
-    def fits_somehow(self, batch: int) -> bool:
-        if batch not in self.fits:
-            self.fits[batch] = self._fit(batch)
-            if self.progress is not None:
-                self.progress(batch, str(self.fits[batch]))
-        return self.fits[batch] in (Fit.PLAIN, Fit.SCHEDULED)
-
-    def plain_fits(self, batch: int) -> bool:
-        self._profile(batch)
+    def _plain_fits(self, batch: int) -> bool:
+        if batch not in self.plain_bytes:
+            self.plain_bytes[batch] = self._takes_bytes(batch, plain_steps(self.profile(batch).graph))
         return self.plain_bytes[batch] <= self.budget_bytes
 
-    def _fit(self, batch: int) -> Fit:
+    def _possible(self, batch: int) -> bool:
+        """False if a bound proves that no schedule fits."""
         from monetlite.solving.bounding.peak_bound import smallest_budget_bound
-        from monetlite.solving.incumbent import Solution
         from monetlite.solving.problem import Problem
+
+        if batch not in self.bound_bytes:
+            bound_bytes = smallest_budget_bound(Problem.of(self.profile(batch)))
+            self.bound_bytes[batch] = max(bound_bytes, self.bound_bytes.get(batch, 0))
+        return self.bound_bytes[batch] <= self.budget_bytes
+
+    def _serves(self, schedule: Schedule, batch: int) -> bool:
+        """True if a schedule's choices fit at a batch."""
+        graph = self.profile(batch).graph
+        if schedule.structure != graph.structure:
+            return False
+        return self._takes_bytes(batch, schedule.choices.steps(graph)) <= self.budget_bytes
+
+    def _fits(self, batch: int) -> bool:
+        """True if plain training, or a schedule that was found, fits at a batch."""
+        return self._plain_fits(batch) or any(self._serves(schedule, batch) for schedule in self.found)
+
+    def largest_possible(self, first: int) -> int:
+        """The largest batch that no bound rules out."""
+        return _bisect(first, self.step, self._possible, partial(self._guess, self.bound_bytes))
+
+    def largest_of_plain(self, most: int) -> int:
+        """The largest batch that plain training fits, of those up to `most`."""
+        guess = partial(self._guess, self.plain_bytes)
+        return _bisect(most, self.step, self._plain_fits, guess) if most else 0
+
+    def smallest_impossible(self) -> int | None:
+        """The smallest batch that was traced, and that a bound rules out."""
+        return min((batch for batch in self.traced if not self._possible(batch)), default=None)
+
+    def search(self, low: int, high: int, seconds: float) -> int:
+        """The largest batch up to `high` that a schedule fits; `low` is known to fit, unless it is 0."""
+        deadline = time.monotonic() + seconds
+        batch, failed, failures, seed = high, high + self.step, 0, self.options.seed
+        while low < high and failures < MAX_FAILURES and (left := deadline - time.monotonic()) > 0:
+            leanest = self._leanest(batch, max(MIN_SECONDS, PROBE_SHARE * left), seed)
+            served = 0 if leanest is None else self._largest_served(leanest, low, batch)
+            self.tell(batch, str(Fit.SCHEDULED if served == batch else Fit.NOT_FOUND))
+            if leanest is not None and served > low:
+                self.found.append(leanest)
+                low, failures = served, 0
+            while high > low and not self._possible(high):
+                high -= self.step
+            if served < batch:
+                failed = min(failed, batch)
+            elif failed <= low:
+                failed = high + self.step
+            if failed - low > self.step:
+                batch = low + (failed - low) // 2 // self.step * self.step
+            else:
+                # Not found is not impossible: another search may find it.
+                batch, failures, seed = failed, failures + 1, seed + 1
+            batch = min(batch, high)
+        if low == 0 < high and (leanest := self._leanest(self.step, MIN_SECONDS, seed)) is not None:
+            low = self._largest_served(leanest, 0, self.step)
+            self.found += [leanest] * (low > 0)
+        return low
+
+    def _largest_served(self, schedule: Schedule, low: int, high: int) -> int:
+        """The largest batch, beyond `low` and up to `high`, at which a schedule's choices fit; else `low`."""
+        if self._serves(schedule, high):
+            return high
+        while high - low > self.step:
+            middle = low + (high - low) // 2 // self.step * self.step
+            low, high = (middle, high) if self._serves(schedule, middle) else (low, middle)
+        return low
+
+    def _leanest(self, batch: int, seconds: float, seed: int) -> Schedule | None:
+        """A schedule of a small peak; on a budget of reserved memory, one that fits if the search finds it."""
+        from monetlite.solving.incumbent import Solution
         from monetlite.solving.smallest import smallest_budget
 
-        profile = self.options.allowed(self._profile(batch))
-        bound_bytes = smallest_budget_bound(Problem.of(profile))
-        self.needed_bytes[batch] = bound_bytes
-        if self.plain_fits(batch):
-            return Fit.PLAIN
-        if bound_bytes > self.budget_bytes:
-            return Fit.IMPOSSIBLE
-        seconds = self.options.time_limit * PROBE_SHARE
-        found = smallest_budget(profile, seconds=seconds, seed=self.options.seed)
-        steps = found.smallest_reached_steps
-        if found.smallest_reached_bytes is None or steps is None:
-            return Fit.NOT_FOUND
-        self.needed_bytes[batch] = self._takes_bytes(profile, steps)
-        if found.smallest_reached_bytes > self.budget_bytes:
-            return Fit.IMPOSSIBLE if found.smallest_proven_bytes > self.budget_bytes else Fit.NOT_FOUND
-        if self.needed_bytes[batch] <= self.budget_bytes:
-            solution = Solution.of_steps(profile, steps, method="search", seconds=seconds)
-            solution = replace(solution, smallest_proven_bytes=found.smallest_proven_bytes)
-            leanest = as_schedule(profile, self.budget_bytes, solution, self.options.tolerance)
-        else:
+        profile = self.profile(batch)
+        starts = [schedule.choices.steps(profile.graph) for schedule in self.found[-2:]]
+        found = smallest_budget(profile, seconds=seconds, seed=seed, starts=starts, enough_bytes=self.budget_bytes)
+        self.bound_bytes[batch] = max(self.bound_bytes.get(batch, 0), found.smallest_proven_bytes)
+        steps, peak_bytes = found.smallest_reached_steps, found.smallest_reached_bytes
+        if steps is None or peak_bytes is None:
+            return None
+        self.reached_bytes[batch] = self._takes_bytes(batch, steps)
+        if peak_bytes <= self.budget_bytes < self.reached_bytes[batch]:
             # Another schedule's requests may leave smaller gaps than those of the smallest peak.
-            try:
-                leanest = solve_budget(profile, self.budget_bytes, replace(self.options, time_limit=seconds))
-            except InfeasibleBudget:
-                return Fit.NOT_FOUND
-        self.leanest[batch] = leanest
-        return Fit.SCHEDULED
+            with suppress(InfeasibleBudget):
+                return solve_budget(profile, self.budget_bytes, replace(self.options, time_limit=seconds))
+        solution = Solution.of_steps(profile, steps, method="search", seconds=seconds)
+        return as_schedule(profile, peak_bytes, solution, self.options.tolerance)
+
+    def nothing_fits(self) -> InfeasibleBudget:
+        """The error where not even the smallest batch fits."""
+        batch = self.step
+        proven = not self._possible(batch)
+        needed_bytes = self.bound_bytes[batch] if proven else self.reached_bytes.get(batch, self.plain_bytes[batch])
+        how = "at least, by any schedule" if proven else "by the leanest schedule found"
+        return InfeasibleBudget(
+            f"a batch of {batch} needs {needed_bytes} bytes {how}, more than the budget of {self.budget_bytes}. "
+            "Raise the budget, or lower the input size",
+            budget_bytes=self.budget_bytes,
+            proven_bytes=needed_bytes if proven else 0,
+            reached_bytes=None if proven else needed_bytes,
+        )
 
     def point(self, batch: int, seconds: float) -> BatchPoint:
         """Plain training at a batch if that fits, else a schedule that is solved for so long.
@@ -233,9 +356,9 @@ class _Prober:
         Raises:
             InfeasibleBudget: no schedule was found.
         """
-        profile = self._profile(batch)
+        profile = self.profile(batch)
         plain = simulate(profile, plain_steps(profile.graph))
-        if self.plain_fits(batch):
+        if self._plain_fits(batch):
             return BatchPoint(
                 batch=batch,
                 peak_bytes=plain.peak_bytes,
@@ -244,11 +367,9 @@ class _Prober:
                 schedule=None,
                 overhead=0.0,
             )
-        # The schedule that showed that this batch, or the next larger one, fits.
-        serving = [other for other in self.leanest if other >= batch]
-        starts = [self.leanest[min(serving)]] if serving else []
         options = replace(self.options, time_limit=seconds)
-        schedule = solve_budget(profile, self.budget_bytes, options, starts=starts)
+        schedule = solve_budget(profile, self.budget_bytes, options, starts=self.found[-2:])
+        self.found.append(schedule)  # it fits every smaller batch, too
         return BatchPoint(
             batch=batch,
             peak_bytes=schedule.peak_bytes,
@@ -258,13 +379,22 @@ class _Prober:
             overhead=schedule.latency_ms / plain.latency_ms - 1,
         )
 
-    def guess(self, needed: dict[int, int], low: int, high: int | None) -> int | None:
-        """The batch at which a line through the two batches nearest to the limit meets the budget."""
+    def _guess(self, needed: dict[int, int], low: int, high: int | None) -> int | None:
+        """The batch at which a line through the two batches nearest to the limit meets the budget.
+
+        Where only one is known, the line begins with what a batch of none would need: weights and their gradients.
+        """
         near = sorted(needed, key=lambda batch: abs(batch - (low if high is None else high)))[:2]
-        if len(near) < 2 or needed[near[0]] == needed[near[1]]:
+        known = [(batch, needed[batch]) for batch in near]
+        if len(known) == 1:
+            graph = self.profile(near[0]).graph
+            gradients = (value.size_bytes for value in graph.values if value.kind is ValueKind.PARAM_GRAD)
+            known.append((0, graph.resident.total - graph.resident.inputs + sum(gradients)))
+        if len(known) < 2:
             return None
-        slope = (needed[near[1]] - needed[near[0]]) / (near[1] - near[0])
-        return int(near[0] + (self.budget_bytes - needed[near[0]]) / slope) if slope > 0 else None
+        (one, one_bytes), (other, other_bytes) = known
+        slope = (other_bytes - one_bytes) / (other - one)
+        return int(one + (self.budget_bytes - one_bytes) / slope) if slope > 0 else None
 
 
 def _bisect(

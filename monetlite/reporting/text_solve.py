@@ -163,11 +163,12 @@ def _other_ways(schedule: Schedule) -> int:
     return len(schedule.choices.implementations) + again
 
 
-def batches_facts(name: str, profile: Profile, found: BatchLimit) -> dict[str, Any]:
+def batches_facts(found: BatchLimit) -> dict[str, Any]:
     """The figures for `--json`: bytes, milliseconds, samples per second."""
+    profile = found.profile
     told = "batch peak_bytes reserved_bytes latency_ms samples_per_s overhead"
     return {
-        "model": name,
+        "model": profile.graph.name,
         "device": profile.device,
         "costs": str(profile.kind),
         "budget_bytes": found.budget_bytes,
@@ -183,8 +184,9 @@ def batches_facts(name: str, profile: Profile, found: BatchLimit) -> dict[str, A
     }
 
 
-def print_batches(console: Console, name: str, profile: Profile, found: BatchLimit, command: str) -> None:
+def print_batches(console: Console, found: BatchLimit, command: str) -> None:
     """The largest batch, a table of those on the way, and the command that solves for it."""
+    profile, name = found.profile, found.profile.graph.name
     budget = format_bytes(found.budget_bytes)
     plain = f"plain training: {found.plain_largest}" if found.plain_largest else "plain training fits none"
     if found.step > 1:
@@ -206,13 +208,24 @@ def print_batches(console: Console, name: str, profile: Profile, found: BatchLim
     ]
     columns = ("batch", "how", "peak", *reserved, "step", "samples/s", "overhead")
     console.print(figures_table(columns, rows, left=("how",)))
-    limit = f"No schedule fits a batch of {found.proven_impossible} (proven). " if found.proven_impossible else ""
     console.print(
-        f"\n{limit}Costs are {cost_source(profile)}. To train at one of these:\n{command}",
+        f"\n{_beyond(found)} Costs are {cost_source(profile)}. To train at one of these:\n{command}",
         style="dim",
         markup=False,
         soft_wrap=True,
     )
+
+
+def _beyond(found: BatchLimit) -> str:
+    """The batches beyond the largest, in words: for which none was found, and which are proven not to fit."""
+    after, impossible = found.largest + found.step, found.proven_impossible
+    if impossible == after:
+        return f"No schedule fits a batch of {after} (proven)."
+    if impossible is None:
+        return f"No schedule was found for a batch of {after}."
+    last = impossible - found.step
+    between = f"a batch of {after}" if last == after else f"batches of {after} to {last}"
+    return f"No schedule was found for {between}; none fits {impossible} (proven)."
 
 
 def format_rate(samples_per_s: float) -> str:

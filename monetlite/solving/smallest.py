@@ -17,7 +17,12 @@ _NOTHING_FITS = -1
 
 
 def smallest_budget(
-    profile: Profile, *, seconds: float, seed: int = 0, starts: Iterable[tuple[Step, ...]] = ()
+    profile: Profile,
+    *,
+    seconds: float,
+    seed: int = 0,
+    starts: Iterable[tuple[Step, ...]] = (),
+    enough_bytes: int = 0,
 ) -> Solution:
     """Bracket the smallest feasible budget: exact for small graphs, a bound and a search's best otherwise.
 
@@ -26,6 +31,7 @@ def smallest_budget(
         seconds: about how long to take.
         seed: of the search.
         starts: legal steps known already.
+        enough_bytes: a peak that need not be lowered further.
 
     Returns:
         A solution for no budget: `smallest_proven_bytes` and `smallest_reached_bytes` are its result, with
@@ -35,18 +41,23 @@ def smallest_budget(
     incumbent = Incumbent(problem, _NOTHING_FITS)
     for steps in starts:
         incumbent.offer(steps, "start")
-    bracket_smallest(incumbent, seconds=seconds, seed=seed)
+    bracket_smallest(incumbent, seconds=seconds, seed=seed, enough_bytes=enough_bytes)
     return incumbent.solution(infeasible=True)
 
 
 def bracket_smallest(
-    incumbent: Incumbent, *, seconds: float, seed: int, should_stop: Callable[[], bool] = lambda: False
+    incumbent: Incumbent,
+    *,
+    seconds: float,
+    seed: int,
+    should_stop: Callable[[], bool] = lambda: False,
+    enough_bytes: int = 0,
 ) -> None:
     """Raise the smallest budget that is proven, and lower the smallest peak that is reached.
 
     Args:
         incumbent: what is found and proven goes to it, and its steps of the smallest peak are improved on.
-        seconds, seed: as in `smallest_budget`.
+        seconds, seed, enough_bytes: as in `smallest_budget`.
         should_stop: asked now and then; stop early when it says so.
     """
     problem = incumbent.problem
@@ -71,4 +82,4 @@ def bracket_smallest(
 
     left = deadline - time.monotonic()
     if left > 0 and not should_stop():
-        lower_peak(incumbent, seconds=left, seed=seed, should_stop=should_stop)
+        lower_peak(incumbent, seconds=left, seed=seed, should_stop=should_stop, enough_bytes=enough_bytes)

@@ -16,6 +16,7 @@ from monetlite.core.errors import DeviceError, InfeasibleBudget, ModelError
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
+from monetlite.planning.batch_costs import Unlike, at_batch, same_step
 from monetlite.planning.batches import Fit, _bisect, largest_batch
 from monetlite.solving.smallest import smallest_budget
 
@@ -75,7 +76,7 @@ def test_brute_force_agrees(first):
         assert (point.schedule is None) == (point.batch <= found.plain_largest)
         if point.schedule is not None:
             timeline = simulate(price(point.batch), point.schedule, budget_bytes)
-            assert timeline.latency_ms == pytest.approx(point.latency_ms)
+            assert timeline.latency_ms == pytest.approx(point.latency_ms, rel=1e-3)
         assert point.samples_per_s == pytest.approx(1000 * point.batch / point.latency_ms)
 
 
@@ -83,6 +84,53 @@ def test_multiples_only():
     found = largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=8, step=8)
     assert all(point.batch % 8 == 0 for point in found.points)
     assert needs(found.largest + 8)[1] > 8_000_000
+
+
+@pytest.mark.parametrize("first", [32, 5000])
+def test_few_batches_are_traced_and_the_answer_is_dense(first):
+    traced = []
+
+    def counted(batch):
+        traced.append(batch)
+        return price(batch)
+
+    found = largest_batch(counted, 8_000_000, SolvingOptions(time_limit=1), first=first)
+    assert len(traced) == len(set(traced)) <= 6
+    assert {found.largest, found.largest + 1} <= set(traced)
+    assert found.proven_impossible == found.largest + 1
+    assert found.profile.graph.fingerprint == price(found.largest).graph.fingerprint
+
+
+def test_costs_at_a_batch_are_those_of_its_trace():
+    derived, traced = at_batch({32: price(32), 640: price(640)}, 101), price(101)
+    assert same_step(derived, traced)
+    assert derived.graph.resident == traced.graph.resident
+    assert derived.graph.values == traced.graph.values
+    plain, expected = (simulate(of, plain_steps(of.graph)) for of in (derived, traced))
+    assert plain.peak_bytes == expected.peak_bytes
+    assert plain.latency_ms == pytest.approx(expected.latency_ms, rel=1e-2)
+    assert not same_step(derived, price(102))
+
+
+def test_what_is_not_in_proportion_to_the_batch_is_traced():
+    class Contrastive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.linear(x)
+            return (x @ x.T).logsumexp(1)
+
+    @functools.cache
+    def squared(batch):
+        return monetlite.profile(monetlite.trace(Contrastive(), randn(batch, 8)), "rtx-3090")
+
+    with pytest.raises(Unlike):
+        at_batch({4: squared(4), 8: squared(8)}, 6)
+    plain = simulate(squared(40), plain_steps(squared(40).graph)).peak_bytes
+    found = largest_batch(squared, plain, SolvingOptions(time_limit=1), first=8)
+    assert found.plain_largest == 40
 
 
 def test_where_to_begin_is_only_that():
