@@ -15,8 +15,9 @@ from torch import nn
 import monetlite
 from monetlite.core.graph import Phase
 from monetlite.core.simulate import simulate
+from monetlite.core.step_analysis import Fate
 from monetlite.core.steps import plain_steps, stored_values
-from monetlite.reporting.analysis import Fate, analyse
+from monetlite.reporting.analysis import analyse
 from monetlite.reporting.analysis_alternatives import stored_by_one
 from monetlite.reporting.analysis_overhead import Cause, overhead_shares
 from monetlite.reporting.analysis_tensors import largest_tensors, peak_step_of

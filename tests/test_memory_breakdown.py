@@ -11,8 +11,8 @@ from torch import nn
 import monetlite
 from monetlite.core.graph import Phase, ValueKind
 from monetlite.core.simulate import simulate
+from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.steps import plain_steps
-from monetlite.reporting.analysis import Holding, StepAnalysis
 
 
 @pytest.mark.parametrize("seed", range(60))

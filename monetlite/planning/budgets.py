@@ -16,6 +16,7 @@ from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, parse_budget
+from monetlite.planning.advice import LeastPeak
 
 if TYPE_CHECKING:
     from monetlite.solving.incumbent import Solution
@@ -252,6 +253,8 @@ def rescale(schedule: Schedule, profile: Profile, plain: Profile) -> Schedule:
 
 def _nothing_fits(profile: Profile, budget_bytes: int, solution: "Solution") -> InfeasibleBudget:
     proven_bytes, reached_bytes = solution.smallest_proven_bytes, solution.smallest_reached_bytes
+    steps = solution.smallest_reached_steps
+    least = None if steps is None else LeastPeak(profile, steps)
     amount = f"{format_bytes(budget_bytes)} ({budget_bytes} bytes)"
     if solution.reserved_bytes is not None:
         reached_bytes = solution.reserved_bytes
@@ -259,19 +262,18 @@ def _nothing_fits(profile: Profile, budget_bytes: int, solution: "Solution") -> 
             f"no schedule was found for a budget of {amount} of reserved memory, though peaks are within it; the "
             f"least that a schedule was found for is {format_bytes(reached_bytes)}"
         )
+        least = None
     elif solution.status is Status.INFEASIBLE:
-        least = f"{format_bytes(proven_bytes)} ({proven_bytes} bytes)"
-        problem = f"budget {amount} is too small: no schedule needs less than {least}"
+        needed = f"{format_bytes(proven_bytes)} ({proven_bytes} bytes)"
+        problem = f"budget {amount} is too small: no schedule needs less than {needed}"
     else:
         problem = f"no schedule was found within budget {amount}, though it is not proven that there is none"
-    if solution.reserved_bytes is None and reached_bytes is not None:
-        problem += f"; the smallest peak reached is {format_bytes(reached_bytes)} ({reached_bytes} bytes)"
-        if solution.smallest_reached_steps is not None:
-            timeline = simulate(profile, solution.smallest_reached_steps)
-            problem += f" (at {profile.graph.operators[timeline.steps[timeline.peak_step][0]].name})"
+    if least is not None and reached_bytes is not None:
+        reached = f"{format_bytes(reached_bytes)} ({reached_bytes} bytes), {least.place()}"
+        problem += f"; the smallest peak reached is {reached}"
+    advice = (
+        "Raise the budget, or lower the batch or the input size" if least is None else least.advice(budget_bytes)
+    )
     return InfeasibleBudget(
-        f"{problem}. Raise the budget, or lower the batch or the input size",
-        budget_bytes=budget_bytes,
-        proven_bytes=proven_bytes,
-        reached_bytes=reached_bytes,
+        f"{problem}.\n{advice}", budget_bytes=budget_bytes, proven_bytes=proven_bytes, reached_bytes=reached_bytes
     )

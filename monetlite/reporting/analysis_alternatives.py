@@ -11,8 +11,8 @@ from monetlite.core.graph import OperatorGraph
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
+from monetlite.core.step_analysis import StepAnalysis
 from monetlite.core.steps import Step, stored_values
-from monetlite.reporting.analysis import StepAnalysis
 from monetlite.reporting.analysis_tensors import PeakStep, peak_step_of
 
 if TYPE_CHECKING:

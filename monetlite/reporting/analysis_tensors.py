@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from monetlite.core.graph import Implementation, Phase, ValueKind
+from monetlite.core.step_analysis import Fate, Holding, StepAnalysis
 from monetlite.core.steps import Lifetime, Step, plain_steps
-from monetlite.reporting.analysis import Fate, Holding, StepAnalysis
 
 LARGEST_TENSORS = 10
 LARGEST_AT_PEAK = 5

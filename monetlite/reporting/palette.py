@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from monetlite.reporting.analysis import Holding
+from monetlite.core.step_analysis import Holding
 
 
 class Fill(NamedTuple):

@@ -14,9 +14,10 @@ from rich.text import Text
 from monetlite.core.choices import DEFAULT
 from monetlite.core.graph import CHANNELS_LAST
 from monetlite.core.schedule import Schedule, Status
+from monetlite.core.step_analysis import Fate
 from monetlite.core.steps import step_in_words, step_number
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Analysis, Fate
+from monetlite.reporting.analysis import Analysis
 from monetlite.reporting.analysis_alternatives import Alternative, Around, LowestPeak, StoredByOne
 from monetlite.reporting.analysis_overhead import Cause, OverheadShare, extra_ms_of, overhead_shares
 from monetlite.reporting.analysis_tensors import (

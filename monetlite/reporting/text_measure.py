@@ -22,9 +22,10 @@ from monetlite.checking.measurements import (
 )
 from monetlite.core.costs import Profile
 from monetlite.core.simulate import simulate
+from monetlite.core.step_analysis import StepAnalysis
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import StepAnalysis, cost_source
+from monetlite.reporting.analysis import cost_source
 from monetlite.reporting.text_solve import format_rate
 from monetlite.reporting.text_tables import csv_table, facts_table, figures_table, markdown_table
 

@@ -8,9 +8,9 @@ import monetlite
 from monetlite.core.costs import load_profile
 from monetlite.core.errors import ProfileError
 from monetlite.core.simulate import simulate
+from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.steps import plain_steps
 from monetlite.profiling import measured
-from monetlite.reporting.analysis import Holding, StepAnalysis
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.79 GiB.\nSee above."

@@ -14,8 +14,9 @@ from step_lists import drop_once, schedule_of
 
 from monetlite.core.errors import ScheduleFileError
 from monetlite.core.graph import Phase
+from monetlite.core.step_analysis import Holding
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Holding, analyse
+from monetlite.reporting.analysis import analyse
 from monetlite.reporting.html import write_report
 from monetlite.solving.baselines import sqrt_checkpointing
 

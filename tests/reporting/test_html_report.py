@@ -13,8 +13,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.color import Color
 
+from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Holding, StepAnalysis, analyse
+from monetlite.reporting.analysis import analyse
 from monetlite.reporting.analysis_alternatives import Around
 from monetlite.reporting.palette import FILLS
 from monetlite.reporting.text_explain import explanation_facts, print_explanation

@@ -22,8 +22,9 @@ from step_lists import recompute_everything, schedule_of
 import monetlite
 from monetlite.core.graph import Phase
 from monetlite.core.simulate import simulate
+from monetlite.core.step_analysis import Fate, Holding
 from monetlite.core.steps import plain_steps
-from monetlite.reporting.analysis import Fate, Holding, analyse
+from monetlite.reporting.analysis import analyse
 from monetlite.reporting.palette import FILLS
 from monetlite.reporting.plots.choices_plot import columns_of, draw_choices, in_at_most
 from monetlite.reporting.plots.drawing import save_figure

@@ -9,8 +9,9 @@ from enum import StrEnum
 from typing import Any
 
 from monetlite.core.graph import DELIVERY, LOSS, OPTIMIZER_STEP, OperatorGraph, Value, ValueKind
+from monetlite.core.step_analysis import Fate, Holding, StepAnalysis
 from monetlite.core.steps import step_number
-from monetlite.reporting.analysis import Analysis, Fate, Holding, StepAnalysis
+from monetlite.reporting.analysis import Analysis
 
 _HELD_BECAUSE = {
     ValueKind.OUTPUT: "the caller holds it until the step ends",

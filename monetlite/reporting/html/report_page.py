@@ -11,8 +11,9 @@ from string import Template
 
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.graph import CHANNELS_LAST, TensorSpec
+from monetlite.core.step_analysis import Holding
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Analysis, Holding, cost_source
+from monetlite.reporting.analysis import Analysis, cost_source
 from monetlite.reporting.html.page_data import page_data
 from monetlite.reporting.palette import page_colours
 from monetlite.reporting.text_solve import exactness

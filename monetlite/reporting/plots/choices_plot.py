@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from monetlite.core.graph import Operator, OperatorGraph, Phase
+from monetlite.core.step_analysis import Fate, Holding, StepAnalysis
 from monetlite.core.units import format_bytes
-from monetlite.reporting.analysis import Analysis, Fate, Holding, StepAnalysis
+from monetlite.reporting.analysis import Analysis
 from monetlite.reporting.palette import FILLS, Fill
 from monetlite.reporting.plots.drawing import (
     INK,

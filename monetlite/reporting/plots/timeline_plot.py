@@ -8,9 +8,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.steps import step_number
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Analysis, Holding, StepAnalysis
+from monetlite.reporting.analysis import Analysis
 from monetlite.reporting.palette import FILLS
 from monetlite.reporting.plots.drawing import (
     BUDGET,
