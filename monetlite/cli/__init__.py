@@ -1,7 +1,7 @@
 """The `monetlite` command: one file for each of its commands.
 
-Exit codes: 0 done, 2 usage (a bad option, budget, model or device), 3 infeasible, 4 anything else (a schedule
-that does not pass `check` among it).
+Exit codes: 0 done; 2 usage (a bad option, budget, model or device, or a file that would be overwritten);
+3 infeasible; 4 anything else (a schedule that does not pass `check`, a file that can't be read or written, Ctrl-C).
 """
 
 import io
@@ -16,6 +16,7 @@ from monetlite import __version__
 from monetlite.cli.check_command import check_command, verify_command
 from monetlite.cli.compare_command import compare_command
 from monetlite.cli.measure_command import measure_command, profile_command
+from monetlite.cli.running import EXIT_FAILED
 from monetlite.cli.show_command import explain_command, plot_command, rescale_command, show_command
 from monetlite.cli.solve_command import max_batch_command, solve_command
 from monetlite.cli.zoo_commands import zoo_command
@@ -36,20 +37,32 @@ for _command in (*NOW, *BEFORE):
 
 
 class ReadUntilClosed(io.FileIO):
-    """Output that goes nowhere once its reader has left (`| head -1`), so that a command still does its work."""
+    """Output that goes nowhere once its reader has left (`| head -1`), so that a command still does its work.
+
+    Attributes:
+        lost: the reason for which output was lost otherwise, such as a full disk.
+    """
+
+    lost: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
+            self.lost = None if isinstance(error, BrokenPipeError) else error
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             return len(data)
 
 
-def printing_to(stream: TextIO) -> TextIO:
-    """A stream to the same place, for a reader who may leave and a terminal that may lack characters."""
+def printing_to(stream: TextIO | None) -> Any:
+    """A stream to the same place, for a reader who may leave and a terminal that may lack characters.
+
+    None, if the process was started without.
+    """
+    if stream is None:
+        return None
     raw = ReadUntilClosed(stream.fileno(), "w", closefd=False)
     lines = raw.isatty() or stream is sys.stderr
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=lines)
@@ -62,11 +75,19 @@ def run() -> None:
     would end by an abort, after all is done.
     """
     sys.stdout, sys.stderr = printing_to(sys.stdout), printing_to(sys.stderr)
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
     try:
         main()
     except SystemExit as left:
-        if any(thread.name == BOUND_THREAD for thread in threading.enumerate()):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(left.code if isinstance(left.code, int) else left.code is not None)
-        raise
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    else:
+        code = 0
+    for stream in streams:
+        stream.flush()
+    if lost := next((stream.buffer.raw.lost for stream in streams if stream.buffer.raw.lost), None):
+        click.echo(f"monetlite: the output can't be written: {lost.strerror}", err=True)
+        sys.stderr.flush()
+        code = EXIT_FAILED
+    if any(thread.name == BOUND_THREAD for thread in threading.enumerate()):
+        os._exit(code)
+    sys.exit(code)

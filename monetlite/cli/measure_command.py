@@ -146,13 +146,13 @@ def measure_command(
     from monetlite.core.files.atomic import write_atomically
     from monetlite.reporting import text_measure
 
-    def at(batch: int | None, meta: bool = False) -> "BuiltModel":
-        return build(replace(choice, batch=batch), terminal, meta=meta)
+    def at(batch: int | None) -> "BuiltModel":
+        return build(replace(choice, batch=batch), None)
 
     # Import what the model needs, so that loading it is timed without that; a model that can't be built on the
     # meta device may still be measured.
     with contextlib.suppress(ModelError):
-        at(min(batches) if batches else None, meta=True)
+        build(replace(choice, batch=min(batches) if batches else None), terminal, meta=True)
     with terminal.line("starting") as progress, prints_aside():
         measurer = ModelMeasurer(
             at,

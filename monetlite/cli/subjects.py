@@ -1,5 +1,6 @@
 """Subjects of commands: models, built and priced; profile files; schedule files with their models."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -39,15 +40,16 @@ def chosen_device(
     return device or ("cuda" if there else otherwise)
 
 
-def build(choice: ModelChoice, terminal: Terminal, *, meta: bool = False) -> "BuiltModel":
-    """Build a model; on the meta device without memory for its weights."""
-    terminal.import_torch()
+def build(choice: ModelChoice, terminal: Terminal | None, *, meta: bool = False) -> "BuiltModel":
+    """Build a model; on the meta device without memory for its weights. Without a terminal, say nothing."""
+    if terminal is not None:
+        terminal.import_torch()
     import torch
 
     from monetlite.models import build_model
 
     assert choice.spec is not None
-    with terminal.line(f"building {choice.spec}"):
+    with contextlib.nullcontext() if terminal is None else terminal.line(f"building {choice.spec}"):
         return build_model(
             choice.spec,
             batch=choice.batch,

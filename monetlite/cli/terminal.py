@@ -57,7 +57,7 @@ class Terminal:
     def named_bar(self, text: str) -> Iterator[Callable[[str, int, int], None]]:
         """A progress bar, called with the work that comes next, too."""
         if not self._live:
-            say = _log(text)
+            say = _log(text, LOG_SECONDS)
             yield lambda what, done, total: say(f"{what}: {done} of {total}")
             return
         from rich.progress import Progress as Bar
@@ -67,10 +67,10 @@ class Terminal:
             yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
     @contextlib.contextmanager
-    def line(self, text: str) -> Iterator[Callable[[str], None]]:
-        """A live line, called with its new text."""
+    def line(self, text: str, log_seconds: float = 0.0) -> Iterator[Callable[[str], None]]:
+        """A live line, called with its new text. In a log, lines follow each other after some time at least."""
         if not self._live:
-            yield _log(text)
+            yield _log(text, log_seconds)
             return
         from rich.text import Text
 
@@ -80,18 +80,18 @@ class Terminal:
     @contextlib.contextmanager
     def solving(self, budget_bytes: int) -> "Iterator[Callable[[Solution], None]]":
         """A live line of a solve: incumbent, bound, gap, peak, time."""
-        with self.line(f"solving within {format_bytes(budget_bytes)}") as tell:
+        with self.line(f"solving within {format_bytes(budget_bytes)}", LOG_SECONDS) as tell:
             yield lambda event: tell(_progress_text(event))
 
 
-def _log(text: str) -> Callable[[str], None]:
-    """Print a line, and return a function that prints a later one if enough time has passed."""
+def _log(text: str, seconds: float) -> Callable[[str], None]:
+    """Print a line, and return a function that prints another one if so much time has passed."""
     click.echo(f"{text} ...", err=True)
     printed = time.monotonic()
 
     def update(text: str) -> None:
         nonlocal printed
-        if time.monotonic() - printed >= LOG_SECONDS:
+        if time.monotonic() - printed >= seconds:
             click.echo(text, err=True)
             printed = time.monotonic()
 

@@ -206,7 +206,7 @@ def _shelf(folder: Path | None) -> "Shelf":
 def _find(name: str, folder: Path | None) -> "tuple[str, Schedule]":
     from monetlite.zoo.collection import PREFIX, find_entry, load_schedule
 
-    if not name.startswith(PREFIX) and Path(name).is_file():
+    if not name.startswith(PREFIX) and Path(name).exists():
         return name, load_schedule(name)
     shelf = _shelf(folder)
     if name.endswith((".yaml", ".yml")) and name not in shelf.files():

@@ -5,8 +5,13 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
+
+MIN_FOLDED = 12
+"""Narrowest first column whose texts are folded."""
 
 
 def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -19,6 +24,31 @@ def facts_table(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
+class FiguresTable(Table):
+    """A table; its rows one after another where it is too wide, so that no figure is cut off."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [[Text.from_markup(str(cell)) for cell in (item.header, *item.cells)] for item in self.columns]
+        widths = [max(text.cell_len for text in column) for column in columns]
+        if not self.columns[0].no_wrap:
+            widths[0] = min(widths[0], MIN_FOLDED)
+        if sum(widths) + 2 * (len(widths) - 1) <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        if self.title:
+            yield self.title
+        heads, *rows = zip(*columns, strict=True)
+        for row in rows:
+            facts = Table(box=None, show_header=False, pad_edge=False)
+            facts.add_column(style="bold", overflow="fold")
+            facts.add_column(overflow="fold")
+            for head, text in zip(heads, row, strict=True):
+                if text.plain:
+                    facts.add_row(head, text)
+            yield facts
+            yield ""
+
+
 def figures_table(
     columns: Iterable[str], rows: Iterable[Sequence[str]] = (), *, left: Sequence[str] = ("",), title: str = ""
 ) -> Table:
@@ -26,7 +56,7 @@ def figures_table(
 
     The texts of the first column may be folded, if it is one of those.
     """
-    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    table = FiguresTable(title=title or None, title_justify="left", box=None, pad_edge=False)
     for number, column in enumerate(columns):
         if column in left:
             table.add_column(column, overflow="fold", no_wrap=number > 0)
