@@ -20,8 +20,9 @@ from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
 from monetlite.solving.annealing.search import search
 from monetlite.solving.bounding.guide import guided_steps
-from monetlite.solving.bounding.latency_bound import integer_bound, latency_bound
+from monetlite.solving.bounding.latency_bound import LatencyBound, integer_bound, latency_bounds
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
+from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import Floats
 from monetlite.solving.exhaustive import exhaustive
 from monetlite.solving.incumbent import Incumbent, Solution
@@ -47,6 +48,10 @@ _MAX_PROGRAM_OPERATORS, _MAX_PROGRAM_SLOTS = 100, 1200
 """The largest graph, and the largest full program, that is worth building beside a search."""
 _PASSES = 2
 """Number of times that each stage of the program offers its candidates; two leave out next to nothing."""
+_LINEAR_SHARE = 0.6
+"""Part of the time for linear relaxations of all sizes, before branch and bound."""
+_PATIENCE_SECONDS = 1.0
+"""Time without a better bound, after which branch and bound leaves one relaxation for the next."""
 _HIGHS = "HiGHS"
 
 
@@ -253,28 +258,39 @@ class _PeakSolve:
             self.bounding = False
 
     def _raise_bound(self) -> None:
-        """Bound by the linear relaxation, then by branch and bound."""
-        incumbent = self.incumbent
-        linear = latency_bound(self.problem, self.budget_bytes, seconds=0.6 * self.left)
-        incumbent.raise_bound(linear.lower_bound_ms, _HIGHS)
-        relaxation = linear.relaxation
+        """Bound by relaxations from coarse to fine: all linear, then by branch and bound, the best one first."""
+        linear: list[LatencyBound] = []
+        for bound in latency_bounds(self.problem, self.budget_bytes, seconds=_LINEAR_SHARE * self.left):
+            self.incumbent.raise_bound(bound.lower_bound_ms, _HIGHS)
+            if bound.relaxation is None or self.should_stop():
+                return
+            linear.append(bound)
+        linear.sort(key=lambda bound: -bound.lower_bound_ms)
+        if linear[0].solution is not None:
+            self._guide(linear[0].relaxation, linear[0].solution)
+        reached = [self._branch(bound, patience_seconds=_PATIENCE_SECONDS) for bound in linear]
+        if not self.should_stop():
+            self._branch(linear[reached.index(max(reached))])
+
+    def _guide(self, relaxation: Relaxation | None, solution: Floats) -> None:
+        """Let the search begin from the steps that a solution of a relaxation suggests."""
+        steps = None if relaxation is None else guided_steps(relaxation, solution)
+        if steps is not None:
+            self.guides.append(steps)
+
+    def _branch(self, linear: LatencyBound, patience_seconds: float = math.inf) -> float:
+        """Raise the bound by branch and bound on a relaxation; the bound that this gives, in ms."""
+        incumbent, relaxation = self.incumbent, linear.relaxation
         if relaxation is None or self.should_stop():
-            return
-
-        def guide(solution: Floats) -> None:
-            """Let the search begin from the steps that a solution of the relaxation suggests."""
-            steps = guided_steps(relaxation, solution)
-            if steps is not None:
-                self.guides.append(steps)
-
-        if linear.solution is not None:
-            guide(linear.solution)
+            return linear.lower_bound_ms
         bound_ms = integer_bound(
             relaxation.program,
             seconds=max(0.0, self.left - _GRACE_SECONDS),
             cutoff_ms=incumbent.latency_ms,
             on_bound=lambda better_ms: incumbent.raise_bound(better_ms, _HIGHS),
-            on_solution=guide,
+            on_solution=lambda solution: self._guide(relaxation, solution),
             should_stop=self.should_stop,
+            patience_seconds=patience_seconds,
         )
         incumbent.raise_bound(bound_ms, _HIGHS)
+        return bound_ms

@@ -8,7 +8,7 @@ running out of time, cost quality and never validity.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,16 @@ from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import Floats, ZeroOneProgram, dual_bound_ms
 from monetlite.solving.problem import Problem
 
+COARSE_ROWS = (2, 4, 8, 16)
+"""Memory rows of each part of the step in coarse relaxations."""
+_MAX_SHARE = 0.25
+"""Part of the time left that a linear program may take where a larger one is to follow."""
 _USUAL_COST = 1e4
 """Sum that costs are scaled to, since the solver's tolerances on them are absolute."""
 _HEURISTIC_EFFORT = 0.2
 """Part of the effort that goes to solutions, where somebody wants them; HiGHS's default is 0.05."""
+_RISE = 2e-5
+"""Part of the bound by which it has to rise to be rising."""
 _BRANCH_AND_BOUND_ROUNDING = 2e-6
 """Part of a branch-and-bound's dual bound that is given up for the solver's tolerances (1e-6)."""
 
@@ -43,7 +49,13 @@ class LatencyBound:
 
 
 def latency_bound(
-    problem: Problem, budget_bytes: int, *, seconds: float, checkpoint_limit: int = 60, value_limit: int = 400
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    seconds: float,
+    checkpoint_limit: int = 60,
+    forward_limit: int | None = None,
+    value_limit: int | None = 400,
 ) -> LatencyBound:
     """Bound the latency of every legal schedule within a budget by a linear program.
 
@@ -51,7 +63,7 @@ def latency_bound(
         problem: the graph and its costs, reduced.
         budget_bytes: the budget.
         seconds: the most that the linear program may take; unfinished, it still gives a bound.
-        checkpoint_limit, value_limit: the size of the relaxation; see `Relaxation`.
+        checkpoint_limit, forward_limit, value_limit: the size of the relaxation; see `Relaxation`.
 
     Raises:
         SolverError: HiGHS is not installed.
@@ -59,7 +71,13 @@ def latency_bound(
     if not problem.runnable:
         return LatencyBound(lower_bound_ms=math.inf)
     began = time.monotonic()
-    relaxation = Relaxation(problem, budget_bytes, checkpoint_limit=checkpoint_limit, value_limit=value_limit)
+    relaxation = Relaxation(
+        problem,
+        budget_bytes,
+        checkpoint_limit=checkpoint_limit,
+        forward_limit=forward_limit,
+        value_limit=value_limit,
+    )
     program = relaxation.program
     bound_ms = problem.least_latency_ms
     if not program.cost_ms or not program.limit:
@@ -73,6 +91,26 @@ def latency_bound(
     return LatencyBound(lower_bound_ms=bound_ms, relaxation=relaxation, solution=solution)
 
 
+def latency_bounds(problem: Problem, budget_bytes: int, *, seconds: float) -> Iterator[LatencyBound]:
+    """Bounds by `latency_bound`, from coarse relaxations of all values to one of the largest values and every row.
+
+    The coarse ones take a second for ten thousand operators, and are often the best: they see every layer of a deep
+    model. The first that takes a quarter of the time left is the last.
+
+    Args:
+        problem, budget_bytes: as for `latency_bound`. seconds: the most that all of them may take.
+    """
+    deadline = time.monotonic() + seconds
+    for rows in COARSE_ROWS:
+        began, left = time.monotonic(), deadline - time.monotonic()
+        yield latency_bound(
+            problem, budget_bytes, seconds=left, checkpoint_limit=rows, forward_limit=rows, value_limit=None
+        )
+        if time.monotonic() - began > _MAX_SHARE * left:
+            return
+    yield latency_bound(problem, budget_bytes, seconds=deadline - time.monotonic())
+
+
 def integer_bound(
     program: ZeroOneProgram,
     *,
@@ -81,6 +119,7 @@ def integer_bound(
     on_bound: Callable[[float], None] | None = None,
     on_solution: Callable[[Floats], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    patience_seconds: float = math.inf,
 ) -> float:
     """Tighten a relaxation's bound by branch and bound and cuts (HiGHS): its dual bound, in ms, rounded down.
 
@@ -95,6 +134,7 @@ def integer_bound(
         on_bound: told of the bound as it rises.
         on_solution: told of the columns of each better solution of the relaxation; looking for them takes time.
         should_stop: asked often.
+        patience_seconds: stop once the bound has not risen for so long, and for half of the time so far.
 
     Raises:
         SolverError: HiGHS is not installed.
@@ -115,15 +155,25 @@ def integer_bound(
         return program.constant_ms + unit_ms * bound
 
     raised: list[BaseException] = []
+    began = risen_at = time.monotonic()
+    highest_ms = -math.inf
+
+    def stalled(bound_ms: float) -> bool:
+        nonlocal highest_ms, risen_at
+        now = time.monotonic()
+        if bound_ms > highest_ms + _RISE * abs(bound_ms) or not math.isfinite(highest_ms):
+            highest_ms, risen_at = bound_ms, now
+        return now - risen_at > max(patience_seconds, 0.5 * (now - began))
 
     def watch(event: Any) -> None:
         try:
             if raised:
                 event.interrupt()
                 return
+            bound_ms = in_ms(float(event.data_out.mip_dual_bound))
             if on_bound is not None:
-                on_bound(rounded_down(in_ms(float(event.data_out.mip_dual_bound))))
-            if should_stop is not None and should_stop():
+                on_bound(rounded_down(bound_ms))
+            if stalled(bound_ms) or (should_stop is not None and should_stop()):
                 event.interrupt()
         except BaseException as error:
             # Nothing may be thrown through the solver.

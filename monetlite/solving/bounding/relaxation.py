@@ -10,7 +10,8 @@ Notation, against MONeT (Shah et al., ICLR 2021) and Checkmate (Jain et al., MLS
 | `chosen[m, g]` | main operator m runs with implementation g | δ^k_{i,l} | – |
 
 *Checkpoints* are a subset of the backward main operators: the memory row is written only there. Between two
-of them, `rerun` says that an operator ran at least once, whenever and however often.
+of them, `rerun` says that an operator ran at least once, whenever and however often. More checkpoints say more of
+the memory, and less of the time: a part of a run in each of many intervals costs the linear relaxation little.
 
 Every legal schedule within the budget gives a feasible point of no more cost, so the optimum is a lower bound
 on the latency of all of them:
@@ -56,12 +57,14 @@ class _Span:
 
 
 class Relaxation:
-    """The relaxation of a problem, coarser the smaller the limits are.
+    """The relaxation of a problem.
 
     Args:
         problem: the problem.
         budget_bytes: the budget.
-        checkpoint_limit: the most backward operators that get a memory row.
+        checkpoint_limit: the most backward operators that get a memory row; the neediest of stretches do, and the
+            last one.
+        forward_limit: likewise for forward operators.
         value_limit: the most values that are modelled; the largest are.
 
     Attributes:
@@ -74,7 +77,13 @@ class Relaxation:
     """
 
     def __init__(
-        self, problem: Problem, budget_bytes: int, *, checkpoint_limit: int = 60, value_limit: int = 400
+        self,
+        problem: Problem,
+        budget_bytes: int,
+        *,
+        checkpoint_limit: int = 60,
+        forward_limit: int | None = None,
+        value_limit: int | None = 400,
     ) -> None:
         self.problem = problem
         self.program = ZeroOneProgram()
@@ -84,11 +93,33 @@ class Relaxation:
         self.values = _modelled_values(problem, value_limit)
         self.modelled = frozenset(self.values)
         self.maker = {value: problem.producers[value][0] for value in self.values}
-        self.checkpoints = _checkpoints(problem, self.lifetimes, self.modelled, checkpoint_limit)
+        forward, backward = range(problem.forward_main), range(problem.forward_main, len(problem.main))
+        self.forward_rows = frozenset(self._neediest(forward, forward_limit))
+        self.checkpoints = self._neediest(backward, checkpoint_limit)
         self.chosen = [self._choices(at) for at in range(len(problem.main))]
         self.stored = self._forward_part()
         self.live: list[dict[int, int]] = []
         self._backward_part()
+
+    def _neediest(self, places: range, limit: int | None) -> list[int]:
+        """At most so many places in the main run: in each stretch the neediest, and the last one."""
+        if limit is None or len(places) <= limit:
+            return list(places)
+        stretches = np.array_split(np.array(places), max(1, limit - 1))
+        return sorted({max((int(at) for at in stretch), key=self._demand) for stretch in stretches} | {places[-1]})
+
+    def _demand(self, at: int) -> int:
+        """Bytes that main operator `at` takes by itself."""
+        options = self.problem.options[self.problem.main[at]]
+        own = min(
+            (
+                own_bytes(self.problem, at, option, self.lifetimes, self.modelled)
+                + sum(self.problem.size_bytes[value] for value in option.reads & self.modelled)
+                for option in options
+            ),
+            default=0,
+        )
+        return self.lifetimes.fixed_bytes[at] + own
 
     def _backward_part(self) -> None:
         intervals: list[_Span] = []
@@ -133,23 +164,24 @@ class Relaxation:
         waiting = self._waiting(stored)
         for at in range(problem.forward_main):
             # A stored value is live from its maker on; one that is pinned here is counted already.
-            live = {
-                value: column
-                for value, column in stored.items()
-                if position.get(self.maker[value], at) < at and not pinned(problem, self.lifetimes, value, at)
-            }
-            may_read = problem.may_read[problem.main[at]]
-            self._memory(
-                at,
-                live,
-                [
-                    (column, size_bytes)
-                    for source, column, size_bytes in waiting
-                    if position[self.maker[source]] < at
-                    and source not in may_read
-                    and not pinned(problem, self.lifetimes, source, at)
-                ],
-            )
+            if at in self.forward_rows:
+                live = {
+                    value: column
+                    for value, column in stored.items()
+                    if position.get(self.maker[value], at) < at and not pinned(problem, self.lifetimes, value, at)
+                }
+                may_read = problem.may_read[problem.main[at]]
+                self._memory(
+                    at,
+                    live,
+                    [
+                        (column, size_bytes)
+                        for source, column, size_bytes in waiting
+                        if position[self.maker[source]] < at
+                        and source not in may_read
+                        and not pinned(problem, self.lifetimes, source, at)
+                    ],
+                )
             for option, choice in self.chosen[at]:
                 for value in option.overwrites & stored.keys():
                     if self.maker[value] in position:
@@ -324,7 +356,7 @@ def _worthwhile(problem: Problem, at: int, lifetimes: CertainLifetimes, modelled
     return [option for _, _, _, option in kept]
 
 
-def _modelled_values(problem: Problem, limit: int) -> list[int]:
+def _modelled_values(problem: Problem, limit: int | None) -> list[int]:
     """The forward values whose liveness is decided: the largest with one maker that always writes them."""
     candidates = [
         value
@@ -342,28 +374,3 @@ def _modelled_values(problem: Problem, limit: int) -> list[int]:
     if len(candidates) > 64:
         candidates = [value for value in candidates if problem.size_bytes[value] >= largest / 1000]
     return sorted(candidates[:limit])
-
-
-def _checkpoints(problem: Problem, lifetimes: CertainLifetimes, modelled: frozenset[int], limit: int) -> list[int]:
-    """Backward places for memory rows: in each stretch of the backward part, the neediest operator."""
-    places = list(range(problem.forward_main, len(problem.main)))
-    if not places:
-        return []
-
-    def demand(at: int) -> int:
-        options = problem.options[problem.main[at]]
-        reads = min(
-            (
-                own_bytes(problem, at, option, lifetimes, modelled)
-                + sum(problem.size_bytes[value] for value in option.reads & modelled)
-                for option in options
-            ),
-            default=0,
-        )
-        return lifetimes.fixed_bytes[at] + reads
-
-    if len(places) > limit:
-        stretches = np.array_split(np.array(places), max(1, limit - 1))
-        neediest = {max((int(at) for at in stretch), key=demand) for stretch in stretches}
-        places = sorted(neediest | {places[-1]})
-    return places
