@@ -9,13 +9,16 @@
 | `solver.py` | the order of methods in a solve, and their shares of the time |
 | `baselines.py` | other methods' schedules: starts, and comparisons |
 | `exhaustive.py` | up to 40 operators: all schedules, by A* |
+| `blocks/block_plans.py` | a stretch of blocks as a step of its own, and its plans |
+| `blocks/master_program.py` | a plan for every block within one budget: a boolean program, by the same solvers |
+| `blocks/deep_step.py` | from 600 operators: plans for all stretches, and the schedules they make |
 | `program.py` | up to 100 operators: the boolean program, by SCIP, HiGHS or Gurobi |
 | `smallest.py` | the smallest feasible budget: proven, and reached |
 | `sweep.py` | several budgets, each with what the others know |
 | `bounding/zero_one.py` | rows of 0-1 programs, and their Lagrangian bound |
 | `bounding/peak_bound.py` | values that are live in every schedule: a bound on the peak |
 | `bounding/relaxation.py` | the whole problem as a 0-1 relaxation |
-| `bounding/latency_bound.py` | its bound, by HiGHS: linear, then branch and bound |
+| `bounding/latency_bound.py` | its bound, by HiGHS: linear from coarse to fine, then branch and bound |
 | `bounding/guide.py` | from a solution of the relaxation to steps where the search may begin |
 | `annealing/compiled.py` | the choices that annealing varies, their evaluation, moves, and the loop: by numba |
 | `annealing/flat_problem.py` | a problem as arrays, and where moves may change it; schedules as choices, and back |

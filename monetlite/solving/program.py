@@ -274,7 +274,9 @@ def solve_program(
     status = Status.TIMEOUT
     for margin in (0.0, _TOLERANCE):
         program = _TemplateProgram(problem, budget_bytes - math.ceil(margin * room), slots)
-        status, values, dual_ms = _call(program, name, deadline, cutoff_ms)
+        status, values, dual_ms = solve_rows(
+            program.rows, program.boolean, program.upper, name, deadline, cutoff_ms=cutoff_ms
+        )
         if margin == 0:
             bound_ms = min(rounded_down(min(dual_ms, cutoff_ms)), _outside_ms(problem, passes))
         if values is None:
@@ -301,22 +303,35 @@ def _outside_ms(problem: Problem, passes: int) -> float:
     return problem.least_latency_ms + (passes + 1) * least_ms
 
 
-def _call(
-    program: _TemplateProgram, solver: str, deadline: float, cutoff_ms: float
+def solve_rows(
+    rows: ZeroOneProgram,
+    boolean: list[int],
+    upper: list[float],
+    solver: str,
+    deadline: float,
+    *,
+    cutoff_ms: float = math.inf,
+    gap: float = 0.0,
 ) -> tuple[Status, npt.NDArray[np.float64] | None, float]:
-    """State the program in cvxpy and solve it: its status, columns and dual bound in ms."""
+    """State rows in cvxpy and solve them: the status, the columns and the dual bound in ms, less the constant.
+
+    Args:
+        rows: the program. boolean: its columns that are 0 or 1; the others are continuous. upper: of every column.
+        solver: as cvxpy knows it. deadline: of `time.monotonic`. cutoff_ms: the most that is of interest.
+        gap: part of the objective to which it has to be optimal.
+    """
     import cvxpy
 
-    cost = np.array(program.rows.cost_ms)
+    cost = np.array(rows.cost_ms)
     unit_ms = float(np.abs(cost).sum()) / _USUAL_COST or 1.0
     cost /= unit_ms
-    x = cvxpy.Variable(cost.size, boolean=(np.array(program.boolean),))
-    matrix, limit, equal = program.rows.matrix(), np.array(program.rows.limit), np.array(program.rows.equal)
+    x = cvxpy.Variable(cost.size, boolean=(np.array(boolean),))
+    matrix, limit, equal = rows.matrix(), np.array(rows.limit), np.array(rows.equal)
     constraints = [
         matrix[~equal] @ x <= limit[~equal],
         matrix[equal] @ x == limit[equal],
         x >= 0,
-        x <= np.array(program.upper),
+        x <= np.array(upper),
     ]
     if math.isfinite(cutoff_ms):
         constraints.append(cost @ x <= cutoff_ms / unit_ms * (1 + 1e-7))
@@ -326,9 +341,9 @@ def _call(
     # Handing the data on to the solver takes longer than compiling it; the limit does not count it.
     seconds = max(0.1, deadline - time.monotonic() - 2 * (time.monotonic() - began))
     limits: dict[str, dict[str, Any]] = {
-        "SCIP": {"scip_params": {"limits/time": seconds}},
-        "HIGHS": {"time_limit": seconds, "mip_rel_gap": 0.0},
-        "GUROBI": {"TimeLimit": seconds, "MIPGap": 0.0},
+        "SCIP": {"scip_params": {"limits/time": seconds, "limits/gap": gap}},
+        "HIGHS": {"time_limit": seconds, "mip_rel_gap": gap},
+        "GUROBI": {"TimeLimit": seconds, "MIPGap": gap},
     }
     try:
         # The solver's own result has the dual bound, also where there is no solution.

@@ -7,11 +7,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 
+from monetlite.core.blocks import find_blocks
 from monetlite.core.costs import Profile
-from monetlite.core.errors import SolverError
+from monetlite.core.errors import IllegalSchedule, SolverError
 from monetlite.core.interrupts import BOUND_THREAD, ends_everything
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
+from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving.annealing.compiled import Integers
 from monetlite.solving.annealing.compiling import is_cached, still_compiling
@@ -19,6 +21,7 @@ from monetlite.solving.annealing.flat_problem import flatten, keep_everything, r
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
 from monetlite.solving.annealing.search import search
+from monetlite.solving.blocks.deep_step import MIN_BLOCKS, STAGES, DeepStep
 from monetlite.solving.bounding.guide import guided_steps
 from monetlite.solving.bounding.latency_bound import LatencyBound, integer_bound, latency_bounds
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
@@ -52,7 +55,13 @@ _LINEAR_SHARE = 0.6
 """Part of the time for linear relaxations of all sizes, before branch and bound."""
 _PATIENCE_SECONDS = 1.0
 """Time without a better bound, after which branch and bound leaves one relaxation for the next."""
-_HIGHS = "HiGHS"
+_MIN_DEEP_OPERATORS = 600
+"""The smallest graph that is planned by blocks before it is searched as a whole."""
+_MASTER_SHARE, _MASTER_GAP = 0.08, 2e-4
+"""Part of the time left for each master program, and the gap to which it is solved."""
+_MASTERS = 3
+"""Master programs that are solved, each for less memory, until their schedule fits."""
+_HIGHS, _BLOCKS = "HiGHS", "blocks"
 
 
 def solve_peak(
@@ -131,6 +140,9 @@ class _PeakSolve:
             incumbent.offer(steps, "start")
         if self.should_stop():
             return False
+        deep = self._deep_step()
+        if deep is not None:
+            self._plan_blocks(deep, *STAGES[0])
         if incumbent.steps is None and len(problem.graph.operators) <= _MAX_INTERPRETED_OPERATORS:
             self._drop_greedily()
         if len(problem.graph.operators) <= SMALL_OPERATORS:
@@ -149,6 +161,9 @@ class _PeakSolve:
         self.bounding = True
         bounding.start()
         try:
+            if deep is not None:
+                for length, share in STAGES[1:]:
+                    self._plan_blocks(deep, length, share)
             self._improve()
             while bounding.is_alive() and not self.should_stop():
                 bounding.join(min(0.1, max(0.0, self.left)))
@@ -169,6 +184,33 @@ class _PeakSolve:
             if first is not None:
                 self.incumbent.offer(first, "greedy")
                 return
+
+    def _deep_step(self) -> DeepStep | None:
+        """The step in blocks, if it is worth it."""
+        graph = self.problem.graph
+        blocks = find_blocks(graph) if len(graph.operators) >= _MIN_DEEP_OPERATORS and is_cached() else ()
+        return DeepStep(self.problem.profile, blocks, self.options.seed) if len(blocks) >= MIN_BLOCKS else None
+
+    def _plan_blocks(self, deep: DeepStep, length: int, share: float) -> None:
+        """Find plans of stretches of so many blocks in a share of the time left, and choose one for each block."""
+        incumbent, solver = self.incumbent, check_solver(self.options.solver)
+        incumbent.phase = "blocks"
+        deep.sweep(length, share * self.left, self.should_stop)
+        budget_bytes = self.budget_bytes
+        for _ in range(_MASTERS):
+            steps = deep.solve(budget_bytes, solver, time.monotonic() + _MASTER_SHARE * self.left, _MASTER_GAP)
+            if steps is None or self.should_stop():
+                return
+            try:
+                # Gradients that pass several blocks are in no row.
+                excess_bytes = simulate(self.problem.profile, steps).peak_bytes - self.budget_bytes
+            except IllegalSchedule as error:
+                _LOG.warning("plans of blocks don't fit together: %s", error)
+                return
+            if excess_bytes <= 0:
+                incumbent.offer(steps, _BLOCKS)
+                return
+            budget_bytes -= excess_bytes
 
     def _improve(self) -> None:
         """Search for better schedules, then let the boolean program improve on what was found."""

@@ -51,6 +51,28 @@ def random_profile(
     return builder.profile()
 
 
+def random_blocks(rng: random.Random, blocks: int, operators: int = 3) -> Profile:
+    """A random step of so many blocks: only the last, small, result of one is read by the next."""
+    builder = _Builder(rng, largest_bytes=40, zero_latencies=False)
+    forward: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
+    results: list[int] = []
+    for block in range(blocks):
+        results = results[-1:]
+        for at in range(operators):
+            sources = _sources(rng, results) or tuple(results[-1:])
+            last = at == operators - 1
+            writes = (builder.value(ValueKind.ACTIVATION, largest=4 if last and block < blocks - 1 else None),)
+            builder.operator(Phase.FORWARD, _variants(rng, sources, writes, again=True))
+            masks: tuple[int, ...] = ()
+            if rng.random() < 0.2:
+                masks = (builder.value(ValueKind.INTERMEDIATE, largest=6),)
+                builder.operator(Phase.FORWARD, [((rng.choice([*sources, *writes]),), masks, ())], optional=True)
+            forward.append((sources, writes, masks))
+            results.extend(writes)
+    _backward(builder, forward)
+    return builder.profile()
+
+
 def _sources(rng: random.Random, results: list[int]) -> tuple[int, ...]:
     """What the next forward operator reads: mostly the latest results, sometimes an early one, or nothing."""
     if not results or rng.random() < 0.08:

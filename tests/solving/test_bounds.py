@@ -38,6 +38,7 @@ def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
             budget,
             seconds=10,
             checkpoint_limit=rng.choice([2, 3, 5, 60]),
+            forward_limit=rng.choice([2, 3, None]),
             value_limit=rng.choice([2, 4, 400]),
         )
         assert Problem.of(profile).least_latency_ms <= bound.lower_bound_ms + 1e-9
