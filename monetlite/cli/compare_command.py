@@ -36,22 +36,22 @@ WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "pi
     size_options(),
     click.option(
         "--budgets",
-        default="70%,50%,40%",
+        default="50%",
         show_default=True,
         help="Peaks of the whole step, with commas between: 6GB, or 50% of plain training's measured peak.",
     ),
     click.option(
         "--peers",
-        default="all",
+        default="checkpoint,selective",
         show_default=True,
         help="Other methods, with commas between: checkpoint, segments, selective, aot_eager, inductor, checkmate, "
-        "gist.",
+        "gist; or all, which takes ten minutes and more.",
     ),
     here_option,
     autocast_option(),
     options_of(SolvingOptions, "tolerance", help="Tolerance of monetlite's schedules, as for solve."),
-    time_limit_option(20.0, "Seconds for each solve: one for each budget, and one for each peer's peak."),
-    repeats_option(7),
+    time_limit_option(10.0, "Seconds for each solve: one for each budget, and one for each peer's peak."),
+    repeats_option(5),
     click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the searches and of training."),
     click.option(
         "--output",
@@ -76,21 +76,22 @@ def compare_command(
 
     Plain PyTorch, torch.utils.checkpoint on every block, checkpoint_sequential, selective checkpointing,
     torch.compile with a memory budget, Checkmate's and Gist's methods, and monetlite at each budget and at each of
-    the others' measured peaks.
+    the others' measured peaks. The defaults are quick: checkpointing alone, and one budget.
     """
     for output in outputs:
         _check_output(output)
     device = chosen_device(device, terminal)
     from monetlite.checking.comparison.runner import PEERS, compare
-    from monetlite.reporting.text_comparison import comparison_facts, print_comparison
+    from monetlite.reporting.text_comparison import comparison_facts, finished_in_words, left_out, print_comparison
 
+    chosen = PEERS if peers == "all" else _listed(peers)
     built = build(choice, terminal)
-    with terminal.line("beginning") as progress, prints_aside():
+    with terminal.line("tracing the model and measuring its operators") as progress, prints_aside():
         comparison = compare(
             built.model,
             built.example_inputs,
             _listed(budgets),
-            peers=PEERS if peers == "all" else _listed(peers),
+            peers=chosen,
             device=device,
             autocast=choice.autocast or "",
             tolerance=solving.tolerance,
@@ -99,6 +100,7 @@ def compare_command(
             seed=solving.seed,
             name=built.name,
             progress=progress,
+            finished=lambda run, ratio: click.echo(finished_in_words(run, ratio), err=True),
         )
     for output in outputs:
         _write(comparison, output)
@@ -106,6 +108,8 @@ def compare_command(
         terminal.print_json({**comparison_facts(comparison), "outputs": list(map(str, outputs))})
         return
     print_comparison(terminal.console, comparison)
+    if missing := [peer for peer in PEERS if peer not in chosen]:
+        terminal.console.print(left_out(missing), style="dim")
     for output in outputs:
         click.echo(f"{WRITTEN_AS[output.suffix.lower()]} written to {output}")
 

@@ -1,6 +1,6 @@
 """The text of `monetlite compare`: the same figures for the terminal, as Markdown and as JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from monetlite.checking.comparison.peer_runs import TITLES, Comparison, Duel, PeerRun, Standing
+from monetlite.checking.comparison.peer_runs import TITLES, Comparison, Duel, Peer, PeerRun, Standing
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.text_tables import figures_table, markdown_table
 
@@ -67,6 +67,21 @@ def comparison_facts(comparison: Comparison) -> dict[str, Any]:
             for standing in comparison.standings
         ],
     }
+
+
+def finished_in_words(run: PeerRun, ratio: float | None) -> str:
+    """One run as it was measured, in a line: its peak, a single step, and what differs."""
+    if run.failure:
+        return f"{run.title}: {run.failure}"
+    step = [] if not run.times_ms else [f"one step {format_ms(run.step_ms)}"]
+    if step and ratio is not None and run.peer is not Peer.PLAIN:
+        step = [f"one step ×{ratio:.2f}"]
+    return f"{run.title}: {', '.join([f'peak {_peak(run)}'] * bool(run.peak_bytes) + step + list(run.faults))}"
+
+
+def left_out(peers: Sequence[str]) -> str:
+    """The methods that a comparison did not measure, and the options that add to it."""
+    return f"Left out: {', '.join(peers)} (--peers all); other budgets (--budgets 70%,50%,40%)."
 
 
 def print_comparison(console: Console, comparison: Comparison) -> None:

@@ -92,6 +92,12 @@ def test_the_command_measures_judges_and_writes(folder):
     for item in others:
         assert item["failure"] or (len(item["times_ms"]) >= 2 and item["peak_bytes"] > 0), item
 
+    # Every row is told as soon as it is measured, in a log too, with the time left.
+    told = result.stderr.splitlines()
+    assert sum(line.startswith("plain PyTorch: peak") for line in told) == 1
+    assert any(line.startswith("checkpoint: 3 Block: peak ") and ", one step ×" in line for line in told)
+    assert any(line.startswith("monetlite: budget ") for line in told)
+
     # Blocks with batch norm run twice; plain training's gradients all the same.
     (checkpointed,) = [item for item in runs if item["peer"] == "checkpoint"]
     assert checkpointed["setting"] == "3 Block"
@@ -163,6 +169,24 @@ def test_what_is_refused_before_anything_runs(folder, monkeypatch, arguments, co
     assert os.listdir(folder) == ["net.py"]
 
 
+def test_the_quick_default_says_what_it_leaves_out(folder, monkeypatch):
+    asked = {}
+
+    def compare(*args, **options):
+        asked.update(options, budgets=args[2])
+        return monetlite.compare(*args, **{**options, "peers": [], "time_limit": 0.2, "repeats": 1})
+
+    monkeypatch.setattr(runner, "compare", compare)
+    result = run("--model", "net.py:build")
+    assert result.exit_code == 0, result.output
+    assert asked["peers"] == ["checkpoint", "selective"]
+    assert asked["budgets"] == ["50%"]
+    assert "Left out: segments, aot_eager, inductor, checkmate, gist (--peers all)" in " ".join(
+        result.stdout.split()
+    )
+    assert "--budgets 70%,50%,40%" in " ".join(result.stdout.split())
+
+
 def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
     """A solve takes Ctrl-C for the end of its time; the comparison ends."""
     solve_layouts = runner.solve_layouts
@@ -178,7 +202,7 @@ def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     result = run("--model", "net.py:build", "--peers", "gist", *QUICK, "--output", "t.md", "--output", "p.png")
     assert result.exit_code == 4
-    assert "interrupted; nothing was written" in result.stderr
+    assert "monetlite: interrupted" in result.stderr
     assert os.listdir(folder) == ["net.py"]
     assert signal.getsignal(signal.SIGINT) is before
 

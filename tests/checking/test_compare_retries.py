@@ -4,6 +4,7 @@ from monetlite.checking.comparison import runner
 from monetlite.checking.comparison.bench import Entrant
 from monetlite.checking.comparison.peer_runs import Peer, PeerRun
 from monetlite.core.errors import InfeasibleBudget
+from monetlite.core.options import SolvingOptions
 
 
 def test_a_run_over_its_budget_is_shown_where_nothing_takes_less(monkeypatch):
@@ -27,7 +28,12 @@ def test_a_run_over_its_budget_is_shown_where_nothing_takes_less(monkeypatch):
 
     monkeypatch.setattr(runner, "_solve", solve)
     contest = runner._Contest(
-        bench=Measured, profiles=[], options=None, budgets_bytes=[100], say=lambda _: None, shown=[]
+        bench=Measured,
+        profiles=[],
+        options=SolvingOptions(),
+        budgets_bytes=[100],
+        say=lambda _: None,
+        shown=[Entrant(run=PeerRun(peer=Peer.PLAIN), first_ms=1.0)],
     )
     entrant = contest._scheduled(Peer.MONETLITE, 100, compiled=True)
     assert solved == [100, 70]

@@ -71,12 +71,14 @@ class Entrant:
         trainee: None where the contender failed.
         schedule: what it trains by, if it does.
         refused: True if no schedule fits its budget.
+        first_ms: duration of a single step, soon; 0 where it failed.
     """
 
     run: PeerRun
     trainee: Trainee | None = None
     schedule: Schedule | None = None
     refused: bool = False
+    first_ms: float = 0.0
 
 
 class Bench:
@@ -134,7 +136,8 @@ class Bench:
                     self._clean()
                     run = self._measured(trainee, run)
                     run = replace(run, faults=(*run.faults, BEYOND_LIMIT))
-            return Entrant(trainee=trainee, run=run)
+                first_ms = trainee.time_ms()
+            return Entrant(trainee=trainee, run=run, first_ms=first_ms)
         except Exception as error:
             run = replace(run, failure=reason(error))
         self._clean()

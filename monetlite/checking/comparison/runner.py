@@ -52,6 +52,12 @@ FAMILIES: dict[Peer, Callable[[Trainee], list[Contender]]] = {
     Peer.INDUCTOR: others.inductor,
 }
 PEERS = (*FAMILIES, Peer.CHECKMATE, Peer.GIST)
+SETTINGS = {Peer.SEGMENTS: others.MAX_COUNTS, **dict.fromkeys((Peer.AOT_EAGER, Peer.INDUCTOR), len(others.SHARES))}
+"""The most settings of a peer; one, where it isn't among these."""
+COMPILING_SECONDS = {Peer.AOT_EAGER: 10.0, Peer.INDUCTOR: 60.0}
+"""Time to compile a model in one setting, about."""
+STEPS_TO_ENTER = 8
+"""Steps that a contender takes before it is timed, about: to compare, to measure its peak, and some slower ones."""
 
 
 def compare(
@@ -69,6 +75,7 @@ def compare(
     loss: Callable[[Any], torch.Tensor] | None = None,
     name: str | None = None,
     progress: Callable[[str], None] | None = None,
+    finished: Callable[[PeerRun, float | None], None] | None = None,
 ) -> Comparison:
     """Train steps of a model plainly, by what people use today, and by monetlite, and measure them in one run.
 
@@ -90,7 +97,9 @@ def compare(
         seed: of the random numbers of the steps that are compared, and of solving.
         loss: makes a scalar of the model's output; by default as for `verify`.
         name: of the model, for reports; by default its class.
-        progress: called with a line about each piece of work.
+        progress: called with a line about each piece of work, and the time left, about.
+        finished: called with each run as soon as its peak and a single step are measured, and that step's time over
+            plain training's. Steps are taken in turn later.
 
     Raises:
         BudgetError: a budget can't be read, or there is none.
@@ -131,13 +140,17 @@ def compare(
             options=options,
             budgets_bytes=sorted(set(limits.values())),
             say=say,
+            finished=finished or (lambda run, ratio: None),
             shown=[plain],
+            repeats=repeats,
+            pending=list(chosen),
         )
+        contest.show(plain)
         for peer in chosen:
             contest.add_peer(peer, min(TRIAL_REPEATS, repeats))
         contest.add_monetlite()
         running = [item for item in contest.shown if not item.run.failure]
-        say(f"timing {len(running)} ways to train, {repeats} steps of each, in turn")
+        contest.tell(f"timing {len(running)} ways to train, {repeats} steps of each, in turn")
         runs = bench.time(contest.shown, repeats)
     return Comparison(
         model=name or type(model).__name__,
@@ -211,11 +224,59 @@ class _Contest:
     budgets_bytes: list[int]
     say: Callable[[str], None]
     shown: list[Entrant]
+    finished: Callable[[PeerRun, float | None], None] = lambda run, ratio: None
+    repeats: int = 1
+    pending: list[Peer] = field(default_factory=list)
+    """Peers that are not done."""
+    to_solve: int = 0
+    """Schedules of monetlite's that are not solved, once its turn has come."""
     tried: list[PeerRun] = field(default_factory=list)
     restricted: list[Schedule] = field(default_factory=list)
 
+    def show(self, entrant: Entrant) -> None:
+        """Tell of a run that was measured, with the time of one step."""
+        run, plain_ms = entrant.run, self.shown[0].first_ms
+        if entrant.first_ms:
+            run = replace(run, times_ms=(entrant.first_ms,))
+        self.finished(run, entrant.first_ms / plain_ms if entrant.first_ms and plain_ms else None)
+
+    def enter(self, contender: Contender) -> Entrant:
+        """Measure a contender, and tell of it."""
+        entrant = self.bench.enter(contender)
+        self.show(entrant)
+        return entrant
+
+    def tell(self, text: str) -> None:
+        """Tell what is done next, and how long everything takes from here, about."""
+        minutes, seconds = divmod(round(self.seconds_left() / 10) * 10, 60)
+        left = f"{minutes} min {seconds} s" if minutes else f"{max(10, seconds)} s"
+        self.say(f"{text}; about {left} left")
+
+    def seconds_left(self) -> float:
+        """Time from here to the end, by plain training's step and by what is pending."""
+        step_s = self.shown[0].first_ms / 1000
+        settings = {peer: SETTINGS.get(peer, 1) for peer in self.pending}
+        by_solving = sum(peer in (Peer.CHECKMATE, Peer.GIST) for peer in self.pending) * len(self.budgets_bytes)
+        compiling = sum(COMPILING_SECONDS.get(peer, 0.0) * count for peer, count in settings.items())
+        solves = self.to_solve
+        if self.pending:
+            solves = len(self.budgets_bytes) + len(self.shown) - 1 + len(self.pending)
+        entering = sum(settings.values()) + by_solving + solves
+        timing = (len(self.shown) + len(self.pending) + solves) * self.repeats
+        return (
+            (solves + by_solving) * self.options.time_limit
+            + compiling
+            + ((entering * STEPS_TO_ENTER + timing) * step_s)
+        )
+
     def add_peer(self, peer: Peer, trial_repeats: int) -> None:
         """Measure a peer in every setting that it has, and let those take part that are best within a budget."""
+        try:
+            self._add_peer(peer, trial_repeats)
+        finally:
+            self.pending.remove(peer)
+
+    def _add_peer(self, peer: Peer, trial_repeats: int) -> None:
         if peer in (Peer.CHECKMATE, Peer.GIST):
             for budget_bytes in reversed(self.budgets_bytes):
                 entrant = self._scheduled(peer, budget_bytes)
@@ -229,15 +290,16 @@ class _Contest:
             contenders = FAMILIES[peer](self.bench.plain)
         except Exception as error:
             self.shown.append(Entrant(run=PeerRun(peer=peer, failure=reason(error))))
+            self.show(self.shown[-1])
             return
         entered = []
         for contender in contenders:
-            self.say(f"measuring {TITLES[peer]}: {contender.setting}")
-            entered.append(self.bench.enter(contender))
+            self.tell(f"measuring {TITLES[peer]}: {contender.setting}")
+            entered.append(self.enter(contender))
         failed = [item.run for item in entered if item.run.failure]
         best = [item for item in entered if not item.run.failure]
         if len(entered) > 1 and best:
-            self.say(f"timing {len(best)} settings of {TITLES[peer]}")
+            self.tell(f"timing {len(best)} settings of {TITLES[peer]}")
             trials = self.bench.time(best, trial_repeats)
             fastest = fastest_within(trials, self.budgets_bytes)
             best = [item for item, trial in zip(best, trials, strict=True) if trial in fastest]
@@ -260,7 +322,10 @@ class _Contest:
         found: list[tuple[int, Schedule]] = []
         added: list[Entrant] = []
         refused: list[Entrant] = []
-        for budget_bytes in sorted({*self.budgets_bytes, *peaks}):
+        asked = sorted({*self.budgets_bytes, *peaks})
+        compiled = sorted({run.peak_bytes or 0 for run in rivals if run.peer is Peer.INDUCTOR})
+        for number, budget_bytes in enumerate(asked):
+            self.to_solve = len(asked) - number + 2 * len(compiled)
             if found and found[-1][0] >= NEAR * budget_bytes:
                 continue
             starts = [schedule for _, schedule in found[-2:]]
@@ -272,7 +337,8 @@ class _Contest:
             added.append(entrant)
             if entrant.schedule is not None:
                 found.append((budget_bytes, entrant.schedule))
-        for budget_bytes in sorted({run.peak_bytes or 0 for run in rivals if run.peer is Peer.INDUCTOR}):
+        for number, budget_bytes in enumerate(compiled):
+            self.to_solve = 2 * (len(compiled) - number)
             starts = [schedule for within, schedule in found if within <= budget_bytes]
             # Of all implementations, and of those that Inductor fuses best.
             for with_defaults in (False, True):
@@ -283,6 +349,7 @@ class _Contest:
                     self.tried.append(entrant.run)
                 else:
                     added.append(entrant)
+        self.to_solve = 0
         self.shown += [*reversed(added), *refused[-1:]]
 
     def _scheduled(
@@ -298,7 +365,7 @@ class _Contest:
         within_bytes = budget_bytes
         entrant: Entrant | None = None
         for attempt in range(RETRIES + 1):
-            self.say(f"solving for {TITLES[peer]} within {format_bytes(within_bytes)}")
+            self.tell(f"solving for {TITLES[peer]} within {format_bytes(within_bytes)}")
             try:
                 method = Peer.CHECKMATE if with_defaults else peer
                 schedule = _solve(method, self.profiles, within_bytes, self.options, starts)
@@ -308,9 +375,11 @@ class _Contest:
                     break  # over the budget, as its figures say; nothing takes less
                 setting = _setting(budget_bytes, compiled, with_defaults)
                 run = PeerRun(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=_why(error))
-                return Entrant(run=run, refused=refused)
+                entrant = Entrant(run=run, refused=refused)
+                self.show(entrant)
+                return entrant
             contender = scheduled(peer, schedule, budget_bytes, compiled=compiled, with_defaults=with_defaults)
-            entrant = self.bench.enter(contender)
+            entrant = self.enter(contender)
             if entrant.run.failure:
                 break
             entrant = replace(entrant, schedule=schedule)
