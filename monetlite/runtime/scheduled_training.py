@@ -61,7 +61,14 @@ from monetlite.tracing.capture import (
     training_step,
 )
 from monetlite.tracing.operator_graph import Traced, build_graph
-from monetlite.tracing.step_inputs import Arguments, autocast_dtype, device_of, on_its_gpu, tensors_in_order
+from monetlite.tracing.step_inputs import (
+    Arguments,
+    autocast_dtype,
+    device_of,
+    on_its_gpu,
+    tensor_arguments,
+    tensors_in_order,
+)
 
 MAX_SOLVED = 8
 """Schedules that are solved for one model at training time, before inputs have to vary less."""
@@ -168,7 +175,8 @@ class ScheduledTraining:
         serving = self._serving(call, autocast)
         if not serving and self.budget is None:
             tensors = tensors_in_order(self.model, *call)
-            raise ModelError(serving_problem(self.schedules[-1], tensors, autocast) or "")
+            names = tensor_arguments(self.model, *call)
+            raise ModelError(serving_problem(self.schedules[-1], tensors, autocast, names) or "")
         self.schedule = serving[0] if serving else self._solve(call)
         try:
             output = self._capture(call)

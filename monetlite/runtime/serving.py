@@ -62,15 +62,25 @@ def size_served(schedule: Schedule) -> tuple[int, int]:
     return sum(math.prod(spec.shape) for spec in schedule.inputs.values()), schedule.plain_peak_bytes
 
 
-def serving_problem(schedule: Schedule, tensors: Sequence[torch.Tensor], autocast: str) -> str | None:
-    """The reason why a schedule can't serve some inputs; None if it can."""
+def serving_problem(
+    schedule: Schedule, tensors: Sequence[torch.Tensor], autocast: str, names: Sequence[str] = ()
+) -> str | None:
+    """The reason why a schedule can't serve some inputs, whose arguments have these names; None if it can."""
     if schedule.autocast != autocast:
         return autocast_problem(schedule.autocast, autocast)
     expected = list(schedule.inputs.values())
     if len(tensors) != len(expected):
+        given = f" ({', '.join(names)})" if names else ""
+        leave_out = ""
+        if len(tensors) > len(expected):
+            masks = [name for name in names if name.endswith("mask")]
+            same = f": an all-ones {masks[0]} changes nothing, one with padding does" if masks else ""
+            leave_out = f"leave out what it was solved without{same}. Or "
         return (
-            f"the schedule was solved for {len(expected)} input tensors, this call has {len(tensors)}; "
-            "solve a schedule for these inputs"
+            f"the schedule was solved for {len(expected)} input tensors, this call has {len(tensors)}{given}; "
+            f"{leave_out}solve for these inputs: monetlite.within(model, "
+            f'budget="{format_bytes(schedule.budget_bytes)}") does so at the first step, '
+            "and monetlite.optimize makes a schedule to keep"
         )
     for number, (tensor, spec) in enumerate(zip(tensors, expected, strict=True)):
         dtype = str(tensor.dtype).removeprefix("torch.")

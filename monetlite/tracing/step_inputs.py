@@ -40,17 +40,36 @@ def leaves_in_order(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[
     A forward pass that takes only `*args, **kwargs` doesn't say which of its positional arguments has which name.
     Arguments that don't fit the signature come as they are: the model itself refuses them.
     """
-    if not kwargs:
-        return pytree.tree_leaves(args)
+    bound = _by_parameter(model, args, kwargs) if kwargs else None
+    return pytree.tree_leaves((args, dict(kwargs)) if bound is None else list(bound.values()))
+
+
+def _by_parameter(
+    model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> dict[str, object] | None:
+    """Arguments by the forward pass's parameters, in its order; None if they don't fit it."""
     try:
         signature = inspect.signature(uncompiled(model).forward)
         bound = signature.bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
-        return pytree.tree_leaves((args, dict(kwargs)))
+        return None
     for name, item in signature.parameters.items():
         if item.kind is inspect.Parameter.VAR_KEYWORD:
             bound[name] = dict(sorted(bound.get(name, {}).items()))
-    return pytree.tree_leaves(list(bound.values()))
+    return bound
+
+
+def tensor_arguments(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[str]:
+    """Names of a call's arguments that are, or hold, tensors; empty if they don't fit the forward pass."""
+    named: dict[str, object] = {}
+    for name, value in (_by_parameter(model, args, kwargs) or {}).items():
+        # Arguments of `**kwargs` have names of their own.
+        named |= value if isinstance(value, dict) and not value.keys().isdisjoint(kwargs) else {name: value}
+    return [
+        name
+        for name, value in named.items()
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+    ]
 
 
 def tensors_in_order(

@@ -187,8 +187,32 @@ def test_another_number_of_inputs():
     model = TwoInputsTwoOutputs()
     inputs = (torch.randint(0, 11, (3, 6)), torch.randn(3, 8))
     wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
-    with pytest.raises(ModelError, match="solved for 2 input tensors, this call has 1"):
+    with pytest.raises(ModelError, match=r"solved for 2 input tensors, this call has 1; solve for these inputs"):
         wrapper(inputs[0])
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+
+    def forward(self, input_ids=None, attention_mask=None, **others):
+        x = self.embed(input_ids)
+        return (x if attention_mask is None else x * attention_mask[..., None]) * others["labels"][..., None]
+
+
+def test_an_input_too_many_is_named_with_what_to_do():
+    """Tokenizers give an attention_mask; a schedule that was solved without one does not serve it."""
+    model, tokens = Masked(), torch.randint(0, 11, (3, 6))
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, {"labels": tokens, "input_ids": tokens}))
+    with pytest.raises(ModelError) as refused:
+        wrapper(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens))
+    told = str(refused.value)
+    assert "this call has 3 (input_ids, attention_mask, labels)" in told
+    assert "leave out what it was solved without: an all-ones attention_mask changes nothing" in told
+    assert 'monetlite.within(model, budget="' in told
+    kept = {"labels": tokens, "input_ids": tokens}  # in any order
+    assert_same(step(wrapper, kept), step(model, kept))
 
 
 def test_keyword_arguments_and_nested_outputs():
