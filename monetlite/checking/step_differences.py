@@ -21,6 +21,10 @@ NEGLIGIBLE = 1e-3
 cancel to nothing (of a weight in front of a normalisation) are rounding errors in plain training too."""
 
 
+PIECE = 2**22
+"""Elements of a tensor that are compared at a time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepDifferences:
     """Differences of a step's results from plain training's: the largest absolute one over the largest magnitude.
@@ -109,12 +113,18 @@ def difference(expected: torch.Tensor, found: torch.Tensor, least: float = 0.0) 
         return 0.0
     if expected.is_complex():
         expected, found = torch.view_as_real(expected), torch.view_as_real(found)
-    expected, found = expected.double(), found.double()
-    worst = (expected - found).abs().max().item()
-    largest = max(expected.abs().max().item(), least)
+    # In pieces: in float64, large gradients beside their difference take many times their memory.
+    pairs = list(zip(torch.split(expected.flatten(), PIECE), torch.split(found.flatten(), PIECE), strict=True))
+    worst = _largest((one.double() - other.double()).abs() for one, other in pairs)
+    largest = max(_largest(one.double().abs() for one, _ in pairs), least)
     if worst != worst:
         return 0.0 if torch.equal(expected.nan_to_num(), found.nan_to_num()) else MISSING
     return worst / largest if largest > 0 else worst
+
+
+def _largest(pieces: Iterable[torch.Tensor]) -> float:
+    """The largest number of some tensors; NaN if one of them has one."""
+    return torch.stack([piece.max() for piece in pieces]).max().item()
 
 
 def differences(

@@ -117,7 +117,7 @@ class Trainee:
         named = [*self.model.named_parameters(), *inputs]
         return Snapshot(
             loss=on_cpu(loss),
-            gradients={name: on_cpu(tensor.grad) for name, tensor in named if tensor.grad is not None},
+            gradients={name: taken_gradient(tensor) for name, tensor in named if tensor.grad is not None},
             buffers={name: on_cpu(tensor) for name, tensor in self.model.named_buffers()},
             random_state=after,
             drew=not torch.equal(before, after),
@@ -174,6 +174,12 @@ class Trainee:
         self._synchronize()
         free_bytes, total_bytes = torch.cuda.mem_get_info()
         return total_bytes - free_bytes
+
+    def forget_state(self) -> None:
+        """Free the optimizer's state, and gradients; the next step makes them anew."""
+        self.clear()
+        if self.stepper is not None:
+            self.stepper.state.clear()
 
     def clear(self) -> None:
         """Drop all gradients or, to accumulate, set them to zero."""
@@ -314,6 +320,13 @@ def off_by(fraction: float, seed: int) -> Callable[[str, torch.Tensor], torch.Te
         return weights.addcmul(weights, signs.to(weights), value=fraction)
 
     return change
+
+
+def taken_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's gradient in main memory, which the tensor then no longer has."""
+    gradient, tensor.grad = tensor.grad, None
+    assert gradient is not None
+    return gradient.detach().to("cpu")
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def verify(
 ) -> Report:
     """Run one training step plainly and by the schedule, and compare their results.
 
-    Both run on copies of the model.
+    Both run on copies of the model, which have one copy of its weights.
 
     Args:
         model: the module the schedule is for, in training mode (a wrapped one is unwrapped).
@@ -62,9 +62,48 @@ def verify(
     """
     if repeats < 1:
         raise ModelError(f"{repeats} timed steps measure nothing; take at least 1")
-    schedule = loaded(schedule)
     if isinstance(model, MONeTWrapper):
         model = model.model
+    memo: dict[int, Any] = {}
+    copied(model, memo)
+    own = {at: memo[at] for at in _tensors(model) if at in memo}
+    return verify_own(
+        model,
+        loaded(schedule),
+        example_inputs,
+        own,
+        loss=loss,
+        repeats=repeats,
+        seed=seed,
+        operators=operators,
+        limits=limits,
+        progress=progress,
+    )
+
+
+def verify_own(
+    model: nn.Module,
+    schedule: Schedule,
+    example_inputs: Inputs,
+    own: dict[int, Any] | None = None,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    repeats: int = 3,
+    seed: int = 0,
+    operators: bool | None = None,
+    limits: VerificationLimits | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Compare a training step by the schedule with a plain one, as `verify` does, with one set of weights.
+
+    Args:
+        model: as in `verify`; its modules are copied, and called nowhere.
+        schedule: the schedule.
+        example_inputs: as in `verify`.
+        own: tensors to train in place of the model's, by the id of these; by default the model's own.
+        loss, repeats, seed, operators, limits, progress: as in `verify`.
+    """
+    own = _tensors(model) if own is None else own
     limits = limits or VerificationLimits()
     args, kwargs = split_inputs(example_inputs)
     device = "cuda" if any(item.is_cuda for item in model.parameters()) else "cpu"
@@ -81,13 +120,14 @@ def verify(
         )
 
     say = progress or (lambda _: None)
-    plain, scheduled = trainee(copied(model)), trainee(MONeTWrapper(copied(model), schedule))
+    # Both have the same weights, buffers and places for gradients; each step begins from cleared ones.
+    plain, scheduled = trainee(copied(model, dict(own))), trainee(MONeTWrapper(copied(model, dict(own)), schedule))
     if schedule.reserved_bytes is not None:
         scheduled.limit_bytes = schedule.budget_bytes
     say("training a step plainly")
     reference = Reference(plain, seed)
     say("training a step by the schedule")
-    differences = reference.compare(scheduled.snapshot(seed), schedule.tolerance)
+    differences = reference.compare(reference.take(scheduled), schedule.tolerance)
     say("training a step plainly again")
     repeated = reference.compare(reference.take(plain), ROUNDING)
     unrepeated = max(repeated.loss, repeated.largest_of_gradients)
@@ -101,7 +141,9 @@ def verify(
     plain_ms, scheduled_ms = map(statistics.median, step_times_ms((plain, scheduled), repeats))
     shapes = [tuple(item.shape) for item in tensors_in_order(model, args, kwargs)]
     say("measuring the memory of each")
-    memory, plain_memory = scheduled.memory(), plain.memory()
+    memory = scheduled.memory()
+    scheduled.forget_state()
+    plain_memory = plain.memory()
     report = Report(
         **vars(differences),
         peak_bytes=memory.peak_bytes,
@@ -126,24 +168,33 @@ def verify(
     if operators or (operators is None and report.largest_difference > allowed):
         say("comparing operator by operator")
         del plain, scheduled, reference.plain  # whose memory is needed
-        report = replace(report, operators=_by_operator(model, schedule, trainee, reference))
+        report = replace(report, operators=_by_operator(model, own, schedule, trainee, reference))
     return report
 
 
 def _by_operator(
-    model: nn.Module, schedule: Schedule, trainee: Callable[[nn.Module], Trainee], reference: Reference
+    model: nn.Module,
+    own: dict[int, Any],
+    schedule: Schedule,
+    trainee: Callable[[nn.Module], Trainee],
+    reference: Reference,
 ) -> OperatorComparison:
     """Run both steps again, node by node."""
     plain = PlainStep()
-    captured = reference.compare(reference.take(trainee(WatchedWrapper(copied(model), schedule, plain))))
+    captured = reference.compare(reference.take(trainee(WatchedWrapper(copied(model, dict(own)), schedule, plain))))
     scheduled = ScheduledStep(plain, schedule.tolerance, reference.expected.gradients.values())
-    reference.take(trainee(WatchedWrapper(copied(model), schedule, scheduled)))
+    reference.take(trainee(WatchedWrapper(copied(model, dict(own)), schedule, scheduled)))
     return OperatorComparison(
         runs=scheduled.runs,
         again=scheduled.again,
         differing=tuple(sorted(scheduled.differing, key=lambda item: -item.difference)),
         captured=captured.largest_difference,
     )
+
+
+def _tensors(model: nn.Module) -> dict[int, Any]:
+    """A model's parameters and buffers, by their ids."""
+    return {id(item): item for item in (*model.parameters(), *model.buffers())}
 
 
 def _priced_on(schedule: Schedule) -> str:

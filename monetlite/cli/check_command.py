@@ -17,6 +17,7 @@ from monetlite.cli.option_types import Percentage
 from monetlite.cli.running import EXIT_FAILED, CommandExit, command, prints_aside
 from monetlite.cli.subjects import build, model_of
 from monetlite.cli.terminal import Terminal
+from monetlite.core.units import format_bytes
 
 DEFAULT_OPERATORS = 10
 """Number of operators that differ to print."""
@@ -82,17 +83,34 @@ def check(
     terminal.import_torch()
     import torch
 
+    from monetlite.checking.needed_memory import needed_memory, refuse_too_large
     from monetlite.checking.report import VerificationLimits
-    from monetlite.checking.verification import verify
+    from monetlite.checking.verification import verify_own
+    from monetlite.fx.torch_internals import torch_pytree as pytree
     from monetlite.reporting.text_verify import print_report, report_facts
 
+    # A model of the library can be sized before its weights take memory.
+    sized_first = loaded.source is not None and choice.spec == loaded.source.model
     torch.manual_seed(seed)
-    built = build(choice, terminal)
+    built = build(choice, terminal, meta=sized_first)
+    tensors = pytree.tree_leaves(built.example_inputs)
+    needed = needed_memory(
+        built.model,
+        [item for item in tensors if isinstance(item, torch.Tensor)],
+        loaded,
+        on_gpu=torch.cuda.is_available(),
+        by_operator=bool(operators),
+    )
+    refuse_too_large(needed, held_bytes=0 if sized_first else needed.weights, on_gpu=torch.cuda.is_available())
+    terminal.tell(f"this takes about {format_bytes(needed.in_all)} of memory: {needed}")
+    if sized_first:
+        torch.manual_seed(seed)
+        built = build(choice, terminal)
     model, inputs = built.model, built.example_inputs
     if torch.cuda.is_available():
         model, inputs = model.cuda(), _to_cuda(inputs)
     with terminal.line("training by the schedule, and plainly") as progress, prints_aside():
-        report = verify(
+        report = verify_own(
             model,
             loaded,
             inputs,
