@@ -36,7 +36,7 @@ class _State(Enum):
 
 
 @dataclass(slots=True)
-class _Block:
+class _SegmentBlock:
     address: int
     size: int
     segment: int
@@ -53,16 +53,16 @@ class _Pool:
     def __init__(self, expandable: bool, page: int) -> None:
         self.expandable = expandable
         self.page = page
-        self.blocks: dict[int, _Block] = {}
-        self._ending: dict[int, _Block] = {}
+        self.blocks: dict[int, _SegmentBlock] = {}
+        self._ending: dict[int, _SegmentBlock] = {}
         self._free: list[tuple[int, int]] = []
         """(size, address) of the free blocks, in order."""
         self._unmapped: list[int] = []
         self._segments = itertools.count()
         if expandable:
-            self._insert(_Block(0, _ADDRESSES, next(self._segments), _State.UNMAPPED))
+            self._insert(_SegmentBlock(0, _ADDRESSES, next(self._segments), _State.UNMAPPED))
 
-    def find(self, size: int) -> _Block | None:
+    def find(self, size: int) -> _SegmentBlock | None:
         """The free block that a request gets."""
         at = bisect_left(self._free, (size, -1))
         if at == len(self._free):
@@ -77,29 +77,29 @@ class _Pool:
         after = self.blocks.get(block.end)
         return block.size + (after.size if after is not None and after.state is _State.UNMAPPED else 0)
 
-    def take(self, block: _Block, size: int) -> _Block:
+    def take(self, block: _SegmentBlock, size: int) -> _SegmentBlock:
         """Use a free block for a request, leaving the rest of it free where the rest is worth a block."""
         self._remove(block)
         rest = block.size - size
         if rest >= SMALLEST if self.expandable or self.page == SMALL_PAGE else rest > SMALL:
-            self._insert(_Block(block.address + size, rest, block.segment, _State.FREE))
+            self._insert(_SegmentBlock(block.address + size, rest, block.segment, _State.FREE))
             block.size = size
         block.state = _State.USED
         self._insert(block)
         return block
 
-    def give(self, block: _Block) -> None:
+    def give(self, block: _SegmentBlock) -> None:
         """Free a block, together with its free neighbours."""
         self._remove(block)
         block.state = _State.FREE
         self._insert_merged(block)
 
-    def grow(self, size: int) -> tuple[_Block, int]:
+    def grow(self, size: int) -> tuple[_SegmentBlock, int]:
         """A free block for a request that finds none, and the bytes that the GPU was asked for."""
         if not self.expandable:
             room = _segment_bytes(size)
             segment = next(self._segments)
-            block = _Block((segment + 1) * _ADDRESSES, room, segment, _State.FREE)
+            block = _SegmentBlock((segment + 1) * _ADDRESSES, room, segment, _State.FREE)
             self._insert(block)
             return block, room
         block, asked = self._lowest(size), 0
@@ -109,13 +109,13 @@ class _Pool:
             mapped = _rounded(min(missing, unmapped.size), self.page)
             self._remove(unmapped)
             if mapped < unmapped.size:
-                rest = _Block(unmapped.address + mapped, unmapped.size - mapped, 0, _State.UNMAPPED)
+                rest = _SegmentBlock(unmapped.address + mapped, unmapped.size - mapped, 0, _State.UNMAPPED)
                 self._insert(rest)
-            block = self._insert_merged(_Block(unmapped.address, mapped, 0, _State.FREE))
+            block = self._insert_merged(_SegmentBlock(unmapped.address, mapped, 0, _State.FREE))
             asked += mapped
         return block, asked
 
-    def _lowest(self, size: int) -> _Block:
+    def _lowest(self, size: int) -> _SegmentBlock:
         """The first block of the lowest addresses that hold a request with no block in use, some of them
         unmapped."""
         for address in self._unmapped:
@@ -146,34 +146,34 @@ class _Pool:
                 continue
             self._remove(block)
             if first > address:
-                self._insert(_Block(address, first - address, 0, _State.FREE))
+                self._insert(_SegmentBlock(address, first - address, 0, _State.FREE))
             if last < block.end:
-                self._insert(_Block(last, block.end - last, 0, _State.FREE))
-            self._insert_merged(_Block(first, last - first, 0, _State.UNMAPPED))
+                self._insert(_SegmentBlock(last, block.end - last, 0, _State.FREE))
+            self._insert_merged(_SegmentBlock(first, last - first, 0, _State.UNMAPPED))
             returned += last - first
         return returned
 
-    def _insert_merged(self, block: _Block) -> _Block:
+    def _insert_merged(self, block: _SegmentBlock) -> _SegmentBlock:
         """Insert a block, joined by neighbours in its state and segment."""
         before = self._ending.get(block.address)
         if before is not None and (before.state, before.segment) == (block.state, block.segment):
             self._remove(before)
-            block = _Block(before.address, before.size + block.size, block.segment, block.state)
+            block = _SegmentBlock(before.address, before.size + block.size, block.segment, block.state)
         after = self.blocks.get(block.end)
         if after is not None and (after.state, after.segment) == (block.state, block.segment):
             self._remove(after)
-            block = _Block(block.address, block.size + after.size, block.segment, block.state)
+            block = _SegmentBlock(block.address, block.size + after.size, block.segment, block.state)
         self._insert(block)
         return block
 
-    def _insert(self, block: _Block) -> None:
+    def _insert(self, block: _SegmentBlock) -> None:
         self.blocks[block.address] = self._ending[block.end] = block
         if block.state is _State.FREE:
             insort(self._free, (block.size, block.address))
         elif block.state is _State.UNMAPPED:
             insort(self._unmapped, block.address)
 
-    def _remove(self, block: _Block) -> None:
+    def _remove(self, block: _SegmentBlock) -> None:
         del self.blocks[block.address], self._ending[block.end]
         if block.state is _State.FREE:
             del self._free[bisect_left(self._free, (block.size, block.address))]

@@ -51,7 +51,7 @@ class LeastPeak:
         return self.profile.graph
 
     def advice(self, budget_bytes: int) -> str:
-        """What fills the peak, and what would help, in sentences and lines."""
+        """Sentences on what fills the peak, and lines on what would help."""
         peak_bytes = self.parts.peak_bytes
         named = sorted(self.parts.peak_bytes_of.items(), key=lambda item: -item[1])
         filled = [f"{format_bytes(size)} {what}" for what, size in named if size >= NAMED_PART * peak_bytes]

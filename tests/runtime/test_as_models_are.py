@@ -173,7 +173,7 @@ def test_what_wrap_and_verify_take(tmp_path):
     assert monetlite.verify(model, str(tmp_path / "s.yaml"), x, repeats=1).largest_difference == 0
     with pytest.raises(ModelError, match="take at least 1"):
         monetlite.verify(model, tmp_path / "s.yaml", x, repeats=0)
-    with pytest.raises(ModelError, match=r"for a budget: MONeTWrapper\(model, budget='6GB'\)"):
+    with pytest.raises(ModelError, match=r"give a budget by its name: budget='6GB'"):
         monetlite.MONeTWrapper(model, "6GB")
     with pytest.raises(BudgetError):
         monetlite.MONeTWrapper(model, budget="much")

@@ -70,7 +70,7 @@ class Column:
     ways: Mapping[tuple[str, When], int] = field(default_factory=dict)
 
 
-class Stretch(NamedTuple):
+class NamedColumns(NamedTuple):
     """Columns in a row that have one name: from `first` to the one before `after`."""
 
     name: str
@@ -217,14 +217,14 @@ def _draw_ways(
         )
 
 
-def _names(columns: Sequence[Column], width: float) -> tuple[list[Stretch], int]:
+def _names(columns: Sequence[Column], width: float) -> tuple[list[NamedColumns], int]:
     """Names along the axis, and their rotation.
 
     Few columns are named each; of more, the modules are, as deep in the model as their names can be read. Where
     that says next to nothing, columns at regular intervals are.
     """
     inch = width / max(1, len(columns))
-    best: list[Stretch] = []
+    best: list[NamedColumns] = []
     best_covered = 0
     if len(columns) > _NAMED_COLUMNS:
         for depth in range(1, max(column.module.count(".") for column in columns) + 2):
@@ -235,13 +235,13 @@ def _names(columns: Sequence[Column], width: float) -> tuple[list[Stretch], int]
                 best, best_covered = readable, covered
     if len(best) < MIN_NAMES:
         apart = -(-len(columns) // _NAMED_COLUMNS)
-        return [Stretch(columns[at].name, at, at + 1) for at in range(0, len(columns), apart)], 90
+        return [NamedColumns(columns[at].name, at, at + 1) for at in range(0, len(columns), apart)], 90
     level = all(len(item.name) * _LETTER + 0.1 <= (item.after - item.first) * inch for item in best)
     return best, 0 if level else 90
 
 
 def _name_columns(
-    panels: Sequence[Axes], columns: Sequence[Column], named: Sequence[Stretch], rotation: int
+    panels: Sequence[Axes], columns: Sequence[Column], named: Sequence[NamedColumns], rotation: int
 ) -> None:
     """Names below the lowest panel, and a shade behind every other stretch of all of them."""
     lowest = panels[-1]
@@ -350,11 +350,11 @@ def in_at_most(columns: Sequence[Column], most: int = MAX_COLUMNS) -> tuple[Colu
     return tuple(_merged(columns[at : at + share]) for at in range(0, len(columns), share))
 
 
-def stretches_at(columns: Sequence[Column], depth: int) -> list[Stretch]:
+def stretches_at(columns: Sequence[Column], depth: int) -> list[NamedColumns]:
     """Columns in a row whose modules have the same first levels."""
     names = [".".join(column.module.split(".")[:depth]) for column in columns]
     firsts = [at for at, name in enumerate(names) if at == 0 or name != names[at - 1]]
-    return [Stretch(names[first], first, after) for first, after in pairwise([*firsts, len(names)])]
+    return [NamedColumns(names[first], first, after) for first, after in pairwise([*firsts, len(names)])]
 
 
 def _merged(columns: Sequence[Column]) -> Column:
