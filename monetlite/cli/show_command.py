@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from monetlite.cli.command_options import (
     ModelChoice,
@@ -21,7 +22,7 @@ from monetlite.cli.command_options import (
     time_limit_option,
     with_options,
 )
-from monetlite.cli.running import check_writable, command, only_for
+from monetlite.cli.running import check_writable, command, only_for, source_of
 from monetlite.cli.subjects import OpenedSchedule, open_schedule
 from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import MonetliteError
@@ -37,6 +38,10 @@ TEXT, RESCALED, REPORT, TIMELINE, TRADEOFF, CHOICES = (
     "tradeoff",
     "choices",
 )
+SEARCHES = 3
+"""Searches that the text makes."""
+POINT_SECONDS = 16.0
+"""Seconds for each point of a trade-off, by default."""
 _PICTURES, _PAGES, _SCHEDULES = (".png", ".svg", ".pdf"), (".html",), (".yaml", ".yml")
 _ONLY_FOR = (
     (("by",), (TIMELINE,), "--kind timeline"),
@@ -83,9 +88,9 @@ _no_solve_option = click.option(
 )
 _search_options = with_options(
     time_limit_option(
-        10.0,
-        "Seconds for each search: the text makes three (10% more memory, 10% less, the smallest peak), a trade-off "
-        "one for each budget, and half as long again for the baselines.",
+        SEARCHES * 10.0,
+        "Seconds of all searches together. The text makes three: 10% more memory, 10% less, the smallest peak. A "
+        f"trade-off takes {POINT_SECONDS:g} seconds for each point by default, a third of them for the baselines.",
     ),
     options_of(SolvingOptions, "seed"),
 )
@@ -205,7 +210,8 @@ def _explain(terminal: Terminal, opened: OpenedSchedule, solving: SolvingOptions
         bound_ms = opened.schedule.lower_bound_ms if analysis.as_solved else 0.0
         with terminal.line("looking for the smallest peak"):
             ensure_compiled(math.inf)  # once per machine; not what the time limit is for
-            lowest = lowest_peak(profile, steps, solving)
+            each = replace(solving, time_limit=solving.time_limit / SEARCHES)
+            lowest = lowest_peak(profile, steps, each)
 
         def solved(percent: int) -> Alternative:
             budget_bytes = opened.schedule.budget_bytes * percent // 100
@@ -214,7 +220,7 @@ def _explain(terminal: Terminal, opened: OpenedSchedule, solving: SolvingOptions
                     profile,
                     steps,
                     budget_bytes,
-                    solving,
+                    each,
                     known_bound_ms=bound_ms if percent < 100 else 0.0,
                     progress=progress,
                 )
@@ -268,6 +274,8 @@ def _draw(
             from monetlite.reporting.text_solve import print_tradeoff, tradeoff_facts, tradeoff_rows
 
             options = replace(solving, tolerance=opened.schedule.tolerance)
+            if source_of("time_limit") is ParameterSource.DEFAULT:
+                options = replace(options, time_limit=points * POINT_SECONDS)
             with terminal.named_bar("solving") as progress:
                 found = trade_off(
                     opened.profile, opened.plain, opened.steps, options, points=points, progress=progress

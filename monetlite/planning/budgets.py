@@ -73,7 +73,7 @@ def sweep(
         profile: from `monetlite.profile`.
         budgets: as in `solve`, in any order.
         progress: called with the budget in bytes, and how its solve stands.
-        **options: as in `solve`; the time limit is of each budget.
+        **options: as in `solve`; the time limit is of all budgets together, by default 60 s for each.
 
     Returns:
         The schedule of each budget; None where nothing fits or nothing was found.
@@ -83,10 +83,10 @@ def sweep(
     """
     from monetlite.solving.sweep import sweep_profile
 
-    solving = SolvingOptions(**options)
+    asked = [budgets] if isinstance(budgets, (str, int, float)) else list(budgets)
+    solving = SolvingOptions(**{"time_limit": SolvingOptions.time_limit * max(1, len(asked)), **options})
     profile = solving.allowed(profile)
     plain_peak_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
-    asked = [budgets] if isinstance(budgets, (str, int, float)) else budgets
     in_bytes = {budget: parse_budget(budget, plain_peak_bytes) for budget in asked}
     with interrupts_kept():
         solutions = sweep_profile(profile, list(in_bytes.values()), solving, progress=progress)

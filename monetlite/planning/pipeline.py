@@ -61,8 +61,7 @@ def optimize(
         implementations: `"all"`, or `"default"` to store and recompute only, every operator running as it was
             traced (as Checkmate does, Jain et al., MLSys 2020).
         reserved: the budget is of the memory that torch's CUDA allocator reserves, which `nvidia-smi` shows, in a
-            script that calls `monetlite.limit_reserved`; computed from the schedule's requests. Where memory is
-            hard to fill without gaps, solving takes up to three times the time limit.
+            script that calls `monetlite.limit_reserved`; computed from the schedule's requests.
         time_limit: seconds until the best schedule found is returned, with a bound on how much better any schedule
             could be; tracing and measuring come on top.
         solver: of the boolean program: `"SCIP"`, `"HIGHS"`, or `"GUROBI"` where it is installed.

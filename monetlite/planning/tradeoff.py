@@ -23,6 +23,8 @@ from monetlite.solving.sweep import sweep_profile
 
 BASELINE_SHARE = 0.25
 """Share of a budget's time for which each baseline is searched for that has to be."""
+SEARCHED_BASELINES = 2
+"""Baselines that are searched for: Checkmate and Gist."""
 _COMPILING_SECONDS = 600.0
 
 SQRT, BLOCKS = "√n checkpointing", "checkpointing every block"
@@ -74,7 +76,7 @@ class Tradeoff:
         budgets: ascending; more memory never has the slower schedule, nor the higher bound.
         others: points of each baseline, by its name.
         smallest_proven_bytes: nothing fits below; smallest_reached_bytes: the smallest peak of a known schedule.
-        time_limit: seconds for each budget; baseline_seconds: for each baseline that is searched for.
+        time_limit: seconds for each budget; baseline_seconds: for each budget of a baseline that is searched for.
     """
 
     plain: TradeoffPoint
@@ -105,7 +107,7 @@ def trade_off(
     Args:
         profile: the costs to solve with; plain: those of plain training, and of the baselines.
         steps: of a schedule on `profile`: every solve may begin from them.
-        options: tolerance, time limit of each budget, and seed; baselines come on top of the time.
+        options: tolerance, time limit of everything together, and seed.
         points: number of budgets.
         progress: called with what is done next, and the pieces of work that are done and in all.
 
@@ -113,7 +115,9 @@ def trade_off(
         ScheduleMismatch: the steps use an implementation that the tolerance rules out.
     """
     allowed, plain = options.allowed(profile), options.allowed(plain)
-    time_limit, seed = options.time_limit, options.seed
+    # The smallest budget, and each of the others with its baselines.
+    time_limit = options.time_limit / (1 + points * (1 + SEARCHED_BASELINES * BASELINE_SHARE))
+    seed = options.seed
     own = TradeoffPoint.of_steps(allowed, Choices.of_steps(profile.graph, steps).steps(allowed.graph))
     plain_point = TradeoffPoint.of_steps(plain, plain_steps(plain.graph))
     work = _Work(progress, total=2 + 4 * points)
@@ -139,7 +143,7 @@ def trade_off(
     solutions = sweep_profile(
         allowed,
         budgets,
-        options,
+        replace(options, time_limit=points * time_limit),
         starts=list(dict.fromkeys(point.steps for point in starts)),
         progress=solving,
     )

@@ -37,8 +37,12 @@ RELEASE_MS = 10.0
 unmapped and mapped page by page. It is not measured, and no step time has it."""
 FOR_THE_PEAK, FOR_LESS, ARRANGING = 0.25, 0.15, 0.6
 """Parts of the time."""
+GIVE_UP = 0.75
+"""Part of the time of arranging after which it ends if it has found nothing. The rest is for lowered budgets."""
 MAX_ROUNDS = 8
-"""Rounds with lowered budgets, while nothing fits, of `FOR_THE_PEAK` each."""
+"""Rounds with lowered budgets, while nothing fits."""
+ROUND_SHARE, MIN_SECONDS = 0.3, 0.5
+"""Part of the time left that a round takes, and its least time."""
 _LESS = 0.87
 """The second peak that is solved for, over the budget."""
 _STEP = 0.004
@@ -74,9 +78,9 @@ def solve_reserved(
     """Solve for a budget of reserved memory, as `monetlite.solving.solve_profile` says.
 
     The result is the fastest schedule found that runs within it, `starts` included. Its bound is that of all
-    schedules whose peak is within the budget, which are more. Where nothing fits in the time limit, lowered budgets
-    of the peak take up to twice that again. Where peaks are within the budget, but no schedule that runs within it
-    was found, the result has no steps, and `reserved_bytes` is the least that any schedule needs that was seen.
+    schedules whose peak is within the budget, which are more. Where peaks are within the budget, but no schedule
+    that runs within it was found, the result has no steps, and `reserved_bytes` is the least that any schedule
+    needs that was seen.
 
     Raises:
         DeviceError: the costs are a CPU's.
@@ -84,13 +88,14 @@ def solve_reserved(
     """
     refuse_without_gpu(profile)
     began = time.monotonic()
+    deadline = began + options.time_limit
     known = list(starts)
 
-    def solve(target_bytes: int, share: float, found: Sequence[Solution] = ()) -> Solution:
+    def solve(target_bytes: int, seconds: float, found: Sequence[Solution] = ()) -> Solution:
         return solve_peak(
             profile,
             target_bytes,
-            replace(options, time_limit=options.time_limit * share),
+            replace(options, time_limit=seconds),
             starts=[*known, *(item.steps for item in found if item.steps is not None)],
             progress=progress,
         )
@@ -99,15 +104,16 @@ def solve_reserved(
     for steps in known:
         with suppress(IllegalSchedule):  # not for these sizes
             candidates.append(Solution.of_steps(profile, steps, method="start"))
-    found = solve(budget_bytes, FOR_THE_PEAK)
+    found = solve(budget_bytes, FOR_THE_PEAK * options.time_limit)
     if found.steps is None:
         return found
     candidates.append(found)
     within = _reserved(profile, found.steps, budget_bytes)
     if within.fits and not within.releases:
-        candidates.append(solve(budget_bytes, 1 - FOR_THE_PEAK, [found]))
+        candidates.append(solve(budget_bytes, (1 - FOR_THE_PEAK) * options.time_limit, [found]))
     else:
-        candidates.append(replace(solve(int(budget_bytes * _LESS), FOR_LESS), lower_bound_ms=0.0))
+        less = solve(int(budget_bytes * _LESS), FOR_LESS * options.time_limit)
+        candidates.append(replace(less, lower_bound_ms=0.0))
         given = [item.steps for item in candidates if item.steps is not None]
         seconds = options.time_limit * ARRANGING
         arranged = arrange(profile, given, budget_bytes, seconds=seconds, seed=options.seed)
@@ -126,7 +132,7 @@ def solve_reserved(
         assert found.peak_bytes is not None
         over_bytes = max(0, least_limit(profile, found.steps) - budget_bytes) + int(budget_bytes * _STEP)
         target_bytes = min(found.peak_bytes, target_bytes) - over_bytes
-        found = solve(target_bytes, FOR_THE_PEAK)
+        found = solve(target_bytes, max(MIN_SECONDS, ROUND_SHARE * (deadline - time.monotonic())))
         if found.steps is None:
             break
         least_bytes = min(least_bytes, least_limit(profile, found.steps))
@@ -231,6 +237,8 @@ class _Arrangement:
         present = min(trials, key=_rank)
         share = present.cost.budget_bytes / self.limit_bytes
         for number in range(_RUNS_PER_HEAT * len(_RUNS)):
+            if self.best is None and time.monotonic() >= began + GIVE_UP * seconds:
+                return
             until = began + seconds * (number + 1) / (_RUNS_PER_HEAT * len(_RUNS))
             left = until - time.monotonic()
             if left <= 0:

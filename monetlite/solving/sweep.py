@@ -1,5 +1,6 @@
 """Several budgets for one profile, each with what the others know."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,9 @@ from monetlite.core.schedule import Status
 from monetlite.core.steps import Step
 from monetlite.solving.incumbent import PROVEN_GAP, Solution
 from monetlite.solving.solver import solve_peak
+
+MIN_SECONDS = 0.1
+"""The least time of a budget, where those before it took more than their share."""
 
 
 def sweep_profile(
@@ -29,7 +33,8 @@ def sweep_profile(
     Args:
         profile: the graph and its costs.
         budgets_bytes: the budgets, in any order.
-        options: as in `solve_profile`; the time limit is of each budget.
+        options: as in `solve_profile`; the time limit is of all budgets together. Each has an equal share of what
+            those before it left.
         starts: steps that every solve begins from, beside the schedules of the smaller budgets.
         progress: told the budget, and its solution so far.
 
@@ -39,11 +44,13 @@ def sweep_profile(
     ascending = sorted(set(budgets_bytes))
     solutions: dict[int, Solution] = {}
     found: list[tuple[Step, ...]] = []
-    for budget_bytes in ascending:
+    deadline = time.monotonic() + options.time_limit
+    for number, budget_bytes in enumerate(ascending):
+        share = (deadline - time.monotonic()) / (len(ascending) - number)
         solution = solve_peak(
             profile,
             budget_bytes,
-            options,
+            replace(options, time_limit=max(MIN_SECONDS, share)),
             starts=[*starts, *found[-2:]],
             progress=None if progress is None else partial(progress, budget_bytes),
         )

@@ -158,7 +158,7 @@ def test_the_command_line_says_what_the_gpu_shows(tmp_path: Path) -> None:
     assert facts["peak_bytes"] < facts["reserved_bytes"] <= 480 * 10**6
     assert facts["reserved"]["default_bytes"] > 480 * 10**6
     assert facts["reserved"]["releases"] >= 0
-    table = " ".join(run(*wanted, columns=80).stdout.split())
+    table = " ".join(run(*wanted, "--force", columns=80).stdout.split())
     assert "reserved by torch's default settings" in table
     assert "--reserved keeps it in the budget" in table
     schedule = monetlite.load_schedule(tmp_path / "s.yaml")
