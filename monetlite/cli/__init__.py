@@ -15,8 +15,8 @@ import click
 from monetlite import __version__
 from monetlite.cli.check_command import check_command, verify_command
 from monetlite.cli.compare_command import compare_command
+from monetlite.cli.exits import EXIT_FAILED, INTERRUPTED, CommandInterrupted
 from monetlite.cli.measure_command import measure_command, profile_command
-from monetlite.cli.running import EXIT_FAILED
 from monetlite.cli.show_command import explain_command, plot_command, rescale_command, show_command
 from monetlite.cli.solve_command import max_batch_command, solve_command
 from monetlite.cli.zoo_commands import zoo_command
@@ -76,18 +76,25 @@ def run() -> None:
     """
     sys.stdout, sys.stderr = printing_to(sys.stdout), printing_to(sys.stderr)
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+    at_once = False
     try:
-        main()
+        ended = main.main(standalone_mode=False)
+        code = ended if isinstance(ended, int) else 0
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except click.Abort:  # before the command itself
+        click.echo(INTERRUPTED, err=True)
+        code, at_once = EXIT_FAILED, True
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
-    else:
-        code = 0
+        at_once = isinstance(left, CommandInterrupted)  # Python would end by a signal in place of the code
     for stream in streams:
         stream.flush()
     if lost := next((stream.buffer.raw.lost for stream in streams if stream.buffer.raw.lost), None):
         click.echo(f"monetlite: the output can't be written: {lost.strerror}", err=True)
         sys.stderr.flush()
         code = EXIT_FAILED
-    if any(thread.name == BOUND_THREAD for thread in threading.enumerate()):
+    if at_once or any(thread.name == BOUND_THREAD for thread in threading.enumerate()):
         os._exit(code)
     sys.exit(code)

@@ -13,8 +13,9 @@ from monetlite.cli.command_options import (
     size_options,
     with_options,
 )
+from monetlite.cli.exits import EXIT_FAILED, CommandExit
 from monetlite.cli.option_types import Percentage
-from monetlite.cli.running import EXIT_FAILED, CommandExit, command, prints_aside
+from monetlite.cli.running import command, prints_aside
 from monetlite.cli.subjects import build, model_of
 from monetlite.cli.terminal import Terminal
 from monetlite.core.units import format_bytes
@@ -109,7 +110,8 @@ def check(
     model, inputs = built.model, built.example_inputs
     if torch.cuda.is_available():
         model, inputs = model.cuda(), _to_cuda(inputs)
-    with terminal.line("training by the schedule, and plainly") as progress, prints_aside():
+    here = "GPU" if torch.cuda.is_available() else "CPU"
+    with terminal.line(f"training steps on this machine's {here}") as progress, prints_aside():
         report = verify_own(
             model,
             loaded,

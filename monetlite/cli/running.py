@@ -15,13 +15,20 @@ import click
 from click.core import ParameterSource
 
 from monetlite.cli.command_options import Decorator, ModelChoice, with_options
+from monetlite.cli.exits import (
+    EXIT_FAILED,
+    EXIT_INFEASIBLE,
+    EXIT_USAGE,
+    INTERRUPTED,
+    CommandExit,
+    CommandInterrupted,
+)
 from monetlite.cli.terminal import Terminal
 from monetlite.core.command_lines import command_line
 from monetlite.core.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError, MonetliteError
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import PricingOptions, SolvingOptions
 
-EXIT_USAGE, EXIT_INFEASIBLE, EXIT_FAILED = 2, 3, 4
 _OBJECTS: dict[str, type[Any]] = {"choice": ModelChoice, "pricing": PricingOptions, "solving": SolvingOptions}
 """Parameters of commands that are made of several options, by name."""
 _COMMON = (
@@ -32,10 +39,6 @@ _COMMON = (
 
 _NOT_SUGGESTED = ("as_json", "debug", "force", "output", "time_limit")
 """Parameters that are about one run of a command."""
-
-
-class CommandExit(SystemExit):
-    """The end of a command with an exit code. Another SystemExit is a model's, and ends no command."""
 
 
 class _Command(click.Command):
@@ -157,8 +160,8 @@ def guard(run: Callable[[], None], debug: bool, *, keeps_best: bool = False) -> 
     except (CommandExit, click.ClickException):
         raise
     except (KeyboardInterrupt, click.Abort):
-        click.echo("monetlite: interrupted; no file is half-written", err=True)
-        raise SystemExit(EXIT_FAILED) from None
+        click.echo(INTERRUPTED, err=True)
+        raise CommandInterrupted(EXIT_FAILED) from None
     except SystemExit as left:
         click.echo(
             f"monetlite: the model ended the program, by SystemExit({left.code!r}); nothing is known of it. Take "

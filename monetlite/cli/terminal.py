@@ -3,6 +3,8 @@
 import contextlib
 import importlib
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from monetlite.cli.exits import EXIT_FAILED, INTERRUPTED
 from monetlite.core.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -42,10 +45,23 @@ class Terminal:
         click.echo(f"monetlite: {text}", err=True)
 
     def import_torch(self) -> None:
-        """Import torch, which takes seconds the first time."""
-        if "torch" not in sys.modules:
-            with self.line("importing torch"):
+        """Import torch, which takes seconds the first time.
+
+        Ctrl-C ends the process at once: an exception would leave a half-imported torch, or get lost in its import.
+        """
+        if "torch" in sys.modules:
+            return
+
+        def leave(*_: object) -> None:
+            os.write(2, b"\r\x1b[2K\x1b[?25h" * self._live + f"{INTERRUPTED}\n".encode())
+            os._exit(EXIT_FAILED)
+
+        with self.line("importing torch"):
+            before = signal.signal(signal.SIGINT, leave)
+            try:
                 importlib.import_module("torch")
+            finally:
+                signal.signal(signal.SIGINT, before)
 
     @contextlib.contextmanager
     def bar(self, text: str) -> Iterator[Callable[[int, int], None]]:

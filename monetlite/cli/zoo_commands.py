@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 import click
 
 from monetlite.cli.command_options import force_option, output_option
+from monetlite.cli.exits import EXIT_FAILED, CommandExit
 from monetlite.cli.option_types import Budget, DeviceName
 from monetlite.cli.output_names import name_of_copy
-from monetlite.cli.running import EXIT_FAILED, CommandExit, check_writable, command
+from monetlite.cli.running import check_writable, command
 from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import ScheduleFileError
 

@@ -311,7 +311,7 @@ PHASES = {
     "drawing": (COMMANDS[4], "monetlite.reporting.plots.timeline_plot.draw_timeline"),
     "writing a picture": (COMMANDS[4], "os.fsync"),
     "writing a page": (COMMANDS[5], "os.fsync"),
-    "checking": (CHECK, "monetlite.checking.verification.verify"),
+    "checking": (CHECK, "monetlite.checking.verification.verify_own"),
     "measuring": (COMMANDS[8], "monetlite.checking.measuring.ModelMeasurer.run"),
     "writing a table": (COMMANDS[8], "os.fsync"),
     "comparing": (COMMANDS[10], "monetlite.checking.comparison.runner.compare"),
@@ -347,10 +347,11 @@ def process(*arguments, **options):
     )
 
 
-def test_ctrl_c_reaches_a_process(folder):
+@pytest.mark.parametrize("work", ["importing torch", "tracing"])
+def test_ctrl_c_reaches_a_process(work, folder):
     begun = process(*shlex.split(SOLVE), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     told = [begun.stderr.readline()]
-    while not told[-1].startswith("tracing"):
+    while not told[-1].startswith(work):
         told.append(begun.stderr.readline())
     begun.send_signal(signal.SIGINT)
     told += begun.stderr
