@@ -11,6 +11,9 @@ from monetlite.core.costs import Profile
 from monetlite.core.graph import Implementation, OperatorGraph, Phase, ValueKind
 from monetlite.core.steps import Step, plain_steps
 
+_MAX_DEPTH = 5
+"""Levels of modules at which settings of checkpointing are tried."""
+
 
 def sqrt_checkpointing(profile: Profile) -> tuple[Step, ...]:
     """√n segments of the n forward operators (Chen et al., 2016, section 3)."""
@@ -130,6 +133,21 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
 def known_schedules(profile: Profile) -> list[tuple[Step, ...]]:
     """Schedules that need no search, for searches to begin from."""
     return [plain_steps(profile.graph), segment_checkpointing(profile), sqrt_checkpointing(profile)]
+
+
+def checkpointing_settings(profile: Profile) -> Iterator[tuple[Step, ...]]:
+    """Schedules of one-line settings: every module of a depth checkpointed, every second, every fourth, ...; √n."""
+    yield sqrt_checkpointing(profile)
+    tried: set[int] = set()
+    for depth in range(1, _MAX_DEPTH + 1):
+        boundaries = module_boundaries(profile.graph, depth)
+        every = 1
+        while len(boundaries) // every > 1 and len(boundaries) not in tried:
+            yield segment_checkpointing(profile, boundaries[::every])
+            every *= 2
+        tried.add(len(boundaries))
+    if tried == {0}:
+        yield segment_checkpointing(profile)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from monetlite.solving.annealing.flat_problem import flatten, keep_everything, r
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
 from monetlite.solving.annealing.search import search
+from monetlite.solving.baselines import checkpointing_settings
 from monetlite.solving.blocks.deep_step import MIN_BLOCKS, STAGES, DeepStep
 from monetlite.solving.bounding.guide import guided_steps
 from monetlite.solving.bounding.latency_bound import LatencyBound, integer_bound, latency_bounds
@@ -43,8 +44,13 @@ _CLOSING_SECONDS, _CLOSING_SHARE = 1.5, 0.025
 """Time left at the end for stopping every thread and for the last checks."""
 _GRACE_SECONDS = 0.5
 """Time that a solver gets to stop when it is asked to."""
-_FIRST_SHARE = 0.1
-"""Part of the time left for each of the greedy choices that come before anything else."""
+_SETTINGS_SHARE = 0.05
+"""Part of the time left for settings of checkpointing."""
+_FIRST_SECONDS, _FIRST_SHARE = 1.0, 0.1
+"""The least time for each of the greedy choices that come before anything else, and the part of the time left.
+
+A solve of half a second takes this long rather than finding nothing.
+"""
 _MAX_INTERPRETED_OPERATORS = 1500
 """The largest graph for which a few interpreted evaluations take less than a second."""
 _MAX_PROGRAM_OPERATORS, _MAX_PROGRAM_SLOTS = 100, 1200
@@ -143,6 +149,7 @@ class _PeakSolve:
         deep = self._deep_step()
         if deep is not None:
             self._plan_blocks(deep, *STAGES[0])
+        self._try_settings()
         if incumbent.steps is None and len(problem.graph.operators) <= _MAX_INTERPRETED_OPERATORS:
             self._drop_greedily()
         if len(problem.graph.operators) <= SMALL_OPERATORS:
@@ -174,11 +181,19 @@ class _PeakSolve:
             raise self.failure
         return False
 
+    def _try_settings(self) -> None:
+        """Offer what people set in one line: no schedule is slower than that at the same peak."""
+        end = time.monotonic() + _SETTINGS_SHARE * self.left
+        for steps in checkpointing_settings(self.problem.profile):
+            self.incumbent.offer(steps, "checkpointing")
+            if time.monotonic() >= end or self.should_stop():
+                return
+
     def _drop_greedily(self) -> None:
         """Find something that fits, before anything is compiled."""
         flat = flatten(self.problem)
         for base in (keep_everything(flat), read_least(flat)):
-            deadline = time.monotonic() + _FIRST_SHARE * self.left
+            deadline = time.monotonic() + max(_FIRST_SECONDS, _FIRST_SHARE * self.left)
             greedy = Greedy(flat, self.budget_bytes, base=base, interpreted=not is_cached(), deadline=deadline)
             first = greedy.first()
             if first is not None:

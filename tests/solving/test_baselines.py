@@ -3,14 +3,16 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from random_graphs import random_profile
 
 from monetlite.core.graph import Phase, ValueKind
+from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.solving import baselines
+from monetlite.solving import baselines, solve_profile
 from monetlite.solving.annealing.flat_problem import flatten
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.search import search
@@ -107,3 +109,17 @@ def test_gist_reruns_nothing_and_reads_masks() -> None:
         for operator, choice in steps:
             reads = profile.graph.operators[operator].implementations[choice].reads
             assert choice == 0 or any(profile.graph.values[v].kind is ValueKind.INTERMEDIATE for v in reads)
+
+
+def test_no_setting_of_checkpointing_is_faster_at_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every module, every second, ...: at the peak of each, a solve is at least as fast."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    from synthetic_steps import transformer_step
+
+    profile = transformer_step(4)
+    settings = [simulate(profile, steps) for steps in baselines.checkpointing_settings(profile)]
+    assert len({timeline.peak_bytes for timeline in settings}) > 2
+    for timeline in settings:
+        solution = solve_profile(profile, timeline.peak_bytes, SolvingOptions(time_limit=0.3))
+        assert solution.latency_ms is not None
+        assert solution.latency_ms <= timeline.latency_ms * (1 + 1e-9)
