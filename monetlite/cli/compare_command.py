@@ -23,6 +23,7 @@ from monetlite.cli.subjects import build, chosen_device
 from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import ModelError
 from monetlite.core.options import SolvingOptions
+from monetlite.core.units import parse_budget
 
 if TYPE_CHECKING:
     from monetlite.checking.comparison.peer_runs import Comparison
@@ -80,11 +81,15 @@ def compare_command(
     """
     for output in outputs:
         _check_output(output)
+    from monetlite.checking.comparison.peer_runs import PEERS, named_peers
+
+    chosen = PEERS if peers == "all" else named_peers(_listed(peers))
+    for budget in _listed(budgets):
+        parse_budget(budget, plain_peak_bytes=2**40)
     device = chosen_device(device, terminal)
-    from monetlite.checking.comparison.runner import PEERS, compare
+    from monetlite.checking.comparison.runner import compare
     from monetlite.reporting.text_comparison import comparison_facts, finished_in_words, left_out, print_comparison
 
-    chosen = PEERS if peers == "all" else _listed(peers)
     built = build(choice, terminal)
     with terminal.line("tracing the model and measuring its operators") as progress, prints_aside():
         comparison = compare(

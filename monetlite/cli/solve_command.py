@@ -89,6 +89,10 @@ def solve_command(
 
     if not profiles and choice.spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")
+    if source_of("solver") is ParameterSource.COMMANDLINE:
+        from monetlite.solving.program import check_solver
+
+        check_solver(solving.solver)
     if max_batch:
         only_for("solve without --max-batch", "profiles", "layout", "output", "force")
         if source_of("time_limit") is ParameterSource.DEFAULT:

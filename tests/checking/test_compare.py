@@ -18,9 +18,8 @@ import monetlite
 from monetlite.checking.comparison import peers as other_ways
 from monetlite.checking.comparison import runner
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
-from monetlite.checking.comparison.peer_runs import Comparison, Peer, PeerRun, standings
+from monetlite.checking.comparison.peer_runs import PEERS, Comparison, Peer, PeerRun, standings
 from monetlite.checking.comparison.peers import counts, cut, wrap_blocks
-from monetlite.checking.comparison.runner import PEERS
 from monetlite.core.errors import ModelError
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps

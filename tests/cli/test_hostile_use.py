@@ -234,6 +234,8 @@ MISSPELT = {
     "measure --model resnet50 --output nowhere/t.md": "no folder nowhere",
     "compare --model resnt50": "did you mean resnet50",
     "compare --model resnet50 --output nowhere/t.md": "no folder nowhere",
+    "compare --model resnet50 --peers chekpoint": "did you mean checkpoint",
+    "compare --model resnet50 --budgets 6XB": "write 6GB",
     "zoo lst": "'list'",
     "zoo list --device p1000": "did you mean p100",
     "zoo list --model resnt50": "did you mean resnet50",

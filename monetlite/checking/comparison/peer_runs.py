@@ -5,6 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from monetlite.core.errors import ModelError
+from monetlite.core.spelling import close_matches
+
 
 class Peer(StrEnum):
     """A way to train within less memory, by the name that `--peers` knows it by."""
@@ -35,6 +38,21 @@ TITLES: Mapping[Peer, str] = {
 
 BY_MONETLITE = (Peer.CHECKMATE, Peer.GIST, Peer.MONETLITE)
 """Peers that run by a schedule, in monetlite's own runtime."""
+
+PEERS = tuple(peer for peer in Peer if peer not in (Peer.PLAIN, Peer.MONETLITE))
+
+
+def named_peers(names: Iterable[str]) -> list[Peer]:
+    """Peers by their names, in the order of tables.
+
+    Raises:
+        ModelError: there is no such peer.
+    """
+    wanted = [name.strip() for name in names]
+    if unknown := [name for name in wanted if name not in PEERS]:
+        near = close_matches(unknown[0], PEERS)
+        raise ModelError(f"there is no peer {unknown[0]!r}; there are {', '.join(PEERS)}{near}")
+    return [peer for peer in PEERS if peer in wanted]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,14 @@ from torch import nn
 from monetlite.checking.comparison import peers as others
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment, reason
 from monetlite.checking.comparison.peer_runs import (
+    PEERS,
     TITLES,
     Comparison,
     Peer,
     PeerRun,
     duels,
     fastest_within,
+    named_peers,
     standings,
 )
 from monetlite.checking.trainee import Trainee, default_loss
@@ -51,7 +53,6 @@ FAMILIES: dict[Peer, Callable[[Trainee], list[Contender]]] = {
     Peer.AOT_EAGER: others.aot_eager,
     Peer.INDUCTOR: others.inductor,
 }
-PEERS = (*FAMILIES, Peer.CHECKMATE, Peer.GIST)
 SETTINGS = {Peer.SEGMENTS: others.MAX_COUNTS, **dict.fromkeys((Peer.AOT_EAGER, Peer.INDUCTOR), len(others.SHARES))}
 """The most settings of a peer; one, where it isn't among these."""
 COMPILING_SECONDS = {Peer.AOT_EAGER: 10.0, Peer.INDUCTOR: 60.0}
@@ -114,7 +115,7 @@ def compare(
         parse_budget(budget, plain_peak_bytes=2**40)
     if repeats < 1:
         raise ModelError(f"{repeats} timed steps measure nothing; take at least 1")
-    chosen = _peers(peers)
+    chosen = named_peers(peers)
     args, kwargs = split_inputs(example_inputs)
     device = device or device_of(model, (args, kwargs))
     if device not in ("cpu", "cuda"):
@@ -409,15 +410,6 @@ def _why(error: Exception) -> str:
     reached_bytes = error.reached_bytes
     least = f"; the smallest peak reached is {format_bytes(reached_bytes)}" if reached_bytes else ""
     return f"no schedule within it{least}"
-
-
-def _peers(names: Iterable[str]) -> list[Peer]:
-    """Peers by their names, in the order of tables."""
-    known = [str(peer) for peer in PEERS]
-    wanted = [name.strip() for name in names]
-    if unknown := [name for name in wanted if name not in known]:
-        raise ModelError(f"there is no peer {unknown[0]!r}; there are {', '.join(known)}")
-    return [peer for peer in PEERS if peer in wanted]
 
 
 def _described(args: Sequence[object], kwargs: dict[str, object]) -> str:
