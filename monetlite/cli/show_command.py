@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -30,6 +30,15 @@ from monetlite.core.files.atomic import write_atomically
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Schedule
 
+if TYPE_CHECKING:
+    from monetlite.core.costs import Profile
+    from monetlite.core.steps import Step
+    from monetlite.planning.tradeoff import Tradeoff
+    from monetlite.reporting.analysis import Analysis
+    from monetlite.reporting.analysis_alternatives import Around
+
+PAGE_SECONDS, PAGE_AROUND_SHARE = 15.0, 0.2
+"""Time of all searches for a page by default, and the part of it for its sentences; the rest is for its curve."""
 TEXT, RESCALED, REPORT, TIMELINE, TRADEOFF, CHOICES = (
     "text",
     "rescaled",
@@ -45,9 +54,9 @@ POINT_SECONDS = 16.0
 _PICTURES, _PAGES, _SCHEDULES = (".png", ".svg", ".pdf"), (".html",), (".yaml", ".yml")
 _ONLY_FOR = (
     (("by",), (TIMELINE,), "--kind timeline"),
-    (("points",), (TRADEOFF,), "--kind tradeoff"),
-    (("time_limit", "seed"), (TRADEOFF, TEXT), "--kind tradeoff"),
-    (("no_solve",), (TEXT,), "the text, which --output replaces"),
+    (("points",), (TRADEOFF, REPORT), "--kind tradeoff and pages"),
+    (("time_limit", "seed"), (TRADEOFF, REPORT, TEXT), "--kind tradeoff and pages"),
+    (("no_solve",), (TEXT, REPORT), "the text and the page"),
     (("kind", "table"), (REPORT, TIMELINE, TRADEOFF, CHOICES), "pictures; name one by --output"),
 )
 """Options, the kinds that have them, and the same in words."""
@@ -83,14 +92,13 @@ _drawing_options = with_options(
         help="Write the numbers behind a picture here.",
     ),
 )
-_no_solve_option = click.option(
-    "--no-solve", is_flag=True, help="Explain the schedule alone, and look for no others."
-)
+_no_solve_option = click.option("--no-solve", is_flag=True, help="Show the schedule alone, and look for no others.")
 _search_options = with_options(
     time_limit_option(
         SEARCHES * 10.0,
         "Seconds of all searches together. The text makes three: 10% more memory, 10% less, the smallest peak. A "
-        f"trade-off takes {POINT_SECONDS:g} seconds for each point by default, a third of them for the baselines.",
+        f"trade-off takes {POINT_SECONDS:g} seconds for each point by default, a third of them for the baselines. "
+        f"A page has both, and takes {PAGE_SECONDS:g} seconds by default.",
     ),
     options_of(SolvingOptions, "seed"),
 )
@@ -141,7 +149,9 @@ def show(
         _explain(terminal, opened, solving, search=not no_solve)
     else:
         assert output is not None
-        _draw(terminal, opened, kind, output, table, points, solving, by_time=by == "time")
+        if kind == REPORT and source_of("time_limit") is ParameterSource.DEFAULT:
+            solving = replace(solving, time_limit=PAGE_SECONDS)
+        _draw(terminal, opened, kind, output, table, points, solving, by_time=by == "time", search=not no_solve)
 
 
 def _kind(output: Path | None, kind: str | None) -> str:
@@ -193,43 +203,66 @@ def _print_rescaled(terminal: Terminal, name: str, given: Schedule, found: Sched
 
 
 def _explain(terminal: Terminal, opened: OpenedSchedule, solving: SolvingOptions, *, search: bool) -> None:
-    from monetlite.core.binding import bind
     from monetlite.reporting.analysis import analyse
-    from monetlite.reporting.analysis_alternatives import Alternative, Around, alternative, lowest_peak
+    from monetlite.reporting.analysis_alternatives import Around
     from monetlite.reporting.text_explain import explanation_facts, print_explanation
-    from monetlite.solving.annealing.compiling import ensure_compiled
 
-    profile = opened.profile.within(opened.schedule.tolerance)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # opening it has told what this device lacks
-        steps = bind(opened.schedule, profile.graph)
+    profile, steps = _allowed(opened)
     analysis = analyse(opened.schedule, profile, opened.plain, steps)
-    around = Around()
-    if search:
-        # A bound of the budget holds for every smaller one.
-        bound_ms = opened.schedule.lower_bound_ms if analysis.as_solved else 0.0
-        with terminal.line("looking for the smallest peak"):
-            ensure_compiled(math.inf)  # once per machine; not what the time limit is for
-            each = replace(solving, time_limit=solving.time_limit / SEARCHES)
-            lowest = lowest_peak(profile, steps, each)
-
-        def solved(percent: int) -> Alternative:
-            budget_bytes = opened.schedule.budget_bytes * percent // 100
-            with terminal.solving(budget_bytes) as progress:
-                return alternative(
-                    profile,
-                    steps,
-                    budget_bytes,
-                    each,
-                    known_bound_ms=bound_ms if percent < 100 else 0.0,
-                    progress=progress,
-                )
-
-        around = Around(limit=lowest, more=solved(110), less=solved(90))
+    around = _searched(terminal, opened, analysis, solving) if search else Around()
     if terminal.as_json:
         terminal.print_json(explanation_facts(analysis, around))
     else:
         print_explanation(terminal.console, analysis, around)
+
+
+def _allowed(opened: OpenedSchedule) -> "tuple[Profile, tuple[Step, ...]]":
+    """The costs of what the schedule's tolerance allows, and the schedule's steps by those."""
+    from monetlite.core.binding import bind
+
+    profile = opened.profile.within(opened.schedule.tolerance)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # opening it has told what this device lacks
+        return profile, bind(opened.schedule, profile.graph)
+
+
+def _searched(
+    terminal: Terminal, opened: OpenedSchedule, analysis: "Analysis", solving: SolvingOptions
+) -> "Around":
+    """Schedules around the present one: the leanest, and those of a tenth more and less memory."""
+    from monetlite.reporting.analysis_alternatives import Alternative, Around, alternative, lowest_peak
+    from monetlite.solving.annealing.compiling import ensure_compiled
+
+    profile, steps = _allowed(opened)
+    # A bound of the budget holds for every smaller one.
+    bound_ms = opened.schedule.lower_bound_ms if analysis.as_solved else 0.0
+    with terminal.line("looking for the smallest peak"):
+        ensure_compiled(math.inf)  # once per machine; not what the time limit is for
+        each = replace(solving, time_limit=solving.time_limit / SEARCHES)
+        lowest = lowest_peak(profile, steps, each)
+
+    def solved(percent: int) -> Alternative:
+        budget_bytes = opened.schedule.budget_bytes * percent // 100
+        with terminal.solving(budget_bytes) as progress:
+            return alternative(
+                profile,
+                steps,
+                budget_bytes,
+                each,
+                known_bound_ms=bound_ms if percent < 100 else 0.0,
+                progress=progress,
+            )
+
+    return Around(limit=lowest, more=solved(110), less=solved(90))
+
+
+def _traded(terminal: Terminal, opened: OpenedSchedule, points: int, solving: SolvingOptions) -> "Tradeoff":
+    """The trade-off between memory and step time, with a bar."""
+    from monetlite.planning.tradeoff import trade_off
+
+    options = replace(solving, tolerance=opened.schedule.tolerance)
+    with terminal.named_bar("solving") as progress:
+        return trade_off(opened.profile, opened.plain, opened.steps, options, points=points, progress=progress)
 
 
 def _draw(
@@ -242,6 +275,7 @@ def _draw(
     solving: SolvingOptions,
     *,
     by_time: bool,
+    search: bool,
 ) -> None:
     """Write a picture or a page, the numbers behind it, and say so."""
     from monetlite.reporting.analysis import analyse
@@ -253,9 +287,16 @@ def _draw(
     rows: Iterable[dict[str, Any]] = ()
     facts: dict[str, Any] = {}
     if kind == REPORT:
+        from monetlite.reporting.analysis_alternatives import Around
         from monetlite.reporting.html import write_report
 
-        write_report(output, analysis)
+        around, tradeoff = Around(), None
+        if search:
+            around_seconds = PAGE_AROUND_SHARE * solving.time_limit
+            around = _searched(terminal, opened, analysis, replace(solving, time_limit=around_seconds))
+            left = replace(solving, time_limit=solving.time_limit - around_seconds)
+            tradeoff = _traded(terminal, opened, points, left)
+        write_report(output, analysis, around, tradeoff)
     else:
         from monetlite.reporting.plots.drawing import save_figure
 
@@ -269,17 +310,12 @@ def _draw(
 
             figure, rows, facts = draw_choices(analysis), choices_rows(analysis), choices_facts(analysis)
         else:
-            from monetlite.planning.tradeoff import trade_off
             from monetlite.reporting.plots.tradeoff_plot import draw_tradeoff
             from monetlite.reporting.text_solve import print_tradeoff, tradeoff_facts, tradeoff_rows
 
-            options = replace(solving, tolerance=opened.schedule.tolerance)
             if source_of("time_limit") is ParameterSource.DEFAULT:
-                options = replace(options, time_limit=points * POINT_SECONDS)
-            with terminal.named_bar("solving") as progress:
-                found = trade_off(
-                    opened.profile, opened.plain, opened.steps, options, points=points, progress=progress
-                )
+                solving = replace(solving, time_limit=points * POINT_SECONDS)
+            found = _traded(terminal, opened, points, solving)
             figure, rows, facts = draw_tradeoff(found, analysis), tradeoff_rows(found), tradeoff_facts(found)
             if not terminal.as_json:
                 print_tradeoff(terminal.console, analysis, found)

@@ -1,15 +1,13 @@
-"""The text of `monetlite show`, and its facts for `--json`."""
+"""The sentences of `monetlite show`, on a terminal and on a page, and their facts for `--json`."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from monetlite.core.choices import DEFAULT
 from monetlite.core.graph import CHANNELS_LAST
@@ -28,6 +26,7 @@ from monetlite.reporting.analysis_tensors import (
     largest_tensors,
     peak_step_of,
 )
+from monetlite.reporting.explanation_writer import ExplanationWriter, TerminalWriter
 
 MAX_NAMES = 4
 """Names in a list within a sentence."""
@@ -69,36 +68,14 @@ def _numbered(facts: Any, key: str = "") -> Any:
     return step_number(facts) if key in ("step", "begin", "end") else facts
 
 
-class _Page:
-    """Headings, paragraphs and tables, one below the other."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def heading(self, text: str) -> None:
-        self._console.print()
-        self._console.print(Text(text, style="bold"))
-
-    def say(self, text: str) -> None:
-        self._console.print(Padding(Text(text), 0))
-
-    def show(self, table: Table) -> None:
-        self._console.print(table)
-
-    def list_sizes(self, rows: Iterable[tuple[str, int, str]]) -> None:
-        """Rows of a name, a size in bytes, and a note."""
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(overflow="fold")
-        table.add_column(justify="right", no_wrap=True)
-        table.add_column(no_wrap=True)
-        for name, size_bytes, note in rows:
-            table.add_row(Text(f"  {name}"), format_bytes(size_bytes), note)
-        self.show(table)
-
-
 def print_explanation(console: Console, analysis: Analysis, around: Around) -> None:
     """Print the causes of a schedule's peak and step time, and the schedules around it."""
-    page, peak = _Page(console), peak_step_of(analysis.scheduled)
+    write_explanation(TerminalWriter(console), analysis, around)
+
+
+def write_explanation(page: ExplanationWriter, analysis: Analysis, around: Around) -> None:
+    """Write the causes of a schedule's peak and step time, and the schedules around it."""
+    peak = peak_step_of(analysis.scheduled)
     _summary(page, analysis)
     _peak(page, peak)
     _tensors(page, largest_tensors(analysis.scheduled))
@@ -112,7 +89,7 @@ def print_explanation(console: Console, analysis: Analysis, around: Around) -> N
         _alternative(page, analysis, around.less)
 
 
-def _summary(page: _Page, analysis: Analysis) -> None:
+def _summary(page: ExplanationWriter, analysis: Analysis) -> None:
     schedule, scheduled, plain = analysis.schedule, analysis.scheduled, analysis.plain
     page.say(
         f"{schedule.name}: peak {format_bytes(scheduled.peak_bytes)} within {format_bytes(schedule.budget_bytes)}, "
@@ -144,7 +121,7 @@ def _summary(page: _Page, analysis: Analysis) -> None:
         page.say(f"Its file was written with other costs, and says: {written}.")
 
 
-def _peak(page: _Page, peak: PeakStep) -> None:
+def _peak(page: ExplanationWriter, peak: PeakStep) -> None:
     page.heading("How the peak comes about")
     page.say(
         f"The peak of {format_bytes(peak.memory_bytes)} is at {_peak_operator(peak)}: "
@@ -155,7 +132,7 @@ def _peak(page: _Page, peak: PeakStep) -> None:
         f"{format_bytes(peak.own_bytes)} of it are the operator's own inputs, results and workspace. The largest "
         "tensors there:"
     )
-    page.list_sizes((held.name, held.size_bytes, str(held.holding)) for held in peak.largest)
+    page.list_sizes((held.name, format_bytes(held.size_bytes), str(held.holding)) for held in peak.largest)
 
 
 def _peak_operator(peak: PeakStep) -> str:
@@ -167,25 +144,23 @@ def _part(peak: PeakStep) -> str:
     return "backward pass" if peak.backward else "forward pass"
 
 
-def _held(page: _Page, peak: PeakStep) -> None:
+def _held(page: ExplanationWriter, peak: PeakStep) -> None:
     page.list_sizes(
-        (holding, size_bytes, f"{size_bytes / peak.memory_bytes:.1%}")
+        (holding, format_bytes(size_bytes), f"{size_bytes / peak.memory_bytes:.1%}")
         for holding, size_bytes in peak.held_bytes.items()
         if size_bytes
     )
 
 
-def _tensors(page: _Page, tensors: Sequence[TensorHistory]) -> None:
+def _tensors(page: ExplanationWriter, tensors: Sequence[TensorHistory]) -> None:
     page.heading(f"The {len(tensors)} largest tensors of the forward pass")
-    table = Table.grid(padding=(0, 1))
-    table.add_column(justify="right")
-    table.add_column(overflow="fold")
-    for number, tensor in enumerate(tensors, 1):
+    rows = []
+    for tensor in tensors:
         written = "" if tensor.operator == tensor.name else f", written by {tensor.operator}"
         shape = "x".join(map(str, tensor.shape))
-        title = f"{tensor.name}: {format_bytes(tensor.size_bytes)}, {shape} {tensor.dtype}{written}"
-        table.add_row(Text(f"{number}."), Text(f"{title}\n{story(tensor)}"))
-    page.show(table)
+        size = format_bytes(tensor.size_bytes)
+        rows.append((f"{tensor.name}: {size}, {shape} {tensor.dtype}{written}", story(tensor)))
+    page.list_stories(rows)
 
 
 def story(tensor: TensorHistory) -> str:
@@ -247,7 +222,7 @@ def _listed(names: Iterable[str]) -> str:
     return f"{listed} and {rest} more" if rest > 0 else listed
 
 
-def _overhead(page: _Page, analysis: Analysis) -> None:
+def _overhead(page: ExplanationWriter, analysis: Analysis) -> None:
     page.heading("Where the step takes longer than plain training's, and where less")
     all_shares = overhead_shares(analysis)
     if not all_shares:
@@ -255,22 +230,19 @@ def _overhead(page: _Page, analysis: Analysis) -> None:
         return
     scheduled_ms, plain_ms = analysis.scheduled.latency_ms, analysis.plain.latency_ms
     digits = max(2, 4 - math.floor(math.log10(max(plain_ms, 1e-9))))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", overflow="fold")
-    table.add_column("runs", justify="right", no_wrap=True)
-    table.add_column("ms", justify="right", no_wrap=True)
+    rows: list[tuple[str, str, str]] = []
 
     def add(label: str, shares: Sequence[OverheadShare]) -> None:
         runs = sum(share.runs for share in shares)
-        table.add_row(Text(label), str(runs), f"{extra_ms_of(shares):+.{digits}f}")
+        rows.append((label, str(runs), f"{extra_ms_of(shares):+.{digits}f}"))
 
     for cause in Cause:
         if shares := [share for share in all_shares if share.cause is cause]:
             add(cause, shares)
             for label, group in _groups(shares):
                 add(f"  {label}", group)
-    table.add_row("in all", "", f"{scheduled_ms - plain_ms:+.{digits}f}", style="bold")
-    page.show(table)
+    rows.append(("in all", "", f"{scheduled_ms - plain_ms:+.{digits}f}"))
+    page.list_figures(("", "runs", "ms"), rows)
     page.say(
         f"The unindented rows are all there is. They sum to the {scheduled_ms:.{digits}f} ms of the schedule "
         f"less the {plain_ms:.{digits}f} ms of plain training, each row rounded."
@@ -316,7 +288,7 @@ def _depth(modules: Iterable[str]) -> int:
     return deepest
 
 
-def _limit(page: _Page, schedule: Schedule, present: PeakStep, limit: LowestPeak | None) -> None:
+def _limit(page: ExplanationWriter, schedule: Schedule, present: PeakStep, limit: LowestPeak | None) -> None:
     page.heading("What limits going lower")
     proven = max(schedule.smallest_proven_bytes, limit.proven_bytes if limit is not None else 0)
     known = [schedule.smallest_reached_bytes, None if limit is None else limit.peak.memory_bytes]
@@ -337,7 +309,7 @@ def _limit(page: _Page, schedule: Schedule, present: PeakStep, limit: LowestPeak
     _held(page, peak)
 
 
-def _alternative(page: _Page, analysis: Analysis, other: Alternative) -> None:
+def _alternative(page: ExplanationWriter, analysis: Analysis, other: Alternative) -> None:
     schedule, present_ms = analysis.schedule, analysis.scheduled.latency_ms
     budget, seconds = format_bytes(other.budget_bytes), _seconds(other.seconds)
     bound = f"No schedule there takes less than {format_ms(other.lower_bound_ms)}."
@@ -371,10 +343,11 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 0.95 else "less than a second"
 
 
-def _kept(page: _Page, title: str, tensors: Sequence[StoredByOne], note: str) -> None:
+def _kept(page: ExplanationWriter, title: str, tensors: Sequence[StoredByOne], note: str) -> None:
     if not tensors:
         return
     size = format_bytes(sum(item.size_bytes for item in tensors))
     more = f", the largest {MAX_NAMES} of them" if len(tensors) > MAX_NAMES else ""
     page.say(f"{title} {len(tensors)} tensor{'s' if len(tensors) > 1 else ''}, {size}{more}:")
-    page.list_sizes((item.name, item.size_bytes, note if item.recomputed else "") for item in tensors[:MAX_NAMES])
+    rows = ((item.name, format_bytes(item.size_bytes), note if item.recomputed else "") for item in tensors)
+    page.list_sizes(islice(rows, MAX_NAMES))

@@ -266,14 +266,9 @@ def tradeoff_facts(tradeoff: "Tradeoff") -> dict[str, Any]:
     }
 
 
-def print_tradeoff(console: Console, analysis: Analysis, tradeoff: "Tradeoff") -> None:
-    """A row for each budget: the overhead, the bound on it, and the baselines' overhead within it."""
-    title = f"{analysis.title}: step time over plain training's, costs {analysis.costs}"
-    console.print(title, style="bold", markup=False)
+def tradeoff_table(tradeoff: "Tradeoff") -> tuple[list[str], list[tuple[str, ...]]]:
+    """Columns, and a row for each budget: the overhead, the bound on it, and the baselines' overhead within it."""
     names = [name for name, points in tradeoff.others.items() if any(point.budget_bytes for point in points)]
-
-    def overhead(point: "TradeoffPoint | None") -> str:
-        return "" if point is None else f"{tradeoff.overhead(point.latency_ms):+.1%}"
 
     def within(name: str, budget_bytes: int) -> "TradeoffPoint | None":
         return next((point for point in tradeoff.others[name] if point.budget_bytes == budget_bytes), None)
@@ -283,17 +278,28 @@ def print_tradeoff(console: Console, analysis: Analysis, tradeoff: "Tradeoff") -
             format_bytes(item.budget_bytes),
             f"{item.budget_bytes / tradeoff.plain.peak_bytes:.0%}",
             "nothing found" if item.best is None else format_ms(item.best.latency_ms),
-            overhead(item.best),
+            overhead_in_words(tradeoff, item.best),
             f"{tradeoff.overhead(item.lower_bound_ms):+.1%}",
-            *(overhead(within(name, item.budget_bytes)) for name in names),
+            *(overhead_in_words(tradeoff, within(name, item.budget_bytes)) for name in names),
         )
         for item in tradeoff.budgets
     ]
-    console.print(figures_table(("budget", "of plain", "step", "overhead", "at least", *names), rows))
+    return ["budget", "of plain", "step", "overhead", "at least", *names], rows
+
+
+def overhead_in_words(tradeoff: "Tradeoff", point: "TradeoffPoint | None") -> str:
+    return "" if point is None else f"{tradeoff.overhead(point.latency_ms):+.1%}"
+
+
+def print_tradeoff(console: Console, analysis: Analysis, tradeoff: "Tradeoff") -> None:
+    """The table of budgets, and points that have none."""
+    title = f"{analysis.title}: step time over plain training's, costs {analysis.costs}"
+    console.print(title, style="bold", markup=False)
+    console.print(figures_table(*tradeoff_table(tradeoff)))
     lines = [f"plain training: {format_bytes(tradeoff.plain.peak_bytes)}, {format_ms(tradeoff.plain.latency_ms)}"]
     for name, points in {"this schedule": (tradeoff.own,), **tradeoff.others}.items():
         lines += [
-            f"{name}: {format_bytes(point.peak_bytes)}, {overhead(point)}"
+            f"{name}: {format_bytes(point.peak_bytes)}, {overhead_in_words(tradeoff, point)}"
             for point in points
             if point.budget_bytes is None
         ]

@@ -6,6 +6,7 @@ import re
 from itertools import accumulate
 
 import pytest
+from browsers import Page
 from rich.console import Console
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
@@ -17,8 +18,10 @@ from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.analysis import analyse
 from monetlite.reporting.analysis_alternatives import Around
+from monetlite.reporting.html import write_report
 from monetlite.reporting.palette import FILLS
 from monetlite.reporting.text_explain import explanation_facts, print_explanation
+from monetlite.reporting.text_solve import tradeoff_table
 
 
 def alive(breakdown: StepAnalysis, step: int):
@@ -198,6 +201,25 @@ def test_the_peaks_number_is_that_of_the_text_and_the_facts(page, resnet, runs):
     assert said in page.text("#chart-scheduled figcaption")
     assert page.panel()["where"].startswith(said.capitalize())
     assert explanation_facts(analysis, Around())["peak"]["step"] == timeline.peak_step + 1
+
+
+def test_the_page_has_the_curve_and_the_sentences_of_the_text(browser, subject, traded, tmp_path):
+    write_report(tmp_path / "traded.html", subject, Around(), traded)
+    page = Page(browser, tmp_path / "traded.html")
+    found = [item.best for item in traded.budgets if item.best is not None]
+    titles = page.texts("#curve .ours title")
+    assert len(titles) == len(found) >= 2
+    assert all(format_bytes(point.peak_bytes) in title for point, title in zip(found, titles, strict=True))
+    assert page.find("#curve svg").rect["width"] > 300
+    columns, rows = tradeoff_table(traded)
+    assert page.texts("#tradeoff thead th") == columns
+    assert page.texts("#tradeoff tbody th") == [row[0] for row in rows]
+    printed = io.StringIO()
+    print_explanation(Console(file=printed, width=4000), subject, Around())
+    told = " ".join(page.text("#explanation").split())
+    sentences = [line for line in printed.getvalue().splitlines() if line.strip().endswith(".")]
+    assert len(sentences) > 8
+    assert all(" ".join(sentence.split()) in told for sentence in sentences)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

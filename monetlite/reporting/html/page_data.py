@@ -6,12 +6,15 @@ A step's tensors are not listed: the script has every stay of a value in memory,
 import os
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monetlite.core.graph import DELIVERY, LOSS, OPTIMIZER_STEP, OperatorGraph, Value, ValueKind
 from monetlite.core.step_analysis import Fate, Holding, StepAnalysis
 from monetlite.core.steps import step_number
 from monetlite.reporting.analysis import Analysis
+
+if TYPE_CHECKING:
+    from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint  # imports the search
 
 _HELD_BECAUSE = {
     ValueKind.OUTPUT: "the caller holds it until the step ends",
@@ -63,6 +66,30 @@ def page_data(analysis: Analysis) -> dict[str, Any]:
     }
     numbered = _numbered(data, numbers)
     return {**numbered, "holdings": list(_HOLDINGS), "parts": list(_KINDS), "texts": list(numbers)}
+
+
+def tradeoff_data(tradeoff: "Tradeoff") -> dict[str, Any]:
+    """Points of the trade-off as (bytes, overhead), by name: curves, single points, and the bound."""
+
+    def place(point: "TradeoffPoint") -> list[float]:
+        return [point.peak_bytes, _short(tradeoff.overhead(point.latency_ms))]
+
+    found = {"monetlite": [place(item.best) for item in tradeoff.budgets if item.best is not None]}
+    curves = found | {name: [place(point) for point in points] for name, points in tradeoff.others.items()}
+    single = {"plain training": place(tradeoff.plain), "this schedule": place(tradeoff.own)}
+    single |= {
+        name: place(point)
+        for name, points in tradeoff.others.items()
+        for point in points
+        if point.budget_bytes is None
+    }
+    bound = [[item.budget_bytes, _short(tradeoff.overhead(item.lower_bound_ms))] for item in tradeoff.budgets]
+    return {
+        "curves": [{"name": name, "points": points} for name, points in curves.items() if len(points) > 1],
+        "points": [{"name": name, "place": at} for name, at in single.items()],
+        "bound": bound,
+        "proven_bytes": tradeoff.smallest_proven_bytes,
+    }
 
 
 def _numbered(item: Any, numbers: dict[str, int]) -> Any:

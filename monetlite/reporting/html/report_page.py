@@ -2,21 +2,26 @@
 
 import base64
 import hashlib
-import html
 import json
-from collections.abc import Iterable
 from importlib import resources
 from os import PathLike
 from string import Template
+from typing import TYPE_CHECKING
 
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.graph import CHANNELS_LAST, TensorSpec
 from monetlite.core.step_analysis import Holding
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.analysis import Analysis, cost_source
-from monetlite.reporting.html.page_data import page_data
+from monetlite.reporting.analysis_alternatives import Around
+from monetlite.reporting.html.explanation_html import HtmlWriter, html_text, row_html, table_html
+from monetlite.reporting.html.page_data import page_data, tradeoff_data
 from monetlite.reporting.palette import page_colours
-from monetlite.reporting.text_solve import exactness
+from monetlite.reporting.text_explain import write_explanation
+from monetlite.reporting.text_solve import exactness, smallest_in_words, tradeoff_table
+
+if TYPE_CHECKING:
+    from monetlite.planning.tradeoff import Tradeoff  # imports the search
 
 _SCRIPTS = (
     "format.js",
@@ -30,15 +35,27 @@ _SCRIPTS = (
     "table.js",
     "tables.js",
     "search.js",
+    "tradeoff.js",
     "main.js",
 )
 """Each needs only those before it."""
 
 
-def write_report(path: str | PathLike[str], analysis: Analysis) -> None:
+def write_report(
+    path: str | PathLike[str],
+    analysis: Analysis,
+    around: Around | None = None,
+    tradeoff: "Tradeoff | None" = None,
+) -> None:
     """Write a schedule as an HTML page that loads nothing and sends nothing, atomically.
 
-    The page has the same bytes for the same schedule and costs.
+    The page has the same bytes for the same schedule and costs, and the same results of searches.
+
+    Args:
+        path: the file.
+        analysis: the schedule and plain training.
+        around: results of searches around the schedule, for the sentences.
+        tradeoff: the curve to draw, if there is one.
 
     Raises:
         ScheduleFileError: the file can't be written; what was there before is unchanged.
@@ -49,24 +66,28 @@ def write_report(path: str | PathLike[str], analysis: Analysis) -> None:
     # In one function, so that nothing is global; strict from its first statement on.
     script = '(() => {\n"use strict";\n' + "".join(_read(name) for name in _SCRIPTS) + "})();\n"
     page = Template(_read("page.html")).substitute(
-        title=_text(f"{schedule.name}{batch}, within {format_bytes(schedule.budget_bytes)}"),
-        introduction=_text(
+        title=html_text(f"{schedule.name}{batch}, within {format_bytes(schedule.budget_bytes)}"),
+        introduction=html_text(
             "One training step by its schedule, and as plain training runs it. "
             f"Memory and latency are {analysis.costs}. "
             f"Solved in {schedule.seconds:.1f} s by {schedule.solver}: {schedule.status}."
         ),
         figures="".join(
-            f'<div class="figure"><dt>{_text(label)}</dt><dd><b>{_text(value)}</b>'
-            f"<span>{_text(note)}</span></dd></div>\n"
+            f'<div class="figure"><dt>{html_text(label)}</dt><dd><b>{html_text(value)}</b>'
+            f"<span>{html_text(note)}</span></dd></div>\n"
             for label, value, note in _figures(analysis)
         ),
-        details="".join(f"<dt>{_text(what)}</dt><dd>{_text(said)}</dd>\n" for what, said in _details(analysis)),
-        at_peaks="".join(_row(row) for row in _at_peaks(analysis)),
+        details="".join(
+            f"<dt>{html_text(what)}</dt><dd>{html_text(said)}</dd>\n" for what, said in _details(analysis)
+        ),
+        at_peaks="".join(map(row_html, _at_peaks(analysis))),
         style=style,
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
-        data=_data(page_data(analysis)),
+        explanation=_explanation(analysis, around or Around()),
+        tradeoff="" if tradeoff is None else _tradeoff(tradeoff),
+        data=_data(page_data(analysis) | {"tradeoff": None if tradeoff is None else tradeoff_data(tradeoff)}),
     )
     write_atomically(path, page)
 
@@ -125,6 +146,25 @@ def _at_peaks(analysis: Analysis) -> list[tuple[str, ...]]:
     ]
 
 
+def _explanation(analysis: Analysis, around: Around) -> str:
+    """The sentences of `monetlite show`."""
+    writer = HtmlWriter()
+    write_explanation(writer, analysis, around)
+    return writer.written
+
+
+def _tradeoff(tradeoff: "Tradeoff") -> str:
+    """The section of the curve, with the numbers that it is drawn from."""
+    limit = f"{tradeoff.time_limit:.2g} s"
+    return (
+        '<section id="tradeoff" aria-labelledby="tradeoff-heading">\n'
+        '<h2 id="tradeoff-heading">Step time against memory</h2>\n'
+        f"<p>Smallest budget: {html_text(smallest_in_words(tradeoff))}. Each budget was solved for {limit}; "
+        "--time-limit gives it more. In the picture, no schedule can be in the grey region (proven).</p>\n"
+        f'<figure id="curve" class="scripted" hidden></figure>\n{table_html(*tradeoff_table(tradeoff))}</section>\n'
+    )
+
+
 def _layout(spec: TensorSpec) -> str:
     return f"{'×'.join(map(str, spec.shape)) or 'scalar'} {spec.dtype}"
 
@@ -132,16 +172,6 @@ def _layout(spec: TensorSpec) -> str:
 def _data(columns: object) -> str:
     """JSON that can't end the script element which it stands in, whatever its texts are."""
     return json.dumps(columns, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _text(text: str) -> str:
-    """A text as HTML shows it, whatever it contains; half a surrogate pair, which no file can hold, becomes `?`."""
-    return html.escape(text.encode(errors="replace").decode())
-
-
-def _row(cells: Iterable[str]) -> str:
-    first, *rest = (_text(cell) for cell in cells)
-    return f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{cell}</td>" for cell in rest) + "</tr>\n"
 
 
 def _read(name: str) -> str:

@@ -38,6 +38,7 @@ class Page {
       this.go(run, step);
       byId("memory").scrollIntoView({ block: "start" });
     });
+    if (this.data.tradeoff) new Tradeoff(byId("curve"), this.data.tradeoff);
     new ResizeObserver(this.draw).observe(byId("charts"));
     addEventListener("beforeprint", () => this.drawNow(PAPER_WIDTH));
     addEventListener("afterprint", this.draw);

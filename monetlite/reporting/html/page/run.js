@@ -7,6 +7,7 @@
  * @property {string[]} holdings  what memory is held for, from the bottom of the stack
  * @property {string[]} parts
  * @property {number} budget_bytes
+ * @property {TradeoffData | null} tradeoff
  * @property {number} first_step  the number of the first step, as people read it
  * @property {{operators: Record<OperatorColumn, number[]>, values: ValueColumns}[]} graphs
  * @property {RunColumns} scheduled
