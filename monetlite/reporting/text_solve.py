@@ -123,7 +123,7 @@ def _smallest(reached_bytes: int, proven_bytes: int) -> str:
     """The smallest feasible budget, as far as it is known."""
     if reached_bytes <= proven_bytes:
         return f"{format_bytes(reached_bytes)} (proven)"
-    return f"{format_bytes(reached_bytes)} reached, {format_bytes(proven_bytes)} proven"
+    return f"between {format_bytes(proven_bytes)} (proven) and {format_bytes(reached_bytes)} (reached)"
 
 
 def reserved_facts(profile: Profile, schedule: Schedule) -> dict[str, int] | None:

@@ -1,7 +1,10 @@
 """The smallest feasible budget: a bound proven for every schedule, and a peak that a known one reaches."""
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from monetlite.core.costs import Profile
 from monetlite.core.steps import Step
@@ -12,6 +15,7 @@ from monetlite.solving.problem import Problem
 
 SMALL_OPERATORS = 40
 """Graphs of at most so many operators are tried exhaustively; larger ones have too many states."""
+THREADS = 2
 _NOTHING_FITS = -1
 """A budget for an incumbent that is about the smallest peak alone."""
 
@@ -78,8 +82,40 @@ def bracket_smallest(
             incumbent.offer(exact.smallest_reached_steps, "smallest")
         if incumbent.proven_bytes == incumbent.smallest_bytes:
             return
-    from monetlite.solving.annealing.lowest_peak import lower_peak
-
     left = deadline - time.monotonic()
     if left > 0 and not should_stop():
-        lower_peak(incumbent, seconds=left, seed=seed, should_stop=should_stop, enough_bytes=enough_bytes)
+        _lower_in_threads(incumbent, seconds=left, seed=seed, should_stop=should_stop, enough_bytes=enough_bytes)
+
+
+def _lower_in_threads(
+    incumbent: Incumbent, *, seconds: float, seed: int, should_stop: Callable[[], bool], enough_bytes: int
+) -> None:
+    """Lower the peak in two threads, each by itself: where one is stuck, the other may not be."""
+    from monetlite.solving.annealing.lowest_peak import lower_peak
+
+    enough = threading.Event()
+
+    def lower(number: int) -> Incumbent:
+        own = Incumbent(incumbent.problem, incumbent.budget_bytes)
+        if incumbent.smallest_steps is not None:
+            own.offer(incumbent.smallest_steps, "start")
+        lower_peak(
+            own,
+            seconds=seconds,
+            seed=THREADS * seed + number,
+            should_stop=lambda: should_stop() or enough.is_set(),
+            enough_bytes=enough_bytes,
+        )
+        if own.smallest_bytes is not None and own.smallest_bytes <= enough_bytes:
+            enough.set()
+        return own
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        try:
+            lowered = list(pool.map(lower, range(min(THREADS, os.cpu_count() or 1))))
+        finally:
+            enough.set()
+    for own in lowered:
+        for steps in (own.smallest_steps, own.steps):
+            if steps is not None:
+                incumbent.offer(steps, "smallest")

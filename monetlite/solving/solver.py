@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 
 _PROBE_SHARE = 0.1
 """Part of the time for the first search, while it is open whether anything fits."""
-_SMALLEST_SECONDS, _SMALLEST_SHARE = 4.0, 0.08
+_SMALLEST_SECONDS, _SMALLEST_SHARE = 5.0, 0.1
 """The most time for the smallest budget once something is found: seconds, and part of the time."""
 _CLOSING_SECONDS, _CLOSING_SHARE = 1.5, 0.025
 """Time left at the end for stopping every thread and for the last checks."""
