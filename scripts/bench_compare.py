@@ -46,7 +46,7 @@ def compare(model: str, options: list[str], picture: Path | None) -> tuple[str, 
     with tempfile.TemporaryDirectory() as folder:
         table, figures = Path(folder, "table.md"), Path(folder, "figures.json")
         outputs = [table, figures, *([picture] if picture else [])]
-        command = [sys.executable, "-m", "monetlite", "compare", *MODELS[model], *options]
+        command = [sys.executable, "-m", "monetlite", "compare", "--force", *MODELS[model], *options]
         for output in outputs:
             command += ["--output", str(output)]
         print(f"$ {' '.join(command)}", flush=True)

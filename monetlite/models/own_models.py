@@ -94,11 +94,11 @@ def check_place(spec: str) -> None:
         if bound is not None and attribute not in bound:
             raise _absent(spec, os.path.relpath(path), attribute, bound)
         return
-    if os.path.exists(place) or os.sep in place:
+    if os.path.isfile(place) or os.sep in place:
         raise ModelError(f"{spec}: {place} is not a Python file; write path/to/file.py:{attribute}")
     package = place.partition(".")[0]
-    with _importable(Path.cwd()):
-        if importlib.util.find_spec(package) is None:
+    with _importable(Path.cwd()), contextlib.suppress(ValueError):  # a module without a specification is there
+        if not package or importlib.util.find_spec(package) is None:
             raise _no_module(spec, package)
 
 

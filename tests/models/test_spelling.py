@@ -25,6 +25,7 @@ SPELLINGS = {
     "data.bin:build": "not a Python file",
     ".": "is a folder",
     "no_package_of_this_name:build": "there is no module",
+    ":build": "there is no module",
 }
 PASSING = (
     "ResNet-50",
@@ -35,6 +36,8 @@ PASSING = (
     "net.py:build",
     "star.py:what",
     "json:x",
+    "own:x",
+    "own.module:x",
 )
 REGISTERED = (
     "@register_model()\n@handle_legacy_interface(\n    weights=1,\n)\ndef {}(*, weights=None):\n    pass\n\n\n"
@@ -64,6 +67,8 @@ def test_names_are_checked_without_imports(tmp_path):
         (tmp_path / library / "models" / "nets.py").write_text("".join(map(REGISTERED.format, names)))
     (tmp_path / "net.py").write_text("import torch\n\ndef build():\n    pass\n")
     (tmp_path / "star.py").write_text("from torch import *\n")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__init__.py").write_text("import torch")
     (tmp_path / "data.bin").write_bytes(b"\0")
     (tmp_path / "hub" / "models--cached--model").mkdir(parents=True)
     done = subprocess.run(
