@@ -236,7 +236,7 @@ def _searched(
     profile, steps = _allowed(opened)
     # A bound of the budget holds for every smaller one.
     bound_ms = opened.schedule.lower_bound_ms if analysis.as_solved else 0.0
-    with terminal.line("looking for the smallest peak"):
+    with terminal.searching("looking for the smallest peak"):
         ensure_compiled(math.inf)  # once per machine; not what the time limit is for
         each = replace(solving, time_limit=solving.time_limit / SEARCHES)
         lowest = lowest_peak(profile, steps, each)

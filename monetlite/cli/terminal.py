@@ -96,8 +96,15 @@ class Terminal:
     @contextlib.contextmanager
     def solving(self, budget_bytes: int) -> "Iterator[Callable[[Solution], None]]":
         """A live line of a solve: incumbent, bound, gap, peak, time."""
-        with self.line(f"solving within {format_bytes(budget_bytes)}", LOG_SECONDS) as tell:
+        with self.searching(f"solving within {format_bytes(budget_bytes)}") as tell:
             yield lambda event: tell(_progress_text(event))
+
+    def searching(self, text: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        """A live line of a search, which may have to be compiled first."""
+        from monetlite.solving.annealing.compiling import is_cached
+
+        note = "" if is_cached() else "; the search is compiled first, once on this machine"
+        return self.line(text + note, LOG_SECONDS)
 
 
 def _log(text: str, seconds: float) -> Callable[[str], None]:

@@ -1,5 +1,6 @@
 """Names of other libraries' models, read from the text of their source: an import takes seconds."""
 
+import contextlib
 import importlib.util
 import re
 import sys
@@ -53,5 +54,6 @@ def _names(library: str, folder: Path) -> frozenset[str] | None:
     _, files, pattern = _SOURCES[library]
     found: set[str] = set()
     for path in folder.glob(files):
-        found.update(re.findall(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE))
+        with contextlib.suppress(OSError):
+            found.update(re.findall(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE))
     return frozenset(found) if len(found) >= _FEWEST else None
