@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint  # imports the search
 
 OURS = "monetlite"
+CONTEXT_BYTES = 5 * 10**8
+"""Memory of a CUDA context: a guess. It differs between GPUs, and between versions of CUDA."""
 _TOLD = (
     "operators fingerprint device optimizer accumulate tolerance layout autocast budget_bytes peak_bytes "
     "reserved_bytes latency_ms plain_peak_bytes plain_latency_ms overhead lower_bound_ms gap status "
@@ -71,7 +73,7 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
         ),
         ("costs", cost_source(schedule)),
         *schedule_rows(schedule, f" (at {peak_operator})"),
-        *([("on the GPU", reserved_in_words(schedule, reserved))] if reserved else []),
+        *(_gpu_rows(schedule, reserved) if reserved else []),
         *([("the loss", outside)] if outside else []),
         overhead_row(schedule),
         ("implementations", f"{_other_ways(schedule)} runs not by the default one; {exactness(schedule)}{layout}"),
@@ -144,6 +146,20 @@ def reserved_facts(profile: Profile, schedule: Schedule) -> dict[str, int] | Non
         "expandable_bytes": reserve(profile, schedule, expandable=True).peak_bytes,
         "least_limit_bytes": least_limit(profile, schedule),
     }
+
+
+def _gpu_rows(schedule: Schedule, found: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Memory of a schedule as tensors, the allocator and nvidia-smi count it."""
+    shown_bytes = found["default_bytes" if schedule.reserved_bytes is None else "least_limit_bytes"] + CONTEXT_BYTES
+    return [
+        ("of tensors", f"{format_bytes(schedule.peak_bytes)}, {cost_source(schedule)}"),
+        ("of the allocator", f"{reserved_in_words(schedule, found)}; computed, not measured"),
+        (
+            "of nvidia-smi",
+            f"about {format_bytes(shown_bytes)}: reserved memory, and a CUDA context of some "
+            f"{format_bytes(CONTEXT_BYTES)} (a guess; monetlite measure shows it)",
+        ),
+    ]
 
 
 def reserved_in_words(schedule: Schedule, found: Mapping[str, int]) -> str:

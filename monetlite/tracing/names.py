@@ -3,13 +3,14 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from monetlite.fx import storages
 from monetlite.fx.torch_internals.torch_aot import is_backward
-from monetlite.fx.torch_internals.torch_modules import HOLDERS
+from monetlite.fx.torch_internals.torch_modules import HOLDERS, uncompiled
 from monetlite.operators.implementations import target_of
 from monetlite.operators.traits import family_of
 
@@ -26,7 +27,10 @@ class Namer:
     """
 
     def __init__(self, model: nn.Module, kernels: Sequence[fx.Node]) -> None:
-        leaves = {name for name, module in model.named_modules() if not any(True for _ in module.children())}
+        self._model = uncompiled(model)
+        self._named = {module: name for name, module in self._model.named_modules()}
+        self._paths = frozenset(self._named.values())
+        leaves = {name for module, name in self._named.items() if not any(True for _ in module.children())}
         self._taken: Counter[str] = Counter()
         self._forward: dict[tuple[str, int], str] = {}
         """Module of a forward kernel, by what it does and its autograd sequence number."""
@@ -73,7 +77,22 @@ class Namer:
             key = _what(node), node.meta.get("seq_nr", -1) + 1
             return self._forward.get(key, "") if is_backward(node) else ""
         *_, (path, _) = stack.values()
-        return ".".join(name for name in _NAME.findall(_ROOT.sub("", path)) if name not in HOLDERS)
+        return self._registered([name for name in _NAME.findall(_ROOT.sub("", path)) if name not in HOLDERS])
+
+    def _registered(self, parts: Sequence[str]) -> str:
+        """The name that a submodule is registered under; a path by which it is reached may be another."""
+        path = ".".join(parts)
+        if path in self._paths:
+            return path
+        found: Any = self._model
+        for part in parts:
+            if isinstance(found, list | tuple) and part.isdigit() and int(part) < len(found):
+                found = found[int(part)]
+            elif isinstance(found, dict):
+                found = found.get(part)
+            else:
+                found = getattr(found, part, None)
+        return self._named.get(found, path) if isinstance(found, nn.Module) else path
 
 
 def source_of(node: fx.Node) -> str:

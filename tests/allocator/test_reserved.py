@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,6 +162,8 @@ def test_the_command_line_says_what_the_gpu_shows(tmp_path: Path) -> None:
     table = " ".join(run(*wanted, "--force", columns=80).stdout.split())
     assert "reserved by torch's default settings" in table
     assert "--reserved keeps it in the budget" in table
+    assert re.search(r"of tensors 4\d\d MB, estimated for rtx-3090 of the allocator", table)
+    assert "MB (a guess; monetlite measure shows it)" in table
     schedule = monetlite.load_schedule(tmp_path / "s.yaml")
     facts = {"default_bytes": 2 * 10**9, "least_limit_bytes": 470 * 10**6, "releases": 3}
     assert "gives free pages back 3× a step" in reserved_in_words(replace(schedule, reserved_bytes=1), facts)
