@@ -17,6 +17,7 @@ from monetlite.checking.trainee import Trainee, copied, default_loss, leaf_copie
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.schedule import Schedule
+from monetlite.profiling.memory_use import available_bytes
 from monetlite.profiling.meters import meter_for
 from monetlite.runtime.scheduled_training import loaded
 from monetlite.runtime.wrapper import MONeTWrapper
@@ -24,6 +25,8 @@ from monetlite.tracing.step_inputs import Inputs, split_inputs, tensors_in_order
 
 MAX_ALLOWED = 0.5
 """Largest difference that any tolerance allows: a gradient that is zero everywhere is off by 1."""
+OPERATORS_SHARE = 3
+"""Memory that comparing operators takes, over plain training's peak: all values of the step are kept."""
 ROUNDING = 1.0
 """Tolerance at which two plain steps are compared: all that differs is rounding."""
 
@@ -165,7 +168,12 @@ def verify_own(
         allowed_difference=allowed,
         limits=limits,
     )
-    if operators or (operators is None and report.largest_difference > allowed):
+    if operators is None and report.largest_difference > allowed:
+        there = available_bytes()
+        operators = there is None or there > OPERATORS_SHARE * plain_memory.peak_bytes
+        if not operators:
+            say("operators are not compared, for lack of memory; --operators does all the same")
+    if operators:
         say("comparing operator by operator")
         del plain, scheduled, reference.plain  # whose memory is needed
         report = replace(report, operators=_by_operator(model, own, schedule, trainee, reference))

@@ -23,6 +23,8 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
+from monetlite.core.units import format_bytes
+from monetlite.planning.advice import LeastPeak
 from monetlite.planning.batch_costs import Unlike, at_batch, same_step
 from monetlite.planning.budgets import as_schedule, solve_budget
 
@@ -338,13 +340,19 @@ class _Prober:
 
     def nothing_fits(self) -> InfeasibleBudget:
         """The error where not even the smallest batch fits."""
+        from monetlite.solving.smallest import smallest_budget
+
         batch = self.step
         proven = not self._possible(batch)
         needed_bytes = self.bound_bytes[batch] if proven else self.reached_bytes.get(batch, self.plain_bytes[batch])
         how = "at least, by any schedule" if proven else "by the leanest schedule found"
+        profile = self.options.allowed(self.profile(batch))
+        steps = smallest_budget(profile, seconds=MIN_SECONDS, seed=self.options.seed).smallest_reached_steps
+        least = LeastPeak(profile, plain_steps(profile.graph) if steps is None else steps)
         return InfeasibleBudget(
-            f"a batch of {batch} needs {needed_bytes} bytes {how}, more than the budget of {self.budget_bytes}. "
-            "Raise the budget, or lower the input size",
+            f"a batch of {batch} needs {needed_bytes} bytes {how}, more than the budget of {self.budget_bytes}; "
+            f"the smallest peak reached is {format_bytes(least.parts.peak_bytes)}, {least.place()}.\n"
+            f"{least.advice(self.budget_bytes)}",
             budget_bytes=self.budget_bytes,
             proven_bytes=needed_bytes if proven else 0,
             reached_bytes=None if proven else needed_bytes,
