@@ -357,6 +357,7 @@ plot_command = command(
     _kind_option,
     _drawing_options,
     _search_options,
+    _no_solve_option,
     _where_options,
     now="show SCHEDULE --output FILE",
 )(partial(show, other_sizes=False))
