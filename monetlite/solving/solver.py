@@ -65,6 +65,8 @@ _MIN_DEEP_OPERATORS = 600
 """The smallest graph that is planned by blocks before it is searched as a whole."""
 _MASTER_SHARE, _MASTER_GAP = 0.08, 2e-4
 """Part of the time left for each master program, and the gap to which it is solved."""
+_PRICING_SHARE = 0.5
+"""Time for plans that the multipliers ask for, as a part of that for the first ones."""
 _MASTERS = 3
 """Master programs that are solved, each for less memory, until their schedule fits."""
 _HIGHS, _BLOCKS = "HiGHS", "blocks"
@@ -211,11 +213,14 @@ class _PeakSolve:
         incumbent, solver = self.incumbent, check_solver(self.options.solver)
         incumbent.phase = "blocks"
         deep.sweep(length, share * self.left, self.should_stop)
+        deep.price(self.budget_bytes, _PRICING_SHARE * share * self.left, self.should_stop)
         budget_bytes = self.budget_bytes
         for _ in range(_MASTERS):
-            steps = deep.solve(budget_bytes, solver, time.monotonic() + _MASTER_SHARE * self.left, _MASTER_GAP)
-            if steps is None or self.should_stop():
+            program = deep.program(budget_bytes)
+            chosen = program.solve(solver, time.monotonic() + _MASTER_SHARE * self.left, _MASTER_GAP)
+            if chosen is None or self.should_stop():
                 return
+            steps = deep.steps(chosen)
             try:
                 # Gradients that pass several blocks are in no row.
                 excess_bytes = simulate(self.problem.profile, steps).peak_bytes - self.budget_bytes

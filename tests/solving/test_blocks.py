@@ -16,7 +16,7 @@ from monetlite.core.steps import plain_steps
 from monetlite.solving import solve_profile, solver
 from monetlite.solving.blocks.block_plans import Plan
 from monetlite.solving.blocks.deep_step import DeepStep
-from monetlite.solving.blocks.master_program import Master
+from monetlite.solving.blocks.master_program import MasterProgram
 from monetlite.solving.bounding.latency_bound import latency_bounds
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.problem import Problem
@@ -125,7 +125,7 @@ def test_the_master_program_is_solved_exactly(seed: int) -> None:
     needs = sorted(_rows(step, chosen) for chosen in everything)
     for room_bytes in {needs[0] - 1, needs[0], needs[len(needs) // 2], needs[-1]}:
         fitting = [chosen for chosen in everything if _rows(step, chosen) <= room_bytes]
-        master = Master(plans=plans, later_bytes=step.later_bytes, room_bytes=room_bytes)
+        master = MasterProgram(plans, step.later_bytes, room_bytes)
         for name in ("SCIP", "HIGHS"):
             found = master.solve(name, NEVER, 0.0)
             if not fitting:
@@ -174,3 +174,25 @@ def test_no_relaxation_of_any_size_exceeds_the_optimum(seed: int) -> None:
     assert len(bounds) > 3
     for bound in bounds:
         assert bound.lower_bound_ms <= optimum.latency_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_prices_are_multipliers(seed: int) -> None:
+    """At a linear optimum no plan that is there has a negative reduced cost, and one of each block's has none."""
+    step = in_blocks(random.Random(4000 + seed))
+    plans = step.plans()
+    needs = sorted(
+        _rows(
+            step,
+            [(place, min(plans[place], key=lambda plan: (plan.kept_bytes, plan.backward_bytes))) for place in of],
+        )
+        for of in covers(step)
+    )
+    prices = MasterProgram(plans, step.later_bytes, needs[0] + 3).prices()
+    assert prices is not None
+    reduced_ms = {place: [prices[place].reduced_ms(plan) for plan in of] for place, of in plans.items()}
+    for of in reduced_ms.values():
+        assert min(of) >= -1e-6
+    for block in range(len(step.blocks)):
+        holding = [min(of) for (start, end), of in reduced_ms.items() if start <= block < end]
+        assert min(holding) == pytest.approx(0, abs=1e-6)

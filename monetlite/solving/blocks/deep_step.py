@@ -1,20 +1,24 @@
 """Deep steps: plans for every kind of stretch, the master program, and the schedule that these make."""
 
 import os
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 
 from monetlite.core.blocks import Block
 from monetlite.core.costs import Profile
 from monetlite.core.steps import Step
 from monetlite.solving.annealing.search import THREADS
 from monetlite.solving.blocks.block_plans import Plan, PlanSearch, Stretch, Stretches
-from monetlite.solving.blocks.master_program import Master
+from monetlite.solving.blocks.master_program import MasterProgram, Prices
 
 MIN_BLOCKS = 4
 """Fewer blocks than this are one step to the search."""
 STAGES = ((1, 0.05), (1, 0.1), (2, 0.15), (4, 0.2))
 """Numbers of blocks in a stretch, and parts of the time left for their plans."""
+_ROUNDS = 4
+"""Rounds of pricing that the time for it is meant for."""
 POINTS = 12
 """Limits on what a stretch keeps, for each of which a plan is looked for."""
 
@@ -62,12 +66,34 @@ class DeepStep:
             if stretch.kind in self.searches
         }
 
-    def solve(self, budget_bytes: int, solver: str, deadline: float, gap: float) -> tuple[Step, ...] | None:
-        room_bytes = budget_bytes - self.profile.graph.resident.total
-        chosen = Master(plans=self.plans(), later_bytes=self.later_bytes, room_bytes=room_bytes).solve(
-            solver, deadline, gap
-        )
-        return None if chosen is None else self.steps(chosen)
+    def program(self, budget_bytes: int) -> MasterProgram:
+        return MasterProgram(self.plans(), self.later_bytes, budget_bytes - self.profile.graph.resident.total)
+
+    def price(self, budget_bytes: int, seconds: float, finished: Callable[[], bool]) -> None:
+        """Add plans that the master program's multipliers ask for, until none gets better or the time is up."""
+        end = time.monotonic() + seconds
+
+        def over() -> bool:
+            return finished() or time.monotonic() >= end
+
+        while not over():
+            prices = self.program(budget_bytes).prices()
+            if prices is None:
+                return
+            asked: dict[Hashable, list[Prices]] = {}
+            for place, seen in prices.items():
+                asked.setdefault(self.stretches[place].kind, []).append(seen)
+            share = THREADS * seconds / (_ROUNDS * len(asked))
+
+            def improve(kind: Hashable, asked: dict[Hashable, list[Prices]] = asked, share: float = share) -> float:
+                """Look for what the middle one of equal stretches asks for: they see nearly the same prices."""
+                wanted = sorted(asked[kind], key=attrgetter("kept"))[len(asked[kind]) // 2]
+                return self.searches[kind].improve(wanted.reduced_ms, share, over)
+
+            with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+                better_ms = [*pool.map(improve, asked)]
+            if max(better_ms) <= 0:
+                return
 
     def steps(self, chosen: Sequence[tuple[tuple[int, int], Plan]]) -> tuple[Step, ...]:
         """The steps of the whole schedule."""

@@ -10,66 +10,120 @@ A boolean program. With x[r, p] for plan p of stretch r, which begins at block s
 | total[s] + the sum of (backward_bytes + later) · x over them ≤ room | and of a backward part |
 
 `later` is what the backward parts of later blocks leave in memory for good: gradients of parameters. The running
-total keeps rows sparse. A schedule that is put together of plans takes no more memory than the rows say, except for
-gradients that pass several blocks.
+total keeps rows sparse. The multipliers of the linear relaxation say what a byte is worth in each row (`prices`): a
+plan that is not there yet is worth adding if its reduced cost is negative (column generation; Dantzig and Wolfe,
+1960). A schedule that is put together of plans takes no more memory than the rows say, except for gradients that
+pass several blocks.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from monetlite.core.schedule import Status
 from monetlite.solving.blocks.block_plans import Plan
 from monetlite.solving.bounding.zero_one import ZeroOneProgram
 from monetlite.solving.program import solve_rows
 
+Place = tuple[int, int]
+"""A stretch by its first block and the one after its last."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Master:
-    """Data of the master program.
+class Prices:
+    """Multipliers of the master program's linear relaxation, as a stretch sees them.
 
-    Attributes:
-        plans: of each stretch, by its first block and the one after its last.
+    `kept`, `forward` and `backward` are in ms per byte; `worth_ms` is what the relaxation pays for the stretch.
+    """
+
+    kept: float
+    forward: float
+    backward: float
+    worth_ms: float
+
+    def reduced_ms(self, plan: Plan) -> float:
+        """The reduced cost of a plan: negative if the linear relaxation gets better with it."""
+        bytes_ms = (
+            self.kept * plan.kept_bytes + self.forward * plan.forward_bytes + self.backward * plan.backward_bytes
+        )
+        return plan.time_ms + bytes_ms - self.worth_ms
+
+
+_COVER, _TOTAL, _FORWARD, _BACKWARD, _ROWS = range(5)
+"""Rows of a block, and their number."""
+
+
+class MasterProgram:
+    """The rows of the master program.
+
+    Args:
+        plans: of each stretch.
         later_bytes: for each block, what backward parts of the blocks after it leave in memory for good.
         room_bytes: the budget less what is resident.
     """
 
-    plans: Mapping[tuple[int, int], Sequence[Plan]]
-    later_bytes: Sequence[int]
-    room_bytes: int
+    def __init__(self, plans: Mapping[Place, Sequence[Plan]], later_bytes: Sequence[int], room_bytes: int) -> None:
+        self.later_bytes = later_bytes
+        self.scale = scale = 1.0 / max(1, room_bytes)
+        self.offered = [(place, plan) for place, of in plans.items() for plan in of]
+        self.rows = ZeroOneProgram()
+        self.columns = [self.rows.column(plan.time_ms) for _, plan in self.offered]
+        total = [self.rows.column() for _ in range(len(later_bytes) + 1)]
+        holding: dict[int, list[int]] = defaultdict(list)
+        beginning: dict[int, list[tuple[int, Plan, int]]] = defaultdict(list)
+        ending: dict[int, list[tuple[int, Plan]]] = defaultdict(list)
+        for column, ((start, end), plan) in zip(self.columns, self.offered, strict=True):
+            for block in range(start, end):
+                holding[block].append(column)
+            beginning[start].append((column, plan, later_bytes[end - 1]))
+            ending[end].append((column, plan))
+        self.rows.row([(total[0], 1.0)], 0.0, equal=True)
+        for block in range(len(later_bytes)):
+            kept = [(column, plan.kept_bytes * scale) for column, plan in ending[block + 1]]
+            before = (total[block], 1.0)
+            forward = [(column, plan.forward_bytes * scale) for column, plan, _ in beginning[block]]
+            backward = [(column, (plan.backward_bytes + later) * scale) for column, plan, later in beginning[block]]
+            self.rows.row([(column, 1.0) for column in holding[block]], 1.0, equal=True)
+            self.rows.row([*kept, before, (total[block + 1], -1.0)], 0.0, equal=True)
+            self.rows.row([before, *forward], 1.0)
+            self.rows.row([before, *backward], 1.0)
 
-    def solve(self, solver: str, deadline: float, gap: float) -> list[tuple[tuple[int, int], Plan]] | None:
+    def solve(self, solver: str, deadline: float, gap: float) -> list[tuple[Place, Plan]] | None:
         """The fastest plans within the budget, in order; None if none fit, or the time is up.
 
         Args:
             solver: as cvxpy knows it. deadline: of `time.monotonic`. gap: to which it has to be optimal.
         """
-        rows, blocks = ZeroOneProgram(), len(self.later_bytes)
-        chosen = [(stretch, plan) for stretch, plans in self.plans.items() for plan in plans]
-        scale = 1.0 / self.room_bytes
-        columns = [rows.column(plan.time_ms) for _, plan in chosen]
-        total = [rows.column() for _ in range(blocks + 1)]
-        holding: dict[int, list[int]] = defaultdict(list)
-        beginning: dict[int, list[tuple[int, Plan, int]]] = defaultdict(list)
-        ending: dict[int, list[tuple[int, Plan]]] = defaultdict(list)
-        for column, ((start, end), plan) in zip(columns, chosen, strict=True):
-            for block in range(start, end):
-                holding[block].append(column)
-            beginning[start].append((column, plan, self.later_bytes[end - 1]))
-            ending[end].append((column, plan))
-        rows.row([(total[0], 1.0)], 0.0, equal=True)
-        for block in range(blocks):
-            rows.row([(column, 1.0) for column in holding[block]], 1.0, equal=True)
-            kept = [(column, plan.kept_bytes * scale) for column, plan in ending[block + 1]]
-            rows.row([*kept, (total[block], 1.0), (total[block + 1], -1.0)], 0.0, equal=True)
-            before = (total[block], 1.0)
-            rows.row([before, *((c, plan.forward_bytes * scale) for c, plan, _ in beginning[block])], 1.0)
-            rows.row(
-                [before, *((c, (plan.backward_bytes + later) * scale) for c, plan, later in beginning[block])], 1.0
-            )
-        upper = [1.0] * len(rows.cost_ms)
-        status, found, _ = solve_rows(rows, columns, upper, solver, deadline, gap=gap)
+        upper = [1.0] * len(self.rows.cost_ms)
+        status, found, _ = solve_rows(self.rows, self.columns, upper, solver, deadline, gap=gap)
         if found is None or status not in (Status.OPTIMAL, Status.FEASIBLE):
             return None
-        taken = [item for column, item in zip(columns, chosen, strict=True) if found[column] > 0.5]
+        taken = [item for column, item in zip(self.columns, self.offered, strict=True) if found[column] > 0.5]
         return sorted(taken, key=lambda item: item[0])
+
+    def prices(self) -> dict[Place, Prices] | None:
+        """Multipliers of the linear relaxation as each stretch sees them, by HiGHS; None if nothing fits."""
+        import cvxpy
+
+        matrix, limit, equal = self.rows.matrix(), np.array(self.rows.limit), np.array(self.rows.equal)
+        x = cvxpy.Variable(len(self.rows.cost_ms), nonneg=True)
+        rows = [matrix[~equal] @ x <= limit[~equal], matrix[equal] @ x == limit[equal]]
+        stated = cvxpy.Problem(cvxpy.Minimize(np.array(self.rows.cost_ms) @ x), rows)
+        stated.solve(solver="HIGHS")  # type: ignore[no-untyped-call]  # cvxpy has no types for it
+        if stated.status != cvxpy.OPTIMAL:
+            return None
+        multipliers = np.zeros(len(limit))
+        multipliers[~equal], multipliers[equal] = rows[0].dual_value, rows[1].dual_value
+        of = multipliers[1:].reshape(-1, _ROWS)
+        found: dict[Place, Prices] = {}
+        for (start, end), _ in self.offered:
+            later_ms = of[start, _BACKWARD] * self.later_bytes[end - 1] * self.scale
+            found[start, end] = Prices(
+                kept=float(of[end - 1, _TOTAL]) * self.scale,
+                forward=float(of[start, _FORWARD]) * self.scale,
+                backward=float(of[start, _BACKWARD]) * self.scale,
+                worth_ms=float(-of[start:end, _COVER].sum() - later_ms),
+            )
+        return found
