@@ -19,7 +19,7 @@ from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import Floats, ZeroOneProgram, dual_bound_ms
 from monetlite.solving.problem import Problem
 
-COARSE_ROWS = (2, 4, 8, 16)
+COARSE_ROWS = (2, 3, 4, 8, 16)
 """Memory rows of each part of the step in coarse relaxations."""
 _MAX_SHARE = 0.25
 """Part of the time left that a linear program may take where a larger one is to follow."""

@@ -36,6 +36,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.solving.bounding.peak_bound import CertainLifetimes, certain_lifetimes, own_bytes, pinned
 from monetlite.solving.bounding.zero_one import ZeroOneProgram
 from monetlite.solving.problem import Option, Problem
@@ -62,8 +64,8 @@ class Relaxation:
     Args:
         problem: the problem.
         budget_bytes: the budget.
-        checkpoint_limit: the most backward operators that get a memory row; the neediest of stretches do, and the
-            last one.
+        checkpoint_limit: the most backward operators that get a memory row: the one at plain training's
+            peak, the neediest of stretches, the last one.
         forward_limit: likewise for forward operators.
         value_limit: the most values that are modelled; the largest are.
 
@@ -93,6 +95,7 @@ class Relaxation:
         self.values = _modelled_values(problem, value_limit)
         self.modelled = frozenset(self.values)
         self.maker = {value: problem.producers[value][0] for value in self.values}
+        self.plain_bytes = _plain_bytes(problem)
         forward, backward = range(problem.forward_main), range(problem.forward_main, len(problem.main))
         self.forward_rows = frozenset(self._neediest(forward, forward_limit))
         self.checkpoints = self._neediest(backward, checkpoint_limit)
@@ -102,11 +105,12 @@ class Relaxation:
         self._backward_part()
 
     def _neediest(self, places: range, limit: int | None) -> list[int]:
-        """At most so many places in the main run: in each stretch the neediest, and the last one."""
+        """At most so many places in the main run: plain training's peak, the neediest of each stretch, the last."""
         if limit is None or len(places) <= limit:
             return list(places)
-        stretches = np.array_split(np.array(places), max(1, limit - 1))
-        return sorted({max((int(at) for at in stretch), key=self._demand) for stretch in stretches} | {places[-1]})
+        peak = max(places, key=self.plain_bytes.__getitem__)
+        stretches = np.array_split(np.array(places), limit - 2) if limit > 2 else []
+        return sorted({peak, places[-1], *(max((int(at) for at in of), key=self._demand) for of in stretches)})
 
     def _demand(self, at: int) -> int:
         """Bytes that main operator `at` takes by itself."""
@@ -354,6 +358,13 @@ def _worthwhile(problem: Problem, at: int, lifetimes: CertainLifetimes, modelled
         ):
             kept.append(((first_ms, own), reads, overwrites, option))
     return [option for _, _, _, option in kept]
+
+
+def _plain_bytes(problem: Problem) -> list[int]:
+    """Plain training's memory at each main operator."""
+    timeline = simulate(problem.profile, plain_steps(problem.graph))
+    at_operator = {operator: used for (operator, _), used in zip(timeline.steps, timeline.memory_bytes, strict=True)}
+    return [at_operator[operator] for operator in problem.main]
 
 
 def _modelled_values(problem: Problem, limit: int | None) -> list[int]:
