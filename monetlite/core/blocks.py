@@ -5,8 +5,8 @@ forward part writes after the cut. The bytes that cross a cut are of values that
 on the other. A block is what lies between two cuts, in both parts of the step. Skips of a U-Net cross its cuts;
 where too much does, the step is one block.
 
-The idea is that of DESIGN's "Blocks": equal blocks have equal operators in the same order, so numbers of values in
-that order tell them apart exactly, and no search for an isomorphism is needed.
+Equal blocks have equal operators in the same order. So numbers of values in that order tell blocks apart exactly,
+and no search for an isomorphism is needed.
 """
 
 import itertools

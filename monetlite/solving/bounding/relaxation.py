@@ -363,8 +363,9 @@ def _worthwhile(problem: Problem, at: int, lifetimes: CertainLifetimes, modelled
 def _plain_bytes(problem: Problem) -> list[int]:
     """Plain training's memory at each main operator."""
     timeline = simulate(problem.profile, plain_steps(problem.graph))
-    at_operator = {operator: used for (operator, _), used in zip(timeline.steps, timeline.memory_bytes, strict=True)}
-    return [at_operator[operator] for operator in problem.main]
+    operators = (operator for operator, _ in timeline.steps)
+    used_bytes = dict(zip(operators, timeline.memory_bytes, strict=True))
+    return [used_bytes[operator] for operator in problem.main]
 
 
 def _modelled_values(problem: Problem, limit: int | None) -> list[int]:
