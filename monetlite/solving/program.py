@@ -342,7 +342,7 @@ def solve_rows(
     seconds = max(0.1, deadline - time.monotonic() - 2 * (time.monotonic() - began))
     limits: dict[str, dict[str, Any]] = {
         "SCIP": {"scip_params": {"limits/time": seconds, "limits/gap": gap}},
-        "HIGHS": {"time_limit": seconds, "mip_rel_gap": gap},
+        "HIGHS": {"time_limit": seconds, "mip_rel_gap": gap, "threads": 1},
         "GUROBI": {"TimeLimit": seconds, "MIPGap": gap},
     }
     try:

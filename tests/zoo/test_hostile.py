@@ -134,7 +134,7 @@ def test_a_file_larger_than_memory_should_be_is_not_read(tmp_path):
 def test_millions_of_values_are_refused_before_they_are_built(tmp_path, line):
     file = tmp_path / "many.yaml"
     items = (f"n{number}" if "[" in line else f"n{number}: 1" for number in range(600_000))
-    file.write_text(line.format(", ".join(items)) + "...\n")
+    file.write_text("format: monetlite-schedule\n" + line.format(", ".join(items)) + "...\n")
     began = time.process_time()
     with pytest.raises(MonetliteError, match="more than 500000 values"):
         read_schedule(file)

@@ -111,7 +111,7 @@ class MasterProgram:
         x = cvxpy.Variable(len(self.rows.cost_ms), nonneg=True)
         rows = [matrix[~equal] @ x <= limit[~equal], matrix[equal] @ x == limit[equal]]
         stated = cvxpy.Problem(cvxpy.Minimize(np.array(self.rows.cost_ms) @ x), rows)
-        stated.solve(solver="HIGHS")  # type: ignore[no-untyped-call]  # cvxpy has no types for it
+        stated.solve(solver="HIGHS", threads=1)  # type: ignore[no-untyped-call]  # cvxpy has no types for it
         if stated.status != cvxpy.OPTIMAL:
             return None
         multipliers = np.zeros(len(limit))
