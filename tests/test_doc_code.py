@@ -124,7 +124,7 @@ def test_commands(page, folder, request):
 def shorter(command):
     """A command with less time, and images of a size at which a step takes little."""
     return command.replace("--time-limit 10", "--time-limit 0.5").replace(
-        "--batch 16 --input-size 160", "--input-size 32"
+        "--batch 16 --input-size 160", "--batch 2 --input-size 64"
     )
 
 
