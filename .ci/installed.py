@@ -28,9 +28,9 @@ def build(batch: int = 4):
     return nn.Sequential(*layers), (torch.randn(batch, 32),)
 """
 COMMANDS = (
-    "solve --model resnet50 --budget 6GB",
+    "solve --model resnet50 --budget 6GB --time-limit 10",
     "show resnet50_6GB.yaml --output timeline.png",
-    "show resnet50_6GB.yaml --output report.html",
+    "show resnet50_6GB.yaml --output report.html --time-limit 1",
     "check resnet50_6GB.yaml --batch 2 --input-size 64 --repeats 1",
     "show resnet50_6GB.yaml --time-limit 1",
     "show resnet50_6GB.yaml --batch 92",

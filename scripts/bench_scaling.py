@@ -1,13 +1,17 @@
 """Measure how long the solver takes to be useful as graphs grow, and write a dated report.
 
-    python scripts/bench_scaling.py --layers 2 6 13 26 64 128 256 --time-limit 60
+    python scripts/bench_scaling.py --layers 13 64 140 280 --chains 1000
+    python scripts/bench_scaling.py --layers --chains --profiles gpt2-xl.json llama-1b.json --shares 0.8 0.6 0.4
 
-Made-up transformers (`synthetic_steps`) from about 100 to 10,000 operators, at half of the activations' memory:
-the seconds until the first schedule that fits, until one as fast as the best baseline, until one within 1% of
-what is found in the end, and the memory that solving takes. Each is solved in a process of its own.
+Made-up transformers and chains (`synthetic_steps`) of up to 10,000 operators, or profiles that `monetlite measure
+--operators` wrote, at shares of what plain training needs beyond weights: the seconds until the first schedule that
+fits, until one as fast as the best baseline (checkpointing of every module, every second, every fourth, ...; greedy
+dropping), until one within 1% of what is found in the end, and the memory that solving takes. Each is solved in a
+process of its own.
 """
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -21,6 +25,7 @@ from typing import Any
 from bench_solver import commit, hardware
 from synthetic_steps import chain_step, transformer_step
 
+from monetlite.core.costs import load_profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
@@ -31,17 +36,19 @@ from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
 
+MADE_UP = {"transformer": transformer_step, "chain": chain_step}
 
-def point(kind: str, size: int, share: float, time_limit: float, seed: int) -> dict[str, Any]:
+
+def point(kind: str, what: int | Path, share: float, time_limit: float, seed: int) -> dict[str, Any]:
     """Solve one graph; times are seconds after the solve began."""
-    profile = transformer_step(size) if kind == "transformer" else chain_step(size)
+    profile = load_profile(what) if isinstance(what, Path) else MADE_UP[kind](what)
     plain = simulate(profile, plain_steps(profile.graph))
     resident_bytes = profile.graph.resident.total
     budget_bytes = int(resident_bytes + share * (plain.peak_bytes - resident_bytes))
     best_baseline_ms = math.inf
     for steps in (
         baselines.segment_checkpointing(profile),
-        baselines.sqrt_checkpointing(profile),
+        *baselines.checkpointing_settings(profile),
         Greedy(flatten(Problem.of(profile)), budget_bytes).best(),
     ):
         try:
@@ -64,7 +71,9 @@ def point(kind: str, size: int, share: float, time_limit: float, seed: int) -> d
         return next((round(at, 2) for at, reached_ms in history if reached_ms <= latency_ms * (1 + 1e-9)), None)
 
     return {
-        "graph": profile.graph.name,
+        "graph": what.stem if isinstance(what, Path) else profile.graph.name,
+        "share": share,
+        "budget": f"{budget_bytes / 1e9:.3g} GB",
         "operators": len(profile.graph.operators),
         "status": str(solution.status),
         "first_s": until(math.inf),
@@ -92,6 +101,7 @@ def table(points: list[dict[str, Any]]) -> str:
     """The points as a markdown table."""
     heading = [
         "graph",
+        "budget",
         "operators",
         "first, s",
         "as good as baselines, s",
@@ -104,7 +114,7 @@ def table(points: list[dict[str, Any]]) -> str:
     ]
     lines = ["| " + " | ".join(heading) + " |", "|" + " --- |" * len(heading)]
     for item in points:
-        cells = [item["graph"], str(item["operators"])]
+        cells = [item["graph"], f"{item['share']:.0%}, {item['budget']}", str(item["operators"])]
         cells += [
             "never" if item[key] is None else f"{item[key]:.2f}"
             for key in ("first_s", "baseline_s", "within_1_percent_s", "seconds")
@@ -116,20 +126,26 @@ def table(points: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[2, 6, 13, 26, 64, 128, 256])
+    parser.add_argument("--layers", type=int, nargs="*", default=[13, 64, 140, 280])
     parser.add_argument("--chains", type=int, nargs="*", default=[1000], help="lengths of chains to solve as well")
-    parser.add_argument("--share", type=float, default=0.5, help="of what plain training needs beyond weights")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each graph (default 60)")
+    parser.add_argument(
+        "--profiles", type=Path, nargs="*", default=[], help="files of measured graphs to solve as well"
+    )
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.5], help="of what plain training needs beyond weights"
+    )
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each graph (default 30)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("docs/benchmarks"), help="folder for the report")
     arguments = parser.parse_args()
-    graphs = [("transformer", layers) for layers in arguments.layers]
+    graphs: list[tuple[str, int | Path]] = [("transformer", layers) for layers in arguments.layers]
     graphs += [("chain", length) for length in arguments.chains]
+    graphs += [("measured", file) for file in arguments.profiles]
     context = multiprocessing.get_context("spawn")
     points: list[dict[str, Any]] = []
-    for kind, size in graphs:
+    for (kind, what), share in itertools.product(graphs, arguments.shares):
         with context.Pool(1) as pool:
-            parameters = (kind, size, arguments.share, arguments.time_limit, arguments.seed)
+            parameters = (kind, what, share, arguments.time_limit, arguments.seed)
             points.append(pool.apply(point, parameters))
         sys.stderr.write(f"{points[-1]}\n")
     now = datetime.now(UTC)
@@ -138,7 +154,7 @@ def main() -> int:
         "hardware": hardware(),
         "commit": commit(),
         "time limit, seconds": arguments.time_limit,
-        "budget": f"weights + {arguments.share:g} of the rest of plain training's peak",
+        "budget": "what is resident, and a share of the rest of plain training's peak",
     }
     transformers = [item for item in points if item["graph"].startswith("transformer")]
     for key, words in (("first_s", "first schedule"), ("within_1_percent_s", "within 1% of the end")):

@@ -25,8 +25,11 @@ for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads():
+    """Threads that share a core wait for each other; so do those of programs that tests start."""
     beside_others = "PYTEST_XDIST_WORKER" in os.environ
-    torch.set_num_threads(1 if beside_others else min(2, torch.get_num_threads()))
+    threads = 1 if beside_others else min(2, torch.get_num_threads())
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
 
 
 @pytest.fixture(scope="session", autouse=True)

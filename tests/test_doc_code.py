@@ -122,9 +122,9 @@ def test_commands(page, folder, request):
 
 
 def shorter(command):
-    """A command with less time, and images of a size at which a step takes little."""
+    """A command with less time, and a model of which a step takes little."""
     return command.replace("--time-limit 10", "--time-limit 0.5").replace(
-        "--batch 16 --input-size 160", "--batch 2 --input-size 64"
+        "--model mobilenet_v2 --batch 16 --input-size 160", "--model path/to/file.py:build"
     )
 
 
