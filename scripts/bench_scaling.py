@@ -4,10 +4,10 @@
     python scripts/bench_scaling.py --layers --chains --profiles gpt2-xl.json llama-1b.json --shares 0.8 0.6 0.4
 
 Made-up transformers and chains (`synthetic_steps`) of up to 10,000 operators, or profiles that `monetlite measure
---operators` wrote, at shares of what plain training needs beyond weights: the seconds until the first schedule that
-fits, until one as fast as the best baseline (checkpointing of every module, every second, every fourth, ...; greedy
-dropping), until one within 1% of what is found in the end, and the memory that solving takes. Each is solved in a
-process of its own.
+--operators` wrote, with exact implementations, at shares of what plain training needs beyond weights. It says the
+seconds until the first schedule that fits, until one as fast as the best baseline (checkpointing of every module,
+every second, every fourth, ...; greedy dropping), until one within 1% of what is found in the end, and the memory
+that solving takes. Each is solved in a process of its own.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MADE_UP = {"transformer": transformer_step, "chain": chain_step}
 
 def point(kind: str, what: int | Path, share: float, time_limit: float, seed: int) -> dict[str, Any]:
     """Solve one graph; times are seconds after the solve began."""
-    profile = load_profile(what) if isinstance(what, Path) else MADE_UP[kind](what)
+    profile = load_profile(what).within(0.0) if isinstance(what, Path) else MADE_UP[kind](what)
     plain = simulate(profile, plain_steps(profile.graph))
     resident_bytes = profile.graph.resident.total
     budget_bytes = int(resident_bytes + share * (plain.peak_bytes - resident_bytes))
