@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from monetlite.reporting.analysis import Analysis
     from monetlite.reporting.analysis_alternatives import Around
 
-PAGE_SECONDS, PAGE_AROUND_SHARE = 15.0, 0.2
-"""Time of all searches for a page by default, and the part of it for its sentences; the rest is for its curve."""
+PAGE_AROUND_SHARE = 0.2
+"""Part of the time of all searches for the sentences of a page; the rest is for its curve."""
 TEXT, RESCALED, REPORT, TIMELINE, TRADEOFF, CHOICES = (
     "text",
     "rescaled",
@@ -95,10 +95,10 @@ _drawing_options = with_options(
 _no_solve_option = click.option("--no-solve", is_flag=True, help="Show the schedule alone, and look for no others.")
 _search_options = with_options(
     time_limit_option(
-        SEARCHES * 10.0,
+        15.0,
         "Seconds of all searches together. The text makes three: 10% more memory, 10% less, the smallest peak. A "
         f"trade-off takes {POINT_SECONDS:g} seconds for each point by default, a third of them for the baselines. "
-        f"A page has both, and takes {PAGE_SECONDS:g} seconds by default.",
+        "A page has both.",
     ),
     options_of(SolvingOptions, "seed"),
 )
@@ -149,8 +149,6 @@ def show(
         _explain(terminal, opened, solving, search=not no_solve)
     else:
         assert output is not None
-        if kind == REPORT and source_of("time_limit") is ParameterSource.DEFAULT:
-            solving = replace(solving, time_limit=PAGE_SECONDS)
         _draw(terminal, opened, kind, output, table, points, solving, by_time=by == "time", search=not no_solve)
 
 
