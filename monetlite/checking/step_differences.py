@@ -13,6 +13,8 @@ MISSING = float("inf")
 """Difference of a tensor that only one of two steps has, or that has another shape."""
 REORDERED_SUMS = 1e-6
 """Largest relative difference of a gradient that capturing a model can make: it orders some sums anew."""
+ROUNDINGS = 2
+"""Where 16 bits are too few for that: steps between two numbers of the coarsest dtype that a step computes in."""
 SLACK = 10
 """Factor that is allowed over the differences of plain training from itself: of two steps, or of one from weights
 that are off by a tolerance."""
@@ -96,6 +98,14 @@ class Reference:
             loss=difference(expected.loss, found.loss),
             random_state=torch.equal(expected.random_state, found.random_state),
         )
+
+    @property
+    def reordered_sums(self) -> float:
+        """Largest relative difference that adding up in another order can make, in the dtypes of this step."""
+        dtypes = {item.dtype for item in self.expected.gradients.values() if item.is_floating_point()}
+        if self.plain.autocast:
+            dtypes.add(getattr(torch, self.plain.autocast))
+        return max([REORDERED_SUMS, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in dtypes)])
 
     def nudged(self, fraction: float, tolerance: float) -> StepDifferences:
         """Differences of plain training's step from itself when every weight is off by a fraction, up or down."""

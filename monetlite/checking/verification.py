@@ -12,7 +12,7 @@ from torch import nn
 
 from monetlite.checking.operator_differences import OperatorComparison, PlainStep, ScheduledStep, WatchedWrapper
 from monetlite.checking.report import Report, VerificationLimits
-from monetlite.checking.step_differences import REORDERED_SUMS, SLACK, Reference
+from monetlite.checking.step_differences import SLACK, Reference
 from monetlite.checking.trainee import Trainee, copied, default_loss, leaf_copies, step_times_ms
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ModelError
@@ -136,7 +136,7 @@ def verify_own(
     unrepeated = max(repeated.loss, repeated.largest_of_gradients)
     allowed = limits.difference
     if allowed is None:
-        allowed = max(REORDERED_SUMS, SLACK * unrepeated)
+        allowed = max(reference.reordered_sums, SLACK * unrepeated)
         if schedule.tolerance > 0:
             moved = reference.nudged(schedule.tolerance, schedule.tolerance).largest_of_gradients
             allowed = min(max(allowed, SLACK * moved), MAX_ALLOWED)

@@ -44,6 +44,12 @@ def random_profile(
             rerunnable = not (once_only and rng.random() < 0.1)
             builder.operator(Phase.FORWARD, [((source,), (mask,), ())], optional=True, rerunnable=rerunnable)
             masks = (mask,)
+            if rng.random() < 0.25:
+                # Made from the mask, as backward operators that read no gradient are.
+                more = builder.value(ValueKind.INTERMEDIATE, largest=max(1, largest_bytes // 6))
+                reads = tuple(sorted({mask, *rng.sample([*sources, *writes], 1)}))
+                builder.operator(Phase.FORWARD, [(reads, (more,), ())], optional=True)
+                masks = (more,) if rng.random() < 0.5 else (mask, more)
         forward.append((sources, tuple(writes), masks))
         results.extend(writes)
     if rng.random() < 0.95:

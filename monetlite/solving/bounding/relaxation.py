@@ -25,8 +25,9 @@ on the latency of all of them:
 - gradients that a later operator reads in every implementation stay live until then, for nothing makes them
   again; held values stay live to the end; these are constants;
 - runs in different intervals are different runs, so their cheapest latencies add up;
-- an optional operator that runs in the forward part has everything beside it that is stored and was made before
-  it; until it runs, what it reads stays;
+- an optional operator whose results are read in any case runs at least once;
+- one that runs in the forward part reads what was made there, by other such operators, too; it has everything
+  beside it that is stored and was made before it; until it runs, what it reads stays;
 - memory during re-runs is ignored, as are values that are small, have several makers, or are not modelled:
   they are taken to weigh nothing and to be always there.
 """
@@ -74,6 +75,7 @@ class Relaxation:
         stored: for each value that may be stored, its column.
         chosen: for each main operator, its options, each with its column (−1 where there is no choice).
         checkpoints: places in the main run, ascending.
+        early: for each optional operator, the column of its run in the forward part.
         live: for each checkpoint, the columns of the values that may be live just before it.
         modelled: the values that have columns.
     """
@@ -99,6 +101,7 @@ class Relaxation:
         forward, backward = range(problem.forward_main), range(problem.forward_main, len(problem.main))
         self.forward_rows = frozenset(self._neediest(forward, forward_limit))
         self.checkpoints = self._neediest(backward, checkpoint_limit)
+        self.early: dict[int, int] = {}
         self.chosen = [self._choices(at) for at in range(len(problem.main))]
         self.stored = self._forward_part()
         self.live: list[dict[int, int]] = []
@@ -125,6 +128,23 @@ class Relaxation:
         )
         return self.lifetimes.fixed_bytes[at] + own
 
+    def _certain_runs(self, intervals: Sequence[_Span]) -> None:
+        """Add rows: optional operators whose results are read in any case run at least once."""
+        problem, waiting, certain = self.problem, list(self.problem.main), set[int]()
+        while waiting:
+            for value in problem.must_read[waiting.pop()]:
+                makers = problem.producers[value]
+                if len(makers) == 1 and makers[0] not in problem.position and makers[0] not in certain:
+                    certain.add(makers[0])
+                    waiting.append(makers[0])
+        modelled = set(self.maker.values()) & problem.extra_set
+        for operator in sorted(certain):
+            if operator in modelled and operator in self.early:
+                runs = [self.early[operator], *(span.once[operator] for span in intervals if operator in span.once)]
+                self.program.row([(column, -1.0) for column in runs], -1.0)
+            elif operator not in self.early:
+                self.program.constant_ms += problem.least_ms(operator)
+
     def _backward_part(self) -> None:
         intervals: list[_Span] = []
         start, before = self.problem.forward_main, self.stored
@@ -137,6 +157,7 @@ class Relaxation:
             intervals.append(span)
             self.live.append(before)
             start = checkpoint + 1
+        self._certain_runs(intervals)
         for length in (_SPAN_LENGTH, max(1, len(intervals))):
             if length < 2 * len(intervals):
                 for first in range(0, len(intervals), length):
@@ -157,14 +178,9 @@ class Relaxation:
         problem, position = self.problem, self.problem.position
         useful = problem.useful_before(problem.forward_main)
         stored = {value: self.program.column() for value in self.values if value in useful}
-        early: dict[int, int] = {}
         for value, column in stored.items():
-            operator = self.maker[value]
-            if operator not in position:
-                # An optional operator's output is there only if it ran in the forward part.
-                if operator not in early:
-                    early[operator] = self.program.column(problem.least_ms(operator))
-                self.program.row([(column, 1.0), (early[operator], -1.0)], 0.0)
+            if self.maker[value] not in position:
+                self.program.row([(column, 1.0), (self._early_run(self.maker[value]), -1.0)], 0.0)
         waiting = self._waiting(stored)
         for at in range(problem.forward_main):
             # A stored value is live from its maker on; one that is pinned here is counted already.
@@ -192,9 +208,20 @@ class Relaxation:
                         terms = [(stored[value], 1.0)] + ([(choice, 1.0)] if choice >= 0 else [])
                         self.program.row(terms, 1.0 if choice >= 0 else 0.0)
         if problem.forward_main:
-            for operator, column in early.items():
+            for operator, column in self.early.items():
                 self._early_memory(operator, column, stored)
         return stored
+
+    def _early_run(self, operator: int) -> int:
+        """The column for a run of an optional operator in the forward part, where what it reads was made, too."""
+        early = self.early
+        if operator not in early:
+            early[operator] = self.program.column(self.problem.least_ms(operator))
+            for value in self.problem.must_read[operator]:
+                makers = self.problem.producers[value]
+                if len(makers) == 1 and makers[0] not in self.problem.position:
+                    self.program.row([(early[operator], 1.0), (self._early_run(makers[0]), -1.0)], 0.0)
+        return early[operator]
 
     def _waiting(self, stored: dict[int, int]) -> list[tuple[int, int, int]]:
         """Bytes of stored outputs of optional operators, before it is known if the operator ran.

@@ -1,0 +1,93 @@
+"""TorchDynamo's code around a branch is as monetlite relies on."""
+
+import pytest
+import torch
+
+from monetlite.fx.torch_internals.torch_branches import checks_captured
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+def too_large(x: torch.Tensor) -> torch.Tensor:
+    if x.max() >= 3:
+        raise ValueError(f"Values must be below 3: {x.max()}")
+    return x * 2
+
+
+def not_finite(x: torch.Tensor) -> torch.Tensor:
+    if not torch.isfinite(x).all():
+        problem = "infinite"
+        raise ValueError(problem)
+    return x * 2
+
+
+def else_raises(x: torch.Tensor) -> torch.Tensor:
+    if (x < 3).all():
+        y = x * 2
+    else:
+        raise ValueError("too large")
+    return y
+
+
+def inlined(x: torch.Tensor) -> torch.Tensor:
+    return too_large(x) + 1
+
+
+def caught(x: torch.Tensor) -> torch.Tensor:
+    try:
+        return too_large(x)
+    except ValueError:
+        return x
+
+
+def chooses(x: torch.Tensor) -> torch.Tensor:
+    if x.max() >= 3:
+        return x
+    return x * 2
+
+
+def raises_sometimes(x: torch.Tensor) -> torch.Tensor:
+    if x.max() >= 3:
+        if x.shape[0] > 4:
+            raise ValueError("too many")
+        x = x - 1
+    return x * 2
+
+
+def captured(function):
+    return torch.compile(function, backend="eager", fullgraph=True)
+
+
+RAISING = [too_large, not_finite, else_raises, inlined]
+
+
+@pytest.mark.parametrize("function", RAISING, ids=lambda function: function.__name__)
+def test_branches_that_only_raise_are_assertions(function):
+    x = torch.tensor([1.0, 2.0])
+    with checks_captured():
+        compiled = captured(function)
+        assert torch.equal(compiled(x), function(x))
+        with pytest.raises(RuntimeError, match=r"test_torch_branches\.py:\d+: \w+ raises an exception"):
+            compiled(x * torch.inf)
+
+
+@pytest.mark.parametrize("function", RAISING, ids=lambda function: function.__name__)
+def test_without_it_they_are_refused(function):
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        captured(function)(torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.parametrize("function", [caught, chooses, raises_sometimes], ids=lambda function: function.__name__)
+def test_branches_that_do_anything_else_are_not(function):
+    with checks_captured(), pytest.raises(torch._dynamo.exc.Unsupported):
+        captured(function)(torch.tensor([1.0, 2.0]))
+
+
+def test_torch_is_as_it_was():
+    translators = [torch._dynamo.symbolic_convert.InstructionTranslator.dispatch_table]
+    with checks_captured():
+        assert torch._dynamo.symbolic_convert.InstructionTranslator.dispatch_table is not translators[0]
+    assert torch._dynamo.symbolic_convert.InstructionTranslator.dispatch_table is translators[0]
