@@ -24,7 +24,7 @@ GRAPHS = int(os.environ.get("MONETLITE_GRAPHS", "75"))
 @pytest.mark.parametrize("seed", range(GRAPHS))
 def test_bounds_hold_for_the_true_optimum(seed: int) -> None:
     rng = random.Random(seed)
-    profile = random_profile(rng, forward_operators=rng.randint(2, 7))
+    profile = random_profile(rng, forward_operators=rng.randint(2, 6))
     smallest = exhaustive_smallest_peak(Problem.of(profile))
     assert smallest.status is Status.OPTIMAL
     assert smallest.smallest_reached_bytes is not None
