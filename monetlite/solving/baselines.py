@@ -130,9 +130,11 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
         yield from run(index)
 
 
-def known_schedules(profile: Profile) -> list[tuple[Step, ...]]:
+def known_schedules(profile: Profile) -> Iterator[tuple[Step, ...]]:
     """Schedules that need no search, for searches to begin from."""
-    return [plain_steps(profile.graph), segment_checkpointing(profile), sqrt_checkpointing(profile)]
+    yield plain_steps(profile.graph)
+    yield segment_checkpointing(profile)
+    yield sqrt_checkpointing(profile)
 
 
 def checkpointing_settings(profile: Profile) -> Iterator[tuple[Step, ...]]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from monetlite.core.steps import Step
 from monetlite.solving import baselines
 from monetlite.solving.annealing.compiled import Integers
 from monetlite.solving.annealing.compiling import ensure_compiled
@@ -49,8 +50,15 @@ def lower_peak(
     problem = incumbent.problem
     deadline = time.monotonic() + seconds
 
+    def finished() -> bool:
+        return time.monotonic() >= deadline or should_stop()
+
+    known: list[tuple[Step, ...]] = []
     for steps in baselines.known_schedules(problem.profile):
+        known.append(steps)
         incumbent.offer(steps, METHOD)
+        if finished():
+            break
     if not ensure_compiled(deadline, should_stop):
         return None
     flat = flatten(problem)
@@ -70,18 +78,17 @@ def lower_peak(
         best, best_bytes = choices, incumbent.smallest_bytes
         return True
 
-    for steps in (incumbent.smallest_steps, *baselines.known_schedules(problem.profile)):
-        consider(encode(flat, steps))
+    for steps in (incumbent.smallest_steps, *known):
+        if not finished():
+            consider(encode(flat, steps))
     bases: list[Integers] = []
     for base in (keep_everything(flat), read_least(flat)):
         for retain in (KEEP_ALWAYS, RERUN_EVERY_TIME):
             choices = base.copy()
             choices[flat.droppable] = retain
             bases.append(choices)
-            consider(choices)
-
-    def finished() -> bool:
-        return time.monotonic() >= deadline or should_stop()
+            if not finished():
+                consider(choices)
 
     floor_bytes = max(problem.resident_bytes, enough_bytes)
     sizes = [problem.size_bytes[value] for value in flat.droppable]

@@ -4,6 +4,7 @@ The relaxation ignores part of the memory that a schedule needs, so what it find
 it sees the whole problem at once, and what it stores is mostly what is best to store.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 from monetlite.core.steps import Step
@@ -35,6 +36,7 @@ def _steps(relaxation: Relaxation, solution: Floats) -> Iterator[Step]:
     problem = relaxation.problem
     main, forward = problem.main, problem.forward_main
     available: set[int] = set()
+    touched: set[int] = set()
     ran: set[int] = set()
 
     def cheapest(operator: int) -> Option:
@@ -51,6 +53,7 @@ def _steps(relaxation: Relaxation, solution: Floats) -> Iterator[Step]:
             if not missing:
                 waiting.pop()
                 available.update(option.writes)
+                touched.update(option.writes)
                 ran.add(operator)
                 yield operator, option.choice
                 continue
@@ -73,12 +76,16 @@ def _steps(relaxation: Relaxation, solution: Floats) -> Iterator[Step]:
                 early.discard(operator)
                 yield from run(operator, option)
     available -= relaxation.modelled - stored
-    ends = iter(zip(relaxation.checkpoints, relaxation.live, strict=True))
-    checkpoint, live = next(ends, (forward - 1, {}))
-    for at in range(forward, len(main)):
-        yield from run(main[at], chosen[at])
-        if at == checkpoint:
-            checkpoint, live = next(ends, (len(main), {}))
-        kept = {value for later in chosen[at + 1 : checkpoint + 1] for value in later.reads}
-        kept |= {value for value, column in live.items() if solution[column] > 0.5}
-        available -= relaxation.modelled - kept
+    start = forward
+    for checkpoint, live in zip((*relaxation.checkpoints, len(main) - 1), (*relaxation.live, {}), strict=True):
+        span, start = range(start, checkpoint + 1), checkpoint + 1
+        kept = {value for value, column in live.items() if solution[column] > 0.5}
+        readers = Counter(value for at in span for value in chosen[at].reads)
+        available -= relaxation.modelled - kept - readers.keys()
+        for at in span:
+            touched.clear()
+            yield from run(main[at], chosen[at])
+            readers.subtract(chosen[at].reads)
+            if at < checkpoint:
+                touched |= chosen[at].reads
+                available -= {value for value in touched & relaxation.modelled if not readers[value]} - kept
