@@ -125,4 +125,4 @@ def _progress_text(event: "Solution") -> str:
     found = "nothing found yet"
     if event.latency_ms is not None and event.peak_bytes is not None:
         found = f"{format_ms(event.latency_ms)} at {format_bytes(event.peak_bytes)}, gap {event.gap:.1%}"
-    return f"{event.seconds:.0f} s: {found}, bound {format_ms(event.lower_bound_ms)} ({event.phase})"
+    return f"{event.seconds:.0f} s, {event.phase}: {found}, bound {format_ms(event.lower_bound_ms)}"

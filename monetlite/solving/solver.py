@@ -59,8 +59,10 @@ _PASSES = 2
 """Number of times that each stage of the program offers its candidates; two leave out next to nothing."""
 _LINEAR_SHARE = 0.6
 """Part of the time for linear relaxations of all sizes, before branch and bound."""
-_PATIENCE_SECONDS = 1.0
-"""Time without a better bound, after which branch and bound leaves one relaxation for the next."""
+_COARSE_SHARE, _PATIENCE_SECONDS = 0.1, 1.0
+"""For branch and bound on a coarse relaxation: the most of the time left, and time without a better bound."""
+_CLOSE = 0.995
+"""Part of the best linear bound from which on the finest relaxation is the one to branch on."""
 _MIN_DEEP_OPERATORS = 600
 """The smallest graph that is planned by blocks before it is searched as a whole."""
 _MASTER_SHARE, _MASTER_GAP = 0.08, 2e-4
@@ -139,7 +141,7 @@ class _PeakSolve:
         incumbent.raise_smallest(smallest_budget_bound(problem))
         if not problem.runnable:
             return True
-        incumbent.phase = "baselines"
+        incumbent.phase = "trying settings of checkpointing"
         incumbent.offer(plain_steps(problem.graph), "plain")
         if self.budget_bytes < incumbent.proven_bytes:
             self._bracket_smallest()
@@ -155,7 +157,7 @@ class _PeakSolve:
         if incumbent.steps is None and len(problem.graph.operators) <= _MAX_INTERPRETED_OPERATORS:
             self._drop_greedily()
         if len(problem.graph.operators) <= SMALL_OPERATORS:
-            incumbent.phase = "exhaustive"
+            incumbent.phase = "trying every schedule"
             exact = exhaustive(problem, self.budget_bytes, seconds=0.3 * self.left, should_stop=self.should_stop)
             if exact.steps is not None:
                 incumbent.offer(exact.steps, "exhaustive")
@@ -211,7 +213,7 @@ class _PeakSolve:
     def _plan_blocks(self, deep: DeepStep, length: int, share: float) -> None:
         """Find plans of stretches of so many blocks in a share of the time left, and choose one for each block."""
         incumbent, solver = self.incumbent, check_solver(self.options.solver)
-        incumbent.phase = "blocks"
+        incumbent.phase = "planning block by block"
         deep.sweep(length, share * self.left, self.should_stop)
         deep.price(self.budget_bytes, _PRICING_SHARE * share * self.left, self.should_stop)
         budget_bytes = self.budget_bytes
@@ -248,7 +250,7 @@ class _PeakSolve:
         if not self.should_stop():
             self._search(share=0.5 if with_program else max(0.0, 1 - spared / max(self.left, 1e-9)))
         if with_program and self.left > 2 and not self.should_stop():
-            incumbent.phase = "program"
+            incumbent.phase = "solving the boolean program"
             solver = self.options.solver.upper()
             exact = solve_program(
                 self.problem,
@@ -267,7 +269,7 @@ class _PeakSolve:
 
     def _search(self, *, share: float) -> None:
         """Search for a share of the time left, from the best steps known."""
-        self.incumbent.phase = "search"
+        self.incumbent.phase = "improving the schedule"
         search(
             self.incumbent,
             seconds=max(0.1, self.left * share),
@@ -285,7 +287,7 @@ class _PeakSolve:
             self._bracket_smallest(seconds)
             return
         incumbent = self.incumbent
-        incumbent.phase = "smallest budget"
+        incumbent.phase = "looking for the smallest budget"
         choices = lower_peak(
             incumbent,
             seconds=seconds,
@@ -298,7 +300,7 @@ class _PeakSolve:
 
     def _bracket_smallest(self, seconds: float = 5.0) -> None:
         """Bracket the smallest feasible budget, in so many seconds, or those left."""
-        self.incumbent.phase = "smallest budget"
+        self.incumbent.phase = "looking for the smallest budget"
         bracket_smallest(
             self.incumbent,
             seconds=min(seconds, max(0.1, self.left)),
@@ -320,19 +322,26 @@ class _PeakSolve:
             self.bounding = False
 
     def _raise_bound(self) -> None:
-        """Bound by relaxations from coarse to fine: all linear, then by branch and bound, the best one first."""
+        """Bound by relaxations from coarse to fine: all linear, then by branch and bound.
+
+        Coarse ones come first there, where they bound better, a while each. The rest of the time is the finest
+        one's, which has the most to say, if its linear bound is close to the best.
+        """
         linear: list[LatencyBound] = []
         for bound in latency_bounds(self.problem, self.budget_bytes, seconds=_LINEAR_SHARE * self.left):
             self.incumbent.raise_bound(bound.lower_bound_ms, _HIGHS)
             if bound.relaxation is None or self.should_stop():
                 return
             linear.append(bound)
+        finest = linear[-1]
         linear.sort(key=lambda bound: -bound.lower_bound_ms)
         if linear[0].solution is not None:
             self._guide(linear[0].relaxation, linear[0].solution)
-        reached = [self._branch(bound, patience_seconds=_PATIENCE_SECONDS) for bound in linear]
-        if not self.should_stop():
-            self._branch(linear[reached.index(max(reached))])
+        better = linear[: linear.index(finest)]
+        reached = [self._branch(bound, share=_COARSE_SHARE, patience_seconds=_PATIENCE_SECONDS) for bound in better]
+        unsolved = [(bound_ms, at) for at, (bound_ms, solved) in enumerate(reached) if not solved]
+        close = finest.lower_bound_ms >= _CLOSE * linear[0].lower_bound_ms
+        self._branch(finest if close or not unsolved else better[max(unsolved)[1]])
 
     def _guide(self, relaxation: Relaxation | None, solution: Floats) -> None:
         """Let the search begin from the steps that a solution of a relaxation suggests."""
@@ -340,14 +349,16 @@ class _PeakSolve:
         if steps is not None:
             self.guides.append(steps)
 
-    def _branch(self, linear: LatencyBound, patience_seconds: float = math.inf) -> float:
-        """Raise the bound by branch and bound on a relaxation; the bound that this gives, in ms."""
+    def _branch(
+        self, linear: LatencyBound, share: float = 1.0, patience_seconds: float = math.inf
+    ) -> tuple[float, bool]:
+        """Raise the bound by branch and bound on a relaxation, in a share of the time left, as `integer_bound`."""
         incumbent, relaxation = self.incumbent, linear.relaxation
         if relaxation is None or self.should_stop():
-            return linear.lower_bound_ms
-        bound_ms = integer_bound(
+            return linear.lower_bound_ms, True
+        bound_ms, solved = integer_bound(
             relaxation.program,
-            seconds=max(0.0, self.left - _GRACE_SECONDS),
+            seconds=max(0.0, share * (self.left - _GRACE_SECONDS)),
             cutoff_ms=incumbent.latency_ms,
             on_bound=lambda better_ms: incumbent.raise_bound(better_ms, _HIGHS),
             on_solution=lambda solution: self._guide(relaxation, solution),
@@ -355,4 +366,4 @@ class _PeakSolve:
             patience_seconds=patience_seconds,
         )
         incumbent.raise_bound(bound_ms, _HIGHS)
-        return bound_ms
+        return bound_ms, solved

@@ -33,7 +33,7 @@ _BRANCH_AND_BOUND_ROUNDING = 2e-6
 """Part of a branch-and-bound's dual bound that is given up for the solver's tolerances (1e-6)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LatencyBound:
     """A bound on the latency of every schedule within the budget.
 
@@ -120,8 +120,8 @@ def integer_bound(
     on_solution: Callable[[Floats], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     patience_seconds: float = math.inf,
-) -> float:
-    """Tighten a relaxation's bound by branch and bound and cuts (HiGHS): its dual bound, in ms, rounded down.
+) -> tuple[float, bool]:
+    """Tighten a relaxation's bound by branch and bound and cuts (HiGHS).
 
     Every legal schedule is a 0-1 point of the relaxation, so the dual bound is valid for all of them,
     finished or not. `cutoff_ms`, the latency of a known schedule, prunes what could only confirm it: the
@@ -135,6 +135,9 @@ def integer_bound(
         on_solution: told of the columns of each better solution of the relaxation; looking for them takes time.
         should_stop: asked often.
         patience_seconds: stop once the bound has not risen for so long, and for half of the time so far.
+
+    Returns:
+        The dual bound in ms, rounded down; and True if the relaxation says no more.
 
     Raises:
         SolverError: HiGHS is not installed.
@@ -192,9 +195,11 @@ def integer_bound(
     highs.run()
     if raised:
         raise raised[0]
-    if highs.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-        return rounded_down(cutoff_ms)
-    return rounded_down(min(in_ms(float(highs.getInfo().mip_dual_bound)), cutoff_ms))
+    status = highs.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return rounded_down(cutoff_ms), True
+    bound_ms = min(in_ms(float(highs.getInfo().mip_dual_bound)), cutoff_ms)
+    return rounded_down(bound_ms), status == highspy.HighsModelStatus.kOptimal
 
 
 def _loaded(program: ZeroOneProgram, *, integer: bool, seconds: float) -> tuple[Any, float]:
