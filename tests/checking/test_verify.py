@@ -124,6 +124,20 @@ def test_an_exact_schedule_differs_nowhere_and_computes_again_what_it_did(autoca
     assert not verify(model, schedule, x).operators
 
 
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "allowed"),
+    [(torch.float32, False, 1e-6), (torch.float32, True, 2**-6), (torch.bfloat16, False, 2**-6)],
+)
+def test_a_step_in_16_bits_may_differ_by_two_roundings(dtype, autocast, allowed):
+    model, inputs = (
+        nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)).to(dtype),
+        torch.randn(3, 6, dtype=dtype),
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        schedule = schedule_for(model, inputs)
+    assert verify(model, schedule, inputs).allowed_difference == allowed
+
+
 def test_images_in_another_layout_are_compared_with_those_of_plain_training():
     model, x = SmallCNN(), torch.randn(4, 3, 12, 12)
     graph = trace(model, x, layout="channels_last").available("cpu")
