@@ -80,9 +80,9 @@ def point(kind: str, what: int | Path, share: float, time_limit: float, seed: in
         "baseline_s": until(best_baseline_ms),
         "within_1_percent_s": until(1.01 * final_ms),
         "seconds": round(seconds, 1),
-        "overhead": final_ms / plain.latency_ms - 1,
-        "best_baseline": best_baseline_ms / plain.latency_ms - 1,
-        "gap": 1 - solution.lower_bound_ms / final_ms,
+        "overhead": None if solution.latency_ms is None else final_ms / plain.latency_ms - 1,
+        "best_baseline": best_baseline_ms / plain.latency_ms - 1 if math.isfinite(best_baseline_ms) else None,
+        "gap": None if solution.latency_ms is None else 1 - solution.lower_bound_ms / final_ms,
         "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30,
     }
 
@@ -119,7 +119,10 @@ def table(points: list[dict[str, Any]]) -> str:
             "never" if item[key] is None else f"{item[key]:.2f}"
             for key in ("first_s", "baseline_s", "within_1_percent_s", "seconds")
         ]
-        cells += [f"{item['overhead']:.2%}", f"{item['best_baseline']:.2%}", f"{item['gap']:.2%}"]
+        cells += [
+            "nothing fits" if item[key] is None else f"{item[key]:.2%}"
+            for key in ("overhead", "best_baseline", "gap")
+        ]
         lines.append("| " + " | ".join([*cells, f"{item['memory_gib']:.2f}"]) + " |")
     return "\n".join(lines)
 
