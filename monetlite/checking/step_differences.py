@@ -14,7 +14,7 @@ MISSING = float("inf")
 REORDERED_SUMS = 1e-6
 """Largest relative difference of a gradient that capturing a model can make: it orders some sums anew."""
 ROUNDINGS = 2
-"""Where 16 bits are too few for that: steps between two numbers of the coarsest dtype that a step computes in."""
+"""The same in 16 bits: steps between two numbers of the coarsest dtype that a step computes in."""
 SLACK = 10
 """Factor that is allowed over the differences of plain training from itself: of two steps, or of one from weights
 that are off by a tolerance."""
