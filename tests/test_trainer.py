@@ -75,7 +75,7 @@ def trained(kind, folder, scheduled, **arguments):
         torch.manual_seed(0)
         model = MODELS[kind]()
         if scheduled:
-            monetlite.within(model, budget="90%", device="rtx-3090", time_limit=1)
+            monetlite.within(model, budget="90%", device="rtx-3090", time_limit=2)
         settings = TrainingArguments(
             output_dir=str(folder / "run"),
             per_device_train_batch_size=8,
