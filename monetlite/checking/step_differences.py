@@ -14,7 +14,7 @@ MISSING = float("inf")
 REORDERED_SUMS = 1e-6
 """Largest relative difference of a gradient that capturing a model can make: it orders some sums anew."""
 ROUNDINGS = 2
-"""The same in 16 bits: steps between two numbers of the coarsest dtype that a step computes in."""
+"""The same of gradients in 16 bits: steps between two numbers of their dtype."""
 SLACK = 10
 """Factor that is allowed over the differences of plain training from itself: of two steps, or of one from weights
 that are off by a tolerance."""
@@ -101,10 +101,8 @@ class Reference:
 
     @property
     def reordered_sums(self) -> float:
-        """Largest relative difference that adding up in another order can make, in the dtypes of this step."""
-        dtypes = {item.dtype for item in self.expected.gradients.values() if item.is_floating_point()}
-        if self.plain.autocast:
-            dtypes.add(getattr(torch, self.plain.autocast))
+        """Largest relative difference that adding up in another order can make, in the dtypes of the gradients."""
+        dtypes = {item.dtype for item in self.expected.gradients.values()}
         return max([REORDERED_SUMS, *(ROUNDINGS * torch.finfo(dtype).eps for dtype in dtypes)])
 
     def nudged(self, fraction: float, tolerance: float) -> StepDifferences:
