@@ -163,29 +163,44 @@ def price(
 
     Without `solving`, implementations of any tolerance are priced.
     """
-    from monetlite.profiling.step_additions import with_accumulation, with_optimizer
-
     tolerance = None if solving is None else solving.tolerance
-    device = str(options.device or graph.device)
-    if device.lower() in ("cpu", "cuda"):
+    if device := measured_here(graph, options):
         from monetlite.profiling.measured import measure_profile
 
-        device = device.lower()
-        if device != graph.device:
-            raise DeviceError(
-                f"the graph was traced on {graph.device}, so its operators can't be measured on {device}; "
-                f"move the model and the inputs there before tracing, or name a device to estimate"
-            )
         made = measure_profile(graph, device, tolerance=tolerance, progress=progress)
     else:
         from monetlite.profiling.estimate import estimate_profile
 
-        made = estimate_profile(graph, device)
+        made = estimate_profile(graph, options.device or graph.device)
         if tolerance is not None:
             made = made.within(tolerance)
+    return with_additions(made, options)
+
+
+def measured_here(graph: OperatorGraph, options: PricingOptions) -> str | None:
+    """The device that a graph's costs are measured on; None if they are estimated.
+
+    Raises:
+        DeviceError: it was traced on another one.
+    """
+    device = str(options.device or graph.device).lower()
+    if device not in ("cpu", "cuda"):
+        return None
+    if device != graph.device:
+        raise DeviceError(
+            f"the graph was traced on {graph.device}, so its operators can't be measured on {device}; "
+            f"move the model and the inputs there before tracing, or name a device to estimate"
+        )
+    return device
+
+
+def with_additions(profile: Profile, options: PricingOptions) -> Profile:
+    """A profile with what the options count beside the model's operators."""
+    from monetlite.profiling.step_additions import with_accumulation, with_optimizer
+
     if options.optimizer is not None:
-        made = with_optimizer(made, options.optimizer)
-    return with_accumulation(made) if options.accumulate else made
+        profile = with_optimizer(profile, options.optimizer)
+    return with_accumulation(profile) if options.accumulate else profile
 
 
 def unplanned_loss(graph: OperatorGraph, budget_bytes: int) -> str:

@@ -4,8 +4,9 @@ import contextlib
 import gc
 import logging
 import math
+import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
 from monetlite.operators.program_calls import compacting
 from monetlite.operators.random import REPLAY, drawn_call, forked_state
-from monetlite.operators.traits import traits_of
+from monetlite.operators.traits import family_of, traits_of
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
 from monetlite.profiling.memory_use import is_out_of_memory, steady_heap
@@ -35,14 +36,7 @@ _log = logging.getLogger(__name__)
 def measure_profile(
     graph: OperatorGraph, device: str, *, tolerance: float | None = None, progress: Progress | None = None
 ) -> Profile:
-    """Measure every implementation of every operator on this machine.
-
-    On CUDA, convolutions also have cuDNN's plans where its frontend is installed: those that run here, and of them
-    those that beat the others in latency or workspace. Memory that cuBLAS keeps between calls counts as resident.
-
-    An implementation that runs out of memory, and that the operator can do without, is left out, with a warning.
-    Costs that the cache has are measured again if the slowest of them now take much less: with a warning, as other
-    programs used the machine then.
+    """Measure every implementation of every operator on this machine, as `Measurement` says.
 
     Args:
         graph: traced with inputs on that device.
@@ -54,62 +48,165 @@ def measure_profile(
         DeviceError: this machine has no such device.
         ProfileError: an operator can't be run alone, or does not fit; names it.
     """
-    meter = meter_for(device)
-    graph = cudnn.offer_plans(graph.available(device))
-    if tolerance is not None:
-        graph = graph.restricted(lambda item: item.tolerance <= tolerance)
-    cache = CostCache(meter.environment())
-    candidates = _candidates(graph)
-    costs: dict[str, Cost] = {}
-    too_large: list[str] = []
-    try:
-        with steady_heap() if device == "cpu" else contextlib.nullcontext():
-            _recheck(candidates, cache, meter)
-            for done, (signature, candidate) in enumerate(candidates.items(), start=1):
-                cost = cache.get(signature)
-                try:
-                    if cost is None:
-                        cost = _measure(candidate, meter)
-                        cache.put(signature, cost)
+    measurement = Measurement(graph, device, tolerance=tolerance)
+    measurement.run(progress=progress)
+    return measurement.profile()
+
+
+class Measurement:
+    """Costs of every implementation of every operator on this machine, measured in one sitting or in several.
+
+    On CUDA, convolutions also have cuDNN's plans where its frontend is installed: those that run here, and of them
+    those that beat the others in latency or workspace. Memory that cuBLAS keeps between calls counts as resident.
+
+    An implementation that runs out of memory, and that the operator can do without, is left out, with a warning.
+    Costs that the cache has are measured again if the slowest of them now take much less: with a warning, as other
+    programs used the machine then.
+
+    Args:
+        graph, device, tolerance: as in `measure_profile`.
+
+    Attributes:
+        total: number of distinct calls.
+        done: number of those that are measured.
+
+    Raises:
+        DeviceError: this machine has no such device.
+    """
+
+    def __init__(self, graph: OperatorGraph, device: str, *, tolerance: float | None = None) -> None:
+        self._meter = meter_for(device)
+        graph = cudnn.offer_plans(graph.available(device))
+        if tolerance is not None:
+            graph = graph.restricted(lambda item: item.tolerance <= tolerance)
+        self._graph = graph
+        self._cache = CostCache(self._meter.environment())
+        self._candidates = _candidates(graph)
+        self._costs: dict[str, Cost] = {}
+        self._too_large: list[str] = []
+        self._rechecked = False
+        self._waiting = list(self._candidates)
+        self.total = len(self._candidates)
+
+    @property
+    def done(self) -> int:
+        return self.total - len(self._waiting)
+
+    @property
+    def known(self) -> bool:
+        """True if the cache has all costs."""
+        return all(self._cache.get(signature) is not None for signature in self._candidates)
+
+    def run(self, seconds: float = math.inf, progress: Progress | None = None) -> None:
+        """Measure calls until all are, or for so many seconds; the call that is being measured then is ended.
+
+        Raises:
+            ProfileError: as `measure_profile`.
+        """
+        end = time.monotonic() + seconds
+        try:
+            with steady_heap() if self._meter.device == "cpu" else contextlib.nullcontext():
+                if not self._rechecked:
+                    _recheck(self._candidates, self._cache, self._meter)
+                    self._rechecked = True
+                while self._waiting and time.monotonic() < end:
+                    self._measure(self._waiting[0])
+                    del self._waiting[0]
+                    if progress is not None:
+                        progress(self.done, self.total)
+        finally:
+            self._cache.save()
+            cudnn.forget_plans()
+
+    def _measure(self, signature: str) -> None:
+        candidate, cost = self._candidates[signature], self._cache.get(signature)
+        try:
+            if cost is None:
+                cost = _measure(candidate, self._meter)
+                self._cache.put(signature, cost)
+            self._costs[signature] = cost
+        except MonetliteError as error:
+            if candidate.needed or not (candidate.only_plans or isinstance(error, _OutOfMemory)):
+                raise
+            _log.info("left out: %s", error)
+            if isinstance(error, _OutOfMemory):
+                self._too_large.append(candidate.name)
+
+    def rough_profile(self, seconds: float) -> Profile:
+        """Costs of the default implementations alone, in so many seconds; of all where the cache has them.
+
+        Costs that the cache doesn't have are of one run, the largest calls first. What there is no time for costs
+        what others of its family do, by the bytes that they move.
+        """
+        graph = self._graph if self.known else self._graph.restricted(lambda item: False)
+        candidates, end = _candidates(graph), time.monotonic() + seconds
+        moved = {signature: _moved_bytes(candidate) for signature, candidate in candidates.items()}
+        costs: dict[str, Cost] = {}
+        with steady_heap() if self._meter.device == "cpu" else contextlib.nullcontext():
+            for signature in sorted(candidates, key=lambda signature: -moved[signature]):
+                cost = self._cache.get(signature)
+                if cost is None and time.monotonic() < end:
+                    with contextlib.suppress(RuntimeError, IndexError, TypeError, MemoryError):
+                        cost = _cost(candidates[signature], self._meter, rough=True)
+                if cost is not None:
                     costs[signature] = cost
-                except MonetliteError as error:
-                    if candidate.needed or not (candidate.only_plans or isinstance(error, _OutOfMemory)):
-                        raise
-                    _log.info("left out: %s", error)
-                    if isinstance(error, _OutOfMemory):
-                        too_large.append(candidate.name)
-                if progress is not None:
-                    progress(done, len(candidates))
-    finally:
-        cache.save()
-        cudnn.forget_plans()
-    if too_large:
-        warnings.warn(
-            f"{len(too_large)} implementations ran out of memory while they were measured and are left out: "
-            f"{', '.join(too_large[:MAX_NAMED])}{' and others' if len(too_large) > MAX_NAMED else ''}. "
-            f"With more of {device}'s memory free, there would be more to choose from",
-            stacklevel=3,
+        known = {
+            signature: (family_of(candidates[signature].call.target), cost) for signature, cost in costs.items()
+        }
+        for signature in candidates.keys() - costs.keys():
+            family, size = family_of(candidates[signature].call.target), moved[signature]
+            alike = [item for item in known if known[item][0] == family]
+            ms = sorted(known[item][1].latency_ms / max(1, moved[item]) for item in alike or known)
+            workspace = [known[item][1].workspace_bytes / max(1, moved[item]) for item in alike]
+            costs[signature] = Cost(
+                latency_ms=size * (ms[len(ms) // 2] if ms else 0.0),
+                workspace_bytes=math.ceil(size * max(workspace, default=0.0)),
+            )
+        return on_front(self._priced(graph, costs))
+
+    def profile(self) -> Profile:
+        """The profile of all costs, once all calls are measured."""
+        assert not self._waiting, "calls are still to be measured"
+        if self._too_large:
+            listed = ", ".join(self._too_large[:MAX_NAMED])
+            warnings.warn(
+                f"{len(self._too_large)} implementations ran out of memory while they were measured and are left "
+                f"out: {listed}{' and others' if len(self._too_large) > MAX_NAMED else ''}. "
+                f"With more of {self._meter.device}'s memory free, there would be more to choose from",
+                stacklevel=4,
+            )
+        graph, costs = self._graph, self._costs
+        graph = graph.restricted(lambda item: all(call.signature in costs for call in _calls(graph, item)))
+        return on_front(self._priced(graph, costs))
+
+    def _priced(self, graph: OperatorGraph, costs: Mapping[str, Cost]) -> Profile:
+        graph = replace(graph, resident=replace(graph.resident, libraries=_library_bytes(graph, self._meter)))
+
+        def cost_of(item: Implementation) -> Cost:
+            found = [costs[call.signature] for call in _calls(graph, item)]
+            if not found:
+                return Cost(latency_ms=0.0, workspace_bytes=0)
+            first, last = found[0], found[-1]
+            if len(found) == 1:
+                return first
+            return replace(
+                first, recompute_latency_ms=last.latency_ms, recompute_workspace_bytes=last.workspace_bytes
+            )
+
+        return Profile(
+            graph=graph,
+            device=self._meter.device,
+            kind=ProfileKind.MEASURED,
+            costs=tuple(tuple(cost_of(item) for item in operator.implementations) for operator in graph.operators),
+            environment=dict(self._meter.environment()),
         )
-    graph = graph.restricted(lambda item: all(call.signature in costs for call in _calls(graph, item)))
-    graph = replace(graph, resident=replace(graph.resident, libraries=_library_bytes(graph, meter)))
 
-    def cost_of(item: Implementation) -> Cost:
-        found = [costs[call.signature] for call in _calls(graph, item)]
-        if not found:
-            return Cost(latency_ms=0.0, workspace_bytes=0)
-        first, last = found[0], found[-1]
-        if len(found) == 1:
-            return first
-        return replace(first, recompute_latency_ms=last.latency_ms, recompute_workspace_bytes=last.workspace_bytes)
 
-    profile = Profile(
-        graph=graph,
-        device=device,
-        kind=ProfileKind.MEASURED,
-        costs=tuple(tuple(cost_of(item) for item in operator.implementations) for operator in graph.operators),
-        environment=dict(meter.environment()),
-    )
-    return on_front(profile)
+def _moved_bytes(candidate: "_MeasuredCall") -> int:
+    """Bytes that a call reads and writes."""
+    specs = [ref.spec for ref in candidate.call.tensors()]
+    read: int = sum(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs)
+    return candidate.result_bytes + read
 
 
 def on_front(profile: Profile) -> Profile:
@@ -255,10 +352,20 @@ def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
         gc.collect(0)
 
 
-def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False) -> Cost:
+def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False, rough: bool = False) -> Cost:
     with _callable(measured.call, meter.device, fractions=fractions) as (call, recent):
-        latency_ms = meter.latency_ms(call, recent)
-        return Cost(latency_ms=latency_ms, workspace_bytes=max(0, meter.growth_bytes(call) - measured.result_bytes))
+        growth_bytes = meter.growth_bytes(call)
+        latency_ms = _once_ms(call, meter) if rough else meter.latency_ms(call, recent)
+        return Cost(latency_ms=latency_ms, workspace_bytes=max(0, growth_bytes - measured.result_bytes))
+
+
+def _once_ms(call: Callable[[], object], meter: Meter) -> float:
+    """Latency of one run, in ms."""
+    began = time.perf_counter()
+    call()
+    if meter.device == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began)
 
 
 @contextlib.contextmanager

@@ -20,12 +20,13 @@ but zero: an optimizer would move that parameter by its momentum and its weight 
 which gradients came in, right before the node runs, on the thread that runs it.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -47,41 +48,32 @@ _RETURNED = (
 """Kinds of forward results that AOTAutograd's node returns."""
 
 _thread = threading.local()
+Keeper: TypeAlias = "Callable[[CapturedStep], None]"
 
 
-def delivering_backend(lower: Partition, compiler: Compiler = boxed) -> Backend:
+def delivering_backend(lower: Partition, compiler: Compiler = boxed, keep: "Keeper | None" = None) -> Backend:
     """A backend for `torch.compile` that runs the two programs of a joint graph and delivers gradients as marked.
 
     Args:
         lower: makes the forward and the backward program of a joint graph.
         compiler: makes a function of a program, or of one part of the backward program.
+        keep: is called with each graph that is captured, whose programs it may exchange later.
     """
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        deliveries: list[list[int]] = []
-        unused: UnusedOutputs | None = None
-
-        def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
-            nonlocal unused
-            unused = UnusedOutputs(joint)
-            forward, backward = lower(joint)
-            deliveries[:] = [] if joint.at_once else _results_by_part(backward)
-            return forward, backward
-
-        def compile_backward(program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int]) -> Boxed:
-            assert unused is not None
-            if len(deliveries) < 2:
-                return unused.without(compiler(program, inputs, internal))
-            return _deferred(program, inputs, compiler, unused)
-
-        run = aot_backend(partition, forward=compiler, backward=compile_backward)(graph, inputs)
-        if unused is None:
+        step = CapturedStep(lower, compiler)
+        run = aot_backend(step.partition, forward=step.compile_forward, backward=step.compile_backward)(
+            graph, inputs
+        )
+        if step.unused is None:
             return run
-        order = list(reversed(list(enumerate(deliveries)))) if len(deliveries) > 1 else []
-        watched = unused
+        watched = step.unused
+        if keep is not None:
+            keep(step)
 
         def call(*arguments: Any) -> Any:
-            outputs = run(*_through_chain(list(arguments), order))
+            with step.newest.in_use():
+                outputs = run(*_through_chain(list(arguments), step.newest.order))
             watched.watch(outputs)
             return outputs
 
@@ -90,7 +82,115 @@ def delivering_backend(lower: Partition, compiler: Compiler = boxed) -> Backend:
     return backend
 
 
-def _through_chain(arguments: list[Any], order: Sequence[tuple[int, Sequence[int]]]) -> list[Any]:
+Order: TypeAlias = "tuple[tuple[int, Sequence[int]], ...]"
+"""Numbers of deliveries, and the positions of the inputs whose gradients each delivers, the last one first."""
+
+
+class Version:
+    """Two programs of a captured step.
+
+    Attributes:
+        number: among the versions of its step, in a tensor that is saved for the backward pass.
+        order: its chain, empty where the backward program runs as a whole.
+        forward, backward: the programs as functions.
+    """
+
+    def __init__(self, number: int, order: Order) -> None:
+        self.number = torch.tensor(number)
+        self.order = order
+        self.forward: Boxed | None = None
+        self.backward: Boxed | None = None
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Have this thread's steps run by this version, for the time of a block."""
+        before, _thread.version = getattr(_thread, "version", None), self
+        try:
+            yield
+        finally:
+            _thread.version = before
+
+
+class CapturedStep:
+    """A captured graph, whose two programs other programs of the same graph may replace between two steps.
+
+    AOTAutograd holds on to two functions. They run the programs of the version in use, and save its number for the
+    backward pass: so a step that began by one version ends by it. What is saved may differ from version to version.
+    """
+
+    def __init__(self, lower: Partition, compiler: Compiler) -> None:
+        self._lower, self._compiler = lower, compiler
+        self._versions: list[Version] = []
+        self._joint: Joint | None = None
+        self._tangents = 0
+        self.unused: UnusedOutputs | None = None
+
+    @property
+    def newest(self) -> Version:
+        return self._versions[-1]
+
+    def partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The first two programs of the graph, as AOTAutograd asks for them."""
+        self._joint, self.unused = joint, UnusedOutputs(joint)
+        self._tangents = sum(map(is_tangent, joint.graph.graph.nodes))
+        forward, backward = self._lower(joint)
+        self._versions.append(Version(0, _order(joint, backward)))
+        return forward, backward
+
+    def compile_forward(self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int]) -> Boxed:
+        if self._joint is None:  # nothing is differentiated
+            return self._compiler(program, inputs, internal)
+        self.newest.forward = self._compiler(program, inputs, internal)
+
+        def run(arguments: list[Any]) -> Any:
+            version: Version = _thread.version
+            assert version.forward is not None
+            return (*version.forward(arguments), version.number)
+
+        return boxed_function(run)
+
+    def compile_backward(self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int]) -> Boxed:
+        self._versions[0].backward = self._compiled_backward(program, inputs, internal, self._versions[0])
+
+        def run(arguments: list[Any]) -> Any:
+            version = self._versions[int(arguments.pop(-1 - self._tangents))]
+            assert version.backward is not None
+            return version.backward(arguments)
+
+        return boxed_function(run)
+
+    def exchange(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        """Run the steps to come by other programs; those that have begun end by theirs."""
+        assert self._joint is not None
+        version = Version(len(self._versions), _order(self._joint, backward))
+        results, given = flat_outputs(forward), forward.graph.find_nodes(op="placeholder")
+        saved = range(self._joint.forward_outputs, len(results))
+        version.forward = self._compiler(forward, _captured(given), saved)
+        inputs = _laid_out(version.forward, _captured(results))[self._joint.forward_outputs :]
+        tangents = backward.graph.find_nodes(op="placeholder")[len(saved) :]
+        version.backward = self._compiled_backward(backward, [*inputs, *_captured(tangents)], (), version)
+        self._versions.append(version)
+
+    def _compiled_backward(
+        self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int], version: Version
+    ) -> Boxed:
+        assert self.unused is not None
+        if not version.order:
+            return self.unused.without(self._compiler(program, inputs, internal))
+        return _deferred(program, inputs, self._compiler, self.unused)
+
+
+def _order(joint: Joint, backward: fx.GraphModule) -> Order:
+    """The chain of a backward program; empty if all gradients come at once."""
+    deliveries = [] if joint.at_once else _results_by_part(backward)
+    return tuple(reversed(list(enumerate(deliveries)))) if len(deliveries) > 1 else ()
+
+
+def _captured(nodes: Iterable[fx.Node | None]) -> list[Any]:
+    return [None if node is None else node.meta.get("val") for node in nodes]
+
+
+def _through_chain(arguments: list[Any], order: Order) -> list[Any]:
     """The arguments of a program, those with a gradient passed through the chain."""
     token = torch.empty(0)
     for number, positions in order:

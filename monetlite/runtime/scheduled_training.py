@@ -5,6 +5,9 @@ For that, a schedule is found or solved for, and the step is captured as one gra
 two programs, forward and backward, by the schedule's steps (`plan`). The programs run, and gradients reach autograd
 as they become ready (`gradient_delivery`).
 
+With a budget, the first schedule is found within seconds of the capture. A better one is looked for beside
+training, and its programs take the place of the first between two steps (`_refine`).
+
 A schedule also serves other sizes than it was solved for, and its structure says nothing of sizes: a number that
 the forward pass reads, an attribute, or tensors inside of an object can make a step larger though no input is. So
 the peak of every captured step is predicted and compared with the budget.
@@ -13,30 +16,34 @@ the peak of every captured step is predicted and compared with the budget.
 import contextlib
 import re
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import fx, nn
 
 from monetlite.core.binding import bind, lacking
 from monetlite.core.errors import ModelError, ScheduleMismatch
+from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
-from monetlite.fx.torch_internals.torch_dispatch import is_transformed
+from monetlite.fx.torch_internals.torch_dispatch import is_transformed, without_modes
 from monetlite.fx.torch_internals.torch_dynamo import FailOnRecompileLimitHit, TorchDynamoException, allow_programs
 from monetlite.operators.cudnn import with_named_plans
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.operators.random import forked_state
+from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.buffers import eager
-from monetlite.runtime.gradient_delivery import delivering_backend
+from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.reserved_memory import warn_if_unlimited
 from monetlite.runtime.serving import (
@@ -55,6 +62,7 @@ from monetlite.tracing.capture import (
     Compiler,
     Joint,
     compile_step,
+    copied,
     refuse_uninitialized,
     run_captured,
     too_many_programs,
@@ -70,10 +78,26 @@ from monetlite.tracing.step_inputs import (
     tensors_in_order,
 )
 
+if TYPE_CHECKING:
+    from monetlite.planning.beside_training import PlanningBesideTraining
+
 MAX_SOLVED = 8
 """Schedules that are solved for one model at training time, before inputs have to vary less."""
 _AMOUNT = re.compile(r"[\d.,]+\s*(%|b|[kmgt]i?b?)", re.IGNORECASE)
+PLANNING_SHARE = 0.5
+"""Time for planning between two steps, as a part of the time of a step."""
+_refining = threading.Lock()
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
+
+
+@dataclass
+class _PlannedStep:
+    """A captured step whose programs may be exchanged: its graph, in each layout, and the schedule it runs by."""
+
+    traced: Mapping[str, Traced]
+    schedule: Schedule
+    resident_bytes: int
+    step: CapturedStep | None = None
 
 
 class ScheduledTraining:
@@ -100,6 +124,7 @@ class ScheduledTraining:
         *,
         budget: str | int | float | None = None,
         compile: bool = False,
+        wait: bool = False,
         **options: Any,
     ) -> None:
         if isinstance(schedule, str) and budget is None and _AMOUNT.fullmatch(schedule.strip()):
@@ -112,16 +137,19 @@ class ScheduledTraining:
         given = [loaded(item) for item in several]
         if not given and budget is None:
             raise ModelError("give a schedule, or a budget to solve one for: budget='6GB'")
-        split_options(options)
+        _, solving = split_options(options)
         if options and budget is None:
             raise ModelError(f"{min(options)!r} is an option of solving, which needs a budget")
         self.model = model
         self.schedules = sorted(given, key=size_served)
         self.schedule = given[0] if given else None
         self.budget, self.compile, self.options = budget, compile, options
+        # Inductor's programs and what the allocator reserves are too costly to plan twice.
+        self.wait = wait or compile or solving.reserved
         self._solved = 0
         self._workspace_bytes: dict[tuple[str, int], int] = {}
         self._example: Arguments | None = None  # of the step that is being captured
+        self._autocast = ""  # dtype of the step that is being captured
         self._avoided: set[str] = set()  # operators whose guarded implementations are not used
         self._forget()
 
@@ -129,9 +157,20 @@ class ScheduledTraining:
         """Have programs made anew."""
         self._step: Callable[..., Any] | None = None  # the compiled training step
         self._ready: set[object] = set()  # signatures of inputs that it has a program for
+        self._planning: PlanningBesideTraining | None = None
+        self._planned: list[_PlannedStep] = []  # captured steps that run by the schedule which is being bettered
+        self._border = time.monotonic()  # when the last step began
+        self._captured = True  # the last step was captured, so its time says nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_step": None, "_ready": set(), "_avoided": set(), "_solved": 0}
+        forgotten: dict[str, Any] = {
+            "_step": None,
+            "_ready": set(),
+            "_planning": None,
+            "_planned": [],
+            "_example": None,
+        }
+        return {**vars(self), **forgotten, "_avoided": set(), "_solved": 0}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of a training step, whose backward pass autograd runs.
@@ -146,6 +185,8 @@ class ScheduledTraining:
                 "after monetlite.release(model)"
             )
         with on_its_gpu(self.model, (args, kwargs)):
+            if self._planning is not None:
+                self._refine()
             try:
                 try:
                     output, detached = self._train(args, kwargs)
@@ -170,30 +211,43 @@ class ScheduledTraining:
         """Run a step for inputs of a new signature, which captures and lowers it."""
         _refuse_shards(self.model)
         refuse_uninitialized(self.model)
-        autocast = autocast_dtype(device_of(self.model, (args, kwargs)))
+        self._autocast = autocast = autocast_dtype(device_of(self.model, (args, kwargs)))
         call = Arguments(args, kwargs)
         serving = self._serving(call, autocast)
         if not serving and self.budget is None:
             tensors = tensors_in_order(self.model, *call)
             names = tensor_arguments(self.model, *call)
             raise ModelError(serving_problem(self.schedules[-1], tensors, autocast, names) or "")
-        self.schedule = serving[0] if serving else self._solve(call)
-        try:
-            output = self._capture(call)
-        except (ScheduleMismatch, TooLarge):
-            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
-            # something other than an input's shape is larger than any schedule was solved for.
-            if self.budget is None:
-                raise
-            self.schedule = self._solve(call)
-            output = self._capture(call)
+        if serving:
+            self.schedule = serving[0]
+            try:
+                output = self._capture(call)
+            except (ScheduleMismatch, TooLarge):
+                # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
+                # something other than an input's shape is larger than any schedule was solved for.
+                if self.budget is None:
+                    raise
+                output = self._solve_and_capture(call)
+        else:
+            output = self._solve_and_capture(call)
         self._ready.add(signature)
         return output
+
+    def _solve_and_capture(self, call: Arguments) -> Any:
+        """Run a step for which a schedule has to be found, too."""
+        if self._solved >= MAX_SOLVED:
+            raise ModelError(
+                f"{MAX_SOLVED} schedules have been solved and none serves inputs of shapes "
+                f"{', '.join(str(tuple(tensor.shape)) for tensor in as_passed(*call))}; pad inputs to "
+                "a few sizes (for sequences: pad_to_multiple_of in the collator), or begin with the largest"
+            )
+        self.schedule = self._solve(call) if self.wait else None
+        return self._capture(call)
 
     def _capture(self, call: Arguments) -> Any:
         """Run a step for which a program has to be made."""
         with patched():  # by one thread at a time
-            self._example = call
+            self._example, self._captured, self._border = call, True, time.monotonic()
             try:
                 return run_captured(self.model, lambda: self._compiled()(*call.args, **call.kwargs))
             finally:
@@ -202,7 +256,7 @@ class ScheduledTraining:
     def _compiled(self) -> Callable[..., Any]:
         if self._step is None:
             self._step = compile_step(
-                training_step(self.model), delivering_backend(self._partition, self.compiler())
+                training_step(self.model), delivering_backend(self._partition, self.compiler(), self._keep)
             )
         return self._step
 
@@ -223,10 +277,10 @@ class ScheduledTraining:
 
     def build(self, joint: Joint, layout: str) -> tuple[Traced, Arguments]:
         """The captured step as a graph, and the inputs that it was captured with."""
-        if self._example is None or self.schedule is None:
+        if self._example is None:
             raise _NotAsked
-        autocast = self.schedule.autocast
-        return build_graph(joint, self.model, self._example, layout=layout, autocast=autocast), self._example
+        built = build_graph(joint, self.model, self._example, layout=layout, autocast=self._autocast)
+        return built, self._example
 
     def plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """The captured step as a graph, and the steps to run of it, by the first schedule that keeps to its budget.
@@ -236,34 +290,117 @@ class ScheduledTraining:
             ScheduleMismatch: all are for other graphs.
         """
         found = self.schedule
-        assert found is not None
+        if found is None:
+            return self._plan_at_once(joint)
         traced, call = self.build(joint, found.layout)
-        inputs, refusal = tensors_in_order(self.model, *call), None
+        resident_bytes, refusal = self._resident_bytes(call), None
         for schedule in self._serving(call, traced.graph.autocast):
             if schedule.structure == traced.graph.structure:
                 try:
-                    fitted, steps = self.fit(traced, schedule, inputs)
+                    fitted, steps = self.fit(traced, schedule, resident_bytes)
                 except TooLarge as error:
                     refusal = refusal or error
                     continue
                 self.schedule = schedule
+                self._remember({schedule.layout: traced}, schedule, resident_bytes)
                 return fitted, without_guards(fitted.graph, steps, self._avoided)
         if refusal is not None:
             raise refusal
         if plain := plain_if_smaller(found, traced.graph):
             return traced, plain
-        traced, steps = self.fit(traced, found, inputs)
+        traced, steps = self.fit(traced, found, resident_bytes)
         return traced, without_guards(traced.graph, steps, self._avoided)
 
-    def fit(
-        self, traced: Traced, schedule: Schedule, inputs: Iterable[torch.Tensor]
-    ) -> tuple[Traced, tuple[Step, ...]]:
+    def _plan_at_once(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
+        """The captured step, and the steps to run of it by a schedule found within seconds."""
+        from monetlite.planning.beside_training import PlanningBesideTraining
+        from monetlite.planning.budgets import layouts_to_try
+        from monetlite.planning.pipeline import unplanned_loss
+
+        assert self.budget is not None
+        assert self._example is not None
+        pricing, solving = split_options(self.options)
+        layouts = layouts_to_try(pricing.layout, solving.tolerance)
+        # Building a graph changes the joint graph, which every layout begins from.
+        joints = [joint, *(copied(joint) for _ in layouts[1:])]
+        traced = {layout: self.build(own, layout)[0] for own, layout in zip(joints, layouts, strict=True)}
+        graphs = {layout: item.graph for layout, item in traced.items()}
+        # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones. Measuring
+        # draws random numbers; the step that waits for it must not notice.
+        with without_modes(), forked_state(device_of(self.model, self._example)), interrupts_kept():
+            operators = graphs[layouts[0]].traced_count
+            tell(f"captured {operators} operators in {time.monotonic() - self._border:.1f} s; planning")
+            planning = PlanningBesideTraining(graphs, self.budget, pricing, solving)
+            schedule = planning.first()
+        if outside := unplanned_loss(graphs[layouts[0]], schedule.budget_bytes):
+            warnings.warn(outside, stacklevel=3)
+        self._solved += 1
+        self.schedules = sorted([schedule, *self.schedules], key=size_served)
+        self.schedule = schedule
+        self._planning, self._planned = (None if planning.finished else planning), []
+        more = "" if planning.finished else "; looking for a better plan beside training"
+        tell(f"plan: {planned(schedule)}{more}")
+        resident_bytes = self._resident_bytes(self._example)
+        self._remember(traced, schedule, resident_bytes)
+        fitted, steps = self.fit(traced[schedule.layout], schedule, resident_bytes)
+        return fitted, without_guards(fitted.graph, steps, self._avoided)
+
+    def _remember(self, traced: Mapping[str, Traced], schedule: Schedule, resident_bytes: int) -> None:
+        """Note a step that is being captured, if its programs may be exchanged."""
+        if self._planning is not None:
+            self._planned.append(_PlannedStep(traced, schedule, resident_bytes))
+
+    def _keep(self, step: CapturedStep) -> None:
+        """Note the programs of the step that was captured last."""
+        if self._planned and self._planned[-1].step is None:
+            self._planned[-1].step = step
+
+    def _refine(self) -> None:
+        """Go on planning for a part of the last step's time, and take a better schedule if there is one."""
+        planning, now = self._planning, time.monotonic()
+        if planning is None or not _refining.acquire(blocking=False):
+            return
+        try:
+            with forked_state(device_of(self.model, ())):
+                better = planning.advance(0.0 if self._captured else PLANNING_SHARE * (now - self._border))
+            if better is not None and self._exchange(better):
+                planning.told.append(f"better plan, from this step on: {planned(better)}")
+            while planning.told:
+                tell(planning.told.pop(0))
+            if planning.finished:
+                self._planning, self._planned = None, []
+        finally:
+            self._border, self._captured = time.monotonic(), False
+            _refining.release()
+
+    def _exchange(self, better: Schedule) -> bool:
+        """Run captured steps by another schedule from here on, where it serves them; False if it serves none."""
+        done = False
+        for item in self._planned:
+            traced, before = item.traced.get(better.layout), item.schedule
+            if traced is None or item.step is None:
+                continue
+            try:
+                fitted, steps = self.fit(traced, better, item.resident_bytes)
+            except (ScheduleMismatch, TooLarge):
+                continue
+            item.step.exchange(*lower(fitted, without_guards(fitted.graph, steps, self._avoided)))
+            self.schedules = [better if known is before else known for known in self.schedules]
+            self.schedule = better if self.schedule is before else self.schedule
+            item.schedule, done = better, True
+        return done
+
+    def _resident_bytes(self, call: Arguments) -> int:
+        """Bytes of the model's tensors and of a call's."""
+        return own_bytes([*self.model.parameters(), *self.model.buffers(), *as_passed(*call)])
+
+    def fit(self, traced: Traced, schedule: Schedule, resident_bytes: int) -> tuple[Traced, tuple[Step, ...]]:
         """The steps of a schedule on a captured step, by implementations that exist on this device.
 
         Args:
             traced: the captured step.
             schedule: for its graph.
-            inputs: tensors that the step is called with.
+            resident_bytes: of the model's tensors, and of those that the step is called with.
 
         Raises:
             ScheduleMismatch: the schedule is for another graph, or not legal on this one.
@@ -280,8 +417,7 @@ class ScheduledTraining:
         warn_if_unlimited(schedule, graph.device)
         steps = bind(schedule, graph)
         key = (schedule.fingerprint, schedule.peak_bytes)
-        resident = [*self.model.parameters(), *self.model.buffers(), *inputs]
-        peak_bytes = values_bytes(schedule, graph, steps) + own_bytes(resident)
+        peak_bytes = values_bytes(schedule, graph, steps) + resident_bytes
         if graph.fingerprint == schedule.fingerprint:
             self._workspace_bytes[key] = max(0, schedule.peak_bytes - peak_bytes)
             return traced, steps
@@ -328,18 +464,11 @@ class ScheduledTraining:
         """Solve for a call's inputs and the model as it is, beginning from the other schedules.
 
         Raises:
-            ModelError: too many have been solved.
             Those of `monetlite.optimize`.
         """
         from monetlite.planning.pipeline import solve_model
 
         assert self.budget is not None
-        if self._solved >= MAX_SOLVED:
-            raise ModelError(
-                f"{MAX_SOLVED} schedules have been solved and none serves inputs of shapes "
-                f"{', '.join(str(tuple(tensor.shape)) for tensor in as_passed(*call))}; pad inputs to "
-                "a few sizes (for sequences: pad_to_multiple_of in the collator), or begin with the largest"
-            )
         options = split_options(self.options)
         # Measuring draws random numbers; the step that waits for it must not notice.
         with forked_state(device_of(self.model, call)):

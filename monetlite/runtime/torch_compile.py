@@ -4,7 +4,6 @@ Each graph that TorchDynamo hands over is priced and solved when it is compiled,
 on, as in `MONeTWrapper`. A process keeps its schedules until it ends; with `schedule`, a file keeps one.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,8 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.scheduled_training import ScheduledTraining, loaded
-from monetlite.tracing.capture import Joint
+from monetlite.runtime.serving import as_passed, own_bytes
+from monetlite.tracing.capture import Joint, copied
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
 from monetlite.tracing.refusals import NUMPY_DRAWS
@@ -91,13 +91,13 @@ def compile_graph(
         @functools.cache
         def traced_in(layout: str) -> Traced:
             # Building a graph changes the joint graph, which every layout begins from.
-            own = replace(joint, graph=fx.GraphModule(joint.graph, copy.deepcopy(joint.graph.graph)))
-            built = build_graph(own, graph, (tuple(inputs), {}), layout=layout, autocast=autocast)
+            built = build_graph(copied(joint), graph, (tuple(inputs), {}), layout=layout, autocast=autocast)
             return replace(built, graph=replace(built.graph, name="compiled"))
 
         schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)
-        tensors = [item for item in inputs if isinstance(item, torch.Tensor)]
-        return lower(*ScheduledTraining(graph, [schedule]).fit(traced_in(schedule.layout), schedule, tensors))
+        resident = [*graph.parameters(), *graph.buffers(), *as_passed(tuple(inputs), {})]
+        training = ScheduledTraining(graph, [schedule])
+        return lower(*training.fit(traced_in(schedule.layout), schedule, own_bytes(resident)))
 
     gpu = gpu_of(graph, inputs)
     with on_its_gpu(graph, inputs), kernels_kept_whole():

@@ -13,7 +13,7 @@ import re
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -54,6 +54,11 @@ class Joint:
     graph: fx.GraphModule
     forward_outputs: int
     at_once: bool
+
+
+def copied(joint: Joint) -> Joint:
+    """The same joint graph once more, to be changed."""
+    return replace(joint, graph=fx.GraphModule(joint.graph, copy.deepcopy(joint.graph.graph)))
 
 
 MAX_PROGRAMS = 32

@@ -1,0 +1,124 @@
+"""A first schedule at once, and a better one in its place between two steps: the same training."""
+
+import logging
+import time
+
+import pytest
+import torch
+from small_models import SmallCNN, assert_same, step, twin
+from torch import nn
+
+import monetlite
+from monetlite.core.errors import InfeasibleBudget
+from monetlite.planning import beside_training
+from monetlite.planning.beside_training import PlanningBesideTraining
+from monetlite.runtime.scheduled_training import ScheduledTraining
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.norm = nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = nn.functional.dropout(nn.functional.gelu(layer(x)), 0.2) + x
+        return self.head(self.norm(x))
+
+
+@pytest.fixture
+def planned():
+    """A model, its inputs, and two schedules that store different values."""
+    model, inputs = Dropping(), (torch.randn(64, 16),)
+    graph = monetlite.trace(model, inputs)
+    profile = monetlite.profile(graph, "rtx-3090")
+    schedules = [monetlite.solve(profile, share, time_limit=1.0) for share in ("100%", "82%")]
+    assert schedules[0].choices != schedules[1].choices
+    return model, inputs, schedules
+
+
+def given(monkeypatch, *schedules):
+    """Have the planning beside training find these schedules, one at each border."""
+    waiting = list(schedules)
+
+    class Given(PlanningBesideTraining):
+        def first(self):
+            return waiting.pop(0)
+
+        def advance(self, seconds):
+            found = waiting.pop(0) if waiting else None
+            self.finished = not waiting
+            return found
+
+    monkeypatch.setattr(beside_training, "PlanningBesideTraining", Given)
+
+
+def test_every_step_is_plain_training_s_while_programs_are_exchanged(planned, monkeypatch):
+    original, inputs, (small, large) = planned
+    given(monkeypatch, small, large, small, large)
+    model, plain = twin(original), twin(original)
+    monetlite.within(model, budget="1GB", device="rtx-3090")
+    ran = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        expected = step(plain, inputs)
+        torch.manual_seed(seed)
+        assert_same(step(model, inputs), expected)
+        ran.append(monetlite.schedule_of(model).choices)
+    assert ran == [item.choices for item in (small, large, small, large, large, large)]
+
+
+def test_a_step_ends_by_the_programs_that_it_began_by(planned, monkeypatch):
+    original, inputs, (small, large) = planned
+    given(monkeypatch, small, large)
+    model, plain = twin(original), twin(original)
+    monetlite.within(model, budget="1GB", device="rtx-3090")
+    losses = []
+    for of in (plain, model):
+        torch.manual_seed(0)
+        # The second call exchanges the programs; the backward pass of the first comes after it.
+        outputs = [of(*inputs).square().sum() for _ in range(3)]
+        for output in reversed(outputs):
+            output.backward()
+        losses.append(outputs)
+    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_the_first_plan_is_bettered_by_a_process(caplog, cache_folder):
+    """The real thing: rough costs, two seconds of solving, measuring between steps, and a process."""
+    torch.manual_seed(0)
+    model, inputs = SmallCNN(), (torch.randn(4, 3, 12, 12),)
+    plain = twin(model)
+    monetlite.within(model, budget="90%", time_limit=2.0)
+    with caplog.at_level(logging.INFO, logger="monetlite"):
+        assert_same(step(model, inputs), step(plain, inputs))
+        end = time.monotonic() + 90
+        while not any("plan was found" in line or "better plan," in line for line in caplog.messages):
+            assert time.monotonic() < end, caplog.messages
+            assert_same(step(model, inputs), step(plain, inputs))
+    assert caplog.messages[0].startswith("captured ")
+    assert caplog.messages[1].startswith("plan: ")
+    assert any(line.startswith("measured ") for line in caplog.messages)
+    assert "better plan, from this step on" in caplog.messages[-1], caplog.messages
+    assert monetlite.schedule_of(model).kind == "measured"
+    waited = monetlite.optimize(plain, inputs, "90%", time_limit=2.0)
+    assert monetlite.schedule_of(model).latency_ms <= 1.05 * waited.latency_ms
+
+
+def test_what_does_not_fit_is_refused_at_the_first_step(planned):
+    original, inputs, _ = planned
+    model = monetlite.within(twin(original), budget="20%", device="rtx-3090", time_limit=1.0)
+    with pytest.raises(InfeasibleBudget, match="is too small"):
+        model(*inputs)
+
+
+def test_waiting_solves_before_the_first_step(planned, monkeypatch):
+    original, inputs, _ = planned
+    monkeypatch.setattr(ScheduledTraining, "_plan_at_once", None)
+    model = monetlite.within(twin(original), budget="100%", device="rtx-3090", time_limit=1.0, wait=True)
+    model(*inputs).sum().backward()
+    assert monetlite.schedule_of(model).budget_bytes
