@@ -18,6 +18,8 @@ from monetlite.core.units import Count
 
 LOSS = "monetlite.loss"
 """Family of the operator for code outside the model: it reads the outputs and writes their gradients."""
+OUTSIDE = "monetlite.outside"
+"""Family of operators for code between the pieces in which a model was captured."""
 DELIVERY = "monetlite.delivery"
 """Family of the operators that hand gradients over to autograd, some at a time: not part of the model either."""
 OPTIMIZER_STEP = "monetlite.optimizer_step"

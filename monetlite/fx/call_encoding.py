@@ -10,6 +10,7 @@ from monetlite.core.errors import TraceError
 from monetlite.core.graph import Argument, TensorRef, TensorSpec, TorchConstant
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode
+from monetlite.fx.torch_internals.torch_dynamo import GuardOnDataDependentSymNode
 
 _CONSTANTS: dict[str, type] = {
     "dtype": torch.dtype,
@@ -20,10 +21,18 @@ _CONSTANTS: dict[str, type] = {
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """The layout of a tensor, real or fake."""
+    """The layout of a tensor, real or fake.
+
+    Raises:
+        TraceError: its shape depends on data.
+    """
+    try:
+        shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+    except GuardOnDataDependentSymNode as error:
+        raise TraceError(f"a tensor's shape depends on the data ({tuple(tensor.shape)})") from error
     return TensorSpec(
-        shape=tuple(int(size) for size in tensor.shape),
-        stride=tuple(int(step) for step in tensor.stride()),
+        shape=shape,
+        stride=stride,
         dtype=str(tensor.dtype).removeprefix("torch."),
         requires_grad=tensor.requires_grad,
     )

@@ -10,24 +10,27 @@ If `first` finds nothing that fits, it measures and solves until something does,
 """
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from monetlite.core.costs import Profile
+from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import OperatorGraph
 from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.schedule import Schedule, Status, read_schedule
+from monetlite.core.steps import Step
 from monetlite.planning.budgets import solve_layouts
 from monetlite.planning.pipeline import measured_here, price, with_additions
 from monetlite.profiling.measured import Measurement
+from monetlite.profiling.memory_use import is_profiling
 
 ROUGH_SECONDS, FIRST_SECONDS = 2.5, 2.0
 """Time for the first costs, and for the first schedule."""
@@ -41,9 +44,10 @@ class PlanningBesideTraining:
     """The search for a schedule of a step that is trained meanwhile.
 
     Args:
-        graphs: the captured step, by layout of its images.
+        graphs: what was captured of the step: in each layout of its images, or in pieces.
         budget: as in `monetlite.optimize`.
         pricing, solving: options.
+        step: makes profiles of the whole step of those of the graphs. By default each graph is a whole step.
 
     Attributes:
         finished: nothing better will come.
@@ -52,17 +56,18 @@ class PlanningBesideTraining:
 
     def __init__(
         self,
-        graphs: Mapping[str, OperatorGraph],
+        graphs: Sequence[OperatorGraph],
         budget: str | int | float,
         pricing: PricingOptions,
         solving: SolvingOptions,
+        step: Callable[[list[Profile]], list[Profile]] = list,
     ) -> None:
-        self._budget, self._pricing, self._solving = budget, pricing, solving
-        self._graphs = list(graphs.values())
-        measured = [measured_here(graph, pricing) for graph in self._graphs]
+        self._budget, self._pricing, self._solving, self._step = budget, pricing, solving, step
+        self._graphs = graphs
+        measured = [measured_here(graph, pricing) for graph in graphs]
         self._measurements = [
             Measurement(graph, device, tolerance=solving.tolerance)
-            for graph, device in zip(self._graphs, measured, strict=True)
+            for graph, device in zip(graphs, measured, strict=True)
             if device is not None
         ]
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,30 +84,40 @@ class PlanningBesideTraining:
         """
         rough = [item.rough_profile(ROUGH_SECONDS / len(self._measurements)) for item in self._measurements]
         complete = all(item.known for item in self._measurements)
-        profiles = [with_additions(item, self._pricing) for item in rough] or self._estimated()
         quick = replace(self._solving, time_limit=min(FIRST_SECONDS, self._solving.time_limit))
         try:
-            schedule = solve_layouts(profiles, self._budget, quick, layout=self._pricing.layout)
+            schedule = self._solved(rough or self._estimated(), quick)
         except InfeasibleBudget:
-            self._measure()
-            self.finished = True
-            return solve_layouts(self._complete(), self._budget, self._solving, layout=self._pricing.layout)
+            return self.best()
         self.finished = complete and schedule.status is Status.OPTIMAL
         return schedule
 
+    def best(self) -> Schedule:
+        """The schedule that all the time finds, from all costs.
+
+        Raises:
+            Those of `monetlite.optimize`.
+        """
+        self._measure()
+        self.finished = True
+        return self._solved(self._complete(), self._solving)
+
     def advance(self, seconds: float) -> Schedule | None:
-        """Go on for so many seconds, while no step runs; the better schedule, once there is one."""
+        """Go on for so many seconds, while no step runs; the better schedule, once there is one.
+
+        Nothing is measured while a profiler is on: it would be of that.
+        """
         if self.finished:
             return None
-        if self._process is None:
-            if not all(item.done == item.total for item in self._measurements):
-                self._measure(seconds)
-                return None
+        if self._process is not None:
+            return None if self._process.poll() is None else self._result()
+        if all(item.done == item.total for item in self._measurements):
             self._start()
-            return None
-        return None if self._process.poll() is None else self._result()
+        elif not is_profiling():
+            self._measure(seconds)
+        return None
 
-    def _measure(self, seconds: float = float("inf")) -> None:
+    def _measure(self, seconds: float = math.inf) -> None:
         began = time.monotonic()
         for item in self._measurements:
             item.run(max(0.0, seconds - (time.monotonic() - began)))
@@ -112,18 +127,24 @@ class PlanningBesideTraining:
             self.told.append(f"measured {calls} operators in {self._seconds:.1f} s")
 
     def _estimated(self) -> list[Profile]:
-        return [price(graph, self._pricing, self._solving) for graph in self._graphs]
+        return [price(graph, PricingOptions(device=self._pricing.device), self._solving) for graph in self._graphs]
 
     def _complete(self) -> list[Profile]:
-        measured = [with_additions(item.profile(), self._pricing) for item in self._measurements]
-        return measured or self._estimated()
+        return [item.profile() for item in self._measurements] or self._estimated()
+
+    def _steps(self, profiles: list[Profile]) -> list[Profile]:
+        return [with_additions(profile, self._pricing) for profile in self._step(profiles)]
+
+    def _solved(self, profiles: list[Profile], solving: SolvingOptions) -> Schedule:
+        return solve_layouts(self._steps(profiles), self._budget, solving, layout=self._pricing.layout)
 
     def _start(self) -> None:
         """Begin to solve, in a process that takes and gives files."""
         self._folder = tempfile.TemporaryDirectory(prefix="monetlite-")
         folder = Path(self._folder.name)
-        paths = [folder / f"{number}.json" for number in range(len(self._graphs))]
-        for path, profile in zip(paths, self._complete(), strict=True):
+        profiles = self._steps(self._complete())
+        paths = [folder / f"{number}.json" for number in range(len(profiles))]
+        for path, profile in zip(paths, profiles, strict=True):
             profile.save(path)
         solving = self._solving
         command = [sys.executable, "-m", "monetlite", "solve", "--budget", _as_text(self._budget)]
@@ -155,6 +176,13 @@ class PlanningBesideTraining:
             return None
         finally:
             self._folder.cleanup()
+
+
+def least_stored(graph: OperatorGraph) -> tuple[Step, ...]:
+    """Steps that store nothing between forward and backward that can be computed again."""
+    from monetlite.solving.baselines import segment_checkpointing
+
+    return segment_checkpointing(without_costs(graph), [])
 
 
 def _as_text(budget: str | int | float) -> str:

@@ -10,20 +10,24 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from monetlite.fx.torch_internals.torch_cuda import clear_cublas_workspaces
-from monetlite.fx.torch_internals.torch_profiler import allocations, memory_profiler
+from monetlite.fx.torch_internals.torch_profiler import is_profiling as is_profiling
+from monetlite.fx.torch_internals.torch_profiler import marked_allocations, memory_profiler
 
 try:
     import resource
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]  # a module, where there is one
 
+_MARK = "monetlite mark "
 _PROCESS, _CGROUP = Path("/proc/self"), Path("/sys/fs/cgroup")
 _NO_MEMORY = (
     "out of memory",
@@ -64,30 +68,101 @@ def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
 
 
 def running_totals(function: Callable[[], Any]) -> list[int]:
-    """Bytes allocated on the CPU since the start, after each allocation or free that a function makes.
+    """Bytes allocated on the CPU since the start, after each allocation or free that a function makes."""
+    profiler = _started_profiler()
+    try:
+        function()
+    finally:
+        _stop(profiler)
+    return [total for name, total in _totals(marked_allocations(profiler, _MARK)) if not name]
+
+
+class MemoryRecord:
+    """Memory of a stretch of a program between marks. Begins when it is made, on this thread.
+
+    Raises:
+        RuntimeError: torch's profiler is in use.
+    """
+
+    def __init__(self, device: str) -> None:
+        if is_profiling():
+            raise RuntimeError("torch's profiler is on")
+        self._profiler = _started_profiler() if device == "cpu" else None
+        self._marks: list[MemoryMark] = []
+        self._times: list[float] = []
+        if self._profiler is None:
+            torch.cuda.reset_peak_memory_stats()
+
+    def mark(self, name: str) -> None:
+        """Set a mark."""
+        self._times.append(time.perf_counter())
+        if self._profiler is not None:
+            with torch.profiler.record_function(f"{_MARK}{name}"):
+                pass
+            return
+        stats = torch.cuda.memory_stats()
+        peak, live = stats["requested_bytes.all.peak"], stats["requested_bytes.all.current"]
+        self._marks.append(MemoryMark(name=name, live_bytes=live, peak_bytes=peak, seconds=self._times[-1]))
+        torch.cuda.reset_peak_memory_stats()
+
+    def end(self) -> "list[MemoryMark]":
+        """End it, and return the marks in order."""
+        if self._profiler is None:
+            return self._marks
+        _stop(self._profiler)
+        peak = live = 0
+        for name, total in _totals(marked_allocations(self._profiler, _MARK)):
+            if not name:
+                live, peak = total, max(peak, total)
+                continue
+            seconds = self._times[len(self._marks)]
+            own = name.removeprefix(_MARK)
+            self._marks.append(MemoryMark(name=own, live_bytes=live, peak_bytes=peak, seconds=seconds))
+            peak = live
+        return self._marks
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryMark:
+    """A mark: memory in use there, the most in use since the mark before, and its time in seconds.
+
+    On the CPU, memory counts from the beginning of the record.
+    """
+
+    name: str
+    live_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
+def _started_profiler() -> Any:
+    profiler = memory_profiler()
+    with _without_stderr():
+        profiler.__enter__()
+    return profiler
+
+
+def _stop(profiler: Any) -> None:
+    with _without_stderr():
+        profiler.__exit__(None, None, None)
+
+
+def _totals(events: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int]]:
+    """Bytes allocated since the start, after each allocation, free or mark.
 
     Frees of what was allocated before the start don't count: that much is overestimated. Torch keeps the sizes of
     blocks it has seen, and may report the free of another block at such an address, so frees are counted by what
     was allocated there since the start.
     """
-    profiler = memory_profiler()
-    with _without_stderr():
-        profiler.__enter__()
-    try:
-        function()
-    finally:
-        with _without_stderr():
-            profiler.__exit__(None, None, None)
     sizes: dict[int, int] = {}
-    total, totals = 0, []
-    for address, size in allocations(profiler):
-        if size >= 0:
+    total = 0
+    for name, address, size in events:
+        if size > 0:
             sizes[address] = size
             total += size
-        else:
+        elif size < 0:
             total -= sizes.pop(address, 0)
-        totals.append(total)
-    return totals
+        yield name, total
 
 
 @contextlib.contextmanager

@@ -72,8 +72,9 @@ def delivering_backend(lower: Partition, compiler: Compiler = boxed, keep: "Keep
             keep(step)
 
         def call(*arguments: Any) -> Any:
-            with step.newest.in_use():
-                outputs = run(*_through_chain(list(arguments), step.newest.order))
+            version = step.current
+            with version.in_use():
+                outputs = run(*_through_chain(list(arguments), version.order))
             watched.watch(outputs)
             return outputs
 
@@ -116,31 +117,35 @@ class CapturedStep:
 
     AOTAutograd holds on to two functions. They run the programs of the version in use, and save its number for the
     backward pass: so a step that began by one version ends by it. What is saved may differ from version to version.
+
+    Attributes:
+        current: the version by which the steps to come run.
+        watch: called with "begin" and "end" of each backward part, if there is one.
+        unused: None for a graph in which nothing is differentiated.
     """
 
     def __init__(self, lower: Partition, compiler: Compiler) -> None:
         self._lower, self._compiler = lower, compiler
         self._versions: list[Version] = []
+        self.current: Version
+        self.watch: Callable[[str], None] | None = None
         self._joint: Joint | None = None
         self._tangents = 0
         self.unused: UnusedOutputs | None = None
-
-    @property
-    def newest(self) -> Version:
-        return self._versions[-1]
 
     def partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The first two programs of the graph, as AOTAutograd asks for them."""
         self._joint, self.unused = joint, UnusedOutputs(joint)
         self._tangents = sum(map(is_tangent, joint.graph.graph.nodes))
         forward, backward = self._lower(joint)
-        self._versions.append(Version(0, _order(joint, backward)))
+        self.current = Version(0, _order(joint, backward))
+        self._versions.append(self.current)
         return forward, backward
 
     def compile_forward(self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int]) -> Boxed:
         if self._joint is None:  # nothing is differentiated
             return self._compiler(program, inputs, internal)
-        self.newest.forward = self._compiler(program, inputs, internal)
+        self._versions[0].forward = self._compiler(program, inputs, internal)
 
         def run(arguments: list[Any]) -> Any:
             version: Version = _thread.version
@@ -155,11 +160,15 @@ class CapturedStep:
         def run(arguments: list[Any]) -> Any:
             version = self._versions[int(arguments.pop(-1 - self._tangents))]
             assert version.backward is not None
-            return version.backward(arguments)
+            self._tell("begin")
+            results = version.backward(arguments)
+            if not version.order:
+                self._tell("end")
+            return results
 
         return boxed_function(run)
 
-    def exchange(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    def exchange(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Version:
         """Run the steps to come by other programs; those that have begun end by theirs."""
         assert self._joint is not None
         version = Version(len(self._versions), _order(self._joint, backward))
@@ -170,6 +179,12 @@ class CapturedStep:
         tangents = backward.graph.find_nodes(op="placeholder")[len(saved) :]
         version.backward = self._compiled_backward(backward, [*inputs, *_captured(tangents)], (), version)
         self._versions.append(version)
+        self.current = version
+        return version
+
+    def _tell(self, what: str) -> None:
+        if self.watch is not None:
+            self.watch(what)
 
     def _compiled_backward(
         self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int], version: Version
@@ -177,7 +192,7 @@ class CapturedStep:
         assert self.unused is not None
         if not version.order:
             return self.unused.without(self._compiler(program, inputs, internal))
-        return _deferred(program, inputs, self._compiler, self.unused)
+        return _deferred(program, inputs, self._compiler, self.unused, lambda: self._tell("end"))
 
 
 def _order(joint: Joint, backward: fx.GraphModule) -> Order:
@@ -244,8 +259,16 @@ class BackwardPart:
     results: tuple[int, ...]
 
 
-def _deferred(program: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler, unused: "UnusedOutputs") -> Boxed:
+def _deferred(
+    program: fx.GraphModule,
+    inputs: Sequence[Any],
+    compiler: Compiler,
+    unused: "UnusedOutputs",
+    ended: Callable[[], None],
+) -> Boxed:
     """A backward program that returns a stand-in for one result of each part; the parts run later, in order.
+
+    `ended` is called after the last.
 
     Parts hand tensors on by name. A tensor that no later part reads is given away, so it is freed inside the part
     exactly where it would be in the whole program.
@@ -270,6 +293,8 @@ def _deferred(program: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler
             made = list(part.run(taken))
             tensors.update(zip(part.gives, made, strict=False))
             made_results = zip(part.results, made[len(part.gives) :], strict=True)
+            if number == len(parts) - 1:
+                ended()
             return [None if at in left_out else result for at, result in made_results]
 
         stand_ins: list[torch.Tensor | None] = [None] * len(results)

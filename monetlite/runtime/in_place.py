@@ -31,6 +31,7 @@ def within(
     budget: str | int | float | None = None,
     compile: bool = False,
     wait: bool = False,
+    whole: bool = False,
     **options: Any,
 ) -> ModuleT:
     """Have a module train under a memory budget, in place: the same object, class, signature and state.
@@ -40,7 +41,7 @@ def within(
     is. `release` takes the schedule off again. Copies of the module don't have it.
 
     Args:
-        model, schedule, budget, compile, wait, options: as for `MONeTWrapper`.
+        model, schedule, budget, compile, wait, whole, options: as for `MONeTWrapper`.
 
     Returns:
         The module itself.
@@ -64,7 +65,9 @@ def within(
         raise ModelError("the model has a schedule already; take it off first: monetlite.release(model)")
     if called_instead(model) is not None:
         raise ModelError("model.compile() was called on the model; schedule a model that is not compiled")
-    call_instead(model, InPlaceTraining(model, schedule, budget=budget, compile=compile, wait=wait, **options))
+    call_instead(
+        model, InPlaceTraining(model, schedule, budget=budget, compile=compile, wait=wait, whole=whole, **options)
+    )
     return model
 
 

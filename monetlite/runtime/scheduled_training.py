@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.core.binding import bind, lacking
-from monetlite.core.errors import ModelError, ScheduleMismatch
+from monetlite.core.errors import ModelError, ScheduleMismatch, TraceError
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
@@ -37,7 +37,7 @@ from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed, without_modes
-from monetlite.fx.torch_internals.torch_dynamo import FailOnRecompileLimitHit, TorchDynamoException, allow_programs
+from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs
 from monetlite.operators.cudnn import with_named_plans
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.operators.random import forked_state
@@ -45,6 +45,7 @@ from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.pieces import PLANNING_SHARE, PiecewiseTraining
 from monetlite.runtime.reserved_memory import warn_if_unlimited
 from monetlite.runtime.serving import (
     TooLarge,
@@ -84,8 +85,6 @@ if TYPE_CHECKING:
 MAX_SOLVED = 8
 """Schedules that are solved for one model at training time, before inputs have to vary less."""
 _AMOUNT = re.compile(r"[\d.,]+\s*(%|b|[kmgt]i?b?)", re.IGNORECASE)
-PLANNING_SHARE = 0.5
-"""Time for planning between two steps, as a part of the time of a step."""
 _refining = threading.Lock()
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
 
@@ -125,6 +124,7 @@ class ScheduledTraining:
         budget: str | int | float | None = None,
         compile: bool = False,
         wait: bool = False,
+        whole: bool = False,
         **options: Any,
     ) -> None:
         if isinstance(schedule, str) and budget is None and _AMOUNT.fullmatch(schedule.strip()):
@@ -145,6 +145,7 @@ class ScheduledTraining:
         self.schedule = given[0] if given else None
         self.budget, self.compile, self.options = budget, compile, options
         # Inductor's programs and what the allocator reserves are too costly to plan twice.
+        self.whole = whole
         self.wait = wait or compile or solving.reserved
         self._solved = 0
         self._workspace_bytes: dict[tuple[str, int], int] = {}
@@ -157,6 +158,7 @@ class ScheduledTraining:
         """Have programs made anew."""
         self._step: Callable[..., Any] | None = None  # the compiled training step
         self._ready: set[object] = set()  # signatures of inputs that it has a program for
+        self._pieces: PiecewiseTraining | None = None  # if it can't be captured whole
         self._planning: PlanningBesideTraining | None = None
         self._planned: list[_PlannedStep] = []  # captured steps that run by the schedule which is being bettered
         self._border = time.monotonic()  # when the last step began
@@ -169,6 +171,7 @@ class ScheduledTraining:
             "_planning": None,
             "_planned": [],
             "_example": None,
+            "_pieces": None,
         }
         return {**vars(self), **forgotten, "_avoided": set(), "_solved": 0}
 
@@ -199,11 +202,13 @@ class ScheduledTraining:
         return output if detached is None else _guard_outputs(output, detached)
 
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._pieces is not None:
+            return self._in_pieces(Arguments(args, kwargs))
         signature = input_signature(args, kwargs)
         if signature in self._ready:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
-            with contextlib.suppress(TorchDynamoException), allow_programs(MAX_PROGRAMS):
+            with contextlib.suppress(*REFUSALS), allow_programs(MAX_PROGRAMS):
                 return self._compiled()(*args, **kwargs)
         return self._first(signature, args, kwargs)
 
@@ -241,8 +246,26 @@ class ScheduledTraining:
                 f"{', '.join(str(tuple(tensor.shape)) for tensor in as_passed(*call))}; pad inputs to "
                 "a few sizes (for sequences: pad_to_multiple_of in the collator), or begin with the largest"
             )
-        self.schedule = self._solve(call) if self.wait else None
-        return self._capture(call)
+        try:
+            self.schedule = self._solve(call) if self.wait else None
+            return self._capture(call)
+        except TraceError as error:
+            if self.whole or self.compile or split_options(self.options)[1].reserved:
+                raise
+            assert self.budget is not None
+            self._pieces = PiecewiseTraining(self.model, self.budget, self.options, self.wait, error)
+        try:
+            return self._in_pieces(call)
+        except BaseException:
+            self._pieces = None  # the model may well be captured whole on other inputs
+            raise
+
+    def _in_pieces(self, call: Arguments) -> Any:
+        """Run a step of a model that can't be captured whole."""
+        assert self._pieces is not None
+        output = self._pieces(call.args, call.kwargs)
+        self.schedule = self._pieces.schedule
+        return output
 
     def _capture(self, call: Arguments) -> Any:
         """Run a step for which a program has to be made."""
@@ -330,7 +353,7 @@ class ScheduledTraining:
         with without_modes(), forked_state(device_of(self.model, self._example)), interrupts_kept():
             operators = graphs[layouts[0]].traced_count
             tell(f"captured {operators} operators in {time.monotonic() - self._border:.1f} s; planning")
-            planning = PlanningBesideTraining(graphs, self.budget, pricing, solving)
+            planning = PlanningBesideTraining(list(graphs.values()), self.budget, pricing, solving)
             schedule = planning.first()
         if outside := unplanned_loss(graphs[layouts[0]], schedule.budget_bytes):
             warnings.warn(outside, stacklevel=3)

@@ -68,6 +68,8 @@ class MONeTWrapper(nn.Module):
         wait: with a budget, wait in the first step until all operators are measured and the best schedule is found.
             By default the first step runs by a schedule found within seconds of its capture. A better one, which is
             looked for beside training, takes its place between two steps. The results are the same.
+        whole: with a budget, refuse a model that can't be captured as one graph. By default it is planned in the
+            pieces that can be, with a warning; code between them runs as in plain training.
 
     Raises:
         ScheduleFileError: the file can't be read.
@@ -99,13 +101,16 @@ class MONeTWrapper(nn.Module):
         budget: str | int | float | None = None,
         compile: bool = False,
         wait: bool = False,
+        whole: bool = False,
         **options: Any,
     ) -> None:
         if isinstance(model, MONeTWrapper):
             raise ModelError(
                 "the model is wrapped already; wrap the model itself: MONeTWrapper(wrapper.model, ...)"
             )
-        training = ScheduledTraining(model, schedule, budget=budget, compile=compile, wait=wait, **options)
+        training = ScheduledTraining(
+            model, schedule, budget=budget, compile=compile, wait=wait, whole=whole, **options
+        )
         super().__init__()
         # Sharing the dictionaries, rather than registering the model as a child, makes names and state_dict
         # keys the model's own and keeps both views consistent whatever is replaced in either.
@@ -192,7 +197,9 @@ class MONeTWrapper(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MONeTWrapper":
         model, of = copy.deepcopy(self.model, memo), self._training
-        return MONeTWrapper(model, of.schedules, budget=of.budget, compile=of.compile, wait=of.wait, **of.options)
+        return MONeTWrapper(
+            model, of.schedules, budget=of.budget, compile=of.compile, wait=of.wait, whole=of.whole, **of.options
+        )
 
     def extra_repr(self) -> str:
         if self.schedule is None:

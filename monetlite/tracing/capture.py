@@ -28,7 +28,7 @@ from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, b
 from monetlite.fx.torch_internals.torch_branches import checks_captured
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode
 from monetlite.fx.torch_internals.torch_dynamo import (
-    TorchDynamoException,
+    REFUSALS,
     dynamo_settings,
     messages_left_out,
     recompile_reason,
@@ -114,7 +114,20 @@ def training_step(model: nn.Module) -> Callable[..., Any]:
         output = call_itself(model, *args, **kwargs) if in_place else model(*args, **kwargs)
         return detach_all_but_loss(output)
 
-    # Dynamo keeps what it compiled, and the limit on how much, with the code object: each model needs its own.
+    return _with_own_code(run)
+
+
+def module_call(module: nn.Module) -> Callable[..., Any]:
+    """The function that is captured of a submodule by itself: its own call, with its hooks."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call_itself(module, *args, **kwargs)
+
+    return _with_own_code(run)
+
+
+def _with_own_code(run: Any) -> Callable[..., Any]:
+    """A copy of a function. Dynamo keeps what it compiled, and the limit on how much, with the code object."""
     return types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
@@ -167,9 +180,9 @@ def has_loss(output: Any) -> bool:
     return isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad
 
 
-def compile_step(step: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
-    """Compile a training step, whole, for each layout of its inputs."""
-    compiled: Callable[..., Any] = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+def compile_step(step: Callable[..., Any], backend: Backend, *, whole: bool = True) -> Callable[..., Any]:
+    """Compile a training step for each layout of its inputs, as one graph or in the pieces that can be captured."""
+    compiled: Callable[..., Any] = torch.compile(step, backend=backend, fullgraph=whole, dynamic=False)
     return compiled
 
 
@@ -300,7 +313,7 @@ def capture(
             if not captured:
                 raise
 
-    run_captured(model, run, Exception)
+    run_captured(model, run, (Exception,))
     if not captured:
         off = "" if torch.is_grad_enabled() else "; gradients are switched off here (torch.no_grad)"
         raise TraceError(
@@ -310,7 +323,7 @@ def capture(
     return captured[0]
 
 
-def run_captured(model: nn.Module, run: Callable[[], _T], refused: type[Exception] = TorchDynamoException) -> _T:
+def run_captured(model: nn.Module, run: Callable[[], _T], refused: tuple[type[Exception], ...] = REFUSALS) -> _T:
     """Run a step that captures a model, with torch changed as a capture needs it.
 
     A transformers model that lacks its hooks gets them, and runs once more.
@@ -318,7 +331,7 @@ def run_captured(model: nn.Module, run: Callable[[], _T], refused: type[Exceptio
     Args:
         model: is captured.
         run: the step.
-        refused: class of the errors of `run` that are put in words for the person whose model it is.
+        refused: classes of the errors of `run` that are put in words for the person whose model it is.
 
     Raises:
         TraceError: the model can't be captured.

@@ -4,6 +4,7 @@
 | --- | --- |
 | `_dynamo.config` | what a capture needs; graphs would break, or a model's change would go unnoticed |
 | `TorchDynamoException`, `FailOnRecompileLimitHit` | refusals, told from errors of the model |
+| `GuardOnDataDependentSymNode` | the same, of a size that depends on data |
 | `get_compilation_metrics` | why a step was compiled once more; an error would not name the changed value |
 | `_get_dynamo_config_for_logging` | fails in torch 2.11 on a set of methods, and prints a traceback |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
@@ -11,6 +12,7 @@
 """
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,16 +20,25 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from torch import fx
+import torch
+from torch import fx, nn
 from torch._dynamo import config as _config
+from torch._dynamo import disable
 from torch._dynamo import utils as _utils
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 
 from monetlite.fx.torch_internals.patching import patched
 
+REFUSALS = (TorchDynamoException, GuardOnDataDependentSymNode)
 _MESSAGES = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
 """Names of loggers' methods; the last two are transformers' own."""
+_MAX_PIECES = 256
+_CHECKED = ("solve", "inv", "cholesky", "lu_factor", "lu", "ldl_factor")
+"""Functions of `torch.linalg` that look at their result on the host, to raise where there is none."""
+_RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.GRU, nn.LSTM)
+_log = logging.getLogger("torch._dynamo")
 _log_settings = _utils._get_dynamo_config_for_logging
 
 
@@ -56,6 +67,43 @@ def messages_left_out() -> AbstractContextManager[None]:
         mock.patch.object(_utils, "_get_dynamo_config_for_logging", _settings_if_sortable),
         _config.patch(**_message_settings()),
     )
+
+
+def taken_apart() -> AbstractContextManager[None]:
+    """Have TorchDynamo take functions apart in many pieces without log lines, for the time of a block.
+
+    Layers of a model often have a function in common, which is compiled for each. Recurrent modules run by torch's
+    own kernels, and so do functions that look at their results: what calls them is taken apart there.
+    """
+    kept_plain = [mock.patch.object(kind, "forward", _disabled(kind.forward)) for kind in _RECURRENT]
+    kept_plain += [
+        mock.patch.object(torch.linalg, name, _disabled(getattr(torch.linalg, name))) for name in _CHECKED
+    ]
+    settings = _config.patch(
+        recompile_limit=_MAX_PIECES,
+        accumulated_recompile_limit=4 * _MAX_PIECES,
+        allow_rnn=True,
+        capture_scalar_outputs=False,
+        capture_dynamic_output_shape_ops=False,
+    )
+    return patched(_only_errors(), settings, *kept_plain)
+
+
+@functools.cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that TorchDynamo leaves alone."""
+    left_alone: Callable[..., Any] = disable(function)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return left_alone
+
+
+@contextlib.contextmanager
+def _only_errors() -> Iterator[None]:
+    before = _log.level
+    _log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        _log.setLevel(before)
 
 
 def leave_messages_out() -> None:

@@ -31,7 +31,7 @@ from monetlite.fx.torch_internals.torch_modules import (
     share_contents,
     uncompiled,
 )
-from monetlite.fx.torch_internals.torch_profiler import allocations, memory_profiler
+from monetlite.fx.torch_internals.torch_profiler import is_profiling, marked_allocations, memory_profiler
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -130,15 +130,22 @@ def test_another_function_is_called_in_place_of_a_module() -> None:
     assert torch.equal(model(x), call_itself(model, x))
 
 
-def test_the_profiler_records_allocations_and_frees() -> None:
+def test_the_profiler_records_allocations_frees_and_marks() -> None:
     profiler = memory_profiler()
+    assert not is_profiling()
     with profiler:
+        assert is_profiling()
         kept = torch.empty(3000)
+        with torch.profiler.record_function("mark one"):
+            pass
         dropped = torch.empty(5000)
         address = dropped.data_ptr()
         del dropped
-    sizes = [(at, size) for at, size in allocations(profiler) if abs(size) in (12000, 20000)]
-    assert sizes == [(kept.data_ptr(), 12000), (address, 20000), (address, -20000)]
+        with torch.profiler.record_function("another"):
+            pass
+    found = [item for item in marked_allocations(profiler, "mark") if item[0] or abs(item[2]) in (12000, 20000)]
+    one, another = ("", kept.data_ptr(), 12000), ("", address, 20000)
+    assert found == [one, ("mark one", 0, 0), another, ("", address, -20000)]
 
 
 def test_leaves_come_in_the_order_of_containers() -> None:

@@ -1,0 +1,277 @@
+"""Several captured graphs as one training step, with the code that runs between them.
+
+A model that TorchDynamo takes apart is captured in pieces. What lies outside of them runs as in plain training.
+
+    forward:   outside 0, piece 0, outside 1, piece 1, ..., piece n-1, outside n
+    backward:  outside n, piece n-1, ..., outside 1, piece 0, outside 0
+
+Each piece has its own autograd node. So its operators are re-run in its own backward part only, and a tensor that
+it hands on stays in memory until the code behind it has been through its backward part.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from monetlite.core.costs import Cost, Profile
+from monetlite.core.graph import (
+    DELIVERY,
+    LOSS,
+    OUTSIDE,
+    Implementation,
+    Operator,
+    OperatorGraph,
+    Phase,
+    Resident,
+    TensorSpec,
+    Value,
+    ValueKind,
+)
+from monetlite.core.steps import Step, border
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutsideCode:
+    """Measurements of code that runs as in plain training, before a piece or after the last.
+
+    Attributes:
+        kept_bytes: memory that it holds from its forward to its backward part.
+        forward_bytes, backward_bytes: most memory of each part, beyond what is in use when it begins.
+        gradient_bytes: gradients of parameters that its backward part makes.
+        backward_change_bytes: memory in use after its backward part, less that before.
+        forward_ms, backward_ms: time of each part.
+    """
+
+    kept_bytes: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    gradient_bytes: int = 0
+    backward_change_bytes: int = 0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """One run of a captured graph in a step.
+
+    Attributes:
+        profile: of its graph.
+        handed_back: gradients of its inputs that are no parameters, and for each the number of the code outside
+            that takes it.
+    """
+
+    profile: Profile
+    handed_back: Mapping[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedStep:
+    """A step of several pieces as one profile.
+
+    `origin` has the piece of each operator and its index there; None for code outside.
+    """
+
+    profile: Profile
+    pieces: int
+    origin: tuple[tuple[int, int] | None, ...]
+
+    def split(self, steps: Sequence[Step]) -> list[tuple[Step, ...]]:
+        """The steps of each piece.
+
+        A re-run that comes before its piece's own backward part comes first in it.
+        """
+        graph, turn = self.profile.graph, border(self.profile.graph, steps)
+        forward: list[list[Step]] = [[] for _ in range(self.pieces)]
+        backward: list[list[Step]] = [[] for _ in range(self.pieces)]
+        losses: dict[int, Step] = {}
+        for at, (index, choice) in enumerate(steps):
+            origin = self.origin[index] if index < len(self.origin) else None
+            if origin is None:
+                continue
+            piece, own = origin
+            if graph.operators[index].family == LOSS:
+                losses[piece] = (own, choice)
+            else:
+                (forward if at < turn else backward)[piece].append((own, choice))
+        return [(*forward[piece], losses[piece], *backward[piece]) for piece in range(self.pieces)]
+
+
+def join(
+    name: str,
+    pieces: Sequence[Piece],
+    outside: Sequence[OutsideCode],
+    *,
+    resident: Resident,
+    inputs: Mapping[str, TensorSpec],
+) -> JoinedStep:
+    """Join pieces, in the order of their forward parts, to one step.
+
+    Args:
+        name: of the model.
+        pieces: at least one.
+        outside: of the code before each piece, and after the last.
+        resident, inputs: of the whole step.
+    """
+    return _Joiner(pieces, outside).joined(name, resident, inputs)
+
+
+class _Joiner:
+    def __init__(self, pieces: Sequence[Piece], outside: Sequence[OutsideCode]) -> None:
+        self.pieces, self.outside = pieces, outside
+        self.operators: list[Operator] = []
+        self.costs: list[tuple[Cost, ...]] = []
+        self.origin: list[tuple[int, int] | None] = []
+        self.values: list[Value] = []
+        self.first: list[int] = []
+        """Position of each piece's values among all."""
+        for number, piece in enumerate(pieces):
+            self.first.append(len(self.values))
+            last = number == len(pieces) - 1
+            for index, value in enumerate(piece.profile.graph.values):
+                kind = value.kind
+                if kind is ValueKind.TANGENT and len(pieces) > 1:
+                    kind = ValueKind.GRADIENT
+                elif kind is ValueKind.OUTPUT and not last:
+                    kind = ValueKind.ACTIVATION
+                if index in piece.handed_back:
+                    kind = ValueKind.GRADIENT
+                self.values.append(replace(value, name=_named(number, value.name), kind=kind))
+        self.kept = [
+            self._value(f"outside {number}: kept", of.kept_bytes, ValueKind.ACTIVATION)
+            for number, of in enumerate(outside)
+        ]
+        self.gradients = [
+            self._value(f"outside {number}: gradients of weights", of.gradient_bytes, ValueKind.PARAM_GRAD)
+            for number, of in enumerate(outside)
+        ]
+
+        self.left: list[int] = []
+        """Gradients that backward parts outside leave for an earlier piece, and that none has taken yet."""
+
+    def joined(self, name: str, resident: Resident, inputs: Mapping[str, TensorSpec]) -> JoinedStep:
+        for number, of in enumerate(self.outside):
+            workspace_bytes = max(0, of.forward_bytes - of.kept_bytes)
+            cost = Cost(latency_ms=of.forward_ms, workspace_bytes=workspace_bytes)
+            self._add_outside(f"outside {number}", cost, Phase.FORWARD, writes=(self.kept[number],))
+            if number < len(self.pieces):
+                self._add(number, Phase.FORWARD)
+        for number in reversed(range(len(self.pieces))):
+            self._add(number, Phase.BACKWARD)
+        first = self.outside[0]
+        workspace_bytes = max(0, first.backward_bytes - first.gradient_bytes)
+        cost = Cost(latency_ms=first.backward_ms, workspace_bytes=workspace_bytes)
+        reads = (self.kept[0], *self._given_back(0), *self.left)
+        self._add_outside("outside 0, backward", cost, Phase.BACKWARD, reads=reads, writes=(self.gradients[0],))
+        first_piece = self.pieces[0].profile
+        graph = OperatorGraph(
+            name=name,
+            operators=tuple(self.operators),
+            values=tuple(self.values),
+            resident=resident,
+            inputs=inputs,
+            device=first_piece.graph.device,
+            autocast=first_piece.graph.autocast,
+        )
+        profile = replace(first_piece, graph=graph, costs=tuple(self.costs))
+        return JoinedStep(profile=profile, pieces=len(self.pieces), origin=tuple(self.origin))
+
+    def _value(self, name: str, size_bytes: int, kind: ValueKind) -> int:
+        self.values.append(Value(name=name, kind=kind, size_bytes=size_bytes))
+        return len(self.values) - 1
+
+    def _add_outside(
+        self, name: str, cost: Cost, phase: Phase, *, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()
+    ) -> None:
+        ways = (Implementation(name="default", reads=tuple(sorted(reads)), writes=writes),)
+        self.operators.append(
+            Operator(name=name, family=OUTSIDE, phase=phase, implementations=ways, rerunnable=False)
+        )
+        self.costs.append((cost,))
+        self.origin.append(None)
+
+    def _add(self, number: int, phase: Phase) -> None:
+        """Add one part of a piece; the code behind it stands where its loss does."""
+        profile = self.pieces[number].profile
+        graph, last_piece = profile.graph, number == len(self.pieces) - 1
+        deliveries = sum(operator.family == DELIVERY for operator in graph.operators)
+        tangents = [index for index, value in enumerate(graph.values) if value.kind is ValueKind.TANGENT]
+        handed_on = {index for index, value in enumerate(graph.values) if value.kind is ValueKind.OUTPUT}
+        for index, (operator, costs) in enumerate(zip(graph.operators, profile.costs, strict=True)):
+            if operator.phase is not phase:
+                continue
+            ways = tuple(self._moved(number, item) for item in operator.implementations)
+            once = not last_piece and not handed_on.isdisjoint(operator.writes)
+            if operator.family == LOSS:
+                ways = (self._behind(number, ways[0]),)
+                costs = (self._cost_behind(number, ways[0]),)
+            elif index == len(graph.operators) - 1 and deliveries < 2:
+                # Autograd holds the incoming gradients while a node runs. One of a chain of nodes returns at once.
+                held = tuple(value + self.first[number] for value in tangents)
+                ways = tuple(replace(item, reads=tuple(sorted({*item.reads, *held}))) for item in ways)
+            self.operators.append(
+                replace(
+                    operator,
+                    name=_named(number, operator.name),
+                    implementations=ways,
+                    rerunnable=operator.rerunnable and not once,
+                )
+            )
+            self.costs.append(costs)
+            self.origin.append((number, index))
+
+    def _behind(self, number: int, loss: Implementation) -> Implementation:
+        """The backward part of the code behind a piece: it takes gradients of the pieces after it."""
+        given_back = self._given_back(number + 1)
+        left_bytes = sum(self.values[value].size_bytes for value in loss.writes)
+        overwrites = []
+        for value in given_back:  # autograd hands them on, mostly
+            if self.values[value].size_bytes <= left_bytes:
+                left_bytes -= self.values[value].size_bytes
+                overwrites.append(value)
+        of, freed_bytes = self.outside[number + 1], sum(self.values[value].size_bytes for value in given_back)
+        new_bytes = of.gradient_bytes + sum(self.values[value].size_bytes for value in loss.writes)
+        left_bytes = of.backward_change_bytes + of.kept_bytes + freed_bytes - new_bytes
+        taken = []
+        for value in self.left:
+            if 0 < self.values[value].size_bytes <= -left_bytes:
+                left_bytes += self.values[value].size_bytes
+                taken.append(value)
+        self.left = [value for value in self.left if value not in taken]
+        self.left.append(self._value(f"outside {number + 1}: left", max(0, left_bytes), ValueKind.GRADIENT))
+        return replace(
+            loss,
+            reads=tuple(sorted({*loss.reads, *given_back, *taken, self.kept[number + 1]})),
+            writes=(*loss.writes, self.gradients[number + 1], self.left[-1]),
+            overwrites=tuple(overwrites),
+        )
+
+    def _cost_behind(self, number: int, loss: Implementation) -> Cost:
+        of = self.outside[number + 1]
+        new_bytes = sum(self.values[value].size_bytes for value in loss.writes)
+        taken_bytes = sum(self.values[value].size_bytes for value in loss.overwrites)
+        workspace_bytes = max(0, of.backward_bytes - new_bytes + taken_bytes)
+        return Cost(latency_ms=of.backward_ms, workspace_bytes=workspace_bytes)
+
+    def _given_back(self, outside: int) -> list[int]:
+        return [
+            value + self.first[number]
+            for number, piece in enumerate(self.pieces)
+            for value, to in piece.handed_back.items()
+            if to == outside
+        ]
+
+    def _moved(self, number: int, item: Implementation) -> Implementation:
+        by = self.first[number]
+        return replace(
+            item,
+            reads=tuple(value + by for value in item.reads),
+            writes=tuple(value + by for value in item.writes),
+            overwrites=tuple(value + by for value in item.overwrites),
+            guard=None,
+            call=None,
+            again=None,
+        )
+
+
+def _named(number: int, name: str) -> str:
+    return f"piece{number + 1}.{name}"

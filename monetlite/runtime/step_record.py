@@ -1,0 +1,168 @@
+"""One training step of a model in pieces, recorded: which pieces ran, and what the code between them took."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from monetlite.core.joining import OutsideCode
+from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
+
+
+@dataclass(frozen=True)
+class PieceRun:
+    """One run of a piece.
+
+    Attributes:
+        piece: what ran.
+        takers: for each input that has a gradient and is not a parameter, by position, the number of the code
+            outside that takes the gradient.
+        parameters: ids of the leaves among its inputs.
+    """
+
+    piece: Any
+    takers: dict[int, int]
+    parameters: frozenset[int]
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A recorded step: its runs in order, the code before each and after the last, and its time in seconds."""
+
+    runs: Sequence[PieceRun]
+    outside: Sequence[OutsideCode]
+    seconds: float
+
+
+class StepRecord:
+    """A record in the making, from the beginning of a step to the beginning of the next one.
+
+    Args:
+        device: `"cpu"` or `"cuda"`.
+        parameters: of the model.
+
+    Raises:
+        RuntimeError: torch's profiler is in use.
+    """
+
+    def __init__(self, device: str, parameters: Iterable[torch.Tensor]) -> None:
+        self._memory = MemoryRecord(device)
+        self._runs: list[PieceRun] = []
+        self._nodes: dict[Any, int] = {}
+        """The run that each autograd node is of."""
+        self._begun: list[int] = []
+        """Runs whose backward parts have begun."""
+        self._gradients: dict[int, tuple[int | None, int]] = {}
+        """For each parameter, by id, the run before whose backward part its gradient came; and its bytes."""
+        self._hooks = [
+            item.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]  # torch has no types for it
+            for item in parameters
+            if item.requires_grad and item.is_leaf
+        ]
+        self._forward_ended = False
+        self._memory.mark("step")
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        self._gradients[id(parameter)] = (self._begun[-1] if self._begun else None), parameter.nbytes
+
+    def run_begins(self, piece: Any, arguments: Iterable[Any]) -> None:
+        tensors = [
+            (at, item) for at, item in enumerate(arguments) if isinstance(item, torch.Tensor) and item.requires_grad
+        ]
+        before = len(self._runs) - 1
+        takers = {at: self._nodes.get(item.grad_fn, before) + 1 for at, item in tensors if not item.is_leaf}
+        leaves = frozenset(id(item) for _, item in tensors if item.is_leaf)
+        self._memory.mark(f"forward {len(self._runs)}")
+        self._runs.append(PieceRun(piece, takers, leaves))
+
+    def run_ends(self, arguments: Iterable[Any], outputs: Iterable[Any]) -> None:
+        """Note the end of a forward part, which may have changed its arguments."""
+        number = len(self._runs) - 1
+        for item in (*arguments, *outputs):
+            node = item.grad_fn if isinstance(item, torch.Tensor) else None
+            if node is not None:
+                self._nodes.setdefault(node, number)
+        self._memory.mark(f"forward {number} ends")
+
+    def backward(self, piece: Any, ends: bool) -> None:
+        """Note that a backward part of a piece begins, that of its last run which has none yet; or that it ends.
+
+        Gradients that the forward pass itself asks for are part of it.
+        """
+        if not self._forward_ended:
+            return
+        runs = [number for number, run in enumerate(self._runs) if run.piece is piece]
+        if ends:
+            begun = [number for number in self._begun if number in runs]
+            if begun:
+                self._memory.mark(f"backward {begun[-1]} ends")
+            return
+        waiting = [number for number in runs if number not in self._begun]
+        if waiting:
+            self._begun.append(waiting[-1])
+            self._memory.mark(f"backward {waiting[-1]}")
+
+    def forward_ends(self) -> None:
+        self._forward_ended = True
+
+    def end(self) -> RecordedStep | None:
+        """The recorded step; None if it had no backward part, or not of every piece in the order of one step."""
+        found = self._memory.end()
+        for hook in self._hooks:
+            hook.remove()
+        marks = {mark.name: (at, mark) for at, mark in enumerate(found)}
+        count = len(self._runs)
+        if count == 0 or self._begun != list(reversed(range(count))):
+            return None
+        read = frozenset[int]().union(*(run.parameters for run in self._runs))
+        gradient_bytes = [0] * (count + 1)
+        for parameter, (before, size_bytes) in self._gradients.items():
+            if parameter not in read:
+                gradient_bytes[count if before is None else before] += size_bytes
+        outside = []
+        for number in range(count + 1):
+            begin = f"forward {number - 1} ends" if number else "step"
+            if number == count:
+                forward, kept_bytes = RecordedStretch(), 0
+                backward = _stretch(found, marks, begin, f"backward {number - 1}")
+            else:
+                forward = _stretch(found, marks, begin, f"forward {number}")
+                kept_bytes = max(0, forward.change_bytes)
+                backward = _stretch(found, marks, f"backward {number} ends", f"backward {number - 1}")
+            outside.append(
+                OutsideCode(
+                    kept_bytes=kept_bytes,
+                    forward_bytes=forward.growth_bytes,
+                    backward_bytes=backward.growth_bytes,
+                    gradient_bytes=gradient_bytes[number],
+                    backward_change_bytes=backward.change_bytes,
+                    forward_ms=1e3 * forward.seconds,
+                    backward_ms=1e3 * backward.seconds,
+                )
+            )
+        seconds = max(mark.seconds for mark in found) - found[0].seconds
+        return RecordedStep(self._runs, outside, seconds)
+
+
+@dataclass(frozen=True)
+class RecordedStretch:
+    """Memory and time between two marks: how much is in use in the end, at most, beyond the beginning."""
+
+    change_bytes: int = 0
+    growth_bytes: int = 0
+    seconds: float = 0.0
+
+
+def _stretch(
+    found: Sequence[MemoryMark], marks: dict[str, tuple[int, MemoryMark]], begin: str, end: str
+) -> RecordedStretch:
+    if begin not in marks or end not in marks:
+        return RecordedStretch()
+    (first, start), (last, stop) = marks[begin], marks[end]
+    peak_bytes = max((mark.peak_bytes for mark in found[first + 1 : last + 1]), default=start.live_bytes)
+    return RecordedStretch(
+        change_bytes=stop.live_bytes - start.live_bytes,
+        growth_bytes=max(0, peak_bytes - start.live_bytes),
+        seconds=max(0.0, stop.seconds - start.seconds),
+    )

@@ -1,0 +1,210 @@
+"""Models that TorchDynamo takes apart: plain training's steps, by one plan for all pieces."""
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+from small_models import assert_same, step, twin
+from step_lists import free_profile
+from torch import nn
+from torch._dynamo import graph_break
+
+import monetlite
+from monetlite.core.errors import InfeasibleBudget, TraceError
+from monetlite.core.graph import Phase, Resident
+from monetlite.core.joining import OutsideCode, Piece, join
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import check_legal, plain_steps
+
+QUICK = {"device": "rtx-3090", "time_limit": 1.0}
+
+
+def mlp(width=16):
+    return nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, width))
+
+
+class ReadsAMean(nn.Module):
+    """A number in the middle, and a skip across it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+    def forward(self, x):
+        x = self.first(x) + x
+        return self.second(x * (2.0 if x.mean().item() > 1e9 else 0.5)) + x
+
+
+class DropsLayers(nn.Module):
+    """As many pieces as a random number says, in a loop that can't be captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if torch.rand([]).item() >= 0.4:
+                x = layer(x)
+        return self.head(x)
+
+
+class Recurrent(nn.Module):
+    """An LSTM with dropout, by PyTorch's own kernels, between an embedding and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 16), mlp()
+        self.lstm = nn.LSTM(16, 16, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, tokens):
+        hidden, _ = self.lstm(self.embed(tokens))
+        return self.head(hidden)
+
+
+class ChangesInPlace(nn.Module):
+    """A tensor that is changed in place between two breaks, and returned; a counter; a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 16)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        hidden = self.norm(self.first(x))
+        self.seen += 1
+        graph_break()
+        hidden.mul_(2).relu_()
+        graph_break()
+        return self.second(hidden), hidden
+
+
+MODELS = {
+    "reads a mean": (ReadsAMean, lambda: (torch.randn(64, 16),)),
+    "drops layers": (DropsLayers, lambda: (torch.randn(8, 12, 16),)),
+    "recurrent": (Recurrent, lambda: (torch.randint(0, 11, (8, 12)),)),
+    "changes in place": (ChangesInPlace, lambda: (torch.randn(64, 16),)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_in_pieces_are_plain_training_s(name):
+    build, inputs = MODELS[name]
+    plain, args = build(), inputs()
+    model = monetlite.within(twin(plain), budget="105%", **QUICK)
+    for seed in range(6):
+        assert_same(step(model, args, seed), step(plain, args, seed))
+    schedule = monetlite.schedule_of(model)
+    assert schedule.peak_bytes <= schedule.budget_bytes
+    smaller = tuple(item[:5] for item in args)
+    assert_same(step(model, smaller), step(plain, smaller))
+
+
+def test_what_separates_the_pieces_is_told_once_and_whole_refuses():
+    model, x = ReadsAMean(), torch.randn(64, 16)
+    refusing = monetlite.within(copy.deepcopy(model), budget="100%", whole=True, **QUICK)
+    with pytest.raises(TraceError, match=r"item\(\)"):
+        refusing(x)
+    monetlite.within(model, budget="100%", **QUICK)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            model(x).sum().backward()
+    (said,) = (str(item.message) for item in told if "can't be captured whole" in str(item.message))
+    assert "It trains in 2 pieces" in said
+    assert re.search(r"\d+% of the step's time planned", said)
+    assert f"{__file__}:" in said
+    assert ".item()" in said
+    plan = monetlite.schedule_of(model)
+    monetlite.release(model)
+    monetlite.within(model, budget=plan.peak_bytes // 2, **QUICK)
+    for _ in range(2):
+        model(x).sum().backward()
+    with pytest.raises(InfeasibleBudget):
+        model(x)
+
+
+NO_CODE = OutsideCode()
+
+
+def joined(outside=NO_CODE):
+    """Two perceptrons in a row, as two pieces."""
+    graph = monetlite.trace(mlp(), torch.randn(32, 16, requires_grad=True))
+    profile = free_profile(graph)
+    (gradient,) = (
+        ref.value
+        for operator in graph.operators
+        if operator.name.startswith("deliver")
+        for ref in operator.implementations[0].call.tensors()
+        if ref.spec.shape == (32, 16)
+    )
+    pieces = [Piece(profile=profile, handed_back={}), Piece(profile=profile, handed_back={gradient: 1})]
+    resident = Resident(parameters=2 * graph.resident.parameters)
+    return graph, join("both", pieces, [outside] * 3, resident=resident, inputs={})
+
+
+def test_steps_of_joined_pieces_are_legal_steps_of_each():
+    graph, both = joined()
+    steps = plain_steps(both.profile.graph)
+    first, second = both.split(steps)
+    for own in (first, second):
+        check_legal(graph, own)
+        assert [index for index, _ in own] == [index for index, _ in plain_steps(graph)]
+    assert both.pieces == 2
+    # A re-run that the search puts into the backward part of the other piece comes first in its own.
+    operators = both.profile.graph.operators
+    gelu = next(index for index, item in enumerate(operators) if item.family == "gelu")
+    turn = next(at for at, (index, _) in enumerate(steps) if operators[index].phase is Phase.BACKWARD)
+    early = (*steps[: turn + 2], (gelu, 0), *steps[turn + 2 :])
+    moved = both.split(early)[0]
+    loss = next(at for at, (index, _) in enumerate(moved) if graph.operators[index].family == "monetlite.loss")
+    assert moved[loss + 1][0] == both.origin[gelu][1]
+    check_legal(graph, moved)
+
+
+def test_memory_of_joined_pieces_is_the_sum_of_what_is_alive():
+    """What the first of two equal pieces keeps in plain training is there while the second runs."""
+    graph, both = joined()
+    alone = simulate(free_profile(graph), plain_steps(graph))
+    forward = [item for item in graph.operators if item.phase is Phase.FORWARD and not item.optional]
+    kept = alone.memory_bytes[len(forward) - 1]
+    peak = simulate(both.profile, plain_steps(both.profile.graph)).peak_bytes
+    inside = kept - graph.resident.total
+    assert peak >= 2 * graph.resident.parameters + 2 * inside
+    with_code = joined(OutsideCode(kept_bytes=1000, forward_bytes=1500, backward_bytes=10**6))[1]
+    steps = plain_steps(with_code.profile.graph)
+    timeline = simulate(with_code.profile, steps)
+    assert timeline.peak_bytes >= 3000 + 10**6
+    names = [with_code.profile.graph.operators[index].name for index, _ in steps]
+    first = names.index("outside 0")
+    assert timeline.memory_bytes[first] == timeline.resident_bytes + 1500
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_a_plan_holds_the_budget_and_is_predicted_within_three_percent():
+    from monetlite.checking.trainee import Trainee, default_loss
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = mlp(128), mlp(128)
+
+        def forward(self, x):
+            x = self.first(x)
+            graph_break()
+            return self.second(x)
+
+    model, args = Wide(), (torch.randn(2048, 128),)
+    plain_bytes = Trainee(copy.deepcopy(model), args, {}, default_loss, "cpu").memory().peak_bytes
+    budget = int(0.9 * plain_bytes)
+    wrapper = monetlite.MONeTWrapper(model, budget=budget, wait=True, time_limit=1.0)
+    trainee = Trainee(wrapper, args, {}, default_loss, "cpu")
+    for _ in range(3):
+        trainee.step()
+    measured = trainee.memory().peak_bytes
+    assert measured <= budget
+    assert abs(wrapper.schedule.peak_bytes / measured - 1) < 0.03
