@@ -54,6 +54,7 @@ from monetlite.runtime.serving import (
     own_bytes,
     plain_if_smaller,
     serving_problem,
+    shapes_of,
     size_served,
     values_bytes,
     without_guards,
@@ -82,8 +83,8 @@ from monetlite.tracing.step_inputs import (
 if TYPE_CHECKING:
     from monetlite.planning.beside_training import PlanningBesideTraining
 
-MAX_SOLVED = 8
-"""Schedules that are solved for one model at training time, before inputs have to vary less."""
+MANY_SOLVED = 8
+"""Schedules that are solved for one model at training time, before a person is told how to need fewer."""
 _AMOUNT = re.compile(r"[\d.,]+\s*(%|b|[kmgt]i?b?)", re.IGNORECASE)
 _refining = threading.Lock()
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
@@ -144,12 +145,18 @@ class ScheduledTraining:
         self.schedules = sorted(given, key=size_served)
         self.schedule = given[0] if given else None
         self.budget, self.compile, self.options = budget, compile, options
-        # Inductor's programs and what the allocator reserves are too costly to plan twice.
         self.whole = whole
+        # Inductor's programs and what the allocator reserves are too costly to plan twice.
         self.wait = wait or compile or solving.reserved
         self._solved = 0
+        self._pieces: PiecewiseTraining | None = None  # if it can't be captured whole
+        self._planning: PlanningBesideTraining | None = None
+        self._planned: list[_PlannedStep] = []  # captured steps that run by the schedule which is being bettered
+        self._border = time.monotonic()  # when the last step began
+        self._captured = True  # the last step was captured, so its time says nothing
         self._workspace_bytes: dict[tuple[str, int], int] = {}
         self._example: Arguments | None = None  # of the step that is being captured
+        self._warned_of_shapes = False
         self._autocast = ""  # dtype of the step that is being captured
         self._avoided: set[str] = set()  # operators whose guarded implementations are not used
         self._forget()
@@ -158,11 +165,6 @@ class ScheduledTraining:
         """Have programs made anew."""
         self._step: Callable[..., Any] | None = None  # the compiled training step
         self._ready: set[object] = set()  # signatures of inputs that it has a program for
-        self._pieces: PiecewiseTraining | None = None  # if it can't be captured whole
-        self._planning: PlanningBesideTraining | None = None
-        self._planned: list[_PlannedStep] = []  # captured steps that run by the schedule which is being bettered
-        self._border = time.monotonic()  # when the last step began
-        self._captured = True  # the last step was captured, so its time says nothing
 
     def __getstate__(self) -> dict[str, Any]:
         forgotten: dict[str, Any] = {
@@ -214,6 +216,9 @@ class ScheduledTraining:
 
     def _first(self, signature: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step for inputs of a new signature, which captures and lowers it."""
+        if len({shapes_of(known) for known in self._ready}) >= MAX_PROGRAMS:
+            self._forget()  # Dynamo keeps no more
+            self._warn_of_shapes()
         _refuse_shards(self.model)
         refuse_uninitialized(self.model)
         self._autocast = autocast = autocast_dtype(device_of(self.model, (args, kwargs)))
@@ -238,13 +243,22 @@ class ScheduledTraining:
         self._ready.add(signature)
         return output
 
+    def _warn_of_shapes(self) -> None:
+        if not self._warned_of_shapes:
+            self._warned_of_shapes = True
+            warnings.warn(
+                f"inputs came in more than {MAX_PROGRAMS} shapes. Each is compiled when it comes, for seconds, "
+                f"and the last {MAX_PROGRAMS} are kept; pad to fewer (pad_to_multiple_of in the collator)",
+                stacklevel=6,
+            )
+
     def _solve_and_capture(self, call: Arguments) -> Any:
         """Run a step for which a schedule has to be found, too."""
-        if self._solved >= MAX_SOLVED:
-            raise ModelError(
-                f"{MAX_SOLVED} schedules have been solved and none serves inputs of shapes "
-                f"{', '.join(str(tuple(tensor.shape)) for tensor in as_passed(*call))}; pad inputs to "
-                "a few sizes (for sequences: pad_to_multiple_of in the collator), or begin with the largest"
+        if self._solved == MANY_SOLVED:
+            warnings.warn(
+                f"{MANY_SOLVED} schedules have been solved, each for larger inputs than any before; begin with the "
+                "largest, whose schedule serves all, or pad to a few sizes (pad_to_multiple_of in the collator)",
+                stacklevel=6,
             )
         try:
             self.schedule = self._solve(call) if self.wait else None

@@ -42,6 +42,11 @@ def input_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[A
     return (*described, str(structure))
 
 
+def shapes_of(signature: Any) -> tuple[Any, ...]:
+    """The part of a signature that tells shapes apart."""
+    return tuple(item[0] for item in signature if isinstance(item, tuple) and isinstance(item[0], torch.Size))
+
+
 def without_guards(graph: OperatorGraph, steps: tuple[Step, ...], operators: Collection[str]) -> tuple[Step, ...]:
     """The same steps, with the default implementation of some operators in place of a guarded one."""
     guarded = {

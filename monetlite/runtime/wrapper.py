@@ -59,8 +59,7 @@ class MONeTWrapper(nn.Module):
         model: the module the schedule was solved for.
         schedule: a `Schedule`, or the path of a schedule file; or several of them, for inputs of several sizes.
         budget: in place of a schedule, or beside: solve for a schedule when the first step is taken, for the
-            inputs that it has, and again whenever inputs are larger than any before or the model has changed
-            (`MAX_SOLVED` times).
+            inputs that it has, and again whenever inputs are larger than any before or the model has changed.
         options: with a budget, further arguments of `monetlite.optimize`: device, optimizer, accumulate,
             tolerance, layout, implementations, reserved, time_limit, solver, seed.
         compile: have Inductor compile the programs. The peak is then an estimate, and results differ in their last

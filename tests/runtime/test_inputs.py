@@ -1,8 +1,10 @@
 """Inputs of several sizes: schedules for each, one for all that are smaller, or solved when they come."""
 
+import contextlib
 import copy
 import functools
 import pickle
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -183,15 +185,31 @@ def test_names_of_a_forward_pass_that_is_not_the_classes_own():
         wrapper(b=B, a=A).sum().backward()
 
 
-def test_how_many_are_solved_is_bounded(monkeypatch):
-    monkeypatch.setattr(scheduled_training, "MAX_SOLVED", 2)
+def test_inputs_that_grow_are_solved_for_again_and_again(monkeypatch):
+    monkeypatch.setattr(scheduled_training, "MANY_SOLVED", 2)
     model = Words()
-    wrapper = monetlite.MONeTWrapper(model, **AMPLE)
+    wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
     for length in (8, 16):
         wrapper(tokens(2, length))
-    with pytest.raises(ModelError, match="pad inputs to a few sizes"):
-        wrapper(tokens(2, 24))
-    wrapper(tokens(2, 12))
+    for length in (24, 32, 12):
+        x = (tokens(2, length),)
+        with (
+            pytest.warns(UserWarning, match="begin with the largest") if length == 24 else contextlib.nullcontext()
+        ):
+            found = step(wrapper, x)
+        assert_same(found, step(model, x))
+
+
+def test_more_shapes_than_programs_are_kept_for(monkeypatch):
+    monkeypatch.setattr(scheduled_training, "MAX_PROGRAMS", 3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5))
+    wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for rows in (16, 15, 14, 13, 12, 11, 10, 16, 9, 8):
+            x = (torch.randn(rows, 4),)
+            assert_same(step(wrapper, x), step(model, x))
+    assert sum("more than 3 shapes" in str(item.message) for item in told) == 1
 
 
 def test_copies_keep_what_was_solved_and_how_to_solve():
