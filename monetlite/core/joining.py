@@ -58,10 +58,14 @@ class Piece:
         profile: of its graph.
         handed_back: gradients of its inputs that are no parameters, and for each the number of the code outside
             that takes it.
+        once: operators that read what code outside changes later, so that they can't be run again.
+        avoided: (operator, name) of implementations that read such a value in the backward part.
     """
 
     profile: Profile
     handed_back: Mapping[int, int]
+    once: frozenset[int] = frozenset()
+    avoided: frozenset[tuple[int, str]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +204,8 @@ class _Joiner:
             if operator.phase is not phase:
                 continue
             ways = tuple(self._moved(number, item) for item in operator.implementations)
-            once = not last_piece and not handed_on.isdisjoint(operator.writes)
+            once = index in self.pieces[number].once
+            once |= not last_piece and not handed_on.isdisjoint(operator.writes)
             if operator.family == LOSS:
                 ways = (self._behind(number, ways[0]),)
                 costs = (self._cost_behind(number, ways[0]),)
@@ -216,7 +221,13 @@ class _Joiner:
                     rerunnable=operator.rerunnable and not once,
                 )
             )
-            self.costs.append(costs)
+            avoided = self.pieces[number].avoided
+            self.costs.append(
+                tuple(
+                    _AVOIDED if (index, item.name) in avoided else cost
+                    for item, cost in zip(ways, costs, strict=True)
+                )
+            )
             self.origin.append((number, index))
 
     def _behind(self, number: int, loss: Implementation) -> Implementation:
@@ -271,6 +282,10 @@ class _Joiner:
             call=None,
             again=None,
         )
+
+
+_AVOIDED = Cost(latency_ms=1e9, workspace_bytes=0)
+"""Cost of an implementation that no schedule should have."""
 
 
 def _named(number: int, name: str) -> str:

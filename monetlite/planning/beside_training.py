@@ -17,13 +17,13 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget
-from monetlite.core.graph import OperatorGraph
+from monetlite.core.graph import LOSS, OperatorGraph, ValueKind
 from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.schedule import Schedule, Status, read_schedule
 from monetlite.core.steps import Step
@@ -178,11 +178,26 @@ class PlanningBesideTraining:
             self._folder.cleanup()
 
 
-def least_stored(graph: OperatorGraph) -> tuple[Step, ...]:
-    """Steps that store nothing between forward and backward that can be computed again."""
+def least_stored(graph: OperatorGraph, once: Collection[int]) -> tuple[Step, ...]:
+    """Steps that store nothing between forward and backward that can be computed again.
+
+    Outputs are computed again, too: the code that gets them may change them in place. The operators of `once` are
+    not run again.
+    """
     from monetlite.solving.baselines import segment_checkpointing
 
-    return segment_checkpointing(without_costs(graph), [])
+    passing = tuple(
+        replace(value, kind=ValueKind.ACTIVATION) if value.kind is ValueKind.OUTPUT else value
+        for value in graph.values
+    )
+    operators = list(graph.operators)
+    for index, operator in enumerate(operators):
+        if operator.family == LOSS:
+            ways = tuple(replace(item, reads=()) for item in operator.implementations)
+            operators[index] = replace(operator, implementations=ways)
+        elif index in once:
+            operators[index] = replace(operator, rerunnable=False)
+    return segment_checkpointing(without_costs(replace(graph, values=passing, operators=tuple(operators))), [])
 
 
 def _as_text(budget: str | int | float) -> str:

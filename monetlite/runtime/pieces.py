@@ -12,15 +12,16 @@ one, or more, runs those by the programs of step 1, and the next step is recorde
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx, nn
 
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import IllegalSchedule, ModelError, TraceError
-from monetlite.core.graph import DELIVERY, Resident, TensorSpec
+from monetlite.core.graph import DELIVERY, LOSS, Phase, Resident, TensorSpec, ValueKind
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.joining import JoinedStep, Piece, join
 from monetlite.core.options import split_options
@@ -106,6 +107,48 @@ class CapturedPiece:
             if value is not None:
                 found[at] = value
         return found
+
+    def unsaved(self, inputs: Sequence[Any]) -> set[int]:
+        """Positions of inputs that plain training does not save: they may change before the backward part."""
+        assert self.traced is not None
+        nodes = self.traced.joint.graph.graph.find_nodes(op="placeholder")
+        saved = {
+            ref.node
+            for operator in self.traced.graph.operators
+            if operator.phase is Phase.BACKWARD and (call := operator.implementations[0].call) is not None
+            for ref in call.tensors()
+        }
+        return {
+            at
+            for at, item in enumerate(inputs)
+            if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter) and nodes[at].name not in saved
+        }
+
+    def readers(self, inputs: Collection[int], outputs: bool = False) -> frozenset[int]:
+        """The forward operators that read some inputs, by position, or any output."""
+        assert self.traced is not None
+        graph, nodes = self.traced.graph, self.traced.joint.graph.graph.find_nodes(op="placeholder")
+        names = {nodes[at].name for at in inputs}
+        handed_on = {index for index, value in enumerate(graph.values) if value.kind is ValueKind.OUTPUT}
+        return frozenset(
+            index
+            for index, operator in enumerate(graph.operators)
+            if operator.phase is Phase.FORWARD and (call := operator.implementations[0].call) is not None
+            if any(ref.node in names or (outputs and ref.value in handed_on) for ref in call.tensors())
+        )
+
+    def readers_of_outputs(self) -> frozenset[tuple[int, str]]:
+        """The implementations of backward operators that read an output, where the default ones don't."""
+        assert self.traced is not None
+        graph = self.traced.graph
+        handed_on = {index for index, value in enumerate(graph.values) if value.kind is ValueKind.OUTPUT}
+        return frozenset(
+            (index, item.name)
+            for index, operator in enumerate(graph.operators)
+            if operator.phase is Phase.BACKWARD and operator.family != LOSS
+            for item in operator.implementations[1:]
+            if not handed_on.isdisjoint(item.reads)
+        )
 
 
 @dataclass(frozen=True)
@@ -195,7 +238,7 @@ class PiecewiseTraining:
 
         def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
             piece.traced = build_graph(joint, graph, (tuple(inputs), {}), autocast=autocast)
-            return lower(piece.traced, least_stored(piece.traced.graph))
+            return lower(piece.traced, least_stored(piece.traced.graph, piece.readers(piece.unsaved(inputs))))
 
         def keep(step: CapturedStep) -> None:
             piece.step = step
@@ -301,7 +344,10 @@ class PiecewiseTraining:
         for run in recorded.runs:
             values = run.piece.gradient_values(list(run.takers))
             handed_back = {value: run.takers[at] for at, value in values.items()}
-            pieces.append(Piece(profile=profiles[run.piece], handed_back=handed_back))
+            once = run.piece.readers(run.changed, run.outputs_changed)
+            avoided = run.piece.readers_of_outputs() if run.outputs_changed else frozenset()
+            profile = profiles[run.piece]
+            pieces.append(Piece(profile=profile, handed_back=handed_back, once=once, avoided=avoided))
         return join(
             type(self._model).__name__,
             pieces,

@@ -1,13 +1,15 @@
 """One training step of a model in pieces, recorded: which pieces ran, and what the code between them took."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
 from monetlite.core.joining import OutsideCode
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
+
+_Versions: TypeAlias = list[tuple[int, torch.Tensor, int]]
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,15 @@ class PieceRun:
         takers: for each input that has a gradient and is not a parameter, by position, the number of the code
             outside that takes the gradient.
         parameters: ids of the leaves among its inputs.
+        changed: positions of the inputs that code behind it changes in place.
+        outputs_changed: code behind it changes an output in place.
     """
 
     piece: Any
     takers: dict[int, int]
     parameters: frozenset[int]
+    changed: frozenset[int] = frozenset()
+    outputs_changed: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class StepRecord:
             if item.requires_grad and item.is_leaf
         ]
         self._forward_ended = False
+        self._seen: list[tuple[_Versions, _Versions]] = []
+        """Inputs and outputs of each run, with their versions when it ended."""
         self._memory.mark("step")
 
     def _note(self, parameter: torch.Tensor) -> None:
@@ -83,6 +91,7 @@ class StepRecord:
             node = item.grad_fn if isinstance(item, torch.Tensor) else None
             if node is not None:
                 self._nodes.setdefault(node, number)
+        self._seen.append((_versions(arguments), _versions(outputs)))
         self._memory.mark(f"forward {number} ends")
 
     def backward(self, piece: Any, ends: bool) -> None:
@@ -104,7 +113,14 @@ class StepRecord:
             self._memory.mark(f"backward {waiting[-1]}")
 
     def forward_ends(self) -> None:
+        """Note the end of the forward pass, with what the code between pieces has changed in place."""
         self._forward_ended = True
+        for number, seen in enumerate(self._seen):
+            arguments, outputs = ([at for at, item, version in of if item._version != version] for of in seen)
+            self._runs[number] = replace(
+                self._runs[number], changed=frozenset(arguments), outputs_changed=bool(outputs)
+            )
+        self._seen = []
 
     def end(self) -> RecordedStep | None:
         """The recorded step; None if it had no backward part, or not of every piece in the order of one step."""
@@ -152,6 +168,10 @@ class RecordedStretch:
     change_bytes: int = 0
     growth_bytes: int = 0
     seconds: float = 0.0
+
+
+def _versions(tensors: Iterable[Any]) -> "_Versions":
+    return [(at, item, item._version) for at, item in enumerate(tensors) if isinstance(item, torch.Tensor)]
 
 
 def _stretch(

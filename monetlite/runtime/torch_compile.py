@@ -143,9 +143,9 @@ def _refuse_breaks(graph: fx.GraphModule) -> None:
     where = f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})" if frame else "somewhere"
     raise ModelError(
         f"torch.compile takes the model apart at {where}: {str(reason.reason).splitlines()[0]}. A memory budget "
-        "can only be kept for a step as a whole: move what breaks the graph out of the forward pass "
-        "(fullgraph=True shows each), or wrap only the submodule that doesn't need it: "
-        "MONeTWrapper(model.backbone, ...)"
+        "can only be kept for a step as a whole: have the model trained in pieces, "
+        "monetlite.within(model, budget=...), or move what breaks the graph out of the forward pass "
+        "(fullgraph=True shows each)"
     )
 
 

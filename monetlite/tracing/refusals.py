@@ -61,6 +61,7 @@ _ON_DATA = (
     "Move what depends on the data (an if on a tensor's value, .item(), .numpy()) out of the forward pass, "
     "or wrap only the submodule that doesn't need it: MONeTWrapper(model.backbone, ...)"
 )
+_PIECES = 'With a budget in place of a schedule, it trains in pieces: monetlite.within(model, budget="6GB")'
 _RAISED = re.compile(r"^ *Developer debug context: raised exception (.+)$", re.MULTILINE)
 _WRITTEN_OUT = re.compile(r"(\w+)\([\[(]ConstantVariable\(\w+: (.*)\),?[\])]\)")
 """Form in which some versions write an exception of one argument."""
@@ -99,7 +100,8 @@ def explain(error: Exception) -> TraceError:
             "TorchDynamo misreads that line: wrap only submodules without it, MONeTWrapper(model.backbone, ...)"
         )
     reason = next((reason for pattern, reason in _REFUSALS if re.search(pattern, text)), None)
-    return TraceError(f"{where} can't be captured in one graph: {reason or f'{_first_line(error)}. {_ON_DATA}'}")
+    said = (reason or f"{_first_line(error)}. {_ON_DATA}").rstrip(".")
+    return TraceError(f"{where} can't be captured in one graph: {said}. {_PIECES}")
 
 
 def own_error(error: BaseException | None) -> MonetliteError | None:

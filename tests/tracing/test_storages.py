@@ -106,6 +106,6 @@ def test_sparse_gradients_are_refused_and_what_to_do_is_said(kind):
 
 
 def test_a_budget_for_sparse_gradients_is_refused():
-    wrapper = monetlite.MONeTWrapper(Sparse(nn.Embedding), budget="100%", device="rtx-4090")
+    wrapper = monetlite.MONeTWrapper(Sparse(nn.Embedding), budget="100%", device="rtx-4090", whole=True)
     with pytest.raises(TraceError, match="sparse=False"):
         wrapper(torch.randint(0, 9, (3, 5)))
