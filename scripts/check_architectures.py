@@ -201,7 +201,7 @@ def images(kind: str) -> tuple[nn.Module, Any]:
     size = 64
     stages = {
         "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [2, 2, 2, 2], "hidden_sizes": [16, 32, 32, 64],
-        "embedding_size": 16, "patch_size": 4 if "swin" in kind or kind in ("focalnet", "dinat") else 16,
+        "embedding_size": 16, "patch_size": 4, "window_size": 4,
     }  # fmt: skip
     plain = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     keys = {"image_size": size, "num_labels": 3}
@@ -222,7 +222,7 @@ def _config(kind: str, tiny: bool = True, **keys: Any) -> Any:
     known = transformers.AutoConfig.for_model(kind)
     wanted = {**(TINY if tiny else {}), **keys, **SPECIAL.get(kind, {})}
     names = {*vars(known), *getattr(known, "attribute_map", {})}
-    always = ("num_labels", *SPECIAL.get(kind, {}))
+    always = ("num_labels", "decoder_start_token_id", *SPECIAL.get(kind, {}))
     chosen = {name: value for name, value in wanted.items() if name in names or name in always}
     return transformers.AutoConfig.for_model(kind, **chosen)
 

@@ -37,7 +37,7 @@ from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import CapturedStep, Version, delivering_backend
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.step_record import PieceRun, RecordedStep, StepRecord
+from monetlite.runtime.step_record import RecordedStep, StepRecord
 from monetlite.tracing.capture import Joint, capture_settings, compile_step, module_call, training_step
 from monetlite.tracing.operator_graph import Traced, build_graph
 from monetlite.tracing.step_inputs import (
@@ -153,11 +153,11 @@ class CapturedPiece:
 
 @dataclass(frozen=True)
 class PlannedPieces:
-    """A step in pieces that is planned: its runs in order, and the steps of each."""
+    """A step in pieces that is planned: its runs in order, and the steps of those that have a backward part."""
 
-    runs: Sequence[PieceRun]
+    recorded: RecordedStep
     joined: JoinedStep
-    steps: Sequence[tuple[Step, ...]] = ()
+    steps: Mapping[int, tuple[Step, ...]] = field(default_factory=dict)
 
 
 class PiecewiseTraining:
@@ -224,7 +224,7 @@ class PiecewiseTraining:
         if self._record is not None:
             self._record.forward_ends()
         if self._plan is not None and self._record is None:
-            served = len(self._ran) <= len(self._plan.runs) and None not in map(self._meant, range(len(self._ran)))
+            served = all(map(self._is_served, range(len(self._ran))))
             self._wanted = not served and self._records < MAX_RECORDS
         return output
 
@@ -270,10 +270,12 @@ class PiecewiseTraining:
 
     def _meant(self, number: int) -> tuple[Step, ...] | None:
         """The steps that are planned for a piece of the present step; None if there are none."""
-        plan, piece = self._plan, self._ran[number]
-        if plan is None or number >= len(plan.runs) or not piece.serves_as(plan.runs[number].piece):
-            return None
-        return plan.steps[number]
+        return self._plan.steps.get(number) if self._plan is not None and self._is_served(number) else None
+
+    def _is_served(self, number: int) -> bool:
+        """True if the plan has this piece of the present step, or a larger one like it, at its place."""
+        runs = [] if self._plan is None else self._plan.recorded.runs
+        return number < len(runs) and self._ran[number].serves_as(runs[number].piece)
 
     def _begin_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in_order(self._model, args, kwargs)
@@ -321,7 +323,7 @@ class PiecewiseTraining:
     def _begin_plan(self, recorded: RecordedStep) -> None:
         from monetlite.planning.beside_training import PlanningBesideTraining
 
-        pieces = list(dict.fromkeys(run.piece for run in recorded.runs))
+        pieces = list(dict.fromkeys(recorded.runs[number].piece for number in recorded.planned))
         graphs = [piece.traced.graph for piece in pieces]
 
         def joined(profiles: Sequence[Profile]) -> JoinedStep:
@@ -330,18 +332,18 @@ class PiecewiseTraining:
         def step(profiles: list[Profile]) -> list[Profile]:
             return [joined([profile.restricted(_is_ours) for profile in profiles]).profile]
 
-        self._plan = PlannedPieces(recorded.runs, joined([without_costs(graph) for graph in graphs]))
+        self._plan = PlannedPieces(recorded, joined([without_costs(graph) for graph in graphs]))
         planning = PlanningBesideTraining(graphs, self._budget, self._pricing, self._solving, step)
         schedule = planning.best() if self._wait else planning.first()
         self._planning = None if planning.finished else planning
         if not self._take(schedule):
             raise ModelError("the plan of the pieces is not legal; please report this with the model")
         self._warn(recorded, schedule)
-        tell(f"plan of {len(recorded.runs)} pieces: {planned(schedule)}")
+        tell(f"plan of {len(recorded.planned)} pieces: {planned(schedule)}")
 
     def _joined(self, recorded: RecordedStep, profiles: Mapping[Any, Profile]) -> JoinedStep:
         pieces = []
-        for run in recorded.runs:
+        for run in (recorded.runs[number] for number in recorded.planned):
             values = run.piece.gradient_values(list(run.takers))
             handed_back = {value: run.takers[at] for at, value in values.items()}
             once = run.piece.readers(run.changed, run.outputs_changed)
@@ -359,14 +361,15 @@ class PiecewiseTraining:
     def _take(self, schedule: Schedule) -> bool:
         """Run the steps to come by a schedule; False if its steps can't be run in pieces."""
         assert self._plan is not None
-        runs, joined = self._plan.runs, self._plan.joined
-        steps = joined.split(schedule.choices.steps(joined.profile.graph))
+        recorded, joined = self._plan.recorded, self._plan.joined
+        parts = joined.split(schedule.choices.steps(joined.profile.graph))
+        steps = dict(zip(recorded.planned, parts, strict=True))
         try:
-            for run, own in zip(runs, steps, strict=True):
-                check_legal(run.piece.traced.graph, own)
+            for number, own in steps.items():
+                check_legal(recorded.runs[number].piece.traced.graph, own)
         except IllegalSchedule:
             return False
-        self._plan = PlannedPieces(runs, joined, steps)
+        self._plan = PlannedPieces(recorded, joined, steps)
         self.schedule = schedule
         return True
 
@@ -388,8 +391,8 @@ class PiecewiseTraining:
         if len(listed) > MAX_LISTED:
             listed[MAX_LISTED:] = [f"\n  and {len(listed) - MAX_LISTED} more"]
         warnings.warn(
-            f"{type(self._model).__name__} can't be captured whole. It trains in {len(recorded.runs)} pieces, with "
-            f"{share:.0%} of the step's time planned; code between them runs as in plain training, and keeps "
+            f"{type(self._model).__name__} can't be captured whole. It trains in {len(recorded.planned)} pieces, "
+            f"with {share:.0%} of the step's time planned; code between them runs as in plain training, and keeps "
             f"{format_bytes(kept_bytes)}. whole=True refuses that. What ends pieces:{''.join(listed)}",
             stacklevel=6,
         )

@@ -1,5 +1,7 @@
 """One training step of a model in pieces, recorded: which pieces ran, and what the code between them took."""
 
+import bisect
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -34,9 +36,17 @@ class PieceRun:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A recorded step: its runs in order, the code before each and after the last, and its time in seconds."""
+    """A recorded step.
+
+    Attributes:
+        runs: in order.
+        planned: numbers of the runs that had a backward part; the others are code outside.
+        outside: the code before each of those and after the last.
+        seconds: its time.
+    """
 
     runs: Sequence[PieceRun]
+    planned: Sequence[int]
     outside: Sequence[OutsideCode]
     seconds: float
 
@@ -123,29 +133,30 @@ class StepRecord:
         self._seen = []
 
     def end(self) -> RecordedStep | None:
-        """The recorded step; None if it had no backward part, or not of every piece in the order of one step."""
+        """The recorded step; None if it had no backward part, or not in the order of one step."""
         found = self._memory.end()
         for hook in self._hooks:
             hook.remove()
         marks = {mark.name: (at, mark) for at, mark in enumerate(found)}
-        count = len(self._runs)
-        if count == 0 or self._begun != list(reversed(range(count))):
+        planned = sorted(self._begun)
+        if not planned or self._begun != planned[::-1]:
             return None
+        count = len(planned)
         read = frozenset[int]().union(*(run.parameters for run in self._runs))
         gradient_bytes = [0] * (count + 1)
         for parameter, (before, size_bytes) in self._gradients.items():
             if parameter not in read:
-                gradient_bytes[count if before is None else before] += size_bytes
+                gradient_bytes[count if before is None else planned.index(before)] += size_bytes
         outside = []
-        for number in range(count + 1):
-            begin = f"forward {number - 1} ends" if number else "step"
-            if number == count:
+        for number, (before, behind) in enumerate(itertools.pairwise([None, *planned, None])):
+            begin = "step" if before is None else f"forward {before} ends"
+            if behind is None:
                 forward, kept_bytes = RecordedStretch(), 0
-                backward = _stretch(found, marks, begin, f"backward {number - 1}")
+                backward = _stretch(found, marks, begin, f"backward {before}")
             else:
-                forward = _stretch(found, marks, begin, f"forward {number}")
+                forward = _stretch(found, marks, begin, f"forward {behind}")
                 kept_bytes = max(0, forward.change_bytes)
-                backward = _stretch(found, marks, f"backward {number} ends", f"backward {number - 1}")
+                backward = _stretch(found, marks, f"backward {behind} ends", f"backward {before}")
             outside.append(
                 OutsideCode(
                     kept_bytes=kept_bytes,
@@ -158,7 +169,11 @@ class StepRecord:
                 )
             )
         seconds = max(mark.seconds for mark in found) - found[0].seconds
-        return RecordedStep(self._runs, outside, seconds)
+        runs = [
+            replace(run, takers={at: bisect.bisect_left(planned, taker) for at, taker in run.takers.items()})
+            for run in self._runs
+        ]
+        return RecordedStep(runs, planned, outside, seconds)
 
 
 @dataclass(frozen=True)
