@@ -102,7 +102,6 @@ MASKED = [
     "longformer",
     "big_bird",
     "mpnet",
-    "nystromformer",
     "yoso",
     "roformer",
     "fnet",
@@ -151,7 +150,6 @@ IMAGES = [
     "focalnet",
     "vit_msn",
     "data2vec-vision",
-    "dinat",
     "hiera",
 ]
 OWN = ["resnet18", "mobilenet_v2", "unet", "vgg11", "densenet121", "googlenet"]
@@ -210,6 +208,8 @@ def images(kind: str) -> tuple[nn.Module, Any]:
     elif kind in ("swin", "swinv2", "resnet", "regnet", "convnext", "convnextv2", "bit", "focalnet", "dinat"):
         keys |= stages
     config = _config(kind, tiny=False, **keys)
+    if kind == "deit":
+        config.architectures = ["DeiTForImageClassification"]
     model = transformers.AutoModelForImageClassification.from_config(config)
     side = config.image_size if isinstance(getattr(config, "image_size", None), int) else size
     return model, {"pixel_values": torch.randn(BATCH, 3, side, side), "labels": _labels(3)}
@@ -268,12 +268,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64},
     "levit": {"hidden_sizes": [16, 32, 48], "num_attention_heads": [2, 2, 2], "key_dim": [8, 8, 8],
               "depths": [1, 1, 1]},
-    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 64},
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
     "hiera": {"embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 4, 8], "image_size": [64, 64]},
     "cvt": {"embed_dim": [16, 32, 32], "num_heads": [1, 2, 2], "depth": [1, 1, 1]},
     "poolformer": {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1]},
     "segformer": {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1]},
-    "pvt": {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "image_size": 64},
+    "pvt": {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "image_size": 64, "num_attention_heads": [1, 2, 4, 8]},
+    "bit": {"num_groups": 8, "embedding_size": 16, "hidden_sizes": [16, 32, 32, 64]},
     "mobilevit": {"hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [16, 16, 24, 32, 32, 48, 64]},
 }  # fmt: skip
 

@@ -106,7 +106,7 @@ class MemoryRecord:
         torch.cuda.reset_peak_memory_stats()
 
     def end(self) -> "list[MemoryMark]":
-        """End it, and return the marks in order."""
+        """End it, and return the marks in order; none if somebody else's profiler disturbed it."""
         if self._profiler is None:
             return self._marks
         _stop(self._profiler)
@@ -119,7 +119,7 @@ class MemoryRecord:
             own = name.removeprefix(_MARK)
             self._marks.append(MemoryMark(name=own, live_bytes=live, peak_bytes=peak, seconds=seconds))
             peak = live
-        return self._marks
+        return self._marks if len(self._marks) == len(self._times) else []
 
 
 @dataclass(frozen=True, kw_only=True)

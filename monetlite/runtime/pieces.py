@@ -29,7 +29,7 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step, check_legal
 from monetlite.core.units import format_bytes
 from monetlite.fx.call_encoding import spec_of
-from monetlite.fx.torch_internals.torch_dynamo import break_reason, taken_apart
+from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, break_reason, taken_apart
 from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
@@ -40,6 +40,7 @@ from monetlite.runtime.lowering import lower
 from monetlite.runtime.step_record import RecordedStep, StepRecord
 from monetlite.tracing.capture import Joint, capture_settings, compile_step, module_call, training_step
 from monetlite.tracing.operator_graph import Traced, build_graph
+from monetlite.tracing.refusals import explain, own_error
 from monetlite.tracing.step_inputs import (
     autocast_dtype,
     device_of,
@@ -220,7 +221,10 @@ class PiecewiseTraining:
         if self._wanted and self._steps > 1:
             self._begin_record(args, kwargs)
         with capture_settings(), taken_apart(), called_instead_for_now(self._children):
-            output = self._compiled(*args, **kwargs)
+            try:
+                output = self._compiled(*args, **kwargs)
+            except REFUSALS as error:
+                raise own_error(error) or explain(error) from error
         if self._record is not None:
             self._record.forward_ends()
         if self._plan is not None and self._record is None:

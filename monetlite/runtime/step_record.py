@@ -139,7 +139,7 @@ class StepRecord:
             hook.remove()
         marks = {mark.name: (at, mark) for at, mark in enumerate(found)}
         planned = sorted(self._begun)
-        if not planned or self._begun != planned[::-1]:
+        if not found or not planned or self._begun != planned[::-1]:
             return None
         count = len(planned)
         read = frozenset[int]().union(*(run.parameters for run in self._runs))
