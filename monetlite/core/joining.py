@@ -79,25 +79,51 @@ class JoinedStep:
     pieces: int
     origin: tuple[tuple[int, int] | None, ...]
 
-    def split(self, steps: Sequence[Step]) -> list[tuple[Step, ...]]:
-        """The steps of each piece.
+    def in_order(self, steps: Sequence[Step]) -> tuple[Step, ...]:
+        """The order in which pieces run the steps of a schedule, each in its own parts.
 
-        A re-run that comes before its piece's own backward part comes first in it.
+        Where a schedule has an operator of a piece in the backward part of another, it runs at the beginning of the
+        piece's own backward part if it is run again, and else at the end of its forward part.
         """
         graph, turn = self.profile.graph, border(self.profile.graph, steps)
-        forward: list[list[Step]] = [[] for _ in range(self.pieces)]
-        backward: list[list[Step]] = [[] for _ in range(self.pieces)]
-        losses: dict[int, Step] = {}
-        for at, (index, choice) in enumerate(steps):
-            origin = self.origin[index] if index < len(self.origin) else None
-            if origin is None:
-                continue
-            piece, own = origin
-            if graph.operators[index].family == LOSS:
-                losses[piece] = (own, choice)
+        early: dict[int, list[Step]] = {piece: [] for piece in range(self.pieces)}
+        late: dict[int, list[Step]] = {piece: [] for piece in range(self.pieces)}
+        begun: set[int] = set()
+        ran = {index for index, _ in steps[:turn]}
+        kept: list[Step] = []
+        for at, step in enumerate(steps):
+            piece = self._piece(step)
+            if piece is not None and graph.operators[step[0]].family == LOSS:
+                begun.add(piece)
+            if at < turn or piece is None or piece in begun:
+                kept.append(step)
             else:
-                (forward if at < turn else backward)[piece].append((own, choice))
-        return [(*forward[piece], losses[piece], *backward[piece]) for piece in range(self.pieces)]
+                (late if step[0] in ran else early)[piece].append(step)
+                ran.add(step[0])
+        last = {piece: step for step in kept[:turn] if (piece := self._piece(step)) is not None}
+        ends = {at: piece for at, step in enumerate(kept) for piece in last if step is last[piece] and at < turn}
+        ordered: list[Step] = []
+        for at, step in enumerate(kept):
+            ordered.append(step)
+            if at in ends:
+                ordered += early[ends[at]]
+            piece = self._piece(step)
+            if piece is not None and graph.operators[step[0]].family == LOSS:
+                ordered += late[piece]
+        return tuple(ordered)
+
+    def split(self, steps: Sequence[Step]) -> list[tuple[Step, ...]]:
+        """The steps of each piece, of steps that are `in_order`."""
+        parts: list[list[Step]] = [[] for _ in range(self.pieces)]
+        for index, choice in steps:
+            origin = self.origin[index] if index < len(self.origin) else None
+            if origin is not None:
+                parts[origin[0]].append((origin[1], choice))
+        return [tuple(part) for part in parts]
+
+    def _piece(self, step: Step) -> int | None:
+        origin = self.origin[step[0]] if step[0] < len(self.origin) else None
+        return None if origin is None else origin[0]
 
 
 def join(

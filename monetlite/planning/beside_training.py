@@ -26,7 +26,9 @@ from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import LOSS, OperatorGraph, ValueKind
 from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.schedule import Schedule, Status, read_schedule
-from monetlite.core.steps import Step
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, plain_steps
+from monetlite.core.units import parse_budget
 from monetlite.planning.budgets import solve_layouts
 from monetlite.planning.pipeline import measured_here, price, with_additions
 from monetlite.profiling.measured import Measurement
@@ -73,6 +75,7 @@ class PlanningBesideTraining:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._seconds = 0.0
+        self._less_bytes = 0
         self.finished = False
         self.told: list[str] = []
 
@@ -91,6 +94,10 @@ class PlanningBesideTraining:
             return self.best()
         self.finished = complete and schedule.status is Status.OPTIMAL
         return schedule
+
+    def take_off(self, size_bytes: int) -> None:
+        """Plan for so much less than the budget from here on."""
+        self._less_bytes += size_bytes
 
     def best(self) -> Schedule:
         """The schedule that all the time finds, from all costs.
@@ -136,7 +143,14 @@ class PlanningBesideTraining:
         return [with_additions(profile, self._pricing) for profile in self._step(profiles)]
 
     def _solved(self, profiles: list[Profile], solving: SolvingOptions) -> Schedule:
-        return solve_layouts(self._steps(profiles), self._budget, solving, layout=self._pricing.layout)
+        steps = self._steps(profiles)
+        return solve_layouts(steps, self._budget_of(steps[0]), solving, layout=self._pricing.layout)
+
+    def _budget_of(self, profile: Profile) -> str | int | float:
+        if not self._less_bytes:
+            return self._budget
+        plain_peak_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
+        return parse_budget(self._budget, plain_peak_bytes) - self._less_bytes
 
     def _start(self) -> None:
         """Begin to solve, in a process that takes and gives files."""
@@ -147,7 +161,8 @@ class PlanningBesideTraining:
         for path, profile in zip(paths, profiles, strict=True):
             profile.save(path)
         solving = self._solving
-        command = [sys.executable, "-m", "monetlite", "solve", "--budget", _as_text(self._budget)]
+        budget = _as_text(self._budget_of(profiles[0]))
+        command = [sys.executable, "-m", "monetlite", "solve", "--budget", budget]
         command += [word for path in paths for word in ("--profile", str(path))]
         command += ["--time-limit", str(PATIENCE * solving.time_limit), "--solver", solving.solver]
         command += ["--tolerance", str(solving.tolerance), "--implementations", solving.implementations]

@@ -6,14 +6,15 @@
 | 2 | the same, while memory and time between the pieces are recorded |
 | 3 and on | by a schedule of the whole step: the pieces joined with what was recorded (`core.joining`) |
 
-A piece may run several times in a step, by another plan each time. A step that runs other pieces than the planned
-one, or more, runs those by the programs of step 1, and the next step is recorded anew.
+A piece may run several times in a step, by another plan each time. A step may leave planned runs out. Where it
+runs other pieces than the planned step, or more, those run by the programs of step 1, and the next step is recorded
+anew.
 """
 
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.joining import JoinedStep, Piece, join
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, check_legal
 from monetlite.core.units import format_bytes
 from monetlite.fx.call_encoding import spec_of
@@ -59,6 +61,8 @@ PLANNING_SHARE = 0.5
 """Time for planning between two steps, as a part of the time of a step."""
 MAX_STEPS_WITHOUT = 2
 """Steps that may run no piece, before the model is refused."""
+MAX_RETRIES = 3
+"""Plans that are made, each for less memory, until one keeps to the budget in the order in which pieces run it."""
 MAX_LISTED = 5
 """Lines that a warning names."""
 
@@ -195,11 +199,14 @@ class PiecewiseTraining:
         """Lines that end pieces, and why."""
         self._unplanned: dict[str, None] = {}
         """Reasons why captured graphs run as in plain training."""
-        self._ran: list[CapturedPiece] = []
-        """Pieces of the present step, in order."""
+        self._next = self._unplanned_runs = 0
+        """Number of the next planned run of the present step, and of runs that the plan does not have."""
         self._plan: PlannedPieces | None = None
         self._planning: PlanningBesideTraining | None = None
         self._record: StepRecord | None = None
+        self._budget_bytes = 0
+        self._priced: JoinedStep | None = None
+        """The planned step with the costs that it was planned by."""
         self._records = self._steps = 0
         self._pieces_ran = False
         self._wanted = True  # the next step is to be recorded
@@ -216,7 +223,7 @@ class PiecewiseTraining:
         self._go_on()
         if not self._pieces_ran and self._steps >= MAX_STEPS_WITHOUT:
             raise self._reason
-        self._ran = []
+        self._next = self._unplanned_runs = 0
         self._steps += 1
         if self._wanted and self._steps > 1:
             self._begin_record(args, kwargs)
@@ -228,8 +235,7 @@ class PiecewiseTraining:
         if self._record is not None:
             self._record.forward_ends()
         if self._plan is not None and self._record is None:
-            served = all(map(self._is_served, range(len(self._ran))))
-            self._wanted = not served and self._records < MAX_RECORDS
+            self._wanted = self._unplanned_runs > 0 and self._records < MAX_RECORDS
         return output
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -261,10 +267,9 @@ class PiecewiseTraining:
 
     def _run(self, piece: CapturedPiece, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Run a piece by the programs that are planned for this place of the step."""
-        number, self._pieces_ran = len(self._ran), True
-        self._ran.append(piece)
+        self._pieces_ran = True
         assert piece.step is not None
-        piece.step.current = piece.version(self._meant(number))
+        piece.step.current = piece.version(self._meant(piece))
         if self._record is None:
             return call(*arguments)
         self._record.run_begins(piece, arguments)
@@ -272,14 +277,20 @@ class PiecewiseTraining:
         self._record.run_ends(arguments, outputs)
         return outputs
 
-    def _meant(self, number: int) -> tuple[Step, ...] | None:
-        """The steps that are planned for a piece of the present step; None if there are none."""
-        return self._plan.steps.get(number) if self._plan is not None and self._is_served(number) else None
+    def _meant(self, piece: CapturedPiece) -> tuple[Step, ...] | None:
+        """The steps that are planned for the next run of the present step; None for those that store least.
 
-    def _is_served(self, number: int) -> bool:
-        """True if the plan has this piece of the present step, or a larger one like it, at its place."""
-        runs = [] if self._plan is None else self._plan.recorded.runs
-        return number < len(runs) and self._ran[number].serves_as(runs[number].piece)
+        Planned runs are taken in order. Some may be left out, as where layers are dropped at random.
+        """
+        if self._plan is None:
+            return None
+        runs = self._plan.recorded.runs
+        found = next((at for at in range(self._next, len(runs)) if piece.serves_as(runs[at].piece)), None)
+        if found is None:
+            self._unplanned_runs += 1
+            return None
+        self._next = found + 1
+        return self._plan.steps.get(found)
 
     def _begin_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in_order(self._model, args, kwargs)
@@ -334,14 +345,25 @@ class PiecewiseTraining:
             return self._joined(recorded, dict(zip(pieces, profiles, strict=True)))
 
         def step(profiles: list[Profile]) -> list[Profile]:
-            return [joined([profile.restricted(_is_ours) for profile in profiles]).profile]
+            self._priced = joined([profile.restricted(_is_ours) for profile in profiles])
+            return [self._priced.profile]
 
         self._plan = PlannedPieces(recorded, joined([without_costs(graph) for graph in graphs]))
         planning = PlanningBesideTraining(graphs, self._budget, self._pricing, self._solving, step)
         schedule = planning.best() if self._wait else planning.first()
+        self._budget_bytes = schedule.budget_bytes
+        for _ in range(MAX_RETRIES):
+            excess_bytes = self._peak_bytes(schedule) - self._budget_bytes
+            if excess_bytes <= 0:
+                break
+            planning.take_off(excess_bytes)
+            schedule = planning.best() if self._wait else planning.first()
         self._planning = None if planning.finished else planning
         if not self._take(schedule):
-            raise ModelError("the plan of the pieces is not legal; please report this with the model")
+            raise ModelError(
+                "no plan of the pieces keeps to the budget in the order in which they run; raise the budget by a few "
+                "percent, and please report this with the model"
+            )
         self._warn(recorded, schedule)
         tell(f"plan of {len(recorded.planned)} pieces: {planned(schedule)}")
 
@@ -366,7 +388,10 @@ class PiecewiseTraining:
         """Run the steps to come by a schedule; False if its steps can't be run in pieces."""
         assert self._plan is not None
         recorded, joined = self._plan.recorded, self._plan.joined
-        parts = joined.split(schedule.choices.steps(joined.profile.graph))
+        peak_bytes = self._peak_bytes(schedule)
+        if peak_bytes > self._budget_bytes:
+            return False
+        parts = joined.split(joined.in_order(schedule.choices.steps(joined.profile.graph)))
         steps = dict(zip(recorded.planned, parts, strict=True))
         try:
             for number, own in steps.items():
@@ -374,8 +399,17 @@ class PiecewiseTraining:
         except IllegalSchedule:
             return False
         self._plan = PlannedPieces(recorded, joined, steps)
-        self.schedule = schedule
+        self.schedule = replace(schedule, peak_bytes=peak_bytes, budget_bytes=self._budget_bytes)
         return True
+
+    def _peak_bytes(self, schedule: Schedule) -> int:
+        """The peak of a schedule as the pieces run it."""
+        assert self._priced is not None
+        from monetlite.planning.pipeline import with_additions
+
+        profile = with_additions(self._priced.profile, self._pricing)
+        steps = self._priced.in_order(schedule.choices.steps(profile.graph))
+        return simulate(profile, steps).peak_bytes
 
     def _note_break(self, graph: fx.GraphModule) -> None:
         reason = break_reason(graph)
