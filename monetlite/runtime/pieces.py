@@ -361,8 +361,8 @@ class PiecewiseTraining:
         self._planning = None if planning.finished else planning
         if not self._take(schedule):
             raise ModelError(
-                "no plan of the pieces keeps to the budget in the order in which they run; raise the budget by some "
-                "percent, and please report this with the model"
+                "no plan of the pieces keeps to the budget in the order in which they run; raise the budget by "
+                "some percent, and please report this with the model"
             )
         self._warn(recorded, schedule)
         tell(f"plan of {len(recorded.planned)} pieces: {planned(schedule)}")
