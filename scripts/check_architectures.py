@@ -5,7 +5,7 @@
 The models are transformers' (language, vision, audio, several modalities) with tiny configurations and random
 weights, and the convolutional networks that monetlite brings. Each trains wholly captured or in pieces, within its
 budget, or is refused with a reason. `difference` is the largest of any gradient or buffer in four steps, relative to
-its largest entry (or to a millionth of the largest of all, if that is more).
+its largest entry (or to 1e-5 of the largest of all, if that is more).
 """
 
 import argparse
@@ -28,7 +28,7 @@ from monetlite.core.errors import InfeasibleBudget, MonetliteError
 from monetlite.profiling.meters import meter_for
 
 STEPS = 4
-NEGLIGIBLE = 1e-6
+NEGLIGIBLE = 1e-5
 """Part of the largest gradient, below which another one is noise."""
 BATCH, LENGTH, VOCABULARY = 4, 24, 99
 TINY = {
@@ -276,6 +276,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "segformer": {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1]},
     "pvt": {"hidden_sizes": [16, 32, 32, 64], "depths": [1, 1, 1, 1], "image_size": 64, "num_attention_heads": [1, 2, 4, 8]},
     "bit": {"num_groups": 8, "embedding_size": 16, "hidden_sizes": [16, 32, 32, 64]},
+    "swin": {"depths": [1, 1], "num_heads": [2, 2], "embed_dim": 16, "window_size": 4, "patch_size": 4},
     "mobilevit": {"hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [16, 16, 24, 32, 32, 48, 64]},
 }  # fmt: skip
 

@@ -310,12 +310,18 @@ class PiecewiseTraining:
     def _go_on(self) -> None:
         """Plan, between two steps, as far as there is something to plan."""
         now = time.monotonic()
+        if self._record is None and self._planning is None:
+            return
         with forked_state(device_of(self._model, ())), interrupts_kept():
             if self._record is not None:
                 record, self._record = self._record, None
                 recorded = record.end()
                 if recorded is not None:
-                    self._begin_plan(recorded)
+                    try:
+                        self._begin_plan(recorded)
+                    except BaseException:
+                        self._plan, self._wanted = None, True  # the next steps don't go on without a plan, unsaid
+                        raise
                 elif self._plan is None:
                     self._wanted = self._records < MAX_RECORDS
                     if not self._wanted:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from monetlite.core.joining import OutsideCode
+from monetlite.fx.torch_internals.torch_dispatch import changes_in_place
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
 
 _Versions: TypeAlias = list[tuple[int, torch.Tensor, int]]
@@ -126,7 +127,9 @@ class StepRecord:
         """Note the end of the forward pass, with what the code between pieces has changed in place."""
         self._forward_ended = True
         for number, seen in enumerate(self._seen):
-            arguments, outputs = ([at for at, item, version in of if item._version != version] for of in seen)
+            arguments, outputs = (
+                [at for at, item, version in of if changes_in_place(item) != version] for of in seen
+            )
             self._runs[number] = replace(
                 self._runs[number], changed=frozenset(arguments), outputs_changed=bool(outputs)
             )
@@ -186,7 +189,7 @@ class RecordedStretch:
 
 
 def _versions(tensors: Iterable[Any]) -> "_Versions":
-    return [(at, item, item._version) for at, item in enumerate(tensors) if isinstance(item, torch.Tensor)]
+    return [(at, item, changes_in_place(item)) for at, item in enumerate(tensors) if isinstance(item, torch.Tensor)]
 
 
 def _stretch(

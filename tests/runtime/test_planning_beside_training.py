@@ -28,7 +28,7 @@ class Dropping(nn.Module):
         return self.head(self.norm(x))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planned():
     """A model, its inputs, and two schedules that store different values."""
     model, inputs = Dropping(), (torch.randn(64, 16),)

@@ -14,6 +14,7 @@
 | `TorchDispatchMode` | sees which operator a function calls |
 | `_disable_current_modes` | real tensors while a step is captured; measurements would be of nothing |
 | `temporarily_clear_interpreter_stack` | the same for transforms of `torch.func` |
+| `Tensor._version` | changes in place; a piece would compute again from a changed tensor |
 | `UntypedStorage._cdata` | identity of a storage; views would count as tensors of their own |
 """
 
@@ -59,6 +60,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors of one storage share while they live, fake ones too."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def changes_in_place(tensor: torch.Tensor) -> int:
+    """Number of changes in place that a tensor's storage has seen, as autograd counts them (`_version`)."""
+    return tensor._version
 
 
 def is_transformed() -> bool:

@@ -16,6 +16,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     OperatorBase,
     OpOverload,
     TorchDispatchMode,
+    changes_in_place,
     decomposed_by,
     decomposition_table,
     is_traced,
@@ -223,3 +224,10 @@ def test_the_suggested_memory_format() -> None:
     image = torch.empty(2, 3, 4, 5)
     assert suggest_memory_format(image) == torch.contiguous_format
     assert suggest_memory_format(image.to(memory_format=torch.channels_last)) == torch.channels_last
+
+
+def test_changes_in_place_are_counted_for_a_tensor_and_its_views() -> None:
+    tensor = torch.zeros(4)
+    before = changes_in_place(tensor)
+    tensor.view(2, 2).add_(1)
+    assert changes_in_place(tensor) == changes_in_place(tensor.view(2, 2)) > before
