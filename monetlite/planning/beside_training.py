@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from monetlite.core.costs import Profile, without_costs
-from monetlite.core.errors import InfeasibleBudget
+from monetlite.core.errors import InfeasibleBudget, MonetliteError
 from monetlite.core.graph import LOSS, OperatorGraph, ValueKind
 from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.schedule import Schedule, Status, read_schedule
@@ -121,7 +121,11 @@ class PlanningBesideTraining:
         if all(item.done == item.total for item in self._measurements):
             self._start()
         elif not is_profiling():
-            self._measure(seconds)
+            try:
+                self._measure(seconds)
+            except MonetliteError as error:  # training goes on by the plan that it has
+                self.finished = True
+                self.told.append(f"no better plan is looked for: {error}")
         return None
 
     def _measure(self, seconds: float = math.inf) -> None:
@@ -171,7 +175,12 @@ class PlanningBesideTraining:
             command += ["--layout", self._pricing.layout]
         with open(folder / "log", "wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, cwd=folder
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
             )
         weakref.finalize(self, _end, self._process)
         if hasattr(os, "setpriority"):

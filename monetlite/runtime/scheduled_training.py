@@ -248,7 +248,7 @@ class ScheduledTraining:
             self._warned_of_shapes = True
             warnings.warn(
                 f"inputs came in more than {MAX_PROGRAMS} shapes. Each is compiled when it comes, for seconds, "
-                f"and the last {MAX_PROGRAMS} are kept; pad to fewer (pad_to_multiple_of in the collator)",
+                f"and after {MAX_PROGRAMS} all are compiled anew; pad to fewer (pad_to_multiple_of)",
                 stacklevel=6,
             )
 
