@@ -174,7 +174,6 @@ class _Joiner:
             self._value(f"outside {number}: gradients of weights", of.gradient_bytes, ValueKind.PARAM_GRAD)
             for number, of in enumerate(outside)
         ]
-
         self.left: list[int] = []
         """Gradients that backward parts outside leave for an earlier piece, and that none has taken yet."""
 

@@ -2,8 +2,8 @@
 
 The public profiler sums up allocations by operator. A peak within an operator takes each allocation and free with
 its address and time, which only the event tree has (`kineto_results.experimental_event_tree`, `_EventType`).
-`_profiler_enabled` says whether somebody else is profiling.
-Without it, workspaces on a CPU can't be measured.
+Without it, workspaces on a CPU can't be measured. `_profiler_enabled` says whether somebody else is profiling; without
+it, a record of a step would end that profile.
 """
 
 from operator import itemgetter
@@ -19,7 +19,7 @@ def is_profiling() -> bool:
 
 
 def memory_profiler() -> Any:
-    """A profiler of the CPU that records allocations; a context manager for `allocations`."""
+    """A profiler of the CPU that records allocations; a context manager for `marked_allocations`."""
     return torch.autograd.profiler.profile(use_cpu=True, profile_memory=True)
 
 
