@@ -3,7 +3,7 @@
     python scripts/check_architectures.py [--model NAME ...] [--percent 80] [--time-limit 3] [--output FILE.md]
 
 The models are transformers' (language, vision, audio, several modalities) with tiny configurations and random
-weights, and the convolutional networks that monetlite brings. Each trains wholly captured or in pieces, within its
+weights, the convolutional networks that monetlite brings, and models with breaks (`models_with_breaks.py`). Each trains wholly captured or in pieces, within its
 budget, or is refused with a reason. `difference` is the largest of any gradient or buffer in four steps, relative to
 its largest entry (or to 1e-5 of the largest of all, if that is more).
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models_with_breaks
 import numpy as np
 import torch
 from torch import nn
@@ -371,6 +372,9 @@ BUILDERS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "clip": lambda: modalities("clip"),
     **{f"own {kind}": lambda kind=kind: own(kind) for kind in OWN},  # type: ignore[misc]
 }
+
+
+BUILDERS |= {name: lambda of=of: (of[0](), of[1]()) for name, of in models_with_breaks.MODELS.items()}  # type: ignore[misc]
 
 
 def check(name: str, percent: float, time_limit: float) -> list[str]:

@@ -2,8 +2,8 @@
 
 The public profiler sums up allocations by operator. A peak within an operator takes each allocation and free with
 its address and time, which only the event tree has (`kineto_results.experimental_event_tree`, `_EventType`).
-Without it, workspaces on a CPU can't be measured. `_profiler_enabled` says whether somebody else is profiling; without
-it, a record of a step would end that profile.
+Without it, workspaces on a CPU can't be measured. `_profiler_enabled` says whether somebody else is profiling: a
+record of a step would end that profile.
 """
 
 from operator import itemgetter

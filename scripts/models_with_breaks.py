@@ -1,18 +1,6 @@
-"""Train models that can't be captured whole, and check every promise that is made for them.
+"""Models that can't be captured whole, which `check_architectures.py` trains beside plain training."""
 
-    python scripts/check_pieces.py [--model NAME ...] [--percent 90] [--time-limit 3] [--output FILE.md]
-
-Each row is one model beside plain training from the same seeds: largest relative difference of any gradient or
-buffer over six steps, whether the generator is left the same, and the measured peak against budget and prediction.
-"""
-
-import argparse
-import copy
-import datetime
-import subprocess
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +9,7 @@ from torch import nn
 from torch._dynamo import graph_break
 from torch.nn import functional as F
 
-import monetlite
-from monetlite.checking.trainee import Trainee, default_loss
-from monetlite.core.errors import MonetliteError
-from monetlite.profiling.meters import meter_for
-
-WIDTH, STEPS = 64, 6
+WIDTH = 64
 
 
 def mlp(out: int = WIDTH, dropout: float = 0.0) -> nn.Sequential:
@@ -80,7 +63,7 @@ class Routes(Parts):
 class Prints(Parts):
     def forward(self, x: torch.Tensor) -> Any:
         x = self.parts[0](x)
-        print(f"mean {float(x.mean()):.3f}", end="\r")
+        print(f"mean {float(x.mean()):.3f}")
         return self.parts[1](x)
 
 
@@ -285,76 +268,3 @@ MODELS: dict[str, tuple[type[nn.Module], Callable[[], tuple[torch.Tensor, ...]]]
     "solves": (Solves, rows),
     "unique": (SparseEmbedding, tokens),
 }
-
-
-def check(name: str, percent: float, time_limit: float) -> list[str]:
-    """One row of the table."""
-    build, example = MODELS[name]
-    torch.manual_seed(0)
-    model, args = build().train(), example()
-    plain, measured = copy.deepcopy(model), copy.deepcopy(model)
-    plain_bytes = Trainee(measured, args, {}, default_loss, "cpu").memory().peak_bytes
-    budget_bytes = int(percent / 100 * plain_bytes)
-    wrapper = monetlite.MONeTWrapper(model, budget=budget_bytes, time_limit=time_limit, wait=True)
-    expected, ours = (Trainee(item, args, {}, default_loss, "cpu") for item in (plain, wrapper))
-    difference, same_draws = 0.0, True
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for seed in range(STEPS):
-            one, other = expected.snapshot(seed), ours.snapshot(seed)
-            difference = max(difference, _difference(one.gradients, other.gradients))
-            difference = max(difference, _difference(one.buffers, other.buffers))
-            same_draws &= torch.equal(one.random_state, other.random_state)
-    for _ in range(2):  # a step that is being recorded ends
-        ours.step()
-    peak_bytes, schedule = ours.memory().peak_bytes, wrapper.schedule
-    if schedule is None:
-        return [name, "not planned", f"{difference:.0e}", *[""] * 4]
-    off = schedule.peak_bytes / peak_bytes - 1
-    kept = "yes" if peak_bytes <= budget_bytes else "NO"
-    sizes = [f"{size / 2**10:.0f}" for size in (plain_bytes, budget_bytes, peak_bytes)]
-    return [name, f"{difference:.0e}", "yes" if same_draws else "NO", *sizes, kept, f"{off:+.1%}"]
-
-
-def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys(), set(one) ^ set(other)
-    return max(
-        (float((one[name] - other[name]).abs().max() / (one[name].abs().max() + 1e-30)) for name in one),
-        default=0.0,
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--percent", type=float, default=97.0, help="budget, of plain training's peak")
-    parser.add_argument("--time-limit", type=float, default=3.0)
-    parser.add_argument("--output", type=Path, help="also write the table to this file")
-    options = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    environment = meter_for("cpu").environment()
-    lines = [
-        f"# Models in pieces, {datetime.date.today()}",
-        "",
-        f"{environment['device']}, {environment['threads']} threads, torch {torch.__version__}, commit "
-        f"{commit.stdout.strip()}. Written by `scripts/check_pieces.py`; {STEPS} steps each, budget "
-        f"{options.percent:g}% of plain training's peak.",
-        "",
-        "| model | largest difference | same random numbers | plain, KiB | budget | measured | kept | predicted |",
-        "| --- | ---: | --- | ---: | ---: | ---: | --- | ---: |",
-    ]
-    print("\n".join(lines), flush=True)
-    for name in options.model:
-        try:
-            row = check(name, options.percent, options.time_limit)
-        except (MonetliteError, RuntimeError, AssertionError) as error:
-            row = [name, f"{type(error).__name__}: {str(error).splitlines()[0][:120]}", *[""] * 6]
-        lines.append(f"| {' | '.join(row)} |")
-        print(lines[-1], flush=True)
-        torch._dynamo.reset()
-    if options.output is not None:
-        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
