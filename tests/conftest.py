@@ -48,8 +48,21 @@ def _public_names():
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_structured_traces():
-    """Pytest listens to loggers that don't propagate, for which torch then makes megabytes of records."""
-    logging.getLogger("torch.__trace").propagate = True
+    """Pytest listens to loggers that don't propagate, for which torch then makes megabytes of records.
+
+    Some of its listeners came before this: torch makes records as long as there is one.
+    """
+    records = logging.getLogger("torch.__trace")
+    records.propagate = True
+    records.handlers.clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_compilations():
+    """TorchDynamo empties the processor's caches to time each program's guards once: nothing here reads that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
