@@ -1,16 +1,16 @@
 """Every command and every piece of Python in the README and the documentation runs as it stands there.
 
 Commands are those of a page, in order, in one folder, with less time to solve and fewer repetitions than people
-give them, and smaller images in the tutorial. What a page takes for granted (a model, a file of somebody's) is laid
+give them, and smaller images and models. What a page takes for granted (a model, a file of somebody's) is laid
 out beforehand. Files that are quoted, and the commands that CI itself runs, have tests of their own.
 """
 
+import json
 import lzma
-import os
 import re
+import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -31,7 +31,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 INDENTED = re.compile(r"^    (?=python |monetlite )(.*)$", re.MULTILINE)
 QUICK = {
-    "solve": {"time_limit": 2.0, "multiple_of": 256},
+    "solve": {"time_limit": 1.0, "multiple_of": 256},
     "show": {"time_limit": 0.3, "points": 2},
     "check": {"repeats": 1},
     "measure": {"repeats": 1, "warmup": 0},
@@ -91,6 +91,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / file.name).write_text(smaller, encoding="utf-8")
     (tmp_path / "path" / "to").mkdir(parents=True)
     shutil.copy(tmp_path / "segment.py", tmp_path / "path" / "to" / "file.py")
+    (tmp_path / "gpt2.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2}), encoding="utf-8")
     return tmp_path
 
 
@@ -105,7 +106,7 @@ def one_thread():
 
 @pytest.mark.parametrize("page", commanding())
 @pytest.mark.usefixtures("traced_once", "one_thread")
-def test_commands(page, folder, request):
+def test_commands(page, folder, request, monkeypatch):
     if page.name == "zoo.md":
         request.getfixturevalue("things_of_the_zoo")
     elsewhere = set(commands(PAGES[0])) if page != PAGES[0] else set()
@@ -114,33 +115,46 @@ def test_commands(page, folder, request):
             continue
         program, *arguments = shlex.split(shorter(command))
         if program == "python":
-            run_script(*arguments)
+            run_script(monkeypatch, *arguments)
             continue
         assert program == "monetlite", command
         done = CliRunner().invoke(main, arguments, default_map=QUICK | (SMALL if page == PAGES[0] else {}))
         assert done.exit_code == 0, f"{command}\n{done.output}"
 
 
+SHORTER = {
+    "--time-limit 10": "--time-limit 0.5",
+    "--model mobilenet_v2 --batch 16 --input-size 160": "--model path/to/file.py:build",
+    "--model hf:gpt2 ": "--model hf:gpt2.json ",
+    "solve --model resnet50 --budget 6GB": "solve --model resnet18 --budget 6GB",
+    "measure --model resnet50 ": "measure --model resnet18 ",
+    "measure --operators --model mobilenet_v2 ": "measure --operators --model resnet18 ",
+    "check resnet50_6GB.yaml": "check resnet18_6GB.yaml",
+}
+"""Less time, and models of fewer layers. `.ci/installed.py` runs those of ResNet-50 as they stand."""
+
+
 def shorter(command):
-    """A command with less time, and a model of which a step takes little."""
-    return command.replace("--time-limit 10", "--time-limit 0.5").replace(
-        "--model mobilenet_v2 --batch 16 --input-size 160", "--model path/to/file.py:build"
-    )
+    for long, short in SHORTER.items():
+        command = command.replace(long, short)
+    return command
 
 
-def run_script(name, *arguments):
+def run_script(monkeypatch, name, *arguments):
     """A script of the tutorial; of the repository's others, which take long, only what they can be asked."""
-    if name.startswith("scripts/"):
-        arguments = ["--help"]
-        name = str(ROOT / name)
-    done = subprocess.run(
-        [sys.executable, name, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    before = set(sys.modules)
+    path = ROOT / name if name.startswith("scripts/") else Path(name).resolve()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [str(path), *(["--help"] if name.startswith("scripts/") else arguments)])
+        patch.syspath_prepend(path.parent)
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except SystemExit as ended:
+            assert not ended.code, name
+        finally:
+            for module in set(sys.modules) - before:
+                if Path(getattr(sys.modules[module], "__file__", None) or "").parent == path.parent:
+                    del sys.modules[module]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """scripts/gpu_report.py, tried without a GPU: measured and checked with torch, numpy, networkx and pyyaml alone."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,20 +26,25 @@ except SystemExit as ended:
 SMALL = ("--small", "--model", "gpt")
 
 
-def run(*arguments, lean):
-    program = ["-c", LEAN, ROOT / "scripts" / "gpu_report.py"] if lean else [ROOT / "scripts" / "gpu_report.py"]
-    return subprocess.run([sys.executable, *program, *arguments], capture_output=True, text=True, check=False)
+SCRIPT = ROOT / "scripts" / "gpu_report.py"
 
 
-def test_profile_there_solve_here_measure_there(tmp_path):
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-c", LEAN, SCRIPT, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_profile_there_solve_here_measure_there(tmp_path, monkeypatch, capsys):
     profiles, solved, report = (tmp_path / name for name in ("profiles", "solved", "report"))
-    done = run("profile", "--device", "cpu", *SMALL, "--output", profiles, lean=True)
+    done = run("profile", "--device", "cpu", *SMALL, "--output", profiles)
     assert done.returncode == 0, done.stderr
-    done = run("solve", profiles, *SMALL, "--time-limit", "0.5", "--output", solved, lean=False)
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in solved.iterdir()} == {"gpt_90pct.yaml", "gpt_75pct.yaml"}, done.stdout
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    here = ("solve", profiles, *SMALL, "--time-limit", "0.5", "--output", solved)
+    assert runpy.run_path(str(SCRIPT))["main"]([str(item) for item in here]) == 0
+    assert {path.name for path in solved.iterdir()} == {"gpt_90pct.yaml", "gpt_75pct.yaml"}, capsys.readouterr().out
     options = ("--device", "cpu", "--no-compiled", "--repeats", "2", "--output", report)
-    done = run("measure", solved, *SMALL, "--model", "vit", *options, lean=True)
+    done = run("measure", solved, *SMALL, "--model", "vit", *options)
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["left_out"] == [f"vit: no schedule in {solved}"], done.stderr
     rows = found["models"]["gpt"]["rows"]

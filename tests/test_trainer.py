@@ -17,12 +17,12 @@ import monetlite
 
 
 def gpt2():
-    config = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    config = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, bos_token_id=0, eos_token_id=1))
 
 
 def llama():
-    config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     tokens = {"vocab_size": 64, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 1}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, num_key_value_heads=2, **tokens))
 
@@ -75,7 +75,7 @@ def trained(kind, folder, scheduled, **arguments):
         torch.manual_seed(0)
         model = MODELS[kind]()
         if scheduled:
-            monetlite.within(model, budget="90%", device="rtx-3090", time_limit=2)
+            monetlite.within(model, budget="90%", device="rtx-3090", time_limit=1)
         settings = TrainingArguments(
             output_dir=str(folder / "run"),
             per_device_train_batch_size=8,

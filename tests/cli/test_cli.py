@@ -92,16 +92,17 @@ def test_solve_as_json_is_one_object_and_agrees_with_the_file(folder):
     assert facts["fingerprint"] == schedule.fingerprint
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_solve_a_built_in_model_with_an_optimizer(folder):
     shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32")
-    without = run("solve", *shape, "--device", "p100", "--time-limit", "1", "--budget", "1GB", "--json")
+    without = run("solve", *shape, "--device", "p100", "--time-limit", "0.2", "--budget", "1GB", "--json")
     with_adam = run(
         "solve",
         *shape,
         "--device",
         "p100",
         "--time-limit",
-        "1",
+        "0.2",
         "--budget",
         "1GB",
         "--json",
@@ -115,8 +116,9 @@ def test_solve_a_built_in_model_with_an_optimizer(folder):
     assert json.loads(without.stdout)["output"] == "resnet18_2x32x32_1GB_p100.yaml"
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_accumulated_gradients_are_counted(folder):
-    shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32", "--device", "p100", "--time-limit", "1")
+    shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32", "--device", "p100", "--time-limit", "0.2")
     without, counted = (
         json.loads(run("solve", *shape, "--budget", "1GB", "--json", *more).stdout)
         for more in ((), ("--accumulate",))

@@ -64,7 +64,7 @@ runs = st.lists(st.tuples(names, names), max_size=3).map(tuple)
 def test_any_names_survive_a_file(tmp_path_factory, before, implementations, stored, latency_ms, name):
     choices = Choices(before=before, implementations=implementations, stored=stored)
     schedule = full_schedule(choices=choices, name=name, latency_ms=latency_ms)
-    path = tmp_path_factory.mktemp("s") / "s.yaml"
+    path = tmp_path_factory.getbasetemp() / "s.yaml"
     schedule.save(path)
     assert monetlite.load_schedule(path) == schedule
 
@@ -160,6 +160,11 @@ def changed(data, path, change):
     return copied
 
 
+def dumped(data):
+    """As `yaml.safe_dump` writes it, in C where there is one: in a tenth of the time."""
+    return yaml.dump(data, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False, explicit_end=True)
+
+
 DELETE = object()
 ODD = [
     None,
@@ -201,7 +206,7 @@ def test_every_field_of_every_wrong_type(tmp_path, text):
             if mutated == data:
                 continue
             try:
-                schedule = load_text(yaml.safe_dump(mutated, sort_keys=False, explicit_end=True), tmp_path)
+                schedule = load_text(dumped(mutated), tmp_path)
             except ScheduleFileError:
                 continue
             loaded_anyway.add((path, repr(odd) if odd is not DELETE else "missing"))
@@ -328,7 +333,7 @@ class TestSchema:
                 mutated = changed(data, path, lambda _, odd=odd: odd)
                 if Draft202012Validator(schedule_schema()).is_valid(mutated):
                     allowed += 1
-                    load_text(yaml.safe_dump(mutated, sort_keys=False, explicit_end=True), tmp_path)
+                    load_text(dumped(mutated), tmp_path)
         assert allowed > 10
 
 
