@@ -144,19 +144,37 @@ def _availability_bound(problem: Problem, needs: list[list[tuple[Option, int]]])
     for value, makers in enumerate(problem.producers):
         if followed[value] and makers[0] in problem.position:
             made_at[value] = problem.position[makers[0]]
+    # `pinned` of every value: after the first of its two places, to the second.
+    pinned_after = np.array(
+        [problem.position.get(makers[0], count) if makers else count for makers in problem.producers],
+        dtype=np.int64,
+    )
+    pinned_until = np.array(lifetimes.pinned_until, dtype=np.int64)
+    own: list[int] = [0] * len(runs)
+    """For each run, the bytes that it needs at least beside `fixed_bytes`: other ones where `pinned` changes."""
+    changing: list[set[int]] = [set() for _ in range(count + 1)]
+    for run, (_, _, _, ways) in enumerate(runs):
+        changing[forward].add(run)
+        for value in {value for option_reads, _ in ways for value in option_reads}:
+            if pinned_until[value] >= 0:
+                changing[min(int(pinned_after[value]) + 1, count)].add(run)
+                changing[min(int(pinned_until[value]) + 1, count)].add(run)
     bound = 0
     for at in range(count):
         if at >= forward:
-            for _, reads, writes, ways in runs:
-                here = min(
+            for run in changing[at]:
+                own[run] = min(
                     extra
                     + sum(problem.size_bytes[v] for v in option_reads if not pinned(problem, lifetimes, v, at))
-                    for option_reads, extra in ways
+                    for option_reads, extra in runs[run][3]
                 )
-                here = max([lifetimes.fixed_bytes[at] + here, *(int(peak[value]) for value in reads)])
+            least_peak = peak.tolist()
+            for (_, reads, writes, _), own_here in zip(runs, own, strict=True):
+                here = max([lifetimes.fixed_bytes[at] + own_here, *(least_peak[value] for value in reads)])
                 for value in writes:
-                    if here < peak[value]:
-                        peak[value] = here
+                    if here < least_peak[value]:
+                        least_peak[value] = here
+            peak = np.array(least_peak, dtype=np.int64)
         bound = max(
             bound,
             min(
@@ -171,9 +189,7 @@ def _availability_bound(problem: Problem, needs: list[list[tuple[Option, int]]])
             beside[value] = min(
                 need + (0 if value in option.reads else int(size[value])) for option, need in needs[at]
             )
-        for value in np.flatnonzero(followed).tolist():
-            if pinned(problem, lifetimes, value, at):
-                beside[value] = least
+        beside[followed & (pinned_after < at) & (pinned_until >= at)] = least
         alive = followed & (made_at < at)
         peak[alive] = np.maximum(peak[alive], beside[alive])
     return bound
