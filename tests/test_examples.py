@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import monetlite
-from monetlite.planning import pipeline
+from monetlite.planning import budgets, pipeline
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "examples"
@@ -26,13 +26,17 @@ BY_TEST = {"plain", "within_budget", "torchrun_ddp", "model"}
 def run(monkeypatch, capsys):
     """Runs an example, solved for a second with estimated costs; its variables and what it prints at last."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    solve_model = pipeline.solve_model
+    solve_model, solve_layouts = pipeline.solve_model, budgets.solve_layouts
 
     def quick(model, inputs, budget, pricing, solving, **more):
         pricing = replace(pricing, device=pricing.device or "rtx-4090")
         return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=1), **more)
 
+    def quick_to_compile(profiles, budget, solving, **more):
+        return solve_layouts(profiles, budget, replace(solving, time_limit=1), **more)
+
     monkeypatch.setattr(pipeline, "solve_model", quick)
+    monkeypatch.setattr(budgets, "solve_layouts", quick_to_compile)
     monkeypatch.setattr(monetlite, "solve", functools.partial(monetlite.solve, time_limit=1))
 
     def run(name):

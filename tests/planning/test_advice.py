@@ -1,5 +1,6 @@
 """Advice where nothing fits: its figures are those of `simulate`, and of the step with the setting it names."""
 
+import functools
 import random
 import re
 
@@ -26,23 +27,35 @@ def build(batch=4):
 """
 
 
-def priced(model, inputs, *, optimizer=None, accumulate=False, autocast=False):
+def gpt2(batch, dtype):
+    config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=512, n_positions=32)
+    tokens = torch.randint(0, 512, (batch, 32))
+    return transformers.GPT2LMHeadModel(config).to(dtype), {"input_ids": tokens, "labels": tokens}
+
+
+def convolutions(batch, dtype):
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+    return nn.Sequential(*layers).to(dtype), (torch.randn(batch, 3, 32, 32, dtype=dtype),)
+
+
+@functools.cache
+def traced(build, batch, dtype, autocast):
+    model, inputs = build(batch, dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        graph = monetlite.trace(model.train(), inputs, device="t4")
+        return monetlite.trace(model.train(), inputs, device="t4")
+
+
+def priced(build, batch, dtype, *, optimizer=None, accumulate=False, autocast=False):
+    graph = traced(build, batch, dtype, autocast)
     return monetlite.profile(graph, "t4", optimizer=optimizer, accumulate=accumulate)
 
 
 def language_model(batch=8, dtype=torch.float32, **options):
-    config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=512, n_positions=32)
-    tokens = torch.randint(0, 512, (batch, 32))
-    return priced(
-        transformers.GPT2LMHeadModel(config).to(dtype), {"input_ids": tokens, "labels": tokens}, **options
-    )
+    return priced(gpt2, batch, dtype, **options)
 
 
 def convnet(batch=8, dtype=torch.float32, **options):
-    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
-    return priced(nn.Sequential(*layers).to(dtype), (torch.randn(batch, 3, 32, 32, dtype=dtype),), **options)
+    return priced(convolutions, batch, dtype, **options)
 
 
 def plain_peak(profile):
@@ -147,7 +160,8 @@ def test_the_command_and_the_api_say_the_same(tmp_path, monkeypatch):
     assert "SGD, without state (--optimizer sgd): about −" in told
     assert "batch" not in told, "batch 1 needs as much"
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
-    profile = priced(model, (torch.randn(4, 512),), optimizer="adamw")
+    graph = monetlite.trace(model.train(), torch.randn(4, 512), device="t4")
+    profile = monetlite.profile(graph, "t4", optimizer="adamw")
     with pytest.raises(InfeasibleBudget) as refused:
         monetlite.solve(profile, "8MB", time_limit=2)
     assert str(refused.value).partition("That peak")[2] == told.strip().partition("That peak")[2]

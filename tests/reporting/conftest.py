@@ -111,4 +111,4 @@ def large(synthetic):
 
 @pytest.fixture(scope="session")
 def traded(opened):
-    return trade_off(opened.profile, opened.plain, opened.steps, SolvingOptions(time_limit=6), points=4)
+    return trade_off(opened.profile, opened.plain, opened.steps, SolvingOptions(time_limit=3), points=4)

@@ -75,7 +75,7 @@ def test_a_published_file_beside_ours(tmp_path):
     for text in ("budget 6 GiB", "121617", "replayed", "monetlite zoo", "p100/unet_11x416x608"):
         assert text in " ".join(shown.output.split())
     assert max(map(len, shown.output.splitlines())) <= 80
-    facts = json.loads(commands.run(*arguments, "--json", "--time-limit", "3").stdout)
+    facts = json.loads(commands.run(*arguments, "--json", "--time-limit", "1").stdout)
     assert facts["monet"]["replay"]["objective"] == facts["monet"]["objective"] == 121_617
     assert facts["ours"]["peak_bytes"] <= 6 * 2**30
     assert facts["ours"]["model"] == "unet"
