@@ -11,6 +11,7 @@ from monetlite.core.graph import Argument, TensorRef, TensorSpec, TorchConstant
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode
 from monetlite.fx.torch_internals.torch_dynamo import GuardOnDataDependentSymNode
+from monetlite.fx.varying_sizes import sizes_of
 
 _CONSTANTS: dict[str, type] = {
     "dtype": torch.dtype,
@@ -27,7 +28,7 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
         TraceError: its shape depends on data.
     """
     try:
-        shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+        shape, stride = sizes_of(tensor)
     except GuardOnDataDependentSymNode as error:
         raise TraceError(f"a tensor's shape depends on the data ({tuple(tensor.shape)})") from error
     return TensorSpec(

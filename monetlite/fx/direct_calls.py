@@ -27,6 +27,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     unchecked,
     without_modes,
 )
+from monetlite.fx.varying_sizes import Size, sizes_of
 
 _ALL_IF_OF_ONE_SHAPE = frozenset(
     {
@@ -112,9 +113,12 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return cast("fx.Node", node.args[0]) if is_view(node) else None
 
 
-def _shape(node: fx.Node) -> torch.Size | None:
+def _shape(node: fx.Node) -> tuple[Any, ...] | None:
+    """A tensor's shape. A size that varies is none of the numbers that it may be."""
     tensor = node.meta.get("val")
-    return tensor.shape if isinstance(tensor, torch.Tensor) else None
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    return tuple(size.expression if isinstance(size, Size) else size for size in sizes_of(tensor)[0])
 
 
 def _quick_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, Callable[..., Any] | str]]:
@@ -146,9 +150,12 @@ def _same_call(node: fx.Node, target: OpOverload, recorder: "_CallRecorder") -> 
 
 def _stand_ins(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A call's arguments, with tensors without memory in place of nodes; None if what one is, is not known."""
-    empty: dict[fx.Node, torch.Tensor] = {}
+    empty: dict[fx.Node, torch.Tensor | int] = {}
     for item in node.all_input_nodes:
         tensor = item.meta.get("val")
+        if isinstance(tensor, Size):
+            empty[item] = int(tensor)
+            continue
         if not isinstance(tensor, torch.Tensor):
             return None
         empty[item] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

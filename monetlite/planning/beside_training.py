@@ -79,8 +79,8 @@ class PlanningBesideTraining:
         self.finished = False
         self.told: list[str] = []
 
-    def first(self) -> Schedule:
-        """A schedule to begin with.
+    def first(self, *, settle: bool = True) -> Schedule:
+        """A schedule to begin with; with `settle`, all the time that is needed is taken if none is found soon.
 
         Raises:
             Those of `monetlite.optimize`.
@@ -91,6 +91,8 @@ class PlanningBesideTraining:
         try:
             schedule = self._solved(rough or self._estimated(), quick)
         except InfeasibleBudget:
+            if not settle:
+                raise
             return self.best()
         self.finished = complete and schedule.status is Status.OPTIMAL
         return schedule

@@ -21,11 +21,12 @@ which gradients came in, right before the node runs, on the thread that runs it.
 """
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import or_
+from operator import le, or_
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from monetlite.core.errors import ModelError
 from monetlite.fx.torch_internals.torch_aot import backward_node, boxed_function, descriptors, is_tangent
+from monetlite.fx.varying_sizes import input_sizes
 from monetlite.operators.program_calls import deliver
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
 
@@ -72,7 +74,7 @@ def delivering_backend(lower: Partition, compiler: Compiler = boxed, keep: "Keep
             keep(step)
 
         def call(*arguments: Any) -> Any:
-            version = step.current
+            version = step.version_for(arguments)
             with version.in_use():
                 outputs = run(*_through_chain(list(arguments), version.order))
             watched.watch(outputs)
@@ -92,13 +94,16 @@ class Version:
 
     Attributes:
         number: among the versions of its step, in a tensor that is saved for the backward pass.
+        limits: the largest input sizes that it serves, where they vary.
         order: its chain, empty where the backward program runs as a whole.
         forward, backward: the programs as functions.
     """
 
     def __init__(self, number: int, order: Order) -> None:
-        self.number = torch.tensor(number)
+        self.number = number
+        self.limits: tuple[int, ...] = ()
         self.order = order
+        self.saved = torch.tensor([number])
         self.forward: Boxed | None = None
         self.backward: Boxed | None = None
 
@@ -112,14 +117,27 @@ class Version:
             _thread.version = before
 
 
+class Unplanned(Exception):
+    """A captured step has no programs for inputs of these sizes. Nothing of the step has run."""
+
+    def __init__(self, step: "CapturedStep", sizes: tuple[int, ...]) -> None:
+        super().__init__(f"no programs for sizes {sizes}")
+        self.step, self.sizes = step, sizes
+
+
 class CapturedStep:
     """A captured graph, whose two programs other programs of the same graph may replace between two steps.
 
     AOTAutograd holds on to two functions. They run the programs of the version in use, and save its number for the
     backward pass: so a step that began by one version ends by it. What is saved may differ from version to version.
 
+    Where sizes of inputs vary, each version serves those up to its limits, and the smallest that serves is taken.
+    The sizes are saved with the version's number.
+
     Attributes:
-        current: the version by which the steps to come run.
+        current: the version by which the steps to come run, where sizes don't vary.
+        by_size: the versions by which they run where sizes do, by their limits.
+        last_sizes: of the last step.
         watch: called with "begin" and "end" of each backward part, if there is one.
         unused: None for a graph in which nothing is differentiated.
     """
@@ -128,6 +146,9 @@ class CapturedStep:
         self._lower, self._compiler = lower, compiler
         self._versions: list[Version] = []
         self.current: Version
+        self.by_size: dict[tuple[int, ...], Version] = {}
+        self.last_sizes: tuple[int, ...] = ()
+        self._sizes_at: list[int] = []  # positions of the inputs that are sizes
         self.watch: Callable[[str], None] | None = None
         self._joint: Joint | None = None
         self._tangents = 0
@@ -137,10 +158,41 @@ class CapturedStep:
         """The first two programs of the graph, as AOTAutograd asks for them."""
         self._joint, self.unused = joint, UnusedOutputs(joint)
         self._tangents = sum(map(is_tangent, joint.graph.graph.nodes))
+        inputs = joint.graph.graph.find_nodes(op="placeholder")
+        self._sizes_at = list(map(inputs.index, input_sizes(joint.graph.graph).values()))
         forward, backward = self._lower(joint)
         self.current = Version(0, _order(joint, backward))
         self._versions.append(self.current)
         return forward, backward
+
+    def version_for(self, arguments: Sequence[Any]) -> Version:
+        """The version that serves these inputs.
+
+        Raises:
+            Unplanned: none does.
+        """
+        if not self._sizes_at:
+            return self.current
+        sizes = tuple(arguments[at] for at in self._sizes_at)
+        version = self.by_size[self.limits_for(sizes)]
+        self.last_sizes = sizes
+        return version
+
+    def limits_for(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """The limits of the version that serves these sizes.
+
+        Raises:
+            Unplanned: none does.
+        """
+        for limits in self.by_size:
+            if all(map(le, sizes, limits)):
+                return limits
+        raise Unplanned(self, sizes)
+
+    def serve(self, version: Version, limits: tuple[int, ...]) -> None:
+        """Have a version serve sizes up to these."""
+        version.limits = limits
+        self.by_size = dict(sorted({**self.by_size, limits: version}.items(), key=lambda item: math.prod(item[0])))
 
     def compile_forward(self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int]) -> Boxed:
         if self._joint is None:  # nothing is differentiated
@@ -150,7 +202,10 @@ class CapturedStep:
         def run(arguments: list[Any]) -> Any:
             version: Version = _thread.version
             assert version.forward is not None
-            return (*version.forward(arguments), version.number)
+            saved = version.saved
+            if self._sizes_at:
+                saved = torch.tensor([version.number, *(arguments[at] for at in self._sizes_at)])
+            return (*version.forward(arguments), saved)
 
         return boxed_function(run)
 
@@ -158,8 +213,10 @@ class CapturedStep:
         self._versions[0].backward = self._compiled_backward(program, inputs, internal, self._versions[0])
 
         def run(arguments: list[Any]) -> Any:
-            version = self._versions[int(arguments.pop(-1 - self._tangents))]
+            number, *sizes = arguments.pop(-1 - self._tangents).tolist()
+            version = self._versions[number]
             assert version.backward is not None
+            arguments[:0] = sizes
             self._tell("begin")
             results = version.backward(arguments)
             if not version.order:
@@ -176,8 +233,10 @@ class CapturedStep:
         saved = range(self._joint.forward_outputs, len(results))
         version.forward = self._compiler(forward, _captured(given), saved)
         inputs = _laid_out(version.forward, _captured(results))[self._joint.forward_outputs :]
-        tangents = backward.graph.find_nodes(op="placeholder")[len(saved) :]
-        version.backward = self._compiled_backward(backward, [*inputs, *_captured(tangents)], (), version)
+        taken = _captured(backward.graph.find_nodes(op="placeholder"))
+        sizes = len(self._sizes_at)
+        taken[sizes : sizes + len(inputs)] = inputs
+        version.backward = self._compiled_backward(backward, taken, (), version)
         self._versions.append(version)
         self.current = version
         return version

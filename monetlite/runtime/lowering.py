@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -18,7 +19,10 @@ from monetlite.core.graph import LOSS, Argument, Call, TensorRef
 from monetlite.core.steps import Step, border
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import decode_argument
+from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_tangent
+from monetlite.fx.torch_internals.torch_symbols import computed
+from monetlite.fx.varying_sizes import Size, input_sizes
 from monetlite.operators import resolve, returns_tensor
 from monetlite.operators.batch_norm import reading_the_batch
 from monetlite.operators.implementations import name_of
@@ -49,7 +53,8 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
 
     The forward program takes the joint graph's primals and returns the forward results and then the saved
     tensors; the backward program takes the saved tensors and the tangents and returns the gradients. This is
-    AOTAutograd's convention for a partition.
+    AOTAutograd's convention for a partition. Where sizes vary, those of the inputs come first in the backward
+    program, too.
     """
     joint = traced.joint.graph
     reach = storages.Reachability(joint.graph, traced.joint.forward_outputs)
@@ -63,9 +68,11 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
             primals_of.setdefault(node.name, []).append(primal)
 
     backward_runs = _delivered_when_final(joint, backward_runs, primals_of)
-    saved = _read_before_written(joint, (run.call for run in backward_runs), gradients, tangents)
+    sizes = list(input_sizes(joint.graph).values())
+    there = [*sizes, *tangents]
+    saved = _read_before_written(joint, (run.call for run in backward_runs), gradients, there)
 
-    backward = ProgramBuilder(joint, [*saved, *tangents])
+    backward = ProgramBuilder(joint, [*sizes, *saved, *tangents])
     backward.run(backward_runs)
     forward = ProgramBuilder(joint, reach.primals)
     chosen = ((traced.graph.operators[index], choice) for index, choice in steps)
@@ -158,8 +165,14 @@ class ProgramBuilder:
         self._bases: dict[fx.Node, fx.Node] = {}
         """The present version, in this program, of each base tensor of the joint graph."""
         self._views: dict[fx.Node, fx.Node] = {}
+        self._views_of: dict[fx.Node, list[fx.Node]] = {}
+        """The views of each base tensor that there are at present."""
+        self._sizes: dict[sympy.Expr, fx.Node] = {}
         for node in inputs:
             self._bases[node] = _described(self._graph.placeholder(node.name), node)
+        self._symbols = {
+            symbol: self._bases[node] for symbol, node in input_sizes(joint.graph).items() if node in self._bases
+        }
 
     def require(self, guards: Mapping[str, Call]) -> None:
         """Append the check that guards, by operator, hold. Guards of batch norms are checked together."""
@@ -173,11 +186,22 @@ class ProgramBuilder:
 
     def _call(self, call: Call) -> fx.Node:
         arguments = self._arguments(call.args)
-        keywords = {name: decode_argument(value, self._argument) for name, value in call.kwargs}
+        keywords = dict(zip(dict(call.kwargs), self._arguments(tuple(dict(call.kwargs).values())), strict=True))
         return self._graph.call_function(compacting(call.target, resolve(call.target)), arguments, keywords)
 
     def _arguments(self, given: tuple[Argument, ...]) -> tuple[Any, ...]:
-        return tuple(decode_argument(given, self._argument))
+        return tuple(self._with_sizes(decode_argument(given, self._argument)))
+
+    def _with_sizes(self, given: Any) -> Any:
+        """The same arguments, with nodes in place of sizes that vary."""
+        return pytree.tree_map_only(Size, self._size, given)
+
+    def _size(self, size: Size) -> fx.Node:
+        if size.expression not in self._sizes:
+            node = computed(size.expression, self._symbols)
+            node.meta["val"] = size
+            self._sizes[size.expression] = node
+        return self._sizes[size.expression]
 
     def run(self, runs: Iterable[OperatorRun]) -> None:
         """Append calls, binding their results."""
@@ -203,7 +227,8 @@ class ProgramBuilder:
 
     def _bind(self, node: fx.Node, created: fx.Node) -> None:
         self._bases[node] = _described(created, node)
-        self._views = {view: made for view, made in self._views.items() if storages.base(view) is not node}
+        for view in self._views_of.pop(node, ()):
+            del self._views[view]
 
     def _argument(self, ref: TensorRef) -> fx.Node:
         return self._tensor(self._nodes[ref.node])
@@ -219,16 +244,17 @@ class ProgramBuilder:
             created = self._graph.get_attr(target)
         else:
             assert storages.is_view(node) or storages.is_item(node), f"{node.name} is read before it is computed"
-            arguments = fx.map_arg(node.args, self._tensor)
-            keywords = fx.map_arg(node.kwargs, self._tensor)
+            arguments = self._with_sizes(fx.map_arg(node.args, self._tensor))
+            keywords = self._with_sizes(fx.map_arg(node.kwargs, self._tensor))
             created = self._graph.call_function(target, arguments, keywords)
         self._views[node] = _described(created, node)
+        self._views_of.setdefault(storages.base(node), []).append(node)
         return created
 
 
 def _described(created: fx.Node, node: fx.Node) -> fx.Node:
     """A new node with the captured one's name and its fake tensor, which AOTAutograd reads."""
     created.meta[CAPTURED] = node.name
-    if isinstance(node.meta.get("val"), torch.Tensor):
+    if isinstance(node.meta.get("val"), (torch.Tensor, Size)):
         created.meta["val"] = node.meta["val"]
     return created

@@ -39,6 +39,7 @@ from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import CapturedStep, Version, delivering_backend
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.refinement import PLANNING_SHARE
 from monetlite.runtime.step_record import RecordedStep, StepRecord
 from monetlite.tracing.capture import Joint, capture_settings, compile_step, module_call, training_step
 from monetlite.tracing.operator_graph import Traced, build_graph
@@ -57,8 +58,6 @@ if TYPE_CHECKING:
 
 MAX_RECORDS = 4
 """Steps that are recorded, of different pieces, before the plan is left as it is."""
-PLANNING_SHARE = 0.5
-"""Time for planning between two steps, as a part of the time of a step."""
 MAX_STEPS_WITHOUT = 2
 """Steps that may run no piece, before the model is refused."""
 MAX_RETRIES = 3

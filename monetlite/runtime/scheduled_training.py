@@ -20,45 +20,43 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 
-from monetlite.core.binding import bind, lacking
-from monetlite.core.errors import ModelError, ScheduleMismatch, TraceError
+from monetlite.core.errors import InfeasibleBudget, ModelError, ScheduleMismatch, TraceError
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
-from monetlite.core.units import format_bytes, parse_budget
+from monetlite.core.units import parse_budget
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed, without_modes
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs
-from monetlite.operators.cudnn import with_named_plans
+from monetlite.fx.varying_sizes import input_sizes
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.operators.random import forked_state
 from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.buffers import eager
-from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
+from monetlite.runtime.call_sizes import CallSizes
+from monetlite.runtime.fitting import Fitting
+from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned, delivering_backend
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.pieces import PLANNING_SHARE, PiecewiseTraining
-from monetlite.runtime.reserved_memory import warn_if_unlimited
+from monetlite.runtime.pieces import PiecewiseTraining
+from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock
 from monetlite.runtime.serving import (
     TooLarge,
     as_passed,
-    input_signature,
     own_bytes,
     plain_if_smaller,
     serving_problem,
     shapes_of,
     size_served,
-    values_bytes,
-    without_guards,
 )
+from monetlite.runtime.varying_step import MAX_LIMITS, Limits, VaryingStep
 from monetlite.tracing.capture import (
     MAX_PROGRAMS,
     Compiler,
@@ -80,24 +78,11 @@ from monetlite.tracing.step_inputs import (
     tensors_in_order,
 )
 
-if TYPE_CHECKING:
-    from monetlite.planning.beside_training import PlanningBesideTraining
-
 MANY_SOLVED = 8
 """Schedules that are solved for one model at training time, before a person is told how to need fewer."""
 _AMOUNT = re.compile(r"[\d.,]+\s*(%|b|[kmgt]i?b?)", re.IGNORECASE)
-_refining = threading.Lock()
+_planning = threading.Lock()
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
-
-
-@dataclass
-class _PlannedStep:
-    """A captured step whose programs may be exchanged: its graph, in each layout, and the schedule it runs by."""
-
-    traced: Mapping[str, Traced]
-    schedule: Schedule
-    resident_bytes: int
-    step: CapturedStep | None = None
 
 
 class ScheduledTraining:
@@ -106,9 +91,6 @@ class ScheduledTraining:
     A schedule solved for some inputs also serves smaller ones: a smaller batch, a shorter sequence. Of those that
     serve a step, the one for the smallest inputs is taken. If none does, one is solved for, within the budget if
     there is one.
-
-    Workspace of a captured graph is not known. Once the graph that a schedule was solved for has been captured, its
-    workspace there is assumed for other sizes too; before, none is counted.
 
     Attributes:
         model: the module.
@@ -149,33 +131,35 @@ class ScheduledTraining:
         # Inductor's programs and what the allocator reserves are too costly to plan twice.
         self.wait = wait or compile or solving.reserved
         self._solved = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know nothing of steps."""
         self._pieces: PiecewiseTraining | None = None  # if it can't be captured whole
-        self._planning: PlanningBesideTraining | None = None
-        self._planned: list[_PlannedStep] = []  # captured steps that run by the schedule which is being bettered
-        self._border = time.monotonic()  # when the last step began
-        self._captured = True  # the last step was captured, so its time says nothing
-        self._workspace_bytes: dict[tuple[str, int], int] = {}
+        self._refinement: Refinement | None = None  # of the schedule in use
+        self._clock = StepClock()
+        self._sizes = CallSizes()
+        self._fitting = Fitting()
         self._example: Arguments | None = None  # of the step that is being captured
-        self._warned_of_shapes = False
         self._autocast = ""  # dtype of the step that is being captured
-        self._avoided: set[str] = set()  # operators whose guarded implementations are not used
+        self._warned_of_shapes = False
         self._forget()
 
     def _forget(self) -> None:
         """Have programs made anew."""
         self._step: Callable[..., Any] | None = None  # the compiled training step
         self._ready: set[object] = set()  # signatures of inputs that it has a program for
+        self._varying: dict[CapturedStep, VaryingStep] = {}
+        self._new_varying: tuple[VaryingStep, Limits] | None = None  # the one that is being captured
 
     def __getstate__(self) -> dict[str, Any]:
-        forgotten: dict[str, Any] = {
-            "_step": None,
-            "_ready": set(),
-            "_planning": None,
-            "_planned": [],
-            "_example": None,
-            "_pieces": None,
-        }
-        return {**vars(self), **forgotten, "_avoided": set(), "_solved": 0}
+        known = ("model", "schedules", "schedule", "budget", "compile", "options", "whole", "wait")
+        return {name: getattr(self, name) for name in known}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._solved = 0
+        self._begin()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of a training step, whose backward pass autograd runs.
@@ -189,45 +173,48 @@ class ScheduledTraining:
                 "backward pass is a program of its own. Transform the model itself: wrapper.model, or the model "
                 "after monetlite.release(model)"
             )
+        call = Arguments(args, kwargs)
         with on_its_gpu(self.model, (args, kwargs)):
-            if self._planning is not None:
-                self._refine()
+            self._between_steps()
             try:
                 try:
-                    output, detached = self._train(args, kwargs)
+                    output, detached = self._train(call)
                 except GuardFailed as failed:
                     # Nothing of the step has run; implementations that the weights rule out are not used again.
-                    self._avoid(failed.operators)
-                    output, detached = self._train(args, kwargs)
+                    self._fitting.avoid(failed.operators)
+                    self._forget()
+                    output, detached = self._train(call)
             except FailOnRecompileLimitHit as error:
                 raise too_many_programs() from error
         return output if detached is None else _guard_outputs(output, detached)
 
-    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _train(self, call: Arguments) -> Any:
         if self._pieces is not None:
-            return self._in_pieces(Arguments(args, kwargs))
-        signature = input_signature(args, kwargs)
-        if signature in self._ready:
+            return self._in_pieces(call)
+        if self._sizes.signature(call) in self._ready:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
             with contextlib.suppress(*REFUSALS), allow_programs(MAX_PROGRAMS):
-                return self._compiled()(*args, **kwargs)
-        return self._first(signature, args, kwargs)
+                try:
+                    return self._compiled()(*call.args, **call.kwargs)
+                except Unplanned as unplanned:
+                    if self._plan_sizes(unplanned, call):
+                        return self._compiled()(*call.args, **call.kwargs)
+        return self._first(call)
 
-    def _first(self, signature: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _first(self, call: Arguments) -> Any:
         """Run a step for inputs of a new signature, which captures and lowers it."""
+        if not self.compile:
+            self._sizes.note(call)
         if len({shapes_of(known) for known in self._ready}) >= MAX_PROGRAMS:
             self._forget()  # Dynamo keeps no more
             self._warn_of_shapes()
         _refuse_shards(self.model)
         refuse_uninitialized(self.model)
-        self._autocast = autocast = autocast_dtype(device_of(self.model, (args, kwargs)))
-        call = Arguments(args, kwargs)
-        serving = self._serving(call, autocast)
+        self._autocast = autocast_dtype(device_of(self.model, tuple(call)))
+        serving = self._serving(call, self._autocast)
         if not serving and self.budget is None:
-            tensors = tensors_in_order(self.model, *call)
-            names = tensor_arguments(self.model, *call)
-            raise ModelError(serving_problem(self.schedules[-1], tensors, autocast, names) or "")
+            raise self._unserved(call)
         if serving:
             self.schedule = serving[0]
             try:
@@ -240,8 +227,12 @@ class ScheduledTraining:
                 output = self._solve_and_capture(call)
         else:
             output = self._solve_and_capture(call)
-        self._ready.add(signature)
+        self._ready.add(self._sizes.signature(call))
         return output
+
+    def _unserved(self, call: Arguments) -> ModelError:
+        tensors, names = tensors_in_order(self.model, *call), tensor_arguments(self.model, *call)
+        return ModelError(serving_problem(self.schedules[-1], tensors, self._autocast, names) or "")
 
     def _warn_of_shapes(self) -> None:
         if not self._warned_of_shapes:
@@ -283,10 +274,23 @@ class ScheduledTraining:
 
     def _capture(self, call: Arguments) -> Any:
         """Run a step for which a program has to be made."""
+
+        def run() -> Any:
+            return run_captured(self.model, lambda: self._compiled()(*call.args, **call.kwargs))
+
         with patched():  # by one thread at a time
-            self._example, self._captured, self._border = call, True, time.monotonic()
+            self._example = call
+            self._clock.goes_on()
+            self._clock.skip()
             try:
-                return run_captured(self.model, lambda: self._compiled()(*call.args, **call.kwargs))
+                with self._sizes.asked_to_vary(call) as asked:
+                    try:
+                        return run()
+                    except TraceError as error:
+                        if not asked:
+                            raise
+                        self._sizes.fix(str(error))
+                return run()
             finally:
                 self._example = None
 
@@ -326,6 +330,10 @@ class ScheduledTraining:
             TooLarge: every schedule for this graph would exceed its budget.
             ScheduleMismatch: all are for other graphs.
         """
+        if input_sizes(joint.graph.graph):
+            return self._plan_varying(joint)
+        if self._sizes.asked:
+            self._sizes.fix("the model's code depends on them")
         found = self.schedule
         if found is None:
             return self._plan_at_once(joint)
@@ -334,25 +342,21 @@ class ScheduledTraining:
         for schedule in self._serving(call, traced.graph.autocast):
             if schedule.structure == traced.graph.structure:
                 try:
-                    fitted, steps = self.fit(traced, schedule, resident_bytes)
+                    fitted = self._fitting.fit(traced, schedule, resident_bytes)
                 except TooLarge as error:
                     refusal = refusal or error
                     continue
-                self.schedule = schedule
-                self._remember({schedule.layout: traced}, schedule, resident_bytes)
-                return fitted, without_guards(fitted.graph, steps, self._avoided)
+                self._use(schedule, {schedule.layout: traced}, resident_bytes)
+                return fitted
         if refusal is not None:
             raise refusal
         if plain := plain_if_smaller(found, traced.graph):
             return traced, plain
-        traced, steps = self.fit(traced, found, resident_bytes)
-        return traced, without_guards(traced.graph, steps, self._avoided)
+        return self._fitting.fit(traced, found, resident_bytes)
 
     def _plan_at_once(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """The captured step, and the steps to run of it by a schedule found within seconds."""
-        from monetlite.planning.beside_training import PlanningBesideTraining
         from monetlite.planning.budgets import layouts_to_try
-        from monetlite.planning.pipeline import unplanned_loss
 
         assert self.budget is not None
         assert self._example is not None
@@ -361,141 +365,209 @@ class ScheduledTraining:
         # Building a graph changes the joint graph, which every layout begins from.
         joints = [joint, *(copied(joint) for _ in layouts[1:])]
         traced = {layout: self.build(own, layout)[0] for own, layout in zip(joints, layouts, strict=True)}
-        graphs = {layout: item.graph for layout, item in traced.items()}
+        return self._first_plan(traced, self._example, self.budget)
+
+    def _first_plan(
+        self,
+        traced: Mapping[str, Traced],
+        call: Arguments,
+        budget: str | int | float,
+        limits: Limits = (),
+        *,
+        settle: bool = True,
+    ) -> tuple[Traced, tuple[Step, ...]]:
+        """A step, and the steps to run of it by a schedule found within seconds.
+
+        Args:
+            traced: the step in each layout.
+            call: for which it is planned.
+            budget: of the step.
+            limits: the sizes that the plan serves, where they vary.
+            settle: whether to take all the time that is needed if nothing is found within seconds.
+        """
+        from monetlite.planning.beside_training import PlanningBesideTraining
+        from monetlite.planning.pipeline import unplanned_loss
+
+        pricing, solving = split_options(self.options)
+        graphs = [item.graph for item in traced.values()]
         # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones. Measuring
         # draws random numbers; the step that waits for it must not notice.
-        with without_modes(), forked_state(device_of(self.model, self._example)), interrupts_kept():
-            operators = graphs[layouts[0]].traced_count
-            tell(f"captured {operators} operators in {time.monotonic() - self._border:.1f} s; planning")
-            planning = PlanningBesideTraining(list(graphs.values()), self.budget, pricing, solving)
-            schedule = planning.first()
-        if outside := unplanned_loss(graphs[layouts[0]], schedule.budget_bytes):
+        with without_modes(), forked_state(device_of(self.model, tuple(call))), interrupts_kept():
+            if self._example is not None:
+                tell(f"captured {graphs[0].traced_count} operators in {self._clock.seconds:.1f} s; planning")
+            planning = PlanningBesideTraining(graphs, budget, pricing, solving)
+            schedule = planning.first(settle=settle)
+        if outside := unplanned_loss(graphs[0], schedule.budget_bytes):
             warnings.warn(outside, stacklevel=3)
         self._solved += 1
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
-        self.schedule = schedule
-        self._planning, self._planned = (None if planning.finished else planning), []
-        more = "" if planning.finished else "; looking for a better plan beside training"
-        tell(f"plan: {planned(schedule)}{more}")
-        resident_bytes = self._resident_bytes(self._example)
-        self._remember(traced, schedule, resident_bytes)
-        fitted, steps = self.fit(traced[schedule.layout], schedule, resident_bytes)
-        return fitted, without_guards(fitted.graph, steps, self._avoided)
+        # A plan for smaller inputs than the one that is being bettered is good enough as it is.
+        bettered = not planning.finished and (self._refinement is None or schedule is self.schedules[-1])
+        if bettered:
+            self._refinement = Refinement(planning, schedule, self._fitting)
+        sizes = f" for sizes up to {' x '.join(map(str, limits))}" if limits else ""
+        tell(f"plan{sizes}: {planned(schedule)}{'; looking for a better plan beside training' if bettered else ''}")
+        resident_bytes = self._resident_bytes(call)
+        self._use(schedule, traced, resident_bytes, limits)
+        return self._fitting.fit(traced[schedule.layout], schedule, resident_bytes)
 
-    def _remember(self, traced: Mapping[str, Traced], schedule: Schedule, resident_bytes: int) -> None:
-        """Note a step that is being captured, if its programs may be exchanged."""
-        if self._planning is not None:
-            self._planned.append(_PlannedStep(traced, schedule, resident_bytes))
+    def _use(
+        self, schedule: Schedule, traced: Mapping[str, Traced], resident_bytes: int, limits: Limits = ()
+    ) -> None:
+        """Note the schedule of a step that is being planned, whose programs may be exchanged."""
+        self.schedule = schedule
+        if self._refinement is not None:
+            self._refinement.remember(PlannedStep(traced, schedule, resident_bytes, limits))
 
     def _keep(self, step: CapturedStep) -> None:
         """Note the programs of the step that was captured last."""
-        if self._planned and self._planned[-1].step is None:
-            self._planned[-1].step = step
+        if self._new_varying is not None:
+            (varying, limits), self._new_varying = self._new_varying, None
+            self._varying[step] = varying
+            step.serve(step.current, limits)
+            varying.planned(self._clock.seconds, step.by_size)
+        if self._refinement is not None:
+            self._refinement.keep(step)
 
-    def _refine(self) -> None:
-        """Go on planning for a part of the last step's time, and take a better schedule if there is one."""
-        planning, now = self._planning, time.monotonic()
-        if planning is None or not _refining.acquire(blocking=False):
+    def _between_steps(self) -> None:
+        """Go on planning, in one thread at a time."""
+        if (self._refinement is None and not self._varying) or not _planning.acquire(blocking=False):
             return
         try:
-            with forked_state(device_of(self.model, ())):
-                better = planning.advance(0.0 if self._captured else PLANNING_SHARE * (now - self._border))
-            if better is not None and self._exchange(better):
-                planning.told.append(f"better plan, from this step on: {planned(better)}")
-            while planning.told:
-                tell(planning.told.pop(0))
-            if planning.finished:
-                self._planning, self._planned = None, []
+            seconds = self._clock.border()
+            for captured, step in self._varying.items():
+                self._plan_smaller(captured, step, seconds)
+            if self._refinement is not None:
+                with forked_state(device_of(self.model, ())):
+                    taken = self._refinement.advance(seconds)
+                if taken is not None:
+                    self._replace(*taken)
+                if self._refinement.finished:
+                    self._refinement = None
+            self._clock.goes_on()
         finally:
-            self._border, self._captured = time.monotonic(), False
-            _refining.release()
+            _planning.release()
 
-    def _exchange(self, better: Schedule) -> bool:
-        """Run captured steps by another schedule from here on, where it serves them; False if it serves none."""
-        done = False
-        for item in self._planned:
-            traced, before = item.traced.get(better.layout), item.schedule
-            if traced is None or item.step is None:
-                continue
-            try:
-                fitted, steps = self.fit(traced, better, item.resident_bytes)
-            except (ScheduleMismatch, TooLarge):
-                continue
-            item.step.exchange(*lower(fitted, without_guards(fitted.graph, steps, self._avoided)))
-            self.schedules = [better if known is before else known for known in self.schedules]
-            self.schedule = better if self.schedule is before else self.schedule
-            item.schedule, done = better, True
-        return done
+    def _replace(self, before: Schedule, better: Schedule) -> None:
+        """Have a better schedule in the place of another."""
+        self.schedules = [better if known is before else known for known in self.schedules]
+        self.schedule = better if self.schedule is before else self.schedule
+        for step in self._varying.values():
+            step.schedules = {
+                limits: better if known is before else known for limits, known in step.schedules.items()
+            }
+
+    def _plan_varying(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
+        """A captured step whose sizes vary, at sizes that serve its call, and the steps to run of it."""
+        call, autocast = self._example, self._autocast
+        if call is None:
+            raise _NotAsked
+
+        def build(at: Joint, example: Arguments) -> Traced:
+            return build_graph(at, self.model, example, autocast=autocast)
+
+        step = VaryingStep(joint, call, self._sizes.varying(call), build)
+        traced, steps, limits = self._planned_at(step, step.captured, call)
+        self._new_varying = step, limits
+        return traced, steps
+
+    def _planned_at(
+        self, step: VaryingStep, sizes: Limits, call: Arguments
+    ) -> tuple[Traced, tuple[Step, ...], Limits]:
+        """A step at sizes that serve a call's, the steps to run of it, and the sizes that they serve.
+
+        Raises:
+            ModelError: no schedule serves the call, and there is no budget to solve for.
+            TraceError: the step can't be planned for several sizes.
+        """
+        serving = self._serving(call, self._autocast)
+        if not serving and self.budget is None:
+            raise self._unserved(call)
+        if not serving and self.wait:
+            serving = [self._solve(call)]
+        for schedule in serving:
+            limits = step.limits_of(schedule, call, self._order(schedule, call))
+            traced, resident_bytes = step.traced_at(limits), self._resident_bytes(step.example_at(limits))
+            with contextlib.suppress(ScheduleMismatch, TooLarge):
+                fitted = self._fitting.fit(traced, schedule, resident_bytes)
+                step.schedules[limits] = schedule
+                self._use(schedule, {schedule.layout: traced}, resident_bytes, limits)
+                return *fitted, limits
+        if serving or self.budget is None:
+            raise TraceError("no schedule is for the step at other sizes")
+        limits = step.roomy(sizes)
+        if limits != sizes:
+            with contextlib.suppress(InfeasibleBudget, TraceError):
+                return *self._plan_at(step, limits, self.budget, settle=False), limits
+        return *self._plan_at(step, sizes, self.budget), sizes
+
+    def _plan_at(
+        self, step: VaryingStep, limits: Limits, budget: str | int | float, *, settle: bool = True
+    ) -> tuple[Traced, tuple[Step, ...]]:
+        """A step at these sizes, and the steps to run of it by a schedule found within seconds."""
+        traced = step.traced_at(limits)
+        planned_step = self._first_plan(
+            {traced.graph.layout: traced}, step.example_at(limits), budget, limits, settle=settle
+        )
+        assert self.schedule is not None
+        step.schedules[limits] = self.schedule
+        return planned_step
+
+    def _plan_sizes(self, unplanned: Unplanned, call: Arguments) -> bool:
+        """Plan a captured step for larger sizes than before; False if each size has to be captured by itself."""
+        captured, step = unplanned.step, self._varying[unplanned.step]
+        self._autocast = autocast_dtype(device_of(self.model, tuple(call)))
+        self._clock.skip()
+        began = time.monotonic()
+        try:
+            made = self._planned_at(step, unplanned.sizes, call)
+        except TraceError as error:
+            self._sizes.fix(str(error))
+            return False
+        self._add_program(captured, made, began)
+        return True
+
+    def _plan_smaller(self, captured: CapturedStep, step: VaryingStep, seconds: float) -> None:
+        """Plan for smaller sizes, too, once what they lost by a plan for larger ones would have paid for that."""
+        sizes, captured.last_sizes = captured.last_sizes, ()
+        if sizes:
+            step.note(sizes, captured.limits_for(sizes), seconds)
+        wanted = step.worth_planning()
+        if wanted is not None and self.budget is not None:
+            began = time.monotonic()
+            self._add_program(captured, (*self._plan_at(step, *wanted), wanted[0]), began)
+
+    def _add_program(
+        self, captured: CapturedStep, made: tuple[Traced, tuple[Step, ...], Limits], began: float
+    ) -> None:
+        """Have a step whose sizes vary run by these steps at sizes up to these limits."""
+        traced, steps, limits = made
+        captured.serve(captured.exchange(*lower(traced, steps)), limits)
+        while len(captured.by_size) > MAX_LIMITS:
+            captured.by_size.pop(list(captured.by_size)[-2])
+        self._varying[captured].planned(time.monotonic() - began, captured.by_size)
+        if self._refinement is not None:
+            self._refinement.keep(captured)
 
     def _resident_bytes(self, call: Arguments) -> int:
         """Bytes of the model's tensors and of a call's."""
         return own_bytes([*self.model.parameters(), *self.model.buffers(), *as_passed(*call)])
 
-    def fit(self, traced: Traced, schedule: Schedule, resident_bytes: int) -> tuple[Traced, tuple[Step, ...]]:
-        """The steps of a schedule on a captured step, by implementations that exist on this device.
-
-        Args:
-            traced: the captured step.
-            schedule: for its graph.
-            resident_bytes: of the model's tensors, and of those that the step is called with.
-
-        Raises:
-            ScheduleMismatch: the schedule is for another graph, or not legal on this one.
-            TooLarge: the steps would exceed its budget.
-        """
-        if schedule.structure == traced.graph.structure:
-            # Skips implementations whose tolerance is wider than the schedule's.
-            allowed = traced.graph.available(traced.graph.device).restricted(
-                lambda item: item.tolerance <= schedule.tolerance
-            )
-            graph, choices = with_named_plans(allowed, schedule.choices)
-            traced, schedule = replace(traced, graph=graph), replace(schedule, choices=choices)
-        graph = traced.graph
-        warn_if_unlimited(schedule, graph.device)
-        steps = bind(schedule, graph)
-        key = (schedule.fingerprint, schedule.peak_bytes)
-        peak_bytes = values_bytes(schedule, graph, steps) + resident_bytes
-        if graph.fingerprint == schedule.fingerprint:
-            self._workspace_bytes[key] = max(0, schedule.peak_bytes - peak_bytes)
-            return traced, steps
-        peak_bytes += self._workspace_bytes.get(key, 0)
-        # `bind` has warned of steps that run by default because this device lacks implementations.
-        if peak_bytes <= schedule.peak_bytes or lacking(schedule, graph):
-            return traced, steps
-        problem = (
-            f"by the schedule of {schedule.name} this step takes at least {format_bytes(peak_bytes)} "
-            f"({peak_bytes} bytes), where {format_bytes(schedule.peak_bytes)} were predicted and "
-            f"{format_bytes(schedule.budget_bytes)} ({schedule.budget_bytes} bytes) are the budget. It was solved "
-            "for other sizes than the model has with these inputs: a number or flag that the forward pass reads, "
-            "tensors inside of objects, or an attribute or a layer of the model"
-        )
-        if peak_bytes > schedule.budget_bytes:
-            raise TooLarge(f"{problem}. Solve a schedule for these inputs and the model as it is, or give a budget")
-        warnings.warn(problem, stacklevel=2)
-        return traced, steps
-
     def _serving(self, call: Arguments, autocast: str) -> list[Schedule]:
         """The schedules that can serve a call's inputs, those for the smallest inputs first."""
-        # Files written before inputs were put into the signature's order have them as they were passed.
-        orders = [tensors_in_order(self.model, *call), as_passed(*call)]
         return [
             schedule
             for schedule in self.schedules
-            if any(serving_problem(schedule, tensors, autocast) is None for tensors in orders)
+            if serving_problem(schedule, self._order(schedule, call), autocast) is None
         ]
 
-    def _avoid(self, operators: Sequence[str]) -> None:
-        """Make another program, without those operators' guarded implementations, for the steps to come."""
-        self._avoided.update(operators)
-        self._forget()
-        listed = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
-        warnings.warn(
-            f"the weights of {listed} are zero, or too small beside their biases, to take the gradient of the "
-            "normalisation from its output as the schedule says; it is taken from the input from here on, which "
-            "is kept for that: the peak may be higher than predicted by its size. To hold the budget, solve "
-            "again with a tolerance below 1e-4",
-            stacklevel=5,
-        )
+    def _order(self, schedule: Schedule, call: Arguments) -> list[torch.Tensor]:
+        """A call's tensors in the order in which a schedule has them.
+
+        Files written before inputs were put into the signature's order have them as they were passed.
+        """
+        tensors = tensors_in_order(self.model, *call)
+        return tensors if serving_problem(schedule, tensors, schedule.autocast) is None else as_passed(*call)
 
     def _solve(self, call: Arguments) -> Schedule:
         """Solve for a call's inputs and the model as it is, beginning from the other schedules.

@@ -31,7 +31,10 @@ class TooLarge(ModelError):
 
 
 def input_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shapes, strides, dtypes and devices of tensors, and the constants, that a program is compiled for."""
+    """The shapes, strides, dtypes and devices of tensors, and the constants, that a program is compiled for.
+
+    One item for each leaf, and then the structure.
+    """
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     described = (
         (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
@@ -44,7 +47,7 @@ def input_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[A
 
 def shapes_of(signature: Any) -> tuple[Any, ...]:
     """The part of a signature that tells shapes apart."""
-    return tuple(item[0] for item in signature if isinstance(item, tuple) and isinstance(item[0], torch.Size))
+    return tuple(item[0] for item in signature if isinstance(item, tuple) and isinstance(item[0], tuple))
 
 
 def without_guards(graph: OperatorGraph, steps: tuple[Step, ...], operators: Collection[str]) -> tuple[Step, ...]:

@@ -20,9 +20,10 @@ from monetlite.core.schedule import Schedule
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.torch_internals.torch_dynamo import break_reason, draws_like_numpy, leave_messages_out
 from monetlite.runtime.buffers import eager
+from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.scheduled_training import ScheduledTraining, loaded
+from monetlite.runtime.scheduled_training import loaded
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.capture import Joint, copied
 from monetlite.tracing.names import source_of
@@ -96,8 +97,7 @@ def compile_graph(
 
         schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)
         resident = [*graph.parameters(), *graph.buffers(), *as_passed(tuple(inputs), {})]
-        training = ScheduledTraining(graph, [schedule])
-        return lower(*training.fit(traced_in(schedule.layout), schedule, own_bytes(resident)))
+        return lower(*Fitting().fit(traced_in(schedule.layout), schedule, own_bytes(resident)))
 
     gpu = gpu_of(graph, inputs)
     with on_its_gpu(graph, inputs), kernels_kept_whole():

@@ -44,7 +44,7 @@ def given(monkeypatch, *schedules):
     waiting = list(schedules)
 
     class Given(PlanningBesideTraining):
-        def first(self):
+        def first(self, *, settle=True):
             return waiting.pop(0)
 
         def advance(self, seconds):

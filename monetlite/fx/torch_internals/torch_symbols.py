@@ -1,0 +1,63 @@
+"""Sizes that vary from step to step, as TorchDynamo captures them.
+
+| symbol | use, and what breaks when it changes |
+| --- | --- |
+| `_dynamo.maybe_mark_dynamic` | asks for a symbol in place of a size; each length would be captured again |
+| `_dynamo_weak_dynamic_indices`, `_has_dynamo_dim_marking` | its marks at a person's tensors, taken away again |
+| `SymInt.node.expr`, `.shape_env` | what a captured size is, and what is known of its symbols |
+| `bound_sympy` | the largest size that the capture holds for |
+| `sympy_interp`, `PythonReferenceAnalysis` | calls that compute a size; programs could not be made |
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo import maybe_mark_dynamic
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+
+
+@contextlib.contextmanager
+def marked_as_varying(tensors: Collection[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """Have these dimensions of tensors captured as symbols, where the model allows it, for the time of a block."""
+    new = [tensor for tensor, _ in tensors if not any(hasattr(tensor, mark) for mark in _MARKS)]
+    for tensor, dimension in tensors:
+        maybe_mark_dynamic(tensor, dimension)
+    try:
+        yield
+    finally:
+        for tensor in new:
+            for mark in _MARKS:
+                tensor.__dict__.pop(mark, None)
+
+
+def expression(size: torch.SymInt) -> sympy.Expr:
+    """What a captured size is, in symbols."""
+    found: sympy.Expr = size.node.expr
+    return found
+
+
+def captured_value(size: torch.SymInt) -> int | None:
+    """The value of a size in the step that was captured; None if it depends on the data."""
+    hint = size.node.hint
+    return None if hint is None else int(hint)
+
+
+def largest(size: torch.SymInt) -> int | None:
+    """The largest value for which a capture holds, as far as that is known; None without a limit."""
+    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(upper) if upper.is_Integer and upper < 2**31 else None
+
+
+def computed(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Node]) -> fx.Node:
+    """Append the calls that compute an expression to the graph of the nodes of its symbols."""
+    proxies = {symbol: fx.Proxy(node) for symbol, node in symbols.items()}
+    made: Any = sympy_interp(PythonReferenceAnalysis, proxies, expr)
+    node: fx.Node = made.node
+    return node

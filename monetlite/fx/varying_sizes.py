@@ -1,0 +1,227 @@
+"""Captured steps whose inputs vary in size: one graph for all lengths, planned at one and run at others.
+
+TorchDynamo captures a size that varies as a symbol, and every size that follows from it as an expression. A
+schedule is solved for numbers. `joint_at` makes the graph at given values of the symbols. Its sizes are numbers
+there that remember their expressions (`Size`). Programs compute them from the inputs' sizes (`lowering`), so they
+run at other values, too.
+
+A number that has forgotten its expression would be wrong at other sizes. `agreeing` compares the graphs of a step
+at two sizes, and leaves out implementations that differ beyond what expressions say.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from monetlite.core.errors import TraceError
+from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, storage_key
+from monetlite.fx.torch_internals.torch_symbols import expression
+
+SIZES = "monetlite_sizes"
+"""Attribute of a fake tensor: its shape and strides, where sizes among them vary."""
+
+
+class Size(int):
+    """A number that varies with the sizes of a step's inputs: its value where the step is planned.
+
+    Two are equal if they are for all inputs. Beside a plain number, the value counts.
+
+    Attributes:
+        expression: in the symbols of the capture.
+    """
+
+    expression: sympy.Expr
+
+    def __new__(cls, value: int, of: sympy.Expr) -> "Size":
+        made = super().__new__(cls, value)
+        made.expression = of
+        return made
+
+    def __getnewargs__(self) -> Any:
+        return int(self), self.expression
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Size):
+            return bool(self.expression == other.expression)
+        return int(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+def _keeping(name: str, of: Callable[[Any, Any], Any], swapped: bool = False) -> None:
+    """Have an operation of two numbers keep its expression."""
+    plain = getattr(int, name)
+
+    def method(self: Size, other: object) -> Any:
+        if not isinstance(other, int) or isinstance(other, bool):
+            return plain(self, other)
+        mine, its = self.expression, other.expression if isinstance(other, Size) else sympy.Integer(other)
+        made = of(its, mine) if swapped else of(mine, its)
+        value = plain(int(self), int(other))
+        return value if made.is_Integer else Size(value, made)
+
+    setattr(Size, name, method)
+
+
+for _name, _of in (("add", operator.add), ("sub", operator.sub), ("mul", operator.mul)):
+    _keeping(f"__{_name}__", _of)
+    _keeping(f"__r{_name}__", _of, swapped=True)
+
+
+def sizes_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A tensor's shape and strides, with the expressions of those that vary."""
+    known: tuple[tuple[int, ...], tuple[int, ...]] | None = getattr(tensor, SIZES, None)
+    return known or (tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
+
+
+def input_sizes(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
+    """The inputs of a joint graph that are sizes, by their symbols; empty for a graph whose sizes are fixed."""
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        size = node.meta.get("val")
+        if isinstance(size, (torch.SymInt, Size)):
+            expr = size.expression if isinstance(size, Size) else expression(size)
+            if expr.is_Symbol:
+                found[expr] = node
+    return found
+
+
+def graph_at(module: fx.GraphModule, values: Mapping[sympy.Symbol, int]) -> fx.GraphModule:
+    """A joint graph at given values of its symbols: sizes are `Size`s, and no node computes them.
+
+    Raises:
+        TraceError: a size depends on something else, or is not a number that can be at these values.
+    """
+    at = _Values(values)
+    copied: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+
+    def argument(node: fx.Node) -> Any:
+        size = node.meta.get("val")
+        return at.number(size) if isinstance(size, _SYMBOLIC) else copied[node]
+
+    if any(isinstance(node.meta.get("val"), _SYMBOLIC) for node in module.graph.output_node().all_input_nodes):
+        raise TraceError("the model returns a size that varies")
+    for node in module.graph.nodes:
+        captured = node.meta.get("val")
+        if node.op == "call_function" and isinstance(captured, _SYMBOLIC):
+            continue
+        copied[node] = graph.node_copy(node, argument)
+        if captured is not None:
+            copied[node].meta["val"] = pytree.tree_map(at.item, captured)
+    return fx.GraphModule(module, graph)
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class _Values:
+    """Numbers in place of symbols, and tensors of such sizes in place of symbolic ones."""
+
+    def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
+        self._values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[sympy.Expr, int] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def number(self, size: Any) -> Any:
+        """A number for a size."""
+        if not isinstance(size, torch.SymInt):
+            if isinstance(size, _SYMBOLIC):
+                raise TraceError(f"{size} is computed from sizes that vary, and is no size itself")
+            return size
+        expr = expression(size)
+        if expr not in self._known:
+            value = expr.xreplace(self._values)
+            if not value.is_Integer or value < 0:
+                raise TraceError(f"{size} is {value} where sizes are {self._values}")
+            self._known[expr] = int(value) if expr.is_Integer else Size(int(value), expr)
+        return self._known[expr]
+
+    def item(self, item: Any) -> Any:
+        """What a node has at these values."""
+        if isinstance(item, FakeTensor):
+            if id(item) not in self._tensors:
+                self._tensors[id(item)] = self._tensor(item)
+            return self._tensors[id(item)]
+        return self.number(item)
+
+    def _tensor(self, fake: torch.Tensor) -> torch.Tensor:
+        shape, stride = (tuple(map(self.number, sizes)) for sizes in (fake.shape, fake.stride()))
+        offset = int(self.number(fake.storage_offset()))
+        sizes, strides = list(map(int, shape)), list(map(int, stride))
+        key, dtype, device = storage_key(fake), fake.dtype, fake.device
+        with self._mode, torch.no_grad():
+            if key not in self._storages:
+                count = int(self.number(fake.untyped_storage().nbytes())) // fake.element_size()
+                self._storages[key] = fake, torch.empty(count, dtype=dtype, device=device)
+            whole = self._storages[key][1]
+            if whole.dtype == dtype:
+                made = whole.as_strided(sizes, strides, offset)
+            else:
+                made = torch.empty(0, dtype=dtype, device=device)
+                made.set_(whole.untyped_storage(), offset, sizes, strides)
+            if fake.requires_grad:
+                made = made.detach().requires_grad_()
+        if any(isinstance(size, Size) for size in (*shape, *stride)):
+            setattr(made, SIZES, (shape, stride))
+        return made
+
+
+def agreeing(graph: OperatorGraph, other: OperatorGraph) -> OperatorGraph:
+    """A step's graph with the implementations that its graph at other sizes has, too, with the same calls.
+
+    Raises:
+        TraceError: the step itself is another at the other sizes.
+    """
+    if graph.structure != other.structure or len(graph.operators) != len(other.operators):
+        raise TraceError("the step has other operators at other sizes")
+    return replace(graph, operators=tuple(map(_agreeing, graph.operators, other.operators)))
+
+
+def _agreeing(one: Operator, other: Operator) -> Operator:
+    by_name = {item.name: item for item in other.implementations}
+    kept = [
+        item
+        for item in one.implementations
+        if item.name in by_name and _same_implementation(item, by_name[item.name])
+    ]
+    if one.family != other.family or not kept or kept[0] is not one.implementations[0]:
+        raise TraceError(f"{one.name} is another operator at other sizes")
+    return replace(one, implementations=tuple(kept))
+
+
+def _same_implementation(one: Implementation, other: Implementation) -> bool:
+    calls = zip((one.call, one.again, one.guard), (other.call, other.again, other.guard), strict=True)
+    return (one.reads, one.writes, one.overwrites) == (other.reads, other.writes, other.overwrites) and all(
+        _same_call(mine, its) for mine, its in calls
+    )
+
+
+def _same_call(one: Call | None, other: Call | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (one.target, one.outputs) == (other.target, other.outputs) and _same_arguments(
+        (one.args, one.kwargs), (other.args, other.kwargs)
+    )
+
+
+def _same_arguments(one: Argument, other: Argument) -> bool:
+    if isinstance(one, TensorRef) and isinstance(other, TensorRef):
+        return one.node == other.node
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_same_arguments, one, other))
+    if isinstance(one, Size) or isinstance(other, Size):
+        return isinstance(one, Size) and isinstance(other, Size) and one == other
+    return repr(one) == repr(other)

@@ -1,0 +1,84 @@
+"""What a schedule is on a captured step: steps that this device can run, within the schedule's budget."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+from monetlite.core.binding import bind, lacking
+from monetlite.core.schedule import Schedule
+from monetlite.core.steps import Step
+from monetlite.core.units import format_bytes
+from monetlite.operators.cudnn import with_named_plans
+from monetlite.runtime.reserved_memory import warn_if_unlimited
+from monetlite.runtime.serving import TooLarge, values_bytes, without_guards
+from monetlite.tracing.operator_graph import Traced
+
+
+class Fitting:
+    """Fits schedules to captured steps of one model.
+
+    Workspace of a captured graph is not known. Once the graph that a schedule was solved for has been captured, its
+    workspace there is assumed for other sizes too; before, none is counted.
+
+    Attributes:
+        avoided: operators whose guarded implementations are not used.
+    """
+
+    def __init__(self) -> None:
+        self.avoided: set[str] = set()
+        self._workspace_bytes: dict[tuple[str, int], int] = {}
+
+    def avoid(self, operators: Sequence[str]) -> None:
+        """Use the guarded implementations of these operators no more, and warn of that."""
+        self.avoided.update(operators)
+        listed = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
+        warnings.warn(
+            f"the weights of {listed} are zero, or too small beside their biases, to take the gradient of the "
+            "normalisation from its output as the schedule says; it is taken from the input from here on, which "
+            "is kept for that: the peak may be higher than predicted by its size. To hold the budget, solve "
+            "again with a tolerance below 1e-4",
+            stacklevel=6,
+        )
+
+    def fit(self, traced: Traced, schedule: Schedule, resident_bytes: int) -> tuple[Traced, tuple[Step, ...]]:
+        """The steps of a schedule on a captured step, by implementations that exist on this device.
+
+        Args:
+            traced: the captured step.
+            schedule: for its graph.
+            resident_bytes: of the model's tensors, and of those that the step is called with.
+
+        Raises:
+            ScheduleMismatch: the schedule is for another graph, or not legal on this one.
+            TooLarge: the steps would exceed its budget.
+        """
+        if schedule.structure == traced.graph.structure:
+            # Skips implementations whose tolerance is wider than the schedule's.
+            allowed = traced.graph.available(traced.graph.device).restricted(
+                lambda item: item.tolerance <= schedule.tolerance
+            )
+            graph, choices = with_named_plans(allowed, schedule.choices)
+            traced, schedule = replace(traced, graph=graph), replace(schedule, choices=choices)
+        graph = traced.graph
+        warn_if_unlimited(schedule, graph.device)
+        steps = bind(schedule, graph)
+        key = (schedule.fingerprint, schedule.peak_bytes)
+        peak_bytes = values_bytes(schedule, graph, steps) + resident_bytes
+        if graph.fingerprint == schedule.fingerprint:
+            self._workspace_bytes[key] = max(0, schedule.peak_bytes - peak_bytes)
+            return traced, without_guards(graph, steps, self.avoided)
+        peak_bytes += self._workspace_bytes.get(key, 0)
+        # `bind` has warned of steps that run by default because this device lacks implementations.
+        if peak_bytes <= schedule.peak_bytes or lacking(schedule, graph):
+            return traced, without_guards(graph, steps, self.avoided)
+        problem = (
+            f"by the schedule of {schedule.name} this step takes at least {format_bytes(peak_bytes)} "
+            f"({peak_bytes} bytes), where {format_bytes(schedule.peak_bytes)} were predicted and "
+            f"{format_bytes(schedule.budget_bytes)} ({schedule.budget_bytes} bytes) are the budget. It was solved "
+            "for other sizes than the model has with these inputs: a number or flag that the forward pass reads, "
+            "tensors inside of objects, or an attribute or a layer of the model"
+        )
+        if peak_bytes > schedule.budget_bytes:
+            raise TooLarge(f"{problem}. Solve a schedule for these inputs and the model as it is, or give a budget")
+        warnings.warn(problem, stacklevel=2)
+        return traced, without_guards(graph, steps, self.avoided)

@@ -1,0 +1,123 @@
+"""The search for a better plan than the first, beside training, and the exchange of programs for it."""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from monetlite.core.errors import ScheduleMismatch
+from monetlite.core.schedule import Schedule
+from monetlite.runtime.announcing import planned, tell
+from monetlite.runtime.fitting import Fitting
+from monetlite.runtime.gradient_delivery import CapturedStep
+from monetlite.runtime.lowering import lower
+from monetlite.runtime.serving import TooLarge
+from monetlite.runtime.varying_step import Limits
+from monetlite.tracing.operator_graph import Traced
+
+if TYPE_CHECKING:
+    from monetlite.planning.beside_training import PlanningBesideTraining
+
+PLANNING_SHARE = 0.25
+"""Time for measuring between two steps, as a part of the last step's."""
+
+
+@dataclass
+class PlannedStep:
+    """A captured step whose programs may be exchanged.
+
+    Attributes:
+        traced: its graph, in each layout.
+        schedule: by which it runs.
+        resident_bytes: of the model's tensors and of its inputs.
+        limits: the sizes that its program serves, where they vary.
+        step: what was captured; None until it is.
+    """
+
+    traced: Mapping[str, Traced]
+    schedule: Schedule
+    resident_bytes: int
+    limits: Limits = ()
+    step: CapturedStep | None = None
+
+
+class Refinement:
+    """A first plan that is used, and a better one that is looked for.
+
+    Args:
+        planning: the search.
+        schedule: the first plan.
+        fitting: of the model's schedules.
+    """
+
+    def __init__(self, planning: "PlanningBesideTraining", schedule: Schedule, fitting: Fitting) -> None:
+        self._planning, self._schedule, self._fitting = planning, schedule, fitting
+        self._steps: list[PlannedStep] = []
+
+    @property
+    def finished(self) -> bool:
+        return self._planning.finished
+
+    def remember(self, step: PlannedStep) -> None:
+        """Note a captured step that runs by the first plan."""
+        if step.schedule is self._schedule:
+            self._steps.append(step)
+
+    def keep(self, step: CapturedStep) -> None:
+        """Note the programs of the step that was noted last."""
+        if self._steps and self._steps[-1].step is None:
+            self._steps[-1].step = step
+
+    def advance(self, seconds: float) -> tuple[Schedule, Schedule] | None:
+        """Go on for a share of so many seconds; the plan in use and the one taken in its place, if one is."""
+        better = self._planning.advance(PLANNING_SHARE * seconds)
+        told, taken = self._planning.told, None
+        if better is not None and self._exchange(better):
+            told.append(f"better plan, from this step on: {planned(better)}")
+            taken, self._schedule = (self._schedule, better), better
+        while told:
+            tell(told.pop(0))
+        return taken
+
+    def _exchange(self, better: Schedule) -> bool:
+        """Run captured steps by another schedule from here on, where it serves them; False if it serves none."""
+        done = False
+        for item in self._steps:
+            traced = item.traced.get(better.layout)
+            if traced is None or item.step is None or (item.limits and item.limits not in item.step.by_size):
+                continue
+            with contextlib.suppress(ScheduleMismatch, TooLarge):
+                fitted, steps = self._fitting.fit(traced, better, item.resident_bytes)
+                version = item.step.exchange(*lower(fitted, steps))
+                if item.limits:
+                    item.step.serve(version, item.limits)
+                item.schedule, done = better, True
+        return done
+
+
+class StepClock:
+    """The time that training steps take, without those in which something is captured or planned."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._counts = False
+
+    def border(self) -> float:
+        """Begin a step; the time that the last one took, in seconds, 0 if it says nothing."""
+        now = time.monotonic()
+        seconds, self._began, self._counts = (now - self._began if self._counts else 0.0), now, True
+        return seconds
+
+    def goes_on(self) -> None:
+        """Have what was done since the last border count for nothing."""
+        self._began = time.monotonic()
+
+    def skip(self) -> None:
+        """Have the present step count for nothing."""
+        self._counts = False
+
+    @property
+    def seconds(self) -> float:
+        """Since the last border."""
+        return time.monotonic() - self._began

@@ -1,0 +1,291 @@
+"""Inputs that vary in size: one capture, programs for a few sizes, and plain training's results at each."""
+
+import copy
+import random
+
+import pytest
+import torch
+from small_models import assert_same, step, twin
+from step_lists import free_profile, recompute_everything, schedule_of, with_random_implementations
+from torch import nn
+from torch.nn import functional as F
+
+import monetlite
+from monetlite.core.errors import ModelError, TraceError
+from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.runtime import varying_step
+from monetlite.runtime.scheduled_training import ScheduledTraining
+
+PLANNING = {"budget": "80%", "device": "rtx-4090", "time_limit": 1}
+AMPLE = {**PLANNING, "budget": "200%"}
+LENGTHS = (37, 21, 50, 90, 17, 64, 33, 2)
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Notes each capture, by the sizes that its inputs had."""
+    found, plan = [], ScheduledTraining.plan
+
+    def noted(self, joint):
+        found.append(tuple(item.shape for item in self._example.args if isinstance(item, torch.Tensor)))
+        return plan(self, joint)
+
+    monkeypatch.setattr(ScheduledTraining, "plan", noted)
+    return found
+
+
+class Encoder(nn.Module):
+    """(batch, length) tokens, of at most 96, to logits; dropout everywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(50, 16), nn.Parameter(torch.randn(96, 16))
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, tokens):
+        embedded = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        return F.dropout(self.head(self.layers(embedded)), 0.2)
+
+
+class Pixels(nn.Module):
+    """Images of any size to a class."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3)),
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.convolutions(x).mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    """Python counts the tokens: each length is another graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.cell, self.head = nn.Embedding(50, 8), nn.Linear(16, 8), nn.Linear(8, 50)
+
+    def forward(self, tokens):
+        state = torch.zeros(len(tokens), 8)
+        for at in range(tokens.shape[1]):
+            state = torch.tanh(self.cell(torch.cat([state, self.embedding(tokens[:, at])], 1)))
+        return self.head(state)
+
+
+def recomputing(graph):
+    """A schedule that stores nothing, by implementations that promise the same bits."""
+    exact = graph.restricted(lambda item: item.tolerance == 0)
+    steps = with_random_implementations(exact, recompute_everything(exact), random.Random(0))
+    return schedule_of(free_profile(exact), steps)
+
+
+def tokens(batch, length):
+    return torch.randint(0, 50, (batch, length))
+
+
+def same_steps(model, plain, inputs):
+    for number, x in enumerate(inputs):
+        torch.manual_seed(number)
+        expected = step(plain, (x,))
+        state = torch.get_rng_state()
+        torch.manual_seed(number)
+        assert_same(step(model, (x,)), expected)
+        assert torch.equal(torch.get_rng_state(), state), f"other random numbers at {tuple(x.shape)}"
+
+
+def test_one_capture_serves_all_lengths(captures):
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    same_steps(wrapper, model, [tokens(4, length) for length in LENGTHS])
+    assert captures == [((4, 37),)]
+    (programs,) = (item.by_size for item in wrapper._training._varying)
+    assert [*programs] == [(56,), (96,)]  # with room for half as much again, up to what the model holds
+
+
+def test_even_lengths_vary_from_the_second_on(captures):
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    same_steps(wrapper, model, [tokens(4, length) for length in (32, 32, 24, 80, 32, 9)])
+    assert captures == [((4, 32),), ((4, 24),)]
+
+
+def test_a_smaller_last_batch_is_captured_by_itself_and_batches_of_any_size_are_not(captures):
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    same_steps(wrapper, model, [tokens(batch, 32) for batch in (6, 6, 3, 6, 3, 4, 5, 2, 8)])
+    assert captures == [((6, 32),), ((3, 32),), ((4, 32),)]
+
+
+def test_images_of_any_size(captures):
+    model = Pixels()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    sizes = ((24, 24), (16, 32), (20, 28), (40, 16), (17, 23))
+    same_steps(wrapper, model, [torch.randn(3, 3, *size) for size in sizes])
+    assert len(captures) <= 3, captures
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_transformers(kind, captures):
+    import transformers
+
+    sizes = {"vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=128, **sizes)
+    else:
+        config = transformers.LlamaConfig(
+            *(), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, **sizes
+        )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    plain = copy.deepcopy(model)
+    monetlite.within(model, **PLANNING)
+    for number, length in enumerate((45, 23, 80, 17)):
+        given = tokens(3, length)
+        losses = []
+        for of in (plain, model):
+            of.zero_grad()
+            torch.manual_seed(number)
+            loss = of(input_ids=given, labels=given).loss
+            loss.backward()
+            losses.append((loss, torch.get_rng_state()))
+        assert torch.equal(losses[0][0], losses[1][0])
+        assert torch.equal(losses[0][1], losses[1][1])
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            # A capture adds the gradients of attention in another order.
+            assert (ours.grad - theirs.grad).abs().max() <= 1e-6 * theirs.grad.abs().max()
+    assert len(captures) == 1
+
+
+def test_a_step_ends_by_the_program_that_it_began_by():
+    """Forward passes of several lengths, and plans, come before the backward passes."""
+    model = Encoder()
+    wrapper, plain = monetlite.MONeTWrapper(twin(model), **PLANNING), twin(model)
+    gradients = []
+    for of in (wrapper, plain):
+        torch.manual_seed(0)
+        given = [tokens(4, length) for length in (21, 90, 40, 33)]
+        outputs = [of(x).square().sum() for x in given]
+        for output in reversed(outputs):
+            output.backward()
+        gradients.append([parameter.grad for parameter in of.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_given_schedule_serves_all_lengths_up_to_its_own(captures):
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), recomputing(monetlite.trace(model, tokens(4, 64))))
+    same_steps(wrapper, model, [tokens(4, length) for length in (33, 64, 20, 7)])
+    assert captures == [((4, 33),)]
+    with pytest.raises(ModelError, match=r"shape \(4, 65\), the schedule was solved for \(4, 64\)"):
+        wrapper(tokens(4, 65))
+    same_steps(wrapper, model, [tokens(4, 63)])
+
+
+def test_the_graph_at_a_size_is_the_one_traced_there(monkeypatch):
+    """Nothing is estimated: operators, sizes and what is measured are those of a trace at that size."""
+    built, traced_at = [], varying_step.VaryingStep.traced_at
+
+    def noted(self, limits):
+        found = traced_at(self, limits)
+        built.append((limits, found.graph))
+        return found
+
+    monkeypatch.setattr(varying_step.VaryingStep, "traced_at", noted)
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    for length in (21, 90):
+        wrapper(tokens(4, length))
+    assert [limits for limits, _ in built] == [(32,), (96,)]
+    for (length,), graph in built:
+        expected = monetlite.trace(model, tokens(4, length))
+        assert graph.fingerprint == expected.fingerprint
+        assert graph.resident == expected.resident
+        assert graph.inputs == expected.inputs
+        for one, other in zip(graph.operators, expected.operators, strict=True):
+            assert [item.name for item in one.implementations] == [item.name for item in other.implementations]
+            calls = [[item.call and item.call.signature for item in of.implementations] for of in (one, other)]
+            assert calls[0] == calls[1], one.name
+
+
+def test_no_length_exceeds_the_budget():
+
+    class WithLoss(Encoder):
+        def forward(self, tokens):
+            return {"loss": super().forward(tokens).square().mean()}
+
+    model = WithLoss()
+    wrapper = monetlite.MONeTWrapper(twin(model), budget="75%", time_limit=1)
+    peaks = {}
+    for length in (77, 50, 96, 64, 20, 96):
+        x = tokens(32, length)
+
+        def train(x=x):
+            wrapper.zero_grad()
+            wrapper(x)["loss"].backward()
+
+        train()
+        measured = peak_growth_bytes(train) + sum(item.nbytes for item in wrapper.parameters())
+        assert measured <= 1.01 * wrapper.schedule.budget_bytes, length
+        peaks[length] = measured
+    assert peaks[96] > 2 * peaks[20]
+
+
+def test_where_python_counts_each_length_is_captured(captures):
+    model = Recurrent()
+    wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
+    same_steps(wrapper, model, [tokens(4, length) for length in (17, 9, 17, 5)])
+    assert captures == [((4, 17),), ((4, 9),), ((4, 5),)]
+
+
+def test_an_input_whose_gradient_varies_is_captured_at_each_size(captures):
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
+    for length in (17, 12, 9):
+        given, gradients = torch.randn(3, length, 8), []
+        for of in (wrapper, model):
+            x = given.clone().requires_grad_()
+            of(x).square().sum().backward()
+            gradients.append(x.grad)
+        assert torch.equal(*gradients)
+    assert len(captures) >= 3
+
+
+def test_a_size_of_one_does_not_end_the_others(captures):
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
+    same_steps(wrapper, model, [tokens(4, length) for length in (21, 1, 30, 1, 25)])
+    assert captures == [((4, 21),), ((4, 1),)]
+
+
+def test_small_inputs_get_a_plan_of_their_own_once_it_pays(monkeypatch):
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    same_steps(wrapper, model, [tokens(4, 91)])
+    (varying,) = wrapper._training._varying.values()
+    if varying.schedules[96,].overhead <= 0:
+        pytest.skip("the first plan costs nothing")
+    varying._planning_seconds = 1e-9
+    same_steps(wrapper, model, [tokens(4, length) for length in (20, 24, 30, 20)])
+    assert (96,) in varying.schedules
+    assert 1 < len(varying.schedules) <= 4
+    small = min(varying.schedules)
+    assert small <= (30,)
+    assert varying.schedules[small].budget_bytes == varying.schedules[96,].budget_bytes
+
+
+def test_a_step_that_cannot_be_planned_at_other_sizes_is_captured_at_each(captures, monkeypatch):
+    def refuse(*_):
+        raise TraceError("not at this size")
+
+    monkeypatch.setattr(varying_step, "agreeing", refuse)
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    same_steps(wrapper, model, [tokens(4, length) for length in (21, 30)])
+    assert captures == [((4, 21),), ((4, 21),), ((4, 30),)]
