@@ -177,16 +177,23 @@ class ScheduledTraining:
         with on_its_gpu(self.model, (args, kwargs)):
             self._between_steps()
             try:
-                try:
-                    output, detached = self._train(call)
-                except GuardFailed as failed:
-                    # Nothing of the step has run; implementations that the weights rule out are not used again.
-                    self._fitting.avoid(failed.operators)
-                    self._forget()
-                    output, detached = self._train(call)
+                output, detached = self._train_as_planned(call)
             except FailOnRecompileLimitHit as error:
                 raise too_many_programs() from error
         return output if detached is None else _guard_outputs(output, detached)
+
+    def _train_as_planned(self, call: Arguments) -> Any:
+        """Run a step, and once more where it ended before anything of it had run, with what was missing."""
+        try:
+            return self._train(call)
+        except Unplanned as unplanned:
+            self._plan_sizes(unplanned, call)
+            return self._train_as_planned(call)
+        except GuardFailed as failed:
+            # Implementations that the weights rule out are not used again.
+            self._fitting.avoid(failed.operators)
+            self._forget()
+            return self._train(call)
 
     def _train(self, call: Arguments) -> Any:
         if self._pieces is not None:
@@ -195,11 +202,7 @@ class ScheduledTraining:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
             with contextlib.suppress(*REFUSALS), allow_programs(MAX_PROGRAMS):
-                try:
-                    return self._compiled()(*call.args, **call.kwargs)
-                except Unplanned as unplanned:
-                    if self._plan_sizes(unplanned, call):
-                        return self._compiled()(*call.args, **call.kwargs)
+                return self._compiled()(*call.args, **call.kwargs)
         return self._first(call)
 
     def _first(self, call: Arguments) -> Any:
@@ -513,8 +516,8 @@ class ScheduledTraining:
         step.schedules[limits] = self.schedule
         return planned_step
 
-    def _plan_sizes(self, unplanned: Unplanned, call: Arguments) -> bool:
-        """Plan a captured step for larger sizes than before; False if each size has to be captured by itself."""
+    def _plan_sizes(self, unplanned: Unplanned, call: Arguments) -> None:
+        """Plan a captured step for larger sizes than before, or have each size captured by itself."""
         captured, step = unplanned.step, self._varying[unplanned.step]
         self._autocast = autocast_dtype(device_of(self.model, tuple(call)))
         self._clock.skip()
@@ -523,9 +526,9 @@ class ScheduledTraining:
             made = self._planned_at(step, unplanned.sizes, call)
         except TraceError as error:
             self._sizes.fix(str(error))
-            return False
+            self._forget()
+            return
         self._add_program(captured, made, began)
-        return True
 
     def _plan_smaller(self, captured: CapturedStep, step: VaryingStep, seconds: float) -> None:
         """Plan for smaller sizes, too, once what they lost by a plan for larger ones would have paid for that."""

@@ -280,12 +280,20 @@ def test_small_inputs_get_a_plan_of_their_own_once_it_pays(monkeypatch):
     assert varying.schedules[small].budget_bytes == varying.schedules[96,].budget_bytes
 
 
-def test_a_step_that_cannot_be_planned_at_other_sizes_is_captured_at_each(captures, monkeypatch):
-    def refuse(*_):
-        raise TraceError("not at this size")
+@pytest.mark.parametrize("planned", [0, 1])
+def test_a_step_that_cannot_be_planned_at_other_sizes_is_captured_at_each(planned, captures, monkeypatch):
+    """At once, or when larger inputs come."""
+    agreeing, left = varying_step.agreeing, [None] * planned
+
+    def refuse(*graphs):
+        if not left:
+            raise TraceError("not at this size")
+        left.pop()
+        return agreeing(*graphs)
 
     monkeypatch.setattr(varying_step, "agreeing", refuse)
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
-    same_steps(wrapper, model, [tokens(4, length) for length in (21, 30)])
-    assert captures == [((4, 21),), ((4, 21),), ((4, 30),)]
+    same_steps(wrapper, model, [tokens(4, length) for length in (21, 60, 21)])
+    again = ((4, 60), (4, 21)) if planned else ((4, 21), (4, 60))
+    assert captures == [((4, 21),), *((shape,) for shape in again)]
