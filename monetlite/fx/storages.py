@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from monetlite.core.errors import TraceError
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import descriptors, is_tangent
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of, storage_key
@@ -106,6 +107,23 @@ class Reachability:
         return [node for node in self.graph.nodes if node.op == "placeholder" and not is_tangent(node)]
 
     @cached_property
+    def gradients(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Each gradient, and the input that it is of.
+
+        Raises:
+            TraceError: it is of a tensor that is made of several inputs.
+        """
+        inputs = {node.meta["desc"]: node for node in self.primals}
+        described = self.graph.output_node().meta["desc"]
+        found = []
+        for node, item in zip(self.output[self.forward_outputs :], described[self.forward_outputs :], strict=True):
+            if node is not None:
+                if getattr(item, "grad_of", None) not in inputs:
+                    raise TraceError(f"{node.name} is a gradient of a tensor of several parts ({item})")
+                found.append((node, inputs[item.grad_of]))
+        return found
+
+    @cached_property
     def updates(self) -> dict[int, fx.Node]:
         """Positions of outputs that are new contents of an input (running statistics), with that input."""
         output = self.graph.output_node()
@@ -128,16 +146,15 @@ class Reachability:
         Operations on such a tensor or view after the step go into the gradient, too. AOTAutograd sees to that, with
         the very tensors that it is called with.
         """
-        gradients = zip(self.primals, self.output[self.forward_outputs :], strict=True)
         seen = {base(node) for node in self.output[: self.forward_outputs] if node is not None}
-        return {node for node, gradient in gradients if gradient is not None} & (self.mutated | seen)
+        return {node for _, node in self.gradients} & (self.mutated | seen)
 
     @property
     def takes_arguments(self) -> bool:
         """True if the inputs are the step's arguments, one by one.
 
         They are not where an argument that is changed shares its storage with another, or is made of several
-        tensors.
+        tensors (as quantised weights are).
         """
         given = [node.meta["desc"] for node in self.primals]
         plain = all(

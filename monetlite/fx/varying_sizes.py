@@ -150,7 +150,7 @@ class _Values:
         return self._known[expr]
 
     def item(self, item: Any) -> Any:
-        """What a node has at these values."""
+        """The tensor or number of a node at these values."""
         if isinstance(item, FakeTensor):
             if id(item) not in self._tensors:
                 self._tensors[id(item)] = self._tensor(item)

@@ -9,22 +9,22 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import fx
 
 from monetlite.core.graph import Call, TensorRef
-from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
+from monetlite.fx.torch_internals.torch_dispatch import OpOverload, named_operator, schema_of
 from monetlite.operators.implementations import TracedKernel, alternatives, find_function, returns_tuple
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-from monetlite.operators import batch_norm, convolution, cross_entropy, dropout, elementwise, random  # noqa: E402 (after all of them are there)
+from monetlite.operators import batch_norm, changing, convolution, cross_entropy, dropout, elementwise, random  # noqa: E402 (after all of them are there)
 from monetlite.operators.random import is_random  # noqa: E402
 
 
 def merge(graph: fx.Graph) -> None:
     """Replace, in a captured graph, kernels that are better run as one, otherwise or not at all."""
+    changing.by_name(graph)
     elementwise.remove_copies(graph)
     cross_entropy.merge_backward(graph)
     dropout.round_as_plain_training(graph)
@@ -52,15 +52,10 @@ def resolve(target: str) -> Callable[..., object]:
     registered = find_function(target)
     if registered is not None:
         return registered.run
-    parts = target.split(".")
-    if len(parts) != 3:
-        raise KeyError(target)
-    namespace, name, overload = parts
     try:
-        function: Callable[..., object] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    except AttributeError as error:
+        return named_operator(target)
+    except (AttributeError, ValueError) as error:
         raise KeyError(target) from error
-    return function
 
 
 def returns_tensor(call: Call) -> bool:

@@ -1,4 +1,4 @@
-"""Which sizes of a model's inputs vary from call to call, so that one program should serve them all."""
+"""The sizes of a model's inputs that vary from call to call, so that one program should serve them all."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ _log = logging.getLogger("monetlite")
 
 
 class CallSizes:
-    """What is known of the sizes of a model's inputs.
+    """Knowledge of the sizes of a model's inputs.
 
     A dimension varies once it has been of two sizes. The first one, of batches, has to be of three: the last batch
     of an epoch is often smaller.
@@ -38,7 +38,7 @@ class CallSizes:
         self._varying: dict[str, Dimensions] = {}
 
     def signature(self, call: Arguments) -> Signature:
-        """What a program is made for: all that is known of a call's arguments, but the sizes that vary."""
+        """The key of a program: all that is known of a call's arguments, but the sizes that vary."""
         exact = input_signature(*call)
         return _without_sizes(exact, self._varying.get(exact[-1], {}))
 

@@ -1,4 +1,4 @@
-"""What a schedule is on a captured step: steps that this device can run, within the schedule's budget."""
+"""The steps to run of a captured step by a schedule: those that this device can run, within the budget."""
 
 import warnings
 from collections.abc import Sequence

@@ -63,9 +63,8 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     tangents = list(filter(is_tangent, joint.graph.nodes))
     forward_runs, backward_runs = _runs(traced, steps)
     primals_of: dict[str, list[fx.Node]] = {}
-    for node, primal in zip(gradients, reach.primals, strict=True):
-        if node is not None:
-            primals_of.setdefault(node.name, []).append(primal)
+    for node, primal in reach.gradients:
+        primals_of.setdefault(node.name, []).append(primal)
 
     backward_runs = _delivered_when_final(joint, backward_runs, primals_of)
     sizes = list(input_sizes(joint.graph).values())

@@ -430,7 +430,9 @@ class PiecewiseTraining:
         outside_ms = sum(item.forward_ms + item.backward_ms for item in recorded.outside)
         kept_bytes = sum(item.kept_bytes for item in recorded.outside)
         share = max(0.0, 1 - outside_ms / max(1e-9, 1e3 * recorded.seconds))
-        listed = [f"\n  {line}" for line in [*self._breaks, *self._unplanned]]
+        # TorchDynamo tells no reason with a graph that ends where a function is left out as a whole.
+        reasons = [*self._breaks, *self._unplanned] or [str(self._reason).partition(". ")[0]]
+        listed = [f"\n  {line}" for line in reasons]
         if len(listed) > MAX_LISTED:
             listed[MAX_LISTED:] = [f"\n  and {len(listed) - MAX_LISTED} more"]
         warnings.warn(

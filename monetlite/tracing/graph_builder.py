@@ -71,9 +71,8 @@ class GraphBuilder:
         count = self.reach.forward_outputs
         self.outputs = {storages.base(node) for node in flat[:count] if node is not None}
         self.gradient_of: dict[fx.Node, list[fx.Node]] = {}
-        for node, primal in zip(flat[count:], self.reach.primals, strict=True):
-            if node is not None:
-                self.gradient_of.setdefault(node, []).append(primal)
+        for node, primal in self.reach.gradients:
+            self.gradient_of.setdefault(node, []).append(primal)
         self.gradients = set(map(storages.base, self.gradient_of))
         self.copied = {node: self._copied_for(node, primals) for node, primals in self.gradient_of.items()}
         """For each gradient, the inputs for which autograd copies it."""

@@ -41,7 +41,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding, self.position = nn.Embedding(50, 16), nn.Parameter(torch.randn(96, 16))
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(16, 50)
 
     def forward(self, tokens):
@@ -130,17 +130,12 @@ def test_images_of_any_size(captures):
     assert len(captures) <= 3, captures
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_transformers(kind, captures):
+def test_a_transformers_model(captures):
     import transformers
 
-    sizes = {"vocab_size": 90, "bos_token_id": 1, "eos_token_id": 2}
-    if kind == "gpt2":
-        config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=128, **sizes)
-    else:
-        config = transformers.LlamaConfig(
-            *(), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, **sizes
-        )
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, n_positions=128, vocab_size=90, bos_token_id=1, eos_token_id=2
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     plain = copy.deepcopy(model)

@@ -15,6 +15,7 @@
 | `_disable_current_modes` | real tensors while a step is captured; measurements would be of nothing |
 | `temporarily_clear_interpreter_stack` | the same for transforms of `torch.func` |
 | `Tensor._version` | changes in place; a piece would compute again from a changed tensor |
+| `auto_functionalized_v2`, `_only_clone_these_bases` | an operator that changes tensors, on copies or in place |
 | `UntypedStorage._cdata` | identity of a storage; views would count as tensors of their own |
 """
 
@@ -43,6 +44,26 @@ without_transforms = temporarily_clear_interpreter_stack
 
 GENERATED_FUNCTIONS = (torch._C._VariableFunctions, torch._C._nn)
 """Namespaces of the functions that torch generates for operators."""
+
+
+CHANGING = torch.ops.higher_order.auto_functionalized_v2
+"""The call in a capture for an operator that changes tensors: it returns the results and the changed copies."""
+BASES = "_all_bases"
+"""Its argument: the tensors that are changed."""
+
+
+def run_changing(operator: OpOverload, arguments: Mapping[str, Any], *, in_place: bool) -> tuple[Any, ...]:
+    """Run an operator that changes tensors as a capture calls it, on copies of those or in place."""
+    copied = {"_only_clone_these_bases": ()} if in_place else {}
+    made: tuple[Any, ...] = CHANGING(operator, **copied, **arguments)
+    return made
+
+
+def named_operator(name: str) -> OpOverload:
+    """An operator by its name with its overload (`aten.add.Tensor`)."""
+    namespace, packet, overload = name.split(".")
+    found: OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return found
 
 
 def schema_of(operator: OpOverload) -> torch.FunctionSchema:

@@ -38,7 +38,7 @@ def marked_as_varying(tensors: Collection[tuple[torch.Tensor, int]]) -> Iterator
 
 
 def expression(size: torch.SymInt) -> sympy.Expr:
-    """What a captured size is, in symbols."""
+    """The expression of a captured size in symbols."""
     found: sympy.Expr = size.node.expr
     return found
 
