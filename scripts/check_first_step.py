@@ -1,0 +1,104 @@
+"""The first training step within a budget: how long it takes beyond capturing, and what its plan is worth.
+
+    python scripts/check_first_step.py [--model NAME ...] [--budget 70%] [--time-limit 15] [--output FILE.md]
+
+For each model: the time that TorchDynamo and AOTAutograd take to capture it, a plain step, the first call within the
+budget, the overhead of the first plan, of the plan taken in the end, and of the plan that waiting finds. All steps
+until the better plan is there are compared with plain training's.
+"""
+
+import argparse
+import copy
+import datetime
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from check_models import MODELS
+
+import monetlite
+from monetlite.checking.comparison.bench import environment
+from monetlite.checking.trainee import default_loss
+from monetlite.fx.torch_internals.torch_modules import called_instead
+from monetlite.tracing import split_inputs
+from monetlite.tracing.capture import capture
+
+MAX_STEPS, MAX_SECONDS = 400, 150.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--budget", default="70%")
+    parser.add_argument("--time-limit", type=float, default=15)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    lines = [
+        f"# The first step, {datetime.date.today()}",
+        "",
+        f"{environment('cpu')}; budget {args.budget}, time limit {args.time_limit:g} s. Seconds; beyond: of the first "
+        "call, beyond capture and a plain step.",
+        "",
+        "| model | capture | plain step | first call | beyond | first plan | taken | at step | waiting | differences |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name in args.model:
+        lines.append(row(name, args.budget, args.time_limit))
+        print(lines[-1], flush=True)
+    if args.output:
+        args.output.write_text("\n".join(lines) + "\n")
+
+
+def row(name: str, budget: str, time_limit: float) -> str:
+    torch.manual_seed(0)
+    plain, inputs = MODELS[name]()
+    call, keywords = split_inputs(inputs)
+    model, captured = copy.deepcopy(plain), copy.deepcopy(plain)
+    began = time.perf_counter()
+    capture(captured, call, keywords)
+    capture_seconds = time.perf_counter() - began
+    step(plain, call, keywords)
+    plain_seconds = step(plain, call, keywords)
+    plain.load_state_dict(captured.state_dict())
+    monetlite.within(model, budget=budget, time_limit=time_limit)
+    first_seconds = step(model, call, keywords)
+    first, at = monetlite.schedule_of(model), 0
+    step(plain, call, keywords)
+    worst, began = difference(model, plain), time.perf_counter()
+    for number in range(2, MAX_STEPS):
+        for of in (plain, model):
+            step(of, call, keywords, seed=number)
+        worst = max(worst, difference(model, plain))
+        at = number if monetlite.schedule_of(model) is not first and not at else at
+        if called_instead(model)._refinement is None or time.perf_counter() - began > MAX_SECONDS:
+            break
+    taken = monetlite.schedule_of(model)
+    waited = monetlite.optimize(captured, inputs, budget, time_limit=time_limit)
+    beyond = first_seconds - capture_seconds - plain_seconds
+    return (
+        f"| {name} | {capture_seconds:.1f} | {plain_seconds:.2f} | {first_seconds:.1f} | {beyond:.1f} "
+        f"| {first.overhead:+.1%} | {taken.overhead:+.1%} | {at or '—'} | {waited.overhead:+.1%} | {worst:.0e} |"
+    )
+
+
+def step(model: Any, call: tuple[Any, ...], keywords: dict[str, Any], seed: int = 1) -> float:
+    """Run a training step from a seed; the seconds it took."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    began = time.perf_counter()
+    default_loss(model(*call, **keywords)).backward()
+    return time.perf_counter() - began
+
+
+def difference(model: Any, plain: Any) -> float:
+    """The largest difference of a gradient from plain training's, of the largest of its tensor."""
+    return max(
+        float((one.grad - other.grad).abs().max() / other.grad.abs().max().clamp(min=1e-30))
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True)
+        if other.grad is not None
+    )
+
+
+if __name__ == "__main__":
+    main()
