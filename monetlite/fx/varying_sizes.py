@@ -21,7 +21,7 @@ from torch import fx
 from monetlite.core.errors import TraceError
 from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef
 from monetlite.fx.torch_internals import torch_pytree as pytree
-from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, storage_key
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, storage_key, without_modes
 from monetlite.fx.torch_internals.torch_symbols import expression
 
 SIZES = "monetlite_sizes"
@@ -133,7 +133,8 @@ class _Values:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[sympy.Expr, int] = {}
         self._tensors: dict[int, torch.Tensor] = {}
-        self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # The captured tensor is kept with its storage's stand-in: the key is only its own while it lives.
+        self._storages: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
 
     def number(self, size: Any) -> Any:
         """A number for a size."""
@@ -161,19 +162,14 @@ class _Values:
         shape, stride = (tuple(map(self.number, sizes)) for sizes in (fake.shape, fake.stride()))
         offset = int(self.number(fake.storage_offset()))
         sizes, strides = list(map(int, shape)), list(map(int, stride))
-        key, dtype, device = storage_key(fake), fake.dtype, fake.device
-        with self._mode, torch.no_grad():
+        key, dtype = storage_key(fake), fake.dtype
+        with without_modes(), torch.no_grad():
             if key not in self._storages:
-                count = int(self.number(fake.untyped_storage().nbytes())) // fake.element_size()
-                self._storages[key] = fake, torch.empty(count, dtype=dtype, device=device)
+                count = int(self.number(fake.untyped_storage().nbytes()))
+                self._storages[key] = fake, torch.empty(count, dtype=torch.uint8, device="meta").untyped_storage()
             whole = self._storages[key][1]
-            if whole.dtype == dtype:
-                made = whole.as_strided(sizes, strides, offset)
-            else:
-                made = torch.empty(0, dtype=dtype, device=device)
-                made.set_(whole.untyped_storage(), offset, sizes, strides)
-            if fake.requires_grad:
-                made = made.detach().requires_grad_()
+            meta = torch.empty(0, dtype=dtype, device="meta").set_(whole, offset, sizes, strides)
+            made = FakeTensor(self._mode, meta, fake.device).requires_grad_(fake.requires_grad)
         if any(isinstance(size, Size) for size in (*shape, *stride)):
             setattr(made, SIZES, (shape, stride))
         return made

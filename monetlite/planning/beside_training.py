@@ -1,7 +1,7 @@
 """A schedule within seconds of a step's capture, and a better one beside training.
 
-`first` takes the costs of the default operators, from one run each, and solves for two seconds. Costs that the
-cache has are exact.
+`first` takes the costs of the default operators, from one run each, and solves for one to three seconds. Costs that
+the cache has are exact.
 
 `advance` is called between two steps, when nothing else runs: there it measures every implementation, a while at a
 time. Then a process of low priority solves beside training.
@@ -34,8 +34,10 @@ from monetlite.planning.pipeline import measured_here, price, with_additions
 from monetlite.profiling.measured import Measurement
 from monetlite.profiling.memory_use import is_profiling
 
-ROUGH_SECONDS, FIRST_SECONDS = 2.5, 2.0
-"""Time for the first costs, and for the first schedule."""
+ROUGH_SECONDS = 2.5
+"""Time for the first costs."""
+FIRST_SECONDS, FIRST_OPERATORS = (1.0, 3.0), 400
+"""Time for the first schedule, from least to most: a second for so many operators."""
 NICENESS = 10
 """Of the process that solves beside training: it gets a tenth of a core that training wants, too."""
 PATIENCE = 2.0
@@ -75,6 +77,7 @@ class PlanningBesideTraining:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._seconds = 0.0
+        self._credit_seconds = 0.0  # time that measuring may take between steps
         self._less_bytes = 0
         self.finished = False
         self.told: list[str] = []
@@ -87,7 +90,9 @@ class PlanningBesideTraining:
         """
         rough = [item.rough_profile(ROUGH_SECONDS / len(self._measurements)) for item in self._measurements]
         complete = all(item.known for item in self._measurements)
-        quick = replace(self._solving, time_limit=min(FIRST_SECONDS, self._solving.time_limit))
+        least, most = FIRST_SECONDS
+        seconds = max(least, min(most, len(self._graphs[0].operators) / FIRST_OPERATORS))
+        quick = replace(self._solving, time_limit=min(seconds, self._solving.time_limit))
         try:
             schedule = self._solved(rough or self._estimated(), quick)
         except InfeasibleBudget:
@@ -122,12 +127,16 @@ class PlanningBesideTraining:
             return None if self._process.poll() is None else self._result()
         if all(item.done == item.total for item in self._measurements):
             self._start()
-        elif not is_profiling():
+            return None
+        self._credit_seconds += seconds
+        if self._credit_seconds > 0 and not is_profiling():
+            began = time.monotonic()
             try:
-                self._measure(seconds)
+                self._measure(self._credit_seconds)
             except MonetliteError as error:  # training goes on by the plan that it has
                 self.finished = True
                 self.told.append(f"no better plan is looked for: {error}")
+            self._credit_seconds -= time.monotonic() - began  # the last call may have taken longer
         return None
 
     def _measure(self, seconds: float = math.inf) -> None:
