@@ -132,7 +132,7 @@ SHORTER = {
     "measure --operators --model mobilenet_v2 ": "measure --operators --model resnet18 ",
     "check resnet50_6GB.yaml": "check resnet18_6GB.yaml",
 }
-"""Less time, and models of fewer layers. `.ci/installed.py` runs those of ResNet-50 as they stand."""
+"""Less time, and models of fewer layers. `.ci/installed.py` solves and checks ResNet-50 itself."""
 
 
 def shorter(command):

@@ -20,7 +20,7 @@ from monetlite.core.errors import CudnnError, ScheduleMismatch
 from monetlite.core.steps import check_legal
 from monetlite.operators import cudnn
 from monetlite.operators.cudnn import library
-from monetlite.runtime import scheduled_training
+from monetlite.runtime import fitting
 
 needs_cudnn = pytest.mark.skipif(not cudnn.available(), reason=f"no cuDNN to ask: {cudnn.problem()}")
 
@@ -114,7 +114,7 @@ class TestWhereThePlansAre:
         def on_cuda(graph, choices):
             return cudnn.with_named_plans(replace(graph, device="cuda"), choices)
 
-        monkeypatch.setattr(scheduled_training, "with_named_plans", on_cuda)
+        monkeypatch.setattr(fitting, "with_named_plans", on_cuda)
         expected = step(twin(model), (image,))
         made = step(monetlite.MONeTWrapper(model, schedule), (image,))
         assert len(frontend.runs) == runs > 14

@@ -27,6 +27,8 @@ LAYERS = (
 ELSEWHERE = {
     "monetlite.require": "called when a step begins",
     "monetlite.batch_norm_by_cudnn_again": "of captures on CUDA; tests/runtime/test_batch_norm_by_cudnn.py",
+    "monetlite.changed": "of other libraries' operators; tests/runtime/test_custom_kernels.py",
+    "monetlite.changed_": "the same",
     "monetlite.dropout": "what is traced, for probabilities that native_dropout rounds in another way",
     **{
         target: "needs cuDNN"
