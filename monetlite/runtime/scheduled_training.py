@@ -56,7 +56,7 @@ from monetlite.runtime.serving import (
     shapes_of,
     size_served,
 )
-from monetlite.runtime.varying_step import MAX_LIMITS, Limits, VaryingStep
+from monetlite.runtime.varying_step import MAX_LIMITS, Limits, VaryingStep, is_of_any_size, of_any_size
 from monetlite.tracing.capture import (
     MAX_PROGRAMS,
     Compiler,
@@ -398,14 +398,15 @@ class ScheduledTraining:
         with without_modes(), forked_state(device_of(self.model, tuple(call))), interrupts_kept():
             if self._example is not None:
                 tell(f"captured {graphs[0].traced_count} operators in {self._clock.seconds:.1f} s; planning")
-            planning = PlanningBesideTraining(graphs, budget, pricing, solving)
+            step = (lambda profiles: [of_any_size(item) for item in profiles]) if limits else list
+            planning = PlanningBesideTraining(graphs, budget, pricing, solving, step)
             schedule = planning.first(settle=settle)
         if outside := unplanned_loss(graphs[0], schedule.budget_bytes):
             warnings.warn(outside, stacklevel=3)
         self._solved += 1
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
-        # A plan for smaller inputs than the one that is being bettered is good enough as it is.
-        bettered = not planning.finished and (self._refinement is None or schedule is self.schedules[-1])
+        # A plan for smaller inputs than another one's is good enough as it is.
+        bettered = not planning.finished and (not limits or schedule is self.schedules[-1])
         if bettered:
             self._refinement = Refinement(planning, schedule, self._fitting)
         sizes = f" for sizes up to {' x '.join(map(str, limits))}" if limits else ""
@@ -488,7 +489,7 @@ class ScheduledTraining:
             raise self._unserved(call)
         if not serving and self.wait:
             serving = [self._solve(call)]
-        for schedule in serving:
+        for schedule in filter(is_of_any_size, serving):
             limits = step.limits_of(schedule, call, self._order(schedule, call))
             traced, resident_bytes = step.traced_at(limits), self._resident_bytes(step.example_at(limits))
             with contextlib.suppress(ScheduleMismatch, TooLarge):

@@ -7,10 +7,11 @@ few of them, and a step that comes runs by the plan for the smallest that are no
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from monetlite.core.costs import Profile
 from monetlite.core.errors import TraceError
 from monetlite.core.graph import OperatorGraph
 from monetlite.core.schedule import Schedule
@@ -19,6 +20,7 @@ from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode, without_modes
 from monetlite.fx.torch_internals.torch_symbols import captured_value, largest
 from monetlite.fx.varying_sizes import SIZES, agreeing, graph_at, input_sizes
+from monetlite.operators import cudnn
 from monetlite.runtime.call_sizes import Dimensions
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.operator_graph import Traced
@@ -30,6 +32,8 @@ HEADROOM = 1.5
 """A step that is larger than any before is planned for sizes so many times as large, if the budget allows it."""
 SMALL_SHARE = 0.9
 """A step of a smaller share of a plan's sizes than this would do with another plan."""
+_MAX_NOTED = 256
+"""Steps whose sizes are remembered for the next plan."""
 Limits: TypeAlias = tuple[int, ...]
 
 
@@ -75,7 +79,7 @@ class VaryingStep:
         varying: Dimensions,
         build: Callable[[Joint, Arguments], Traced],
     ) -> None:
-        self._joint, self._call, self._build = joint, call, build
+        self._joint, self._build = joint, build
         reach = Reachability(joint.graph.graph, joint.forward_outputs)
         if not reach.takes_arguments:
             raise TraceError("inputs that share memory are changed")
@@ -84,13 +88,15 @@ class VaryingStep:
         self._symbols = list(symbols)
         self.captured: Limits = tuple(captured_value(size) or 0 for size in sizes)
         self._most = [largest(size) for size in sizes]
-        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        leaves, self._structure = pytree.tree_flatten((call.args, call.kwargs))
         self._symbol_of = {
             (at, number): self.captured.index(size)
             for at, numbers in varying.items()
             for number in numbers
             if (size := leaves[at].shape[number]) in self.captured
         }
+        alike = {id(leaf): _without_memory(leaf) for leaf in leaves}
+        self._leaves = [alike[id(leaf)] for leaf in leaves]
         self._reference: OperatorGraph | None = None
         self.schedules: dict[Limits, Schedule] = {}
         self._planning_seconds = 0.0
@@ -107,7 +113,7 @@ class VaryingStep:
             if self._reference is None:
                 other = self.captured if self.captured != limits else tuple(size - 1 for size in limits)
                 self._reference = self._traced(other).graph
-        return replace(traced, graph=agreeing(traced.graph, self._reference))
+        return replace(traced, graph=of_any_size(agreeing(traced.graph, self._reference)))
 
     def _traced(self, sizes: Limits) -> Traced:
         graph = graph_at(self._joint.graph, dict(zip(self._symbols, sizes, strict=True)))
@@ -117,16 +123,14 @@ class VaryingStep:
         return self._build(replace(self._joint, graph=graph), self.example_at(sizes))
 
     def example_at(self, sizes: Limits) -> Arguments:
-        """A call like the captured one, at these sizes; tensors that vary have no memory."""
-        leaves, structure = pytree.tree_flatten((self._call.args, self._call.kwargs))
+        """A call like the captured one, at these sizes, with tensors that have no memory."""
         shapes: dict[int, list[int]] = {}
         for (at, number), symbol in self._symbol_of.items():
-            shapes.setdefault(at, list(leaves[at].shape))[number] = sizes[symbol]
-        with FakeTensorMode():
-            for at, shape in shapes.items():
-                made = torch.empty(shape, dtype=leaves[at].dtype, device=leaves[at].device)
-                leaves[at] = made.requires_grad_(leaves[at].requires_grad)
-        return Arguments(*pytree.tree_unflatten(leaves, structure))
+            leaf: Any = self._leaves[at]
+            shapes.setdefault(id(leaf), list(leaf.shape))[number] = sizes[symbol]
+        resized = {id(leaf): _without_memory(leaf, shapes[id(leaf)]) for leaf in self._leaves if id(leaf) in shapes}
+        leaves = [resized.get(id(leaf), leaf) for leaf in self._leaves]
+        return Arguments(*pytree.tree_unflatten(leaves, self._structure))
 
     def roomy(self, sizes: Limits) -> Limits:
         """Sizes with room for larger ones, as far as the captured graph holds."""
@@ -162,7 +166,7 @@ class VaryingStep:
         if overhead > 0 and math.prod(sizes) < SMALL_SHARE * math.prod(limits):
             waste = self._waste.setdefault(limits, Waste())
             waste.seconds += seconds * overhead / (1 + overhead)
-            waste.sizes.append(sizes)
+            waste.sizes = [*waste.sizes[-_MAX_NOTED:], sizes]
 
     def worth_planning(self) -> tuple[Limits, int] | None:
         """Sizes for which a plan would have paid, and the budget, in bytes, of the plan that ran instead."""
@@ -170,3 +174,30 @@ class VaryingStep:
             if waste.seconds > self._planning_seconds and len(self.schedules) < MAX_LIMITS:
                 return waste.typical(), self.schedules[limits].budget_bytes
         return None
+
+
+ItemT = TypeVar("ItemT", OperatorGraph, Profile)
+
+
+def of_any_size(item: ItemT) -> ItemT:
+    """A graph or profile without cuDNN's plans, each of which is for one size."""
+    return item.restricted(lambda implementation: not implementation.name.startswith(cudnn.PREFIX))
+
+
+def is_of_any_size(schedule: Schedule) -> bool:
+    """True if a schedule names none of cuDNN's plans."""
+    choices = schedule.choices
+    runs = [*choices.implementations.items(), *(run for runs in choices.before.values() for run in runs)]
+    return not any(name.startswith(cudnn.PREFIX) for _, name in runs)
+
+
+def _without_memory(leaf: Any, shape: Sequence[int] | None = None) -> Any:
+    """A tensor like another, of another shape if one is given, without memory; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with FakeTensorMode():
+        if shape is None:
+            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        else:
+            made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.requires_grad)

@@ -1,7 +1,10 @@
 """Inputs that vary in size: one capture, programs for a few sizes, and plain training's results at each."""
 
 import copy
+import gc
 import random
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.nn import functional as F
 
 import monetlite
 from monetlite.core.errors import ModelError, TraceError
+from monetlite.operators import cudnn
 from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.runtime import varying_step
 from monetlite.runtime.scheduled_training import ScheduledTraining
@@ -292,3 +296,25 @@ def test_a_step_that_cannot_be_planned_at_other_sizes_is_captured_at_each(planne
     same_steps(wrapper, model, [tokens(4, length) for length in (21, 60, 21)])
     again = ((4, 60), (4, 21)) if planned else ((4, 21), (4, 60))
     assert captures == [((4, 21),), *((shape,) for shape in again)]
+
+
+def test_cudnns_plans_are_for_one_size():
+    schedule = recomputing(monetlite.trace(Pixels(), torch.randn(2, 3, 16, 16)))
+    assert varying_step.is_of_any_size(schedule)
+    for choices in (
+        replace(schedule.choices, implementations={"convolutions.0": f"{cudnn.PREFIX}plan"}),
+        replace(schedule.choices, before={"head": (("convolutions.0", f"{cudnn.PREFIX}plan"),)}),
+    ):
+        assert not varying_step.is_of_any_size(replace(schedule, choices=choices))
+
+
+def test_a_captured_step_keeps_no_inputs():
+    """Of a call, only sizes are remembered: a batch would stay in memory for good."""
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    x = tokens(4, 21)
+    wrapper(x).sum().backward()
+    alive = weakref.ref(x)
+    del x
+    gc.collect()
+    assert alive() is None
