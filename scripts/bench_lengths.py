@@ -23,7 +23,7 @@ from torch import nn
 
 import monetlite
 from monetlite.checking.comparison.bench import environment
-from monetlite.core.units import format_bytes
+from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.torch_internals.torch_modules import called_instead
 from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.runtime.serving import own_bytes
@@ -85,11 +85,12 @@ def main() -> None:
         "monetlite": copy.deepcopy(model),
     }
     models["checkpointing"].gradient_checkpointing_enable({"use_reentrant": False})
-    monetlite.within(models["monetlite"], budget=args.budget, time_limit=args.time_limit)
+    longest = tokens(max(lengths))
+    budget_bytes = parse_budget(args.budget, measured_peaks(copy.deepcopy(model), [longest])[0])
+    monetlite.within(models["monetlite"], budget=budget_bytes, time_limit=args.time_limit)
     if args.one_schedule:
-        longest = tokens(max(lengths))
         schedule = monetlite.optimize(
-            model, {"input_ids": longest, "labels": longest}, args.budget, time_limit=args.time_limit
+            model, {"input_ids": longest, "labels": longest}, budget_bytes, time_limit=args.time_limit
         )
         models["one schedule"] = monetlite.MONeTWrapper(copy.deepcopy(model), schedule)
     batches = [tokens(length) for length in lengths]
@@ -107,7 +108,6 @@ def main() -> None:
                 worst = max(worst, difference(of, expected.get(number)))
         print(f"{name}: {sum(seconds[name]):.1f} s", flush=True)
     totals = {name: sum(items) for name, items in seconds.items()}
-    budget_bytes = monetlite.schedule_of(models["monetlite"]).budget_bytes
     peaks = {
         name: measured_peaks(of, [tokens(length) for length in lengths[: args.peaks]])
         for name, of in models.items()
@@ -115,7 +115,7 @@ def main() -> None:
     lines = [
         f"# {args.model}, {args.steps} {args.lengths} lengths of {min(lengths)} to {max(lengths)}, batches of {batch}",
         "",
-        f"{datetime.date.today()}, {environment('cpu')}. Budget {args.budget}; {len(set(lengths))} different lengths, "
+        f"{datetime.date.today()}, {environment('cpu')}. Budget {args.budget} of plain training's peak at the longest; {len(set(lengths))} different lengths, "
         f"{programs} programs at most, largest difference of a gradient from plain training's {worst:.0e}.",
         "",
         "| | whole run, s | of plain | beyond plain, s | median step, of plain | largest peak |",

@@ -6,6 +6,7 @@ changes no bit of the result.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,6 +24,9 @@ _OTHERWISE_NAMED = {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar", "aten.mul.Scal
 `mul_.Scalar` rounds the number to the tensor's dtype first and `mul.Scalar` doesn't; `mul_.Tensor`, which
 takes a number too, doesn't either.
 """
+
+_TO_THE_END = 2**62
+"""The end of a slice that has none is the largest integer, or about that."""
 
 
 def remove_copies(graph: fx.Graph) -> None:
@@ -42,6 +46,23 @@ def remove_copies(graph: fx.Graph) -> None:
         if same_layout(spec_of(node.meta["val"]), spec_of(source.meta["val"])):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.slice_backward.default):
+        source = node.args[0]
+        if node not in returned and base(source).op == "call_function" and _is_of_all(node):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _is_of_all(gradient: fx.Node) -> bool:
+    """True for the gradient of a slice that takes all of a dimension, which is the gradient that comes in.
+
+    A capture of fixed sizes leaves it out; one of sizes that vary has it.
+    """
+    arguments: Any = gradient.args
+    source, shape, dimension, start, end, step = arguments
+    one, other = spec_of(source.meta["val"]), spec_of(gradient.meta["val"])
+    size = shape[dimension]
+    return start == 0 and step == 1 and (end == size or end >= _TO_THE_END) and same_layout(one, other)
 
 
 @alternatives_for(*(f"aten.{name}.{overload}" for name, traits in TRAITS.items() for overload in traits.in_place))

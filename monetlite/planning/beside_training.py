@@ -38,6 +38,8 @@ ROUGH_SECONDS = 2.5
 """Time for the first costs."""
 FIRST_SECONDS, FIRST_OPERATORS = (1.0, 3.0), 400
 """Time for the first schedule, from least to most: a second for so many operators."""
+PLAIN_SECONDS, PLAIN_SHARE = 0.2, 0.8
+"""Time for the first schedule where plain training's tensors take less than this part of the budget."""
 NICENESS = 10
 """Of the process that solves beside training: it gets a tenth of a core that training wants, too."""
 PATIENCE = 2.0
@@ -92,6 +94,8 @@ class PlanningBesideTraining:
         complete = all(item.known for item in self._measurements)
         least, most = FIRST_SECONDS
         seconds = max(least, min(most, len(self._graphs[0].operators) / FIRST_OPERATORS))
+        if self._fits_plainly():
+            seconds = PLAIN_SECONDS
         quick = replace(self._solving, time_limit=min(seconds, self._solving.time_limit))
         try:
             schedule = self._solved(rough or self._estimated(), quick)
@@ -101,6 +105,12 @@ class PlanningBesideTraining:
             return self.best()
         self.finished = complete and schedule.status is Status.OPTIMAL
         return schedule
+
+    def _fits_plainly(self) -> bool:
+        """Tell whether plain training keeps to the budget by what its tensors take."""
+        profile = without_costs(self._graphs[0])
+        plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
+        return plain_bytes < PLAIN_SHARE * parse_budget(self._budget, plain_bytes)
 
     def take_off(self, size_bytes: int) -> None:
         """Plan for so much less than the budget from here on."""
