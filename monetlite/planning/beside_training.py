@@ -38,8 +38,8 @@ ROUGH_SECONDS = 2.5
 """Time for the first costs."""
 FIRST_SECONDS, FIRST_OPERATORS = (1.0, 3.0), 400
 """Time for the first schedule, from least to most: a second for so many operators."""
-PLAIN_SECONDS, PLAIN_SHARE = 0.2, 0.8
-"""Time for the first schedule where plain training's tensors take less than this part of the budget."""
+PLAIN_SECONDS = 0.2
+"""Time for the first schedule where plain training keeps to the budget."""
 NICENESS = 10
 """Of the process that solves beside training: it gets a tenth of a core that training wants, too."""
 PATIENCE = 2.0
@@ -92,13 +92,10 @@ class PlanningBesideTraining:
         """
         rough = [item.rough_profile(ROUGH_SECONDS / len(self._measurements)) for item in self._measurements]
         complete = all(item.known for item in self._measurements)
-        least, most = FIRST_SECONDS
-        seconds = max(least, min(most, len(self._graphs[0].operators) / FIRST_OPERATORS))
-        if self._fits_plainly():
-            seconds = PLAIN_SECONDS
-        quick = replace(self._solving, time_limit=min(seconds, self._solving.time_limit))
+        profiles = self._steps(rough or self._estimated())
+        seconds = min(self._first_seconds(profiles[0]), self._solving.time_limit)
         try:
-            schedule = self._solved(rough or self._estimated(), quick)
+            schedule = self._solved(profiles, replace(self._solving, time_limit=seconds))
         except InfeasibleBudget:
             if not settle:
                 raise
@@ -106,11 +103,13 @@ class PlanningBesideTraining:
         self.finished = complete and schedule.status is Status.OPTIMAL
         return schedule
 
-    def _fits_plainly(self) -> bool:
-        """Tell whether plain training keeps to the budget by what its tensors take."""
-        profile = without_costs(self._graphs[0])
+    def _first_seconds(self, profile: Profile) -> float:
+        """Time for the first schedule of a whole step."""
         plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
-        return plain_bytes < PLAIN_SHARE * parse_budget(self._budget, plain_bytes)
+        if plain_bytes <= parse_budget(self._budget_of(profile), plain_bytes):
+            return PLAIN_SECONDS
+        least, most = FIRST_SECONDS
+        return max(least, min(most, len(profile.graph.operators) / FIRST_OPERATORS))
 
     def take_off(self, size_bytes: int) -> None:
         """Plan for so much less than the budget from here on."""
@@ -124,7 +123,7 @@ class PlanningBesideTraining:
         """
         self._measure()
         self.finished = True
-        return self._solved(self._complete(), self._solving)
+        return self._solved(self._steps(self._complete()), self._solving)
 
     def advance(self, seconds: float) -> Schedule | None:
         """Go on for so many seconds, while no step runs; the better schedule, once there is one.
@@ -168,8 +167,9 @@ class PlanningBesideTraining:
         return [with_additions(profile, self._pricing) for profile in self._step(profiles)]
 
     def _solved(self, profiles: list[Profile], solving: SolvingOptions) -> Schedule:
-        steps = self._steps(profiles)
-        return solve_layouts(steps, self._budget_of(steps[0]), solving, layout=self._pricing.layout)
+        """A schedule, from profiles of whole steps."""
+        budget = self._budget_of(profiles[0])
+        return solve_layouts(profiles, budget, solving, layout=self._pricing.layout)
 
     def _budget_of(self, profile: Profile) -> str | int | float:
         if not self._less_bytes:

@@ -26,13 +26,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from monetlite.core.errors import InfeasibleBudget, ModelError, ScheduleMismatch, TraceError
+from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
 from monetlite.core.units import parse_budget
-from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed, without_modes
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs
@@ -44,6 +43,7 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.call_sizes import CallSizes
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned, delivering_backend
+from monetlite.runtime.guarded_outputs import guard_outputs
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock
@@ -180,7 +180,14 @@ class ScheduledTraining:
                 output, detached = self._train_as_planned(call)
             except FailOnRecompileLimitHit as error:
                 raise too_many_programs() from error
-        return output if detached is None else _guard_outputs(output, detached)
+            self._note_schedule()
+        return output if detached is None else guard_outputs(output, detached)
+
+    def _note_schedule(self) -> None:
+        """Note the schedule of a step whose sizes vary: each step has the one for its sizes."""
+        for captured, step in self._varying.items():
+            if captured.last_sizes:
+                self.schedule = step.schedules[captured.limits_for(captured.last_sizes)]
 
     def _train_as_planned(self, call: Arguments) -> Any:
         """Run a step, and once more where it ended before anything of it had run, with what was missing."""
@@ -429,7 +436,6 @@ class ScheduledTraining:
             (varying, limits), self._new_varying = self._new_varying, None
             self._varying[step] = varying
             step.serve(step.current, limits)
-            varying.planned(self._clock.seconds, step.by_size)
         if self._refinement is not None:
             self._refinement.keep(step)
 
@@ -470,8 +476,9 @@ class ScheduledTraining:
         def build(at: Joint, example: Arguments) -> Traced:
             return build_graph(at, self.model, example, autocast=autocast)
 
-        step = VaryingStep(joint, call, self._sizes.varying(call), build)
+        step, began = VaryingStep(joint, call, self._sizes.varying(call), build), time.monotonic()
         traced, steps, limits = self._planned_at(step, step.captured, call)
+        step.planned(time.monotonic() - began, [limits])
         self._new_varying = step, limits
         return traced, steps
 
@@ -539,7 +546,11 @@ class ScheduledTraining:
         wanted = step.worth_planning()
         if wanted is not None and self.budget is not None:
             began = time.monotonic()
-            self._add_program(captured, (*self._plan_at(step, *wanted), wanted[0]), began)
+            try:
+                self._add_program(captured, (*self._plan_at(step, *wanted), wanted[0]), began)
+            except MonetliteError as error:  # training goes on by the plans that it has
+                step.planned(time.monotonic() - began, captured.by_size)
+                tell(f"no plan for smaller sizes was found: {error}")
 
     def _add_program(
         self, captured: CapturedStep, made: tuple[Traced, tuple[Step, ...], Limits], began: float
@@ -617,42 +628,6 @@ def _refuse_shards(model: nn.Module) -> None:
                 f"fully_shard has been applied to {name or 'the model'} inside of the wrapper, where its hooks "
                 "can't be captured. Wrap first, and shard what is wrapped: fully_shard(MONeTWrapper(block, ...))"
             )
-
-
-def _guard_outputs(output: Any, detached: Mapping[Any, Sequence[bool]]) -> Any:
-    """Make outputs beside the loss refuse a gradient, rather than lose it in silence.
-
-    Args:
-        output: a mapping made by `detach_all_but_loss`; its items are replaced.
-        detached: for each item beside the loss, by name, which of its tensors were detached.
-    """
-    anchor = torch.empty(0, requires_grad=True)
-
-    def guard(path: tuple[Any, ...], item: Any) -> Any:
-        if isinstance(item, torch.Tensor) and next(was_detached):
-            return _RefuseGradient.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]  # torch has no types for it
-        return item
-
-    for name, flags in detached.items():
-        was_detached = iter(flags)
-        output[name] = pytree.tree_map_with_path(guard, {name: output[name]})[name]
-    return output
-
-
-class _RefuseGradient(torch.autograd.Function):
-    """The same tensor to every reader: not a view to autograd, which would refuse changes in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name = name
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ModelError(
-            f"a gradient reached output{ctx.name}, but a model that returns a loss is scheduled for that loss "
-            "alone. Compute everything that is trained on inside the model's loss, or call .detach() on the output"
-        )
 
 
 class _NotAsked(Exception):

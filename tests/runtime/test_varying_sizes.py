@@ -274,8 +274,8 @@ def test_small_inputs_get_a_plan_of_their_own_once_it_pays(monkeypatch):
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
     same_steps(wrapper, model, [tokens(4, 91)])
     (varying,) = wrapper._training._varying.values()
-    if varying.schedules[96,].overhead <= 0:
-        pytest.skip("the first plan costs nothing")
+    first = varying.schedules[96,]
+    varying.schedules[96,] = replace(first, latency_ms=1.2 * first.plain_latency_ms)
     varying._planning_seconds = 1e-9
     same_steps(wrapper, model, [tokens(4, length) for length in (20, 24, 30, 20)])
     assert (96,) in varying.schedules
@@ -324,3 +324,33 @@ def test_a_captured_step_keeps_no_inputs():
     del x
     gc.collect()
     assert alive() is None
+
+
+def test_a_plan_for_smaller_inputs_that_fails_ends_nothing(monkeypatch, caplog):
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    same_steps(wrapper, model, [tokens(4, 91)])
+    (varying,) = wrapper._training._varying.values()
+    first = varying.schedules[96,]
+    varying.schedules[96,] = replace(first, latency_ms=1.2 * first.plain_latency_ms)
+    varying._planning_seconds = 1e-9
+    tried = []
+
+    def refuse(self, limits):
+        tried.append(limits)
+        raise TraceError("not at this size")
+
+    monkeypatch.setattr(varying_step.VaryingStep, "traced_at", refuse)
+    with caplog.at_level("INFO", logger="monetlite"):
+        same_steps(wrapper, model, [tokens(4, length) for length in (20, 24, 30)])
+    assert tried
+    assert "no plan for smaller sizes was found: not at this size" in caplog.messages
+    assert [*varying.schedules] == [(96,)]
+
+
+def test_the_schedule_is_that_of_the_last_step():
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    for length, limit in ((37, 56), (90, 96), (20, 56), (70, 96)):
+        wrapper(tokens(4, length))
+        assert [spec.shape for spec in wrapper.schedule.inputs.values()] == [(4, limit)]
