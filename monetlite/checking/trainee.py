@@ -27,6 +27,7 @@ from monetlite.profiling.meters import MAX_PAGE_FAULTS
 from monetlite.profiling.step_additions import make_optimizer
 from monetlite.runtime.reserved_memory import reserved_within
 from monetlite.runtime.wrapper import MONeTWrapper
+from monetlite.tracing.model_outputs import has_loss
 from monetlite.tracing.step_inputs import resident_bytes
 
 
@@ -58,6 +59,7 @@ class Trainee:
         device: `cpu` or `cuda`.
         training: False for forward passes without gradients.
         accumulate: keep gradients between steps.
+        holds_outputs: keep outputs beside the model's loss until the step ends.
         autocast: dtype of `torch.autocast` around forward and loss; empty for none.
         optimizer: name of an optimizer.
         limit_bytes: what torch's CUDA allocator may reserve for a step while it is measured.
@@ -72,6 +74,7 @@ class Trainee:
     _: KW_ONLY
     training: bool = True
     accumulate: bool = False
+    holds_outputs: bool = False
     autocast: str = ""
     optimizer: InitVar[str | None] = None
     limit_bytes: int | None = None
@@ -90,13 +93,14 @@ class Trainee:
         """Run forward and backward from cleared gradients, and return the loss."""
         self.clear()
         with torch.set_grad_enabled(self.training):
-            # A training loop holds the model's output until the step ends; the schedule counts on that.
             dtype = getattr(torch, self.autocast or "bfloat16")
             with torch.autocast(self.device, dtype, enabled=bool(self.autocast)):
                 output = self.model(*self.args, **self.kwargs)
                 if not self.training:
                     return torch.zeros(())
                 loss = self.objective(output)
+            if has_loss(output) and not self.holds_outputs:
+                del output  # as trainers do
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         return loss.detach()
 

@@ -16,6 +16,7 @@ from monetlite.checking.step_differences import SLACK, Reference
 from monetlite.checking.trainee import Trainee, copied, default_loss, leaf_copies, step_times_ms
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ModelError
+from monetlite.core.graph import ALL_OUTPUTS
 from monetlite.core.schedule import Schedule
 from monetlite.profiling.memory_use import available_bytes
 from monetlite.profiling.meters import meter_for
@@ -118,6 +119,7 @@ def verify_own(
             loss or default_loss,
             device,
             accumulate=schedule.accumulate,
+            holds_outputs=schedule.outputs == ALL_OUTPUTS,
             autocast=schedule.autocast,
             optimizer=schedule.optimizer,
         )

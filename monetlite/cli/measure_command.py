@@ -68,7 +68,7 @@ MODE_LIST = CommaList(
 )
 
 
-OPERATORS_ONLY, WHOLE_ONLY = ("accumulate", "layout", "top"), ("modes", "repeats", "warmup")
+OPERATORS_ONLY, WHOLE_ONLY = ("accumulate", "layout", "outputs", "top"), ("modes", "repeats", "warmup")
 """Parameters of `--operators`, and of measuring without it."""
 _top_option = click.option(
     "--top", type=click.IntRange(min=1), default=15, show_default=True, help="Operators to list."
@@ -106,6 +106,7 @@ _layout_option = options_of(
     _top_option,
     options_of(PricingOptions, "accumulate"),
     _layout_option,
+    options_of(PricingOptions, "outputs"),
     rare=OPERATORS_ONLY,
     rare_heading="Options of --operators",
 )
@@ -203,6 +204,7 @@ profile_command = command(
     size_options(),
     pricing_options,
     _layout_option,
+    options_of(PricingOptions, "outputs"),
     output_option("Write the profile to a file, which `monetlite solve --profile` takes on any machine."),
     _top_option,
     now="measure --operators",

@@ -7,6 +7,7 @@ from monetlite.cli.command_options import ModelChoice
 from monetlite.cli.option_types import MEASURED_HERE
 from monetlite.core.costs import Profile
 from monetlite.core.devices import find_device
+from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.options import ALL_IMPLEMENTATIONS, PricingOptions, SolvingOptions
 
 
@@ -37,6 +38,7 @@ def schedule_name(choice: ModelChoice, budget: str, pricing: PricingOptions, sol
         "reserved" if solving.reserved else None,
         f"within{solving.tolerance:g}" if solving.tolerance else None,
         pricing.layout,
+        None if pricing.outputs == LOSS_ONLY else f"{pricing.outputs}-outputs",
         None if solving.implementations == ALL_IMPLEMENTATIONS else f"{solving.implementations}-implementations",
     ]
     return Path("_".join(filter(None, parts)) + ".yaml")
@@ -56,7 +58,11 @@ def name_from_profile(
         autocast=graph.autocast or None,
     )
     pricing = PricingOptions(
-        device=profile.device, optimizer=profile.optimizer, accumulate=profile.accumulate, layout=layout
+        device=profile.device,
+        optimizer=profile.optimizer,
+        accumulate=profile.accumulate,
+        layout=layout,
+        outputs=graph.outputs,
     )
     return schedule_name(choice, budget, pricing, solving)
 

@@ -28,7 +28,7 @@ from monetlite.core.options import PricingOptions, SolvingOptions
 FIRST_BATCH = 32
 """Batch to begin from."""
 MAX_BATCH_SECONDS = 120.0
-_RARE = ("profiles", "layout", "accumulate", "implementations", "solver", "seed", "multiple_of")
+_RARE = ("profiles", "layout", "outputs", "accumulate", "implementations", "solver", "seed", "multiple_of")
 _multiple_option = click.option(
     "--multiple-of",
     type=click.IntRange(min=1),
@@ -57,7 +57,7 @@ _multiple_option = click.option(
         help="Peak of the whole step: 6GB (10⁹ bytes), 6GiB (2³⁰), 6000MB, or 50% of plain training's peak.",
     ),
     pricing_options,
-    options_of(PricingOptions, "layout"),
+    options_of(PricingOptions, "layout", "outputs"),
     options_of(SolvingOptions),
     output_option("Schedule file; by default MODEL_BATCH_BUDGET.yaml here, with the other options in its name."),
     click.option(
@@ -104,7 +104,8 @@ def solve_command(
     layouts = layouts_to_try(pricing.layout, solving.tolerance)
     if profiles:
         given = {"model": choice.spec, **vars(choice), **vars(pricing)}
-        said = {name: given[name] for name in given if name not in ("spec", "layout")}
+        defaults = ("spec", "layout", *(["outputs"] if source_of("outputs") is ParameterSource.DEFAULT else []))
+        said = {name: given[name] for name in given if name not in defaults}
         costs, batch, description = load_profiles(profiles, pricing.layout, said)
         target = output or name_from_profile(costs[0], batch, budget, pricing.layout, solving)
         check_writable(target)

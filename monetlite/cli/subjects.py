@@ -86,7 +86,14 @@ def price_layouts(
             terminal.line(f"tracing {built.description.partition('; returns')[0]}"),
             torch.autocast(device_type, dtype, enabled=choice.autocast is not None),
         ):
-            graph = trace(built.model, built.example_inputs, device=device, meta_device=device_type, layout=layout)
+            graph = trace(
+                built.model,
+                built.example_inputs,
+                device=device,
+                meta_device=device_type,
+                layout=layout,
+                outputs=pricing.outputs,
+            )
         measured = device in MEASURED_HERE
         with terminal.bar("measuring operators" if measured else f"estimating operators on {device}") as progress:
             priced = profile(
@@ -127,10 +134,7 @@ def load_profiles(
             "are relative to that"
         )
     for other in loaded[1:]:
-        if other.graph.layout == first.graph.layout or (
-            (other.graph.name, other.graph.inputs, other.device, other.optimizer, other.accumulate)
-            != (first.graph.name, first.graph.inputs, first.device, first.optimizer, first.accumulate)
-        ):
+        if other.graph.layout == first.graph.layout or (_step(other) != _step(first)):
             raise ModelError(
                 "the profiles are not of one step in different layouts: "
                 f"{_described(first)}, and {_described(other)}"
@@ -140,6 +144,11 @@ def load_profiles(
     sizes = [spec.shape[0] for spec in first.graph.inputs.values() if spec.shape]
     batch = first.source.batch if first.source else sizes[0] if sizes else 1
     return loaded, batch, _described(first)
+
+
+def _step(profile: Profile) -> tuple[object, ...]:
+    graph = profile.graph
+    return graph.name, graph.inputs, graph.outputs, profile.device, profile.optimizer, profile.accumulate
 
 
 def _described(profile: Profile) -> str:
@@ -202,6 +211,7 @@ def open_schedule(
         device=device or _device_of(schedule, path, terminal),
         optimizer=schedule.optimizer,
         accumulate=schedule.accumulate,
+        outputs=schedule.outputs,
     )
     # As plain training runs it, and last in the schedule's layout.
     layouts = list(dict.fromkeys((AS_TRACED, schedule.layout)))

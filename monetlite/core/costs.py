@@ -18,6 +18,7 @@ from monetlite.core.files.atomic import write_atomically
 from monetlite.core.files.documents import Document, common_fields, kind_of, plain_data, read_document
 from monetlite.core.files.plain_data import PlainData, load_json
 from monetlite.core.graph import (
+    ALL_OUTPUTS,
     AS_TRACED,
     Implementation,
     Operator,
@@ -176,6 +177,7 @@ class ProfileFile(Document, frozen=True, kw_only=True, tag="monetlite-profile"):
     device: str
     layout: Literal["as_traced", "channels_last"] = AS_TRACED
     autocast: str | None = None
+    outputs: Literal["all", "loss"] = ALL_OUTPUTS
     optimizer: str | None = None
     accumulate: bool
     costs: _CostSource

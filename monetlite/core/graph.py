@@ -31,6 +31,11 @@ CHANNELS_LAST: Literal["channels_last"] = "channels_last"
 """Layouts of a graph's images: as the model has them, or with the channels innermost throughout."""
 
 
+LOSS_ONLY: Literal["loss"] = "loss"
+ALL_OUTPUTS: Literal["all"] = "all"
+"""Outputs that the caller of a model with a loss gets: the loss and what is small, or all."""
+
+
 class Phase(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -249,6 +254,8 @@ class OperatorGraph:
     layout: str = AS_TRACED
     autocast: str = ""
     """The dtype that `torch.autocast` converts operands to, as torch names it; empty where it is off."""
+    outputs: str = ALL_OUTPUTS
+    """Those that the caller gets of a model with a loss (`loss` or `all`)."""
 
     def __post_init__(self) -> None:
         assert len({operator.name for operator in self.operators}) == len(self.operators), "names must be unique"

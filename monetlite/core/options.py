@@ -11,7 +11,7 @@ from typing import Any
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import ModelError
-from monetlite.core.graph import AS_TRACED, CHANNELS_LAST
+from monetlite.core.graph import ALL_OUTPUTS, AS_TRACED, CHANNELS_LAST, LOSS_ONLY
 
 ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS = "all", "default"
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
@@ -23,10 +23,10 @@ def _option(default: Any, explanation: str, choices: Collection[str] = ()) -> An
 
 @dataclass(frozen=True, kw_only=True)
 class PricingOptions:
-    """Options of pricing: device, layout, and what the step counts.
+    """Options of pricing: device, layout, what the step returns, and what it counts.
 
     Raises:
-        ModelError: an unknown optimizer or layout.
+        ModelError: an unknown optimizer or layout, or unknown outputs.
     """
 
     device: str | None = _option(
@@ -43,12 +43,20 @@ class PricingOptions:
         "Order of dimensions of images; by default both are tried if the tolerance allows it.",
         (AS_TRACED, CHANNELS_LAST),
     )
+    outputs: str = _option(
+        LOSS_ONLY,
+        "What a model that computes its loss returns in training: the loss and outputs of up to two dimensions, or "
+        "all, such as the logits of every token, which then stay in memory.",
+        (LOSS_ONLY, ALL_OUTPUTS),
+    )
 
     def __post_init__(self) -> None:
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             raise ModelError(f"optimizer {self.optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
         if self.layout not in (None, AS_TRACED, CHANNELS_LAST):
             raise ModelError(f"layout {self.layout!r} is neither {AS_TRACED!r} nor {CHANNELS_LAST!r}")
+        if self.outputs not in (LOSS_ONLY, ALL_OUTPUTS):
+            raise ModelError(f"outputs {self.outputs!r} is neither {LOSS_ONLY!r} nor {ALL_OUTPUTS!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

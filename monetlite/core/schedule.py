@@ -23,7 +23,7 @@ from monetlite.core.files.documents import (
     unknown_fields,
 )
 from monetlite.core.files.plain_data import dump_yaml, load_yaml
-from monetlite.core.graph import AS_TRACED, OperatorGraph, TensorSpec
+from monetlite.core.graph import ALL_OUTPUTS, AS_TRACED, OperatorGraph, TensorSpec
 from monetlite.core.source import ModelSource
 from monetlite.core.steps import Step
 from monetlite.core.units import Amount, Count, Positive, format_bytes
@@ -82,6 +82,7 @@ class Schedule:
     tolerance: float = 0.0
     layout: str = AS_TRACED
     autocast: str = ""
+    outputs: str = ALL_OUTPUTS
     smallest_proven_bytes: int = 0
     smallest_reached_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -183,6 +184,9 @@ class ScheduleFile(Document, frozen=True, kw_only=True, tag="monetlite-schedule"
     autocast: Annotated[
         Literal["bfloat16", "float16"] | None, Meta(description="dtype of torch.autocast around the model")
     ] = None
+    outputs: Annotated[
+        Literal["all", "loss"], Meta(description="what the caller gets of a model that computes its loss")
+    ] = ALL_OUTPUTS
     costs: _CostsFields
     budget_bytes: Annotated[Positive, Meta(description="what was asked for")]
     predicted: _PredictedFields

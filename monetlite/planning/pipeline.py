@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import DeviceError
-from monetlite.core.graph import OperatorGraph, ValueKind
+from monetlite.core.graph import LOSS_ONLY, OperatorGraph, ValueKind
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import ALL_IMPLEMENTATIONS, PricingOptions, SolvingOptions
 from monetlite.core.schedule import Schedule
@@ -34,6 +34,7 @@ def optimize(
     accumulate: bool = False,
     tolerance: float = 0.0,
     layout: str | None = None,
+    outputs: str = LOSS_ONLY,
     implementations: str = ALL_IMPLEMENTATIONS,
     reserved: bool = False,
     time_limit: float = 60.0,
@@ -58,6 +59,9 @@ def optimize(
             activations kept as bfloat16 for their gradient.
         layout: `"as_traced"` or `"channels_last"`; by default both are tried where `tolerance` allows another order
             of sums, and the faster schedule is returned.
+        outputs: what a model that computes its loss returns in training: `"loss"` for the loss and outputs of up to
+            two dimensions, or `"all"`, such as the logits of every token, which then stay in memory until the step
+            ends.
         implementations: `"all"`, or `"default"` to store and recompute only, every operator running as it was
             traced (as Checkmate does, Jain et al., MLSys 2020).
         reserved: the budget is of the memory that torch's CUDA allocator reserves, which `nvidia-smi` shows, in a
@@ -79,7 +83,9 @@ def optimize(
         ModelError: an option that is out of range.
         SolverError: the solver is not installed.
     """
-    pricing = PricingOptions(device=device, optimizer=optimizer, accumulate=accumulate, layout=layout)
+    pricing = PricingOptions(
+        device=device, optimizer=optimizer, accumulate=accumulate, layout=layout, outputs=outputs
+    )
     solving = SolvingOptions(
         tolerance=tolerance,
         implementations=implementations,
@@ -108,7 +114,11 @@ def solve_model(
     runs_on = None if runs_here else pricing.device
     with on_its_gpu(model, example_inputs):
         profiles = [
-            price(trace(model, example_inputs, device=runs_on, layout=layout), pricing, solving)
+            price(
+                trace(model, example_inputs, device=runs_on, layout=layout, outputs=pricing.outputs),
+                pricing,
+                solving,
+            )
             for layout in layouts_to_try(pricing.layout, solving.tolerance)
         ]
     with interrupts_kept():

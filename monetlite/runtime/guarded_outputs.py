@@ -7,6 +7,7 @@ import torch
 
 from monetlite.core.errors import ModelError
 from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.tracing.model_outputs import Untaken
 
 
 def guard_outputs(output: Any, detached: Mapping[Any, Sequence[bool]]) -> Any:
@@ -21,7 +22,7 @@ def guard_outputs(output: Any, detached: Mapping[Any, Sequence[bool]]) -> Any:
     def guard(path: tuple[Any, ...], item: Any) -> Any:
         if isinstance(item, torch.Tensor) and next(was_detached):
             return _RefuseGradient.apply(item, anchor, pytree.keystr(path))  # type: ignore[no-untyped-call]  # torch has no types for it
-        return item
+        return Untaken(f"output{pytree.keystr(path)}") if isinstance(item, Untaken) else item
 
     for name, flags in detached.items():
         was_detached = iter(flags)

@@ -27,6 +27,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
+from monetlite.core.graph import AS_TRACED, LOSS_ONLY
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
@@ -96,6 +97,7 @@ class ScheduledTraining:
         model: the module.
         schedules: all of them, those for the smallest inputs first.
         schedule: the one in use; None before the first is solved.
+        outputs: that the caller gets of a model with a loss: `loss` or `all`.
         budget, compile, options: see `MONeTWrapper`.
     """
 
@@ -123,6 +125,9 @@ class ScheduledTraining:
         _, solving = split_options(options)
         if options and budget is None:
             raise ModelError(f"{min(options)!r} is an option of solving, which needs a budget")
+        if given and budget is not None:
+            options = {"outputs": given[0].outputs, **options}
+        self.outputs = options.get("outputs") or (given[0].outputs if given else LOSS_ONLY)
         self.model = model
         self.schedules = sorted(given, key=size_served)
         self.schedule = given[0] if given else None
@@ -153,8 +158,8 @@ class ScheduledTraining:
         self._new_varying: tuple[VaryingStep, Limits] | None = None  # the one that is being captured
 
     def __getstate__(self) -> dict[str, Any]:
-        known = ("model", "schedules", "schedule", "budget", "compile", "options", "whole", "wait")
-        return {name: getattr(self, name) for name in known}
+        known = "model schedules schedule budget compile options outputs whole wait"
+        return {name: getattr(self, name) for name in known.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -306,9 +311,8 @@ class ScheduledTraining:
 
     def _compiled(self) -> Callable[..., Any]:
         if self._step is None:
-            self._step = compile_step(
-                training_step(self.model), delivering_backend(self._partition, self.compiler(), self._keep)
-            )
+            backend = delivering_backend(self._partition, self.compiler(), self._keep)
+            self._step = compile_step(training_step(self.model, self.outputs), backend)
         return self._step
 
     def compiler(self) -> Compiler:
@@ -330,8 +334,10 @@ class ScheduledTraining:
         """The captured step as a graph, and the inputs that it was captured with."""
         if self._example is None:
             raise _NotAsked
-        built = build_graph(joint, self.model, self._example, layout=layout, autocast=self._autocast)
-        return built, self._example
+        return self._build(joint, self._example, layout), self._example
+
+    def _build(self, joint: Joint, call: Arguments, layout: str = AS_TRACED) -> Traced:
+        return build_graph(joint, self.model, call, layout=layout, autocast=self._autocast, outputs=self.outputs)
 
     def plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """The captured step as a graph, and the steps to run of it, by the first schedule that keeps to its budget.
@@ -469,14 +475,10 @@ class ScheduledTraining:
 
     def _plan_varying(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """A captured step whose sizes vary, at sizes that serve its call, and the steps to run of it."""
-        call, autocast = self._example, self._autocast
+        call = self._example
         if call is None:
             raise _NotAsked
-
-        def build(at: Joint, example: Arguments) -> Traced:
-            return build_graph(at, self.model, example, autocast=autocast)
-
-        step, began = VaryingStep(joint, call, self._sizes.varying(call), build), time.monotonic()
+        step, began = VaryingStep(joint, call, self._sizes.varying(call), self._build), time.monotonic()
         traced, steps, limits = self._planned_at(step, step.captured, call)
         step.planned(time.monotonic() - began, [limits])
         self._new_varying = step, limits

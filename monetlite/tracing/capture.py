@@ -11,15 +11,15 @@ import copy
 import inspect
 import re
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx, nn
 
 from monetlite.core.errors import ModelError, TraceError
+from monetlite.core.graph import ALL_OUTPUTS
 from monetlite.fx.direct_calls import as_function
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
@@ -36,6 +36,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
 from monetlite.fx.torch_internals.torch_inductor import torch_random
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.tracing.attention_capture import Capability, as_on_gpu
+from monetlite.tracing.model_outputs import detach_all_but_loss
 from monetlite.tracing.names import source_of
 from monetlite.tracing.refusals import explain, install_recorders, own_error
 from monetlite.tracing.whole_kernels import kernels_kept_whole
@@ -91,12 +92,12 @@ Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 """A backend of `torch.compile`: from a graph and example inputs to a function."""
 
 
-def training_step(model: nn.Module) -> Callable[..., Any]:
+def training_step(model: nn.Module, outputs: str = ALL_OUTPUTS) -> Callable[..., Any]:
     """The function that is captured: the model's forward pass, differentiable where training needs it.
 
     A model that returns a mapping with a scalar `loss` (as transformers' models do) is trained through that
-    loss: its other outputs come back detached. Otherwise every floating-point output can carry a gradient.
-    The function returns the output and what was detached of it, as `detach_all_but_loss` does.
+    loss: its other outputs come back detached, or are not computed (`detach_all_but_loss`). Otherwise every
+    floating-point output can carry a gradient. The function returns the output and what was detached of it.
 
     A transformers model is asked not to return its key-value cache, which training does not use and which
     would keep every layer's keys and values in memory until the step ends (as gradient checkpointing does).
@@ -112,8 +113,9 @@ def training_step(model: nn.Module) -> Callable[..., Any]:
         if without_cache and "use_cache" not in kwargs:
             kwargs["use_cache"] = False
         output = call_itself(model, *args, **kwargs) if in_place else model(*args, **kwargs)
-        return detach_all_but_loss(output)
+        return detach_all_but_loss(output, keep_all)
 
+    keep_all = outputs == ALL_OUTPUTS
     return _with_own_code(run)
 
 
@@ -129,55 +131,6 @@ def module_call(module: nn.Module) -> Callable[..., Any]:
 def _with_own_code(run: Any) -> Callable[..., Any]:
     """A copy of a function. Dynamo keeps what it compiled, and the limit on how much, with the code object."""
     return types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
-
-
-def detach_all_but_loss(output: Any) -> tuple[Any, dict[Any, list[bool]] | None]:
-    """Detach all items of a mapping but its scalar `loss`; any other output is returned as it is.
-
-    Returns:
-        The output, and for each other item, by name, which of its tensors had to be detached; None if there is no
-        loss.
-    """
-    if not has_loss(output):
-        return output, None
-    detached = {
-        name: [leaf.requires_grad for leaf in pytree.tree_leaves(item) if isinstance(leaf, torch.Tensor)]
-        for name, item in output.items()
-        if name != "loss"
-    }
-    items = {
-        name: item if name == "loss" else pytree.tree_map_only(torch.Tensor, _detached, item)
-        for name, item in output.items()
-    }
-    return _like(output, items), detached
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _like(output: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of the same type with these items, whatever that type's constructor takes."""
-    if type(output) is dict:
-        return items
-    if type(output) is OrderedDict:  # of which torch 2.11 can't trace the question below
-        return OrderedDict(items)
-    if is_dataclass(output):
-        return type(output)(**items)  # type: ignore[misc]  # not a class, as far as is_dataclass says
-    made = dict.__new__(type(output))
-    for name, item in items.items():
-        dict.__setitem__(made, name, item)
-    if hasattr(output, "__dict__"):
-        made.__dict__.update(output.__dict__)
-    return made
-
-
-def has_loss(output: Any) -> bool:
-    """Tell whether an output is a mapping (a dict, a transformers ModelOutput) with a scalar tensor `loss`."""
-    if not isinstance(output, dict) or "loss" not in output:
-        return False
-    loss = output["loss"]
-    return isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad
 
 
 def compile_step(step: Callable[..., Any], backend: Backend, *, whole: bool = True) -> Callable[..., Any]:
@@ -274,6 +227,7 @@ def capture(
     *,
     meta_device: str = "cpu",
     capability: Capability | None = None,
+    outputs: str = ALL_OUTPUTS,
 ) -> Joint:
     """Capture one training step on fake tensors.
 
@@ -282,6 +236,7 @@ def capture(
         args, kwargs: example inputs; only shapes, strides, dtypes and devices of tensors matter.
         meta_device: the device that tensors on the meta device stand for.
         capability: of a GPU whose kernels to choose though the model is on the CPU (see `attention_capture`).
+        outputs: what the caller gets of a model that computes its loss: `loss` or `all`.
 
     Raises:
         TraceError: the model can't be captured as one graph; names the line.
@@ -308,7 +263,7 @@ def capture(
     def run() -> None:
         try:
             with mode:
-                compile_step(training_step(model), backend)(*args, **kwargs)
+                compile_step(training_step(model, outputs), backend)(*args, **kwargs)
         except Exception:
             if not captured:
                 raise

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, TraceError
-from monetlite.core.graph import AS_TRACED, CHANNELS_LAST, OperatorGraph, Phase
+from monetlite.core.graph import ALL_OUTPUTS, AS_TRACED, CHANNELS_LAST, LOSS_ONLY, OperatorGraph, Phase
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
@@ -47,6 +47,7 @@ def trace(
     device: str | None = None,
     meta_device: str = "cpu",
     layout: str = AS_TRACED,
+    outputs: str = LOSS_ONLY,
 ) -> OperatorGraph:
     """Trace one training step of a model, without running it and without allocating memory.
 
@@ -61,6 +62,8 @@ def trace(
         meta_device: the device that tensors on the meta device stand for.
         layout: `"as_traced"`, or `"channels_last"` to have images with their channels innermost throughout the
             step, whatever the model and its inputs have.
+        outputs: what the caller gets of a model that computes its loss: `"loss"` for the loss and outputs of up to
+            two dimensions, or `"all"`.
 
     Returns:
         The operator graph: every kernel of the forward and backward pass, and every storage they write.
@@ -82,9 +85,11 @@ def trace(
         )
     gpu = find_device(device) if here == "cpu" and device not in (None, "cpu", "cuda") else None
     capability = None if gpu is None else gpu.compute_capability
-    joint = capture(model, *inputs, meta_device=meta_device, capability=capability)
+    joint = capture(model, *inputs, meta_device=meta_device, capability=capability, outputs=outputs)
     autocast = autocast_dtype(here)
-    graph = build_graph(joint, model, inputs, meta_device=meta_device, layout=layout, autocast=autocast).graph
+    graph = build_graph(
+        joint, model, inputs, meta_device=meta_device, layout=layout, autocast=autocast, outputs=outputs
+    ).graph
     return graph if gpu is None or capability is None else replace(graph, device=gpu.name)
 
 
@@ -104,6 +109,7 @@ def build_graph(
     meta_device: str = "cpu",
     layout: str = AS_TRACED,
     autocast: str = "",
+    outputs: str = ALL_OUTPUTS,
 ) -> Traced:
     """Build the operator graph of a joint graph.
 
@@ -111,6 +117,7 @@ def build_graph(
         joint: is changed.
         model, inputs, meta_device, layout: as in `trace`; inputs are (positional, keyword) arguments.
         autocast: name of the dtype that `torch.autocast` converted to during the capture; empty if it was off.
+        outputs: what was captured of them, as in `trace`.
 
     Raises:
         TraceError: a kernel whose memory can't be planned.
@@ -152,6 +159,7 @@ def build_graph(
         device=device,
         layout=layout,
         autocast=autocast,
+        outputs=outputs,
     )
     return Traced(graph=built, joint=joint)
 

@@ -12,7 +12,7 @@ from monetlite.core.binding import first_difference
 from monetlite.core.costs import Profile, ProfileKind, without_costs
 from monetlite.core.devices import find_device
 from monetlite.core.errors import IllegalSchedule, ModelError, MonetliteError
-from monetlite.core.graph import AS_TRACED, OperatorGraph
+from monetlite.core.graph import AS_TRACED, LOSS_ONLY, OperatorGraph
 from monetlite.core.schedule import Schedule, read_schedule, schedule_problems
 from monetlite.core.simulate import simulate
 from monetlite.core.source import ModelSource, is_shareable
@@ -112,10 +112,11 @@ class Checker:
 
         layout = "as_traced" if plain else schedule.layout
         priced = schedule.device if schedule.kind == "estimated" else ""
-        key = (schedule.source, schedule.autocast, layout, priced, schedule.optimizer, schedule.accumulate)
+        form = (schedule.autocast, layout, schedule.outputs, priced or None)
+        key = (schedule.source, *form, schedule.optimizer, schedule.accumulate)
         if key not in self._profiles:
             assert schedule.source is not None
-            graph = traced(schedule.source, schedule.autocast, layout, priced or None)
+            graph = traced(schedule.source, *form)
             self._profiles[key] = (
                 profile(
                     graph, find_device(priced).name, optimizer=schedule.optimizer, accumulate=schedule.accumulate
@@ -149,7 +150,11 @@ def build(source: ModelSource, meta: bool = True) -> "BuiltModel":
 
 
 def traced(
-    source: ModelSource, autocast: str = "", layout: str = AS_TRACED, device: str | None = None
+    source: ModelSource,
+    autocast: str = "",
+    layout: str = AS_TRACED,
+    outputs: str = LOSS_ONLY,
+    device: str | None = None,
 ) -> OperatorGraph:
     """Trace the training step of a model, on a named device if one is given."""
     import torch
@@ -158,7 +163,7 @@ def traced(
 
     built = build(source)
     with torch.autocast("cpu", getattr(torch, autocast or "bfloat16"), enabled=bool(autocast)):
-        graph = trace(built.model, built.example_inputs, device=device, layout=layout)
+        graph = trace(built.model, built.example_inputs, device=device, layout=layout, outputs=outputs)
     return replace(graph, name=built.name)
 
 
