@@ -67,7 +67,7 @@ def price_layouts(
     layouts: Sequence[str] = (AS_TRACED,),
     solving: SolvingOptions | None = None,
 ) -> "tuple[BuiltModel, list[Profile]]":
-    """Build a model, and trace and price it in some layouts, without allocating its activations.
+    """Build a model, and trace and price it in those layouts that differ, without allocating its activations.
 
     Implementations that `solving` rules out are not priced.
     """
@@ -75,25 +75,25 @@ def price_layouts(
     import torch
 
     from monetlite.planning.pipeline import profile
-    from monetlite.tracing import trace
+    from monetlite.tracing import trace_layouts
 
     built = build(choice, terminal, meta=True)
     device_type = "cuda" if device == "cuda" else "cpu"
     dtype = getattr(torch, choice.autocast or "bfloat16")
+    with (
+        terminal.line(f"tracing {built.description.partition('; returns')[0]}"),
+        torch.autocast(device_type, dtype, enabled=choice.autocast is not None),
+    ):
+        graphs = trace_layouts(
+            built.model,
+            built.example_inputs,
+            layouts,
+            device=device,
+            meta_device=device_type,
+            outputs=pricing.outputs,
+        )
     profiles = []
-    for layout in layouts:
-        with (
-            terminal.line(f"tracing {built.description.partition('; returns')[0]}"),
-            torch.autocast(device_type, dtype, enabled=choice.autocast is not None),
-        ):
-            graph = trace(
-                built.model,
-                built.example_inputs,
-                device=device,
-                meta_device=device_type,
-                layout=layout,
-                outputs=pricing.outputs,
-            )
+    for graph in graphs:
         measured = device in MEASURED_HERE
         with terminal.bar("measuring operators" if measured else f"estimating operators on {device}") as progress:
             priced = profile(

@@ -21,6 +21,7 @@ from monetlite.core.graph import (
     ALL_OUTPUTS,
     AS_TRACED,
     Implementation,
+    Layout,
     Operator,
     OperatorGraph,
     Phase,
@@ -175,7 +176,7 @@ class ProfileFile(Document, frozen=True, kw_only=True, tag="monetlite-profile"):
     fingerprint: str
     inputs: dict[str, TensorSpec]
     device: str
-    layout: Literal["as_traced", "channels_last"] = AS_TRACED
+    layout: Layout = AS_TRACED
     autocast: str | None = None
     outputs: Literal["all", "loss"] = ALL_OUTPUTS
     optimizer: str | None = None

@@ -28,7 +28,11 @@ OPTIMIZER_STEP = "monetlite.optimizer_step"
 
 AS_TRACED: Literal["as_traced"] = "as_traced"
 CHANNELS_LAST: Literal["channels_last"] = "channels_last"
-"""Layouts of a graph's images: as the model has them, or with the channels innermost throughout."""
+TILED_LOSS: Literal["tiled_loss"] = "tiled_loss"
+"""Layouts of a step: as the model has it, its images with the channels innermost throughout, or a language model's
+head and loss in tiles of rows."""
+LAYOUTS = (AS_TRACED, CHANNELS_LAST, TILED_LOSS)
+Layout: TypeAlias = Literal["as_traced", "channels_last", "tiled_loss"]
 
 
 LOSS_ONLY: Literal["loss"] = "loss"

@@ -11,7 +11,7 @@ from typing import Any
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import ModelError
-from monetlite.core.graph import ALL_OUTPUTS, AS_TRACED, CHANNELS_LAST, LOSS_ONLY
+from monetlite.core.graph import ALL_OUTPUTS, LAYOUTS, LOSS_ONLY
 
 ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS = "all", "default"
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
@@ -40,8 +40,9 @@ class PricingOptions:
     )
     layout: str | None = _option(
         None,
-        "Order of dimensions of images; by default both are tried if the tolerance allows it.",
-        (AS_TRACED, CHANNELS_LAST),
+        "Images with channels innermost, or head and loss of a language model in tiles; by default all are tried "
+        "that the tolerance allows.",
+        LAYOUTS,
     )
     outputs: str = _option(
         LOSS_ONLY,
@@ -53,8 +54,8 @@ class PricingOptions:
     def __post_init__(self) -> None:
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             raise ModelError(f"optimizer {self.optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
-        if self.layout not in (None, AS_TRACED, CHANNELS_LAST):
-            raise ModelError(f"layout {self.layout!r} is neither {AS_TRACED!r} nor {CHANNELS_LAST!r}")
+        if self.layout not in (None, *LAYOUTS):
+            raise ModelError(f"layout {self.layout!r} is unknown; there are {', '.join(LAYOUTS)}")
         if self.outputs not in (LOSS_ONLY, ALL_OUTPUTS):
             raise ModelError(f"outputs {self.outputs!r} is neither {LOSS_ONLY!r} nor {ALL_OUTPUTS!r}")
 

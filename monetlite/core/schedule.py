@@ -23,7 +23,7 @@ from monetlite.core.files.documents import (
     unknown_fields,
 )
 from monetlite.core.files.plain_data import dump_yaml, load_yaml
-from monetlite.core.graph import ALL_OUTPUTS, AS_TRACED, OperatorGraph, TensorSpec
+from monetlite.core.graph import ALL_OUTPUTS, AS_TRACED, Layout, OperatorGraph, TensorSpec
 from monetlite.core.source import ModelSource
 from monetlite.core.steps import Step
 from monetlite.core.units import Amount, Count, Positive, format_bytes
@@ -180,7 +180,7 @@ class ScheduleFile(Document, frozen=True, kw_only=True, tag="monetlite-schedule"
         float,
         Meta(ge=0, lt=1, description="the most that an implementation's result may differ from the default's"),
     ] = 0.0
-    layout: Annotated[Literal["as_traced", "channels_last"], Meta(description="of images")] = AS_TRACED
+    layout: Annotated[Layout, Meta(description="of the step")] = AS_TRACED
     autocast: Annotated[
         Literal["bfloat16", "float16"] | None, Meta(description="dtype of torch.autocast around the model")
     ] = None

@@ -32,7 +32,7 @@ class Function:
         passes: bytes that it moves, as a multiple of reading its operands and writing its results once.
         workspace_bytes: memory that it holds on a GPU, beside operands and results.
         launches: number of kernels that it launches on a GPU.
-        like: a call that costs as much, if there is one; the attributes above are then ignored.
+        like: a call that takes as long, if there is one; `limit` and `passes` are then ignored.
         integers: bound of integer operands that are made up to measure it.
         random: it draws random numbers.
         parts: number of batch slices it runs one after another.

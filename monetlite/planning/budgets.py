@@ -9,7 +9,7 @@ from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError, ScheduleMismatch
 from monetlite.core.files.documents import common_fields
-from monetlite.core.graph import AS_TRACED, CHANNELS_LAST
+from monetlite.core.graph import AS_TRACED, LAYOUTS
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Schedule, Status
@@ -125,13 +125,13 @@ def solve_budget(
 
 def layouts_to_try(layout: str | None, tolerance: float) -> list[str]:
     """The layouts that a person's choices leave open, beginning with the model's own, which is always priced."""
-    if layout == CHANNELS_LAST and tolerance < REORDERED_SUMS:
+    if layout not in (None, AS_TRACED) and tolerance < REORDERED_SUMS:
         raise ModelError(
-            f"layout {CHANNELS_LAST!r} adds in another order than the model as it is, which tolerance "
+            f"layout {layout!r} adds in another order than the model as it is, which tolerance "
             f"{tolerance:g} rules out; allow {REORDERED_SUMS:g} or more"
         )
     if layout is None:
-        return [AS_TRACED] if tolerance < REORDERED_SUMS else [AS_TRACED, CHANNELS_LAST]
+        return [AS_TRACED] if tolerance < REORDERED_SUMS else list(LAYOUTS)
     return list(dict.fromkeys((AS_TRACED, layout)))
 
 
@@ -159,7 +159,8 @@ def solve_layouts(
     known = list(starts)
     plain = simulate(profiles[0], plain_steps(profiles[0].graph))
     budget_bytes = parse_budget(budget, plain.peak_bytes)
-    wanted = [item for item in profiles if layout in (None, item.graph.layout)]
+    # A layout that changes nothing is not among the profiles.
+    wanted = [item for item in profiles if layout in (None, item.graph.layout)] or profiles[:1]
     distinct = list({item.graph.fingerprint: item for item in reversed(wanted)}.values())[::-1]
 
     def run(item: Profile, seconds: float, found: Iterable[Schedule] = ()) -> Schedule:

@@ -108,19 +108,14 @@ def solve_model(
     runs_here: bool = False,
 ) -> Schedule:
     """Trace, price and solve a model within a budget; args and errors as in `optimize`."""
-    from monetlite.tracing import trace
+    from monetlite.tracing import trace_layouts
     from monetlite.tracing.step_inputs import on_its_gpu
 
     runs_on = None if runs_here else pricing.device
     with on_its_gpu(model, example_inputs):
-        profiles = [
-            price(
-                trace(model, example_inputs, device=runs_on, layout=layout, outputs=pricing.outputs),
-                pricing,
-                solving,
-            )
-            for layout in layouts_to_try(pricing.layout, solving.tolerance)
-        ]
+        layouts = layouts_to_try(pricing.layout, solving.tolerance)
+        graphs = trace_layouts(model, example_inputs, layouts, device=runs_on, outputs=pricing.outputs)
+        profiles = [price(graph, pricing, solving) for graph in graphs]
     with interrupts_kept():
         schedule = solve_layouts(profiles, budget, solving, layout=pricing.layout, starts=starts)
     if outside := unplanned_loss(profiles[0].graph, schedule.budget_bytes):

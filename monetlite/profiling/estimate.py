@@ -87,11 +87,15 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
     A target without a formula is taken to be bound by memory: it reads its operands and writes its results.
     """
     registered = find_function(call.target)
+    launches, own_bytes = 1, 0
+    if registered is not None:
+        launches = registered.launches(call)
+        own_bytes = registered.workspace_bytes(call)
     if registered is not None and registered.like is not None:
         call, own = registered.like(call), call
         if registered.parts is not None:
             return _in_parts(call, registered.parts(own), device, written_bytes)
-    launches, dtype = 1, _compute_dtype(call)
+    dtype = _compute_dtype(call)
     if call.target in (FORWARD, BACKWARD):
         kernel = _convolutions(call, device, dtype, written_bytes)
     elif (operations := _operations(call)) is not None:
@@ -99,13 +103,13 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
     else:
         kernel = _memory_bound(call, device, written_bytes)
         if registered is not None and registered.like is None:
-            launches = registered.launches(call)
             moved = registered.passes * (_read_bytes(call) + written_bytes)
-            kernel = replace(
-                roofline.memory_bound(device, moved, getattr(device.efficiency, registered.limit)),
-                workspace_bytes=registered.workspace_bytes(call),
-            )
-    return replace(kernel, latency_ms=launches * device.launch_us / 1e3 + kernel.latency_ms)
+            kernel = roofline.memory_bound(device, moved, getattr(device.efficiency, registered.limit))
+    return replace(
+        kernel,
+        latency_ms=launches * device.launch_us / 1e3 + kernel.latency_ms,
+        workspace_bytes=kernel.workspace_bytes + own_bytes,
+    )
 
 
 def _in_parts(call: Call, count: int, device: Device, written_bytes: int) -> Cost:

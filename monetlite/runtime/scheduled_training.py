@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
-from monetlite.core.graph import AS_TRACED, LOSS_ONLY
+from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
@@ -63,13 +63,12 @@ from monetlite.tracing.capture import (
     Compiler,
     Joint,
     compile_step,
-    copied,
     refuse_uninitialized,
     run_captured,
     too_many_programs,
     training_step,
 )
-from monetlite.tracing.operator_graph import Traced, build_graph
+from monetlite.tracing.operator_graph import Traced, build_graph, in_layouts
 from monetlite.tracing.step_inputs import (
     Arguments,
     autocast_dtype,
@@ -336,7 +335,7 @@ class ScheduledTraining:
             raise _NotAsked
         return self._build(joint, self._example, layout), self._example
 
-    def _build(self, joint: Joint, call: Arguments, layout: str = AS_TRACED) -> Traced:
+    def _build(self, joint: Joint, call: Arguments, layout: str) -> Traced:
         return build_graph(joint, self.model, call, layout=layout, autocast=self._autocast, outputs=self.outputs)
 
     def plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
@@ -378,9 +377,7 @@ class ScheduledTraining:
         assert self._example is not None
         pricing, solving = split_options(self.options)
         layouts = layouts_to_try(pricing.layout, solving.tolerance)
-        # Building a graph changes the joint graph, which every layout begins from.
-        joints = [joint, *(copied(joint) for _ in layouts[1:])]
-        traced = {layout: self.build(own, layout)[0] for own, layout in zip(joints, layouts, strict=True)}
+        traced = {layout: self.build(own, layout)[0] for layout, own in in_layouts(joint, layouts).items()}
         return self._first_plan(traced, self._example, self.budget)
 
     def _first_plan(
@@ -500,7 +497,8 @@ class ScheduledTraining:
             serving = [self._solve(call)]
         for schedule in filter(is_of_any_size, serving):
             limits = step.limits_of(schedule, call, self._order(schedule, call))
-            traced, resident_bytes = step.traced_at(limits), self._resident_bytes(step.example_at(limits))
+            traced = step.traced_at(limits, schedule.layout)
+            resident_bytes = self._resident_bytes(step.example_at(limits))
             with contextlib.suppress(ScheduleMismatch, TooLarge):
                 fitted = self._fitting.fit(traced, schedule, resident_bytes)
                 step.schedules[limits] = schedule
@@ -518,10 +516,11 @@ class ScheduledTraining:
         self, step: VaryingStep, limits: Limits, budget: str | int | float, *, settle: bool = True
     ) -> tuple[Traced, tuple[Step, ...]]:
         """A step at these sizes, and the steps to run of it by a schedule found within seconds."""
-        traced = step.traced_at(limits)
-        planned_step = self._first_plan(
-            {traced.graph.layout: traced}, step.example_at(limits), budget, limits, settle=settle
-        )
+        from monetlite.planning.budgets import layouts_to_try
+
+        pricing, solving = split_options(self.options)
+        traced = step.in_layouts(limits, layouts_to_try(pricing.layout, solving.tolerance))
+        planned_step = self._first_plan(traced, step.example_at(limits), budget, limits, settle=settle)
         assert self.schedule is not None
         step.schedules[limits] = self.schedule
         return planned_step

@@ -13,7 +13,7 @@ import torch
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import TraceError
-from monetlite.core.graph import OperatorGraph
+from monetlite.core.graph import AS_TRACED, TILED_LOSS, OperatorGraph
 from monetlite.core.schedule import Schedule
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
@@ -21,6 +21,7 @@ from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode, without_
 from monetlite.fx.torch_internals.torch_symbols import captured_value, largest
 from monetlite.fx.varying_sizes import SIZES, agreeing, graph_at, input_sizes
 from monetlite.operators import cudnn
+from monetlite.operators.tiled_loss import has_loss_of_rows
 from monetlite.runtime.call_sizes import Dimensions
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.operator_graph import Traced
@@ -62,7 +63,7 @@ class VaryingStep:
         joint: as captured.
         call: the captured call.
         varying: dimensions of its leaves that may vary.
-        build: makes the operator graph of a joint graph, for a call's inputs.
+        build: makes the operator graph of a joint graph, for a call's inputs, in a layout.
 
     Attributes:
         captured: the sizes of the captured call.
@@ -77,7 +78,7 @@ class VaryingStep:
         joint: Joint,
         call: Arguments,
         varying: Dimensions,
-        build: Callable[[Joint, Arguments], Traced],
+        build: Callable[[Joint, Arguments, str], Traced],
     ) -> None:
         self._joint, self._build = joint, build
         reach = Reachability(joint.graph.graph, joint.forward_outputs)
@@ -97,30 +98,35 @@ class VaryingStep:
         }
         alike = {id(leaf): _without_memory(leaf) for leaf in leaves}
         self._leaves = [alike[id(leaf)] for leaf in leaves]
-        self._reference: OperatorGraph | None = None
+        self._references: dict[str, OperatorGraph] = {}
         self.schedules: dict[Limits, Schedule] = {}
         self._planning_seconds = 0.0
         self._waste: dict[Limits, Waste] = {}
 
-    def traced_at(self, limits: Limits) -> Traced:
+    def in_layouts(self, limits: Limits, layouts: Sequence[str]) -> dict[str, Traced]:
+        """The step at these sizes in those of the layouts that differ, and that images have no part in."""
+        tiled = TILED_LOSS in layouts and has_loss_of_rows(self._joint.graph.graph)
+        return {layout: self.traced_at(limits, layout) for layout in (AS_TRACED, *([TILED_LOSS] if tiled else []))}
+
+    def traced_at(self, limits: Limits, layout: str = AS_TRACED) -> Traced:
         """The step at these sizes, with implementations that serve others, too.
 
         Raises:
             TraceError: it is not the same step there.
         """
         with without_modes():  # of the capture, whose tensors have other sizes
-            traced = self._traced(limits)
-            if self._reference is None:
+            traced = self._traced(limits, layout)
+            if layout not in self._references:
                 other = self.captured if self.captured != limits else tuple(size - 1 for size in limits)
-                self._reference = self._traced(other).graph
-        return replace(traced, graph=of_any_size(agreeing(traced.graph, self._reference)))
+                self._references[layout] = self._traced(other, layout).graph
+        return replace(traced, graph=of_any_size(agreeing(traced.graph, self._references[layout])))
 
-    def _traced(self, sizes: Limits) -> Traced:
+    def _traced(self, sizes: Limits, layout: str) -> Traced:
         graph = graph_at(self._joint.graph, dict(zip(self._symbols, sizes, strict=True)))
         gradients = graph.graph.output_node().args[0][self._joint.forward_outputs :]  # type: ignore[index]
         if any(hasattr(node.meta["val"], SIZES) for node in gradients if node is not None):  # type: ignore[union-attr]
             raise TraceError("an input that varies in size has a gradient")
-        return self._build(replace(self._joint, graph=graph), self.example_at(sizes))
+        return self._build(replace(self._joint, graph=graph), self.example_at(sizes), layout)
 
     def example_at(self, sizes: Limits) -> Arguments:
         """A call like the captured one, at these sizes, with tensors that have no memory."""

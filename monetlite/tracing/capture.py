@@ -59,7 +59,10 @@ class Joint:
 
 def copied(joint: Joint) -> Joint:
     """The same joint graph once more, to be changed."""
-    return replace(joint, graph=fx.GraphModule(joint.graph, copy.deepcopy(joint.graph.graph)))
+    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in joint.graph.graph.nodes:
+        known[node] = graph.node_copy(node, known.__getitem__)
+    return replace(joint, graph=fx.GraphModule(joint.graph, graph))
 
 
 MAX_PROGRAMS = 32

@@ -31,13 +31,18 @@ _Order: TypeAlias = torch.memory_format | tuple[int, ...]
 first."""
 
 
+def has_images(graph: fx.Graph) -> bool:
+    """True if a graph has convolutions of two-dimensional images."""
+    return any(map(_wants_channels_last, graph.nodes))
+
+
 def channels_last(joint: Joint) -> Joint:
     """The same step with images in channels-last; the same sums, in whatever order the kernels then take.
 
     A graph without convolutions of two-dimensional images comes back as it is.
     """
     source = joint.graph.graph
-    if not any(_wants_channels_last(node) for node in source.nodes):
+    if not has_images(source):
         return joint
     converter = _Converter(source)
     for node in source.nodes:

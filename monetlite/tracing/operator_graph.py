@@ -10,6 +10,7 @@
 
 import itertools
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,16 @@ from torch import fx, nn
 
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, TraceError
-from monetlite.core.graph import ALL_OUTPUTS, AS_TRACED, CHANNELS_LAST, LOSS_ONLY, OperatorGraph, Phase
+from monetlite.core.graph import (
+    ALL_OUTPUTS,
+    AS_TRACED,
+    CHANNELS_LAST,
+    LAYOUTS,
+    LOSS_ONLY,
+    TILED_LOSS,
+    OperatorGraph,
+    Phase,
+)
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
@@ -25,9 +35,10 @@ from monetlite.fx.torch_internals.torch_aot import is_forward
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload
 from monetlite.operators import is_random, merge
 from monetlite.operators.implementations import find_function, target_of
+from monetlite.operators.tiled_loss import has_loss_of_rows, tile_loss
 from monetlite.operators.traits import traits_of
-from monetlite.tracing.capture import Joint, capture
-from monetlite.tracing.channels_last import channels_last
+from monetlite.tracing.capture import Joint, capture, copied
+from monetlite.tracing.channels_last import channels_last, has_images
 from monetlite.tracing.graph_builder import GraphBuilder
 from monetlite.tracing.names import Namer, source_of
 from monetlite.tracing.step_inputs import (
@@ -38,6 +49,9 @@ from monetlite.tracing.step_inputs import (
     split_inputs,
     tensors_in_order,
 )
+
+_DIFFERS = {CHANNELS_LAST: has_images, TILED_LOSS: has_loss_of_rows}
+"""For each layout, whether a captured graph differs in it."""
 
 
 def trace(
@@ -60,8 +74,9 @@ def trace(
         device: the name of a GPU to trace for (`"rtx-4090"`), where the model is not on one: attention runs by
             other operators there than on a CPU.
         meta_device: the device that tensors on the meta device stand for.
-        layout: `"as_traced"`, or `"channels_last"` to have images with their channels innermost throughout the
-            step, whatever the model and its inputs have.
+        layout: `"as_traced"`; `"channels_last"` to have images with their channels innermost throughout the step,
+            whatever the model and its inputs have; or `"tiled_loss"` to have the head and loss of a language model
+            in tiles of rows.
         outputs: what the caller gets of a model that computes its loss: `"loss"` for the loss and outputs of up to
             two dimensions, or `"all"`.
 
@@ -72,9 +87,28 @@ def trace(
         TraceError: the model can't be captured as one graph, or has nothing to train.
         DeviceError: `device` is not one whose figures are known.
     """
+    (graph,) = trace_layouts(
+        model, example_inputs, [layout], device=device, meta_device=meta_device, outputs=outputs
+    )
+    return graph
+
+
+def trace_layouts(
+    model: nn.Module,
+    example_inputs: Inputs,
+    layouts: Sequence[str],
+    *,
+    device: str | None = None,
+    meta_device: str = "cpu",
+    outputs: str = LOSS_ONLY,
+) -> list[OperatorGraph]:
+    """Trace one training step in those of several layouts that differ; args and errors as in `trace`.
+
+    The step is captured once. The first layout is always among those that are traced.
+    """
     inputs = split_inputs(example_inputs)
-    if layout not in (AS_TRACED, CHANNELS_LAST):
-        raise TraceError(f"layout {layout!r} is neither {AS_TRACED!r} nor {CHANNELS_LAST!r}")
+    if unknown := [layout for layout in layouts if layout not in LAYOUTS]:
+        raise TraceError(f"layout {unknown[0]!r} is unknown; there are {', '.join(LAYOUTS)}")
     if not model.training:
         raise TraceError("the model is in evaluation mode; call model.train() before tracing a training step")
     here = device_of(model, inputs, meta_device)
@@ -87,10 +121,22 @@ def trace(
     capability = None if gpu is None else gpu.compute_capability
     joint = capture(model, *inputs, meta_device=meta_device, capability=capability, outputs=outputs)
     autocast = autocast_dtype(here)
-    graph = build_graph(
-        joint, model, inputs, meta_device=meta_device, layout=layout, autocast=autocast, outputs=outputs
-    ).graph
-    return graph if gpu is None or capability is None else replace(graph, device=gpu.name)
+    graphs = [
+        build_graph(
+            own, model, inputs, meta_device=meta_device, layout=layout, autocast=autocast, outputs=outputs
+        ).graph
+        for layout, own in in_layouts(joint, layouts).items()
+    ]
+    return graphs if gpu is None or capability is None else [replace(graph, device=gpu.name) for graph in graphs]
+
+
+def in_layouts(joint: Joint, layouts: Sequence[str]) -> dict[str, Joint]:
+    """The joint graph for each layout in which its step differs, and for the first.
+
+    Building an operator graph changes the joint graph, so each layout has its own.
+    """
+    differing = [layout for layout in layouts[1:] if _DIFFERS[layout](joint.graph.graph)]
+    return {layouts[0]: joint, **{layout: copied(joint) for layout in differing}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +172,8 @@ def build_graph(
         joint = channels_last(joint)
     graph = joint.graph.graph
     merge(graph)
+    if layout == TILED_LOSS:
+        tile_loss(graph)
     effects = _draws(graph) | {node for node in graph.nodes if traits_of(str(node.target)).checks}
     late = frozenset(itertools.filterfalse(is_forward, effects))
     reach = storages.Reachability(graph, joint.forward_outputs, effects=effects, late_effects=late)

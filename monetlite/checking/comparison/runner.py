@@ -35,7 +35,7 @@ from monetlite.planning.budgets import layouts_to_try, solve_budget, solve_layou
 from monetlite.planning.pipeline import profile
 from monetlite.runtime import MONeTWrapper
 from monetlite.solving.baselines import restrict_gist
-from monetlite.tracing import split_inputs, trace
+from monetlite.tracing import split_inputs, trace_layouts
 from monetlite.tracing.step_inputs import Arguments, Inputs, device_of
 
 BUDGETS = ("70%", "50%", "40%")
@@ -128,7 +128,7 @@ def compare(
         say("tracing the model and measuring its operators")
         example = Arguments(bench.plain.args, bench.plain.kwargs)
         with torch.autocast(device, getattr(torch, autocast or "bfloat16"), enabled=bool(autocast)):
-            graphs = [trace(bench.plain.model, example, layout=layout) for layout in layouts]
+            graphs = trace_layouts(bench.plain.model, example, layouts)
         profiles = [profile(graph, device, tolerance=tolerance) for graph in graphs]
         say(f"measuring {TITLES[Peer.PLAIN]}")
         plain = bench.enter(Contender(peer=Peer.PLAIN))

@@ -1,0 +1,348 @@
+"""Head and loss of a language model in tiles of rows, so that the logits are never whole.
+
+The logits of N tokens and V words, their log-probabilities and their gradient are often the largest tensors of a
+step. The gradient of the loss is linear in the gradient that comes in, so loss and gradients can be made in one
+pass over tiles of tokens, and scaled when the backward pass begins: as many products as plain training has, and
+memory for the logits of one tile (Liger Kernel, Hsu et al., arXiv:2410.10989). Products of a tile with the hidden
+states add up to the weight's gradient in another order than one product does.
+
+`tile_loss` finds head and loss in a captured graph: a matrix product, element-wise operators with numbers (a soft
+cap, a scale, a conversion), and the cross-entropy of the result.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from monetlite.core.graph import Argument, Call, Implementation
+from monetlite.fx import storages
+from monetlite.fx.call_encoding import fake_mode
+from monetlite.operators.cross_entropy import cross_entropy_backward, cross_entropy_backward_
+from monetlite.operators.implementations import TracedKernel, alternatives_for, function, slices, tensor_at
+
+MEAN, SUM = 1, 2
+"""Reductions of a loss, by torch's numbers."""
+TILES = (2, 4, 8, 16, 32, 64)
+MIN_TILE_ROWS = 32
+BY_CLASS, BY_FEATURE = "by_class", "by_feature"
+"""Orders of a weight's gradient: (classes, features), or (features, classes)."""
+_VIEWS = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.detach.default", "aten.alias.default"})
+_PRODUCTS = {"aten.mm.default": (0, 1, None), "aten.addmm.default": (1, 2, 0)}
+"""Positions of rows, matrix and bias."""
+_TRANSPOSE = "aten.t.default"
+_BY_NUMBER = {"aten.mul.Tensor": "mul", "aten.div.Tensor": "div"}
+
+
+def _like_products(call: Call) -> Call:
+    """A product as large as those for logits, and for the gradients that are wanted."""
+    rows, matrix = tensor_at(call, 0), tensor_at(call, 1)
+    (count, depth), (_, classes) = rows.spec.shape, matrix.spec.shape
+    of_rows, of_weight, _ = _wanted(call)
+    depth *= 1 + of_rows + of_weight
+    left = replace(rows, spec=replace(rows.spec, shape=(count, depth), stride=(depth, 1)))
+    right = replace(matrix, spec=replace(matrix.spec, shape=(depth, classes), stride=(classes, 1)))
+    return Call(target="aten.mm.default", args=(left, right), outputs=("logits",))
+
+
+def _wanted(call: Call) -> tuple[bool, bool, bool]:
+    """Whether gradients of rows, matrix and bias are wanted."""
+    wanted = call.args[8]
+    assert isinstance(wanted, tuple)
+    return bool(wanted[0]), wanted[1] is not None, bool(wanted[2])
+
+
+def _tile_bytes(call: Call) -> int:
+    """Memory for logits of a tile: in their dtype and in that of the loss, and for sums in float32."""
+    (count, features), (_, classes) = tensor_at(call, 0).spec.shape, tensor_at(call, 1).spec.shape
+    item_bytes = int(getattr(torch, tensor_at(call, 0).spec.dtype).itemsize)
+    steps, tiles = call.args[7], call.args[9]
+    assert isinstance(steps, tuple)
+    assert isinstance(tiles, int)
+    copies = 4 + item_bytes + 4 * sum(isinstance(step, tuple) and step[0] == "tanh" for step in steps)
+    sums = 4 * classes * features if item_bytes < 4 and tiles > 1 and _wanted(call)[1] else 0
+    return copies * -(-count // tiles) * classes + sums
+
+
+def _launches(call: Call) -> int:
+    tiles = call.args[9]
+    assert isinstance(tiles, int)
+    return 12 * tiles
+
+
+@function(
+    "linear_cross_entropy",
+    like=_like_products,
+    workspace_bytes=_tile_bytes,
+    launches=_launches,
+    integers=lambda call: tensor_at(call, 1).spec.shape[1],
+)
+def linear_cross_entropy(
+    rows: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    steps: Iterable[tuple[str, Any]],
+    wanted: tuple[bool, str | None, bool],
+    tiles: int,
+) -> tuple[Tensor | None, ...]:
+    """Cross-entropy of the logits `rows @ matrix + bias`, and its gradients, some rows at a time.
+
+    Args:
+        rows: hidden states, of shape (rows, features).
+        matrix: of shape (features, classes).
+        bias: of shape (classes,).
+        target: of shape (rows,), int64.
+        weight, reduction, ignore_index: as `nll_loss_forward` takes them.
+        steps: what is done with the logits before the loss: (`mul`, number), (`div`, number), (`tanh`, None),
+            (`to`, dtype).
+        wanted: whether a gradient is wanted for rows; the order of the one for the matrix, None if it isn't
+            wanted; whether one is wanted for the bias.
+        tiles: number of tiles.
+
+    Returns:
+        The loss; its gradients for rows, matrix and bias, of shape (1, classes).
+    """
+    of_rows, order, of_bias = wanted
+    loss = torch.zeros((), dtype=torch.float32, device=rows.device)
+    kept = target != ignore_index
+    if weight is None:
+        total = kept.sum().to(torch.float32)
+    else:
+        total = (weight[target.where(kept, 0)] * kept).sum()
+    gradient = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if of_rows else None
+    for_matrix = for_bias = None
+    one = torch.ones((), dtype=torch.float32, device=rows.device)
+    for some in slices(rows.shape[0], max(1, -(-rows.shape[0] // tiles))):
+        hidden, targets = rows[some], target[some]
+        logits = hidden @ matrix if bias is None else torch.addmm(bias, hidden, matrix)
+        undo: list[Callable[[Tensor], Tensor]] = []
+        for name, value in steps:
+            logits, back = _apply(name, value, logits)
+            undo.append(back)
+        log_probabilities = torch.log_softmax(logits, 1)
+        dtype = logits.dtype
+        del logits
+        loss += torch.ops.aten.nll_loss_forward.default(log_probabilities, targets, weight, SUM, ignore_index)[0]
+        rest = (targets, weight, reduction, ignore_index, total.to(dtype), 1, dtype)
+        slope = cross_entropy_backward_(one.to(dtype), log_probabilities, *rest)
+        del log_probabilities
+        while undo:
+            slope = undo.pop()(slope)
+        if gradient is not None:
+            torch.mm(slope, matrix.t(), out=gradient[some])
+        if order is not None:
+            left, right = (slope.t(), hidden) if order == BY_CLASS else (hidden.t(), slope)
+            for_matrix = _added(for_matrix, left, right, tiles)
+        if of_bias:
+            summed = slope.sum(0, keepdim=True)
+            for_bias = summed if for_bias is None else for_bias.add_(summed)
+        del slope
+    if for_matrix is not None:
+        for_matrix = for_matrix.to(rows.dtype)
+    if reduction == MEAN:
+        loss /= total
+    return loss.to(dtype), gradient, for_matrix, for_bias
+
+
+def _apply(name: str, value: Any, logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A step between logits and loss, over its operand, and the function that takes its gradient back."""
+    if name == "mul":
+        return logits.mul_(value), lambda slope: slope.mul_(value)
+    if name == "div":
+        return logits.div_(value), lambda slope: slope.div_(value)
+    if name == "tanh":
+        made = logits.tanh_().clone()
+        return logits, lambda slope: torch.ops.aten.tanh_backward.grad_input(slope, made, grad_input=slope)
+    before = logits.dtype
+    return logits.to(getattr(torch, value)), lambda slope: slope.to(before)
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor, tiles: int) -> Tensor:
+    """A product added to those of other tiles: in float32, if there are several."""
+    if total is None:
+        product = left @ right
+        return product if tiles == 1 else product.to(torch.promote_types(product.dtype, torch.float32))
+    return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
+
+
+@alternatives_for("monetlite.linear_cross_entropy")
+def in_tiles(kernel: TracedKernel) -> Iterator[Implementation]:
+    """The same in several tiles."""
+    count = tensor_at(kernel.call, 0).spec.shape[0]
+    for tiles in TILES:
+        if count // tiles >= MIN_TILE_ROWS:
+            args: tuple[Argument, ...] = (*kernel.args[:-1], tiles)
+            yield kernel.implement(f"tiles_{tiles}", linear_cross_entropy, args=args)
+
+
+@dataclass
+class _HeadAndLoss:
+    """The kernels of a head and its loss, and what they read and make.
+
+    Attributes:
+        product: makes the logits.
+        steps: between the logits and the loss.
+        inside: all nodes that go.
+        rows, matrix, bias: nodes that make the gradients.
+    """
+
+    product: fx.Node
+    steps: list[tuple[str, Any]]
+    inside: set[fx.Node] = field(default_factory=set)
+    rows: fx.Node | None = None
+    matrix: fx.Node | None = None
+    order: str | None = None
+    bias: fx.Node | None = None
+
+
+def has_loss_of_rows(graph: fx.Graph) -> bool:
+    """True if a graph may have what `tile_loss` replaces."""
+    targets = {str(node.target) for node in graph.nodes}
+    return {"aten.nll_loss_forward.default", "aten._log_softmax.default"} <= targets
+
+
+def tile_loss(graph: fx.Graph) -> None:
+    """Replace heads with their losses, in a graph that `operators.merge` has been through, by one kernel each."""
+    for node in list(graph.nodes):
+        if node.target is cross_entropy_backward and (found := _find(node)) is not None:
+            _replace(graph, node, found)
+
+
+def _find(backward: Any) -> _HeadAndLoss | None:
+    """The head and the loss that a gradient is of; None if they have another form, or something else reads them."""
+    _, probabilities, target, _, reduction, _, total, *_ = backward.args
+    softmax, loss = storages.base(probabilities), total.args[0]
+    if str(softmax.target) != "aten._log_softmax.default" or softmax.args[2] or reduction not in (MEAN, SUM):
+        return None
+    if target.meta["val"].dim() != 1 or storages.base(loss.args[0]) is not softmax:
+        return None
+    steps: list[tuple[str, Any]] = []
+    node: Any = softmax.args[0]
+    forward = {softmax, loss}
+    while str(node.target) not in _PRODUCTS:
+        step = _step(node)
+        if step is None:
+            return None
+        forward.add(node)
+        steps += [step] if step[0] else []
+        node = node.args[0]
+    found = _HeadAndLoss(product=node, steps=steps[::-1])
+    return found if not node.kwargs and _encloses(found, forward, backward, total) else None
+
+
+def _step(node: Any) -> tuple[str, Any] | None:
+    """What a node between logits and loss does: ("", None) for a view of rows; None if it isn't known."""
+    name = str(node.target)
+    if name in _VIEWS:
+        same = node.meta["val"].shape[-1:] == node.args[0].meta["val"].shape[-1:]
+        return ("", None) if same else None
+    if name in _BY_NUMBER and isinstance(node.args[1], (int, float)):
+        return _BY_NUMBER[name], float(node.args[1])
+    if name == "aten.tanh.default":
+        return "tanh", None
+    if name == "aten._to_copy.default" and not {"memory_format", "non_blocking"} & set(node.kwargs):
+        here, before = node.meta["val"], node.args[0].meta["val"]
+        if here.device == before.device and here.is_floating_point():
+            return "to", str(here.dtype).removeprefix("torch.")
+    return None
+
+
+def _encloses(found: _HeadAndLoss, forward: set[fx.Node], backward: fx.Node, total: fx.Node) -> bool:
+    """Find all that depends on the logits; False if that is more than the loss and gradients for the head."""
+    waiting, seen = [found.product], {found.product}
+    rows_at, matrix_at, _ = _PRODUCTS[str(found.product.target)]
+    rows, matrix = found.product.args[rows_at], found.product.args[matrix_at]
+    ends: list[fx.Node] = []
+    while waiting:
+        node = waiting.pop()
+        found.inside.add(node)
+        for user in node.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            name = str(user.target)
+            if user in forward or user is backward or user is total:
+                waiting.append(user)
+            elif storages.is_item(user) and user.args[1] == 0 and user.args[0] in forward:
+                continue  # the loss
+            elif name in ("aten.mm.default", "aten.sum.dim_IntList"):
+                ends.append(user)
+            elif name == "aten.tanh_backward.default" or name == _TRANSPOSE or _step(user) is not None:
+                waiting.append(user)
+            else:
+                return False
+    return all(_is_gradient(found, end, rows, matrix) for end in ends) and bool(found.rows or found.matrix)
+
+
+def _is_gradient(found: _HeadAndLoss, end: Any, rows: Any, matrix: Any) -> bool:
+    """Note the gradient that a kernel makes of the logits' own; False if it is something else."""
+    made, logits = end.meta["val"].shape, found.product.meta["val"].shape
+    if str(end.target) == "aten.sum.dim_IntList":
+        fits = list(end.args[1]) == [0] and made == (1, logits[1]) and found.bias is None
+        found.bias = end
+        return bool(fits)
+    left, right = end.args
+    if left in found.inside and left.meta["val"].shape == logits:
+        fits = found.rows is None and _is_transpose(right, matrix)
+        found.rows = end
+        return bool(fits)
+    if found.matrix is not None:
+        return False
+    found.matrix = end
+    if left in found.inside and right is rows:
+        found.order = BY_CLASS
+        return bool(left.meta["val"].shape == logits[::-1])
+    found.order = BY_FEATURE
+    return right in found.inside and right.meta["val"].shape == logits and _is_transpose(left, rows)
+
+
+def _is_transpose(node: Any, other: Any) -> bool:
+    """True if two nodes are a matrix and its transpose."""
+    here, there = node.meta["val"], other.meta["val"]
+    return (
+        storages.base(node) is storages.base(other)
+        and (here.shape, here.stride()) == (there.shape[::-1], there.stride()[::-1])
+        and here.storage_offset() == there.storage_offset()
+    )
+
+
+def _replace(graph: fx.Graph, backward: Any, found: _HeadAndLoss) -> None:
+    incoming, _, target, weight, reduction, ignore_index, total, *_ = backward.args
+    loss: Any = total.args[0]
+    rows, matrix, bias = (
+        None if at is None else found.product.args[at] for at in _PRODUCTS[str(found.product.target)]
+    )
+    wanted = (found.rows is not None, found.order, found.bias is not None)
+    args = (rows, matrix, bias, target, weight, reduction, ignore_index, tuple(found.steps), wanted, 1)
+    made = [found.rows, found.matrix, found.bias]
+    with graph.inserting_before(loss):
+        fused = graph.call_function(linear_cross_entropy, args)
+        fused.meta.update(loss.meta)
+        items = [graph.call_function(operator.getitem, (fused, at)) for at in range(4)]
+    with fake_mode(loss):
+        gradients = [None if node is None else torch.empty_like(node.meta["val"]) for node in made]
+        fused.meta["val"] = (torch.empty_like(loss.meta["val"][0]), *gradients)
+    for item, value in zip(items, fused.meta["val"], strict=True):
+        item.meta.update({**loss.meta, "val": value})
+    for user in list(loss.users):
+        if user.args[1] == 0:
+            user.replace_all_uses_with(items[0])
+    for item, node in zip(items[1:], made, strict=True):
+        if node is None:
+            graph.erase_node(item)
+            continue
+        with graph.inserting_before(node):
+            scaled = graph.call_function(torch.ops.aten.mul.Tensor, (item, incoming))
+        scaled.meta.update(node.meta)
+        node.replace_all_uses_with(scaled)
+    gone = found.inside | set(loss.users) | {node for node in made if node is not None}
+    for node in reversed(list(graph.nodes)):
+        if node in gone:
+            graph.erase_node(node)
