@@ -106,8 +106,12 @@ def solve_model(
     *,
     starts: Iterable[Schedule] = (),
     runs_here: bool = False,
+    step: "Callable[[Profile], Profile] | None" = None,
 ) -> Schedule:
-    """Trace, price and solve a model within a budget; args and errors as in `optimize`."""
+    """Trace, price and solve a model within a budget; args and errors as in `optimize`.
+
+    `step` adds to a profile what is known of the step beside the model. Then nothing is warned of.
+    """
     from monetlite.tracing import trace_layouts
     from monetlite.tracing.step_inputs import on_its_gpu
 
@@ -116,9 +120,10 @@ def solve_model(
         layouts = layouts_to_try(pricing.layout, solving.tolerance)
         graphs = trace_layouts(model, example_inputs, layouts, device=runs_on, outputs=pricing.outputs)
         profiles = [price(graph, pricing, solving) for graph in graphs]
+        profiles = profiles if step is None else list(map(step, profiles))
     with interrupts_kept():
         schedule = solve_layouts(profiles, budget, solving, layout=pricing.layout, starts=starts)
-    if outside := unplanned_loss(profiles[0].graph, schedule.budget_bytes):
+    if step is None and (outside := unplanned_loss(profiles[0].graph, schedule.budget_bytes)):
         warnings.warn(outside, stacklevel=3)
     return schedule
 
@@ -208,13 +213,18 @@ def with_additions(profile: Profile, options: PricingOptions) -> Profile:
     return with_accumulation(profile) if options.accumulate else profile
 
 
+def noteworthy_bytes(budget_bytes: int) -> float:
+    """The size of outputs from which a loss of them matters."""
+    return max(IGNORED_LOSS_BYTES, NOTEWORTHY_OUTPUTS_SHARE * budget_bytes)
+
+
 def unplanned_loss(graph: OperatorGraph, budget_bytes: int) -> str:
     """A warning where a loss outside of the model may break the budget; empty where the outputs are small.
 
     A model that returns its loss is captured with it, and returns one number to differentiate.
     """
     outputs_bytes = sum(value.size_bytes for value in graph.values if value.kind is ValueKind.TANGENT)
-    if outputs_bytes < max(IGNORED_LOSS_BYTES, NOTEWORTHY_OUTPUTS_SHARE * budget_bytes):
+    if outputs_bytes < noteworthy_bytes(budget_bytes):
         return ""
     return (
         f"what a loss of the model's outputs ({format_bytes(outputs_bytes)}) keeps and takes is not counted "

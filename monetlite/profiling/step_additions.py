@@ -1,4 +1,4 @@
-"""Memory that a training step has beside the model's operators: the optimizer's, and accumulated gradients."""
+"""Memory that a training step has beside the model's operators: optimizer, loss, and accumulated gradients."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING
 
 from monetlite.core.costs import Cost, Profile
 from monetlite.core.errors import ModelError
-from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, Implementation, Operator, Phase, ValueKind
+from monetlite.core.graph import (
+    DELIVERY,
+    LOSS,
+    OPTIMIZER_STEP,
+    Implementation,
+    Operator,
+    OperatorGraph,
+    Phase,
+    ValueKind,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +93,36 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
         costs=(*profile.costs, (Cost(latency_ms=0.0, workspace_bytes=kind.foreach * moment_bytes),)),
         optimizer=name,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossMemory:
+    """Memory of a loss that the caller computes, for each byte of the outputs that have a gradient.
+
+    Attributes:
+        kept: still in use when the backward pass begins, beside the gradients of the outputs.
+        taken: in use at most before that, beside the former.
+    """
+
+    kept: float
+    taken: float
+
+    def of(self, graph: OperatorGraph) -> tuple[int, int]:
+        """Bytes that are kept, and taken, in a step."""
+        outputs_bytes = sum(value.size_bytes for value in graph.values if value.kind is ValueKind.TANGENT)
+        return int(self.kept * outputs_bytes), int(self.taken * outputs_bytes)
+
+
+def with_outside_loss(profile: Profile, memory: LossMemory) -> Profile:
+    """Count what the caller's loss takes between forward and backward, and what it keeps all through the step."""
+    graph = profile.graph
+    kept_bytes, taken_bytes = memory.of(graph)
+    costs = tuple(
+        tuple(replace(cost, workspace_bytes=taken_bytes) for cost in of) if operator.family == LOSS else of
+        for operator, of in zip(graph.operators, profile.costs, strict=True)
+    )
+    resident = replace(graph.resident, inputs=graph.resident.inputs + kept_bytes)
+    return replace(profile, graph=replace(graph, resident=resident), costs=costs)
 
 
 def with_accumulation(profile: Profile) -> Profile:

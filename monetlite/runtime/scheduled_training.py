@@ -26,13 +26,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
+from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
 from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
-from monetlite.core.units import parse_budget
+from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed, without_modes
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs
@@ -46,6 +47,7 @@ from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned, delivering_backend
 from monetlite.runtime.guarded_outputs import guard_outputs
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.outside_loss import OutsideLoss
 from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock
 from monetlite.runtime.serving import (
@@ -129,6 +131,7 @@ class ScheduledTraining:
         self.outputs = options.get("outputs") or (given[0].outputs if given else LOSS_ONLY)
         self.model = model
         self.schedules = sorted(given, key=size_served)
+        self._given = tuple(self.schedules)
         self.schedule = given[0] if given else None
         self.budget, self.compile, self.options = budget, compile, options
         self.whole = whole
@@ -141,6 +144,7 @@ class ScheduledTraining:
         """Know nothing of steps."""
         self._pieces: PiecewiseTraining | None = None  # if it can't be captured whole
         self._refinement: Refinement | None = None  # of the schedule in use
+        self._outside = OutsideLoss()
         self._clock = StepClock()
         self._sizes = CallSizes()
         self._fitting = Fitting()
@@ -162,6 +166,7 @@ class ScheduledTraining:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._given = tuple(self.schedules)
         self._solved = 0
         self._begin()
 
@@ -179,13 +184,43 @@ class ScheduledTraining:
             )
         call = Arguments(args, kwargs)
         with on_its_gpu(self.model, (args, kwargs)):
+            self._count_loss()
             self._between_steps()
             try:
                 output, detached = self._train_as_planned(call)
             except FailOnRecompileLimitHit as error:
                 raise too_many_programs() from error
             self._note_schedule()
+            if detached is None and self.schedule is not None and self._pieces is None:
+                from monetlite.planning.pipeline import noteworthy_bytes
+
+                least_bytes = noteworthy_bytes(self.schedule.budget_bytes)
+                self._outside.forward_ends(output, device_of(self.model, tuple(call)), least_bytes)
         return output if detached is None else guard_outputs(output, detached)
+
+    def _count_loss(self) -> None:
+        """Count what a loss outside of the model was found to take, and plan again if that breaks the budget."""
+        found, schedule = self._outside.measured(), self.schedule
+        if found is None or schedule is None:
+            return
+        peak_bytes = max(self._outside.peak_bytes(), schedule.peak_bytes)
+        if peak_bytes <= schedule.budget_bytes:
+            return
+        problem = (
+            f"with the loss outside of the model, this step takes at least {format_bytes(peak_bytes)}, over the "
+            f"budget of {format_bytes(schedule.budget_bytes)}"
+        )
+        if self.budget is None:
+            warnings.warn(
+                f"{problem}. The schedule can't count it; give a budget in its place, "
+                f"budget='{format_bytes(schedule.budget_bytes)}', or have the model return its loss",
+                stacklevel=4,
+            )
+            return
+        tell(f"{problem}; planning again")
+        self.schedules = list(self._given)
+        self._refinement = None
+        self._forget()
 
     def _note_schedule(self) -> None:
         """Note the schedule of a step whose sizes vary: each step has the one for its sizes."""
@@ -323,6 +358,7 @@ class ScheduledTraining:
 
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         traced, steps = self.plan(joint)
+        self._outside.planned(traced.graph, steps)
         if self.compile:
             from monetlite.runtime.inductor import as_inductor_fuses
 
@@ -399,7 +435,6 @@ class ScheduledTraining:
             settle: whether to take all the time that is needed if nothing is found within seconds.
         """
         from monetlite.planning.beside_training import PlanningBesideTraining
-        from monetlite.planning.pipeline import unplanned_loss
 
         pricing, solving = split_options(self.options)
         graphs = [item.graph for item in traced.values()]
@@ -408,11 +443,12 @@ class ScheduledTraining:
         with without_modes(), forked_state(device_of(self.model, tuple(call))), interrupts_kept():
             if self._example is not None:
                 tell(f"captured {graphs[0].traced_count} operators in {self._clock.seconds:.1f} s; planning")
-            step = (lambda profiles: [of_any_size(item) for item in profiles]) if limits else list
-            planning = PlanningBesideTraining(graphs, budget, pricing, solving, step)
+
+            def whole(profiles: list[Profile]) -> list[Profile]:
+                return [self._outside.counted(of_any_size(item) if limits else item) for item in profiles]
+
+            planning = PlanningBesideTraining(graphs, budget, pricing, solving, whole)
             schedule = planning.first(settle=settle)
-        if outside := unplanned_loss(graphs[0], schedule.budget_bytes):
-            warnings.warn(outside, stacklevel=3)
         self._solved += 1
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
         # A plan for smaller inputs than another one's is good enough as it is.
@@ -435,6 +471,7 @@ class ScheduledTraining:
 
     def _keep(self, step: CapturedStep) -> None:
         """Note the programs of the step that was captured last."""
+        self._outside.keep(step)
         if self._new_varying is not None:
             (varying, limits), self._new_varying = self._new_varying, None
             self._varying[step] = varying
@@ -597,7 +634,15 @@ class ScheduledTraining:
         options = split_options(self.options)
         # Measuring draws random numbers; the step that waits for it must not notice.
         with forked_state(device_of(self.model, call)):
-            solved = solve_model(self.model, call, self.budget, *options, starts=self.schedules, runs_here=True)
+            solved = solve_model(
+                self.model,
+                call,
+                self.budget,
+                *options,
+                starts=self.schedules,
+                runs_here=True,
+                step=self._outside.counted,
+            )
         self._solved += 1
         self.schedules = sorted([solved, *self.schedules], key=size_served)
         return solved

@@ -1,0 +1,179 @@
+"""Head and loss in tiles: the loss and gradients of autograd, wherever the form is found, and nowhere else."""
+
+import copy
+
+import pytest
+import torch
+from contents import drawn
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import monetlite
+from monetlite.core.errors import ModelError
+from monetlite.core.graph import TILED_LOSS
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
+from monetlite.operators.tiled_loss import BY_CLASS, BY_FEATURE, MEAN, SUM, linear_cross_entropy
+
+IGNORED = -100
+STEPS = [(), (("mul", 3.0),), (("div", 2.0), ("tanh", None), ("mul", 2.0)), (("to", "float64"),)]
+
+
+def stepped(logits, steps):
+    """The steps between logits and loss, as a model writes them."""
+    for name, value in steps:
+        if name == "to":
+            logits = logits.to(getattr(torch, value))
+        else:
+            logits = {"mul": lambda x, y: x * y, "div": lambda x, y: x / y, "tanh": lambda x, _: x.tanh()}[name](
+                logits, value
+            )
+    return logits
+
+
+@drawn(max_examples=60)
+@given(
+    rows=st.integers(1, 40),
+    classes=st.integers(1, 30),
+    tiles=st.integers(1, 8),
+    reduction=st.sampled_from([MEAN, SUM]),
+    steps=st.sampled_from(STEPS),
+    order=st.sampled_from([None, BY_CLASS, BY_FEATURE]),
+    biased=st.booleans(),
+    weighted=st.booleans(),
+    wants_rows=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_loss_and_gradients_are_those_of_autograd(
+    rows, classes, tiles, reduction, steps, order, biased, weighted, wants_rows, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+
+    def made(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    hidden, matrix, bias = made(rows, 5), made(5, classes), made(classes) if biased else None
+    weight = made(classes).detach().abs() if weighted else None
+    target = torch.randint(0, classes, (rows,), generator=generator)
+    target[torch.rand(rows, generator=generator) < 0.3] = IGNORED
+    logits = hidden @ matrix + (bias if biased else 0)
+    name = {MEAN: "mean", SUM: "sum"}[reduction]
+    expected = F.cross_entropy(stepped(logits, steps), target, weight, reduction=name)
+    wanted = (wants_rows, order, biased)
+    leaves = (hidden, matrix, bias)
+    inputs = [None if leaf is None else leaf.detach().clone() for leaf in leaves]
+    loss, *gradients = linear_cross_entropy(*inputs, target, weight, reduction, IGNORED, steps, wanted, tiles)
+    torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
+    if expected.isfinite():
+        theirs = torch.autograd.grad(expected, [leaf for leaf in leaves if leaf is not None])
+        for leaf, own, gradient, asked in zip(leaves, inputs, gradients, wanted, strict=True):
+            assert (gradient is None) == (not asked)
+            if gradient is not None:
+                place = next(at for at, item in enumerate(i for i in leaves if i is not None) if item is leaf)
+                like = theirs[place].T if leaf is matrix and order == BY_CLASS else theirs[place]
+                torch.testing.assert_close(gradient.reshape(like.shape), like)
+            if own is not None:
+                assert torch.equal(own, leaf.detach())  # operands are left as they were
+
+
+class Head(nn.Module):
+    """A hidden layer, and a head with its loss, in one of the forms that people write."""
+
+    def __init__(self, form="", classes=101, dtype=torch.float32):
+        super().__init__()
+        self.body = nn.Embedding(classes, 8, dtype=dtype)
+        self.norm = nn.LayerNorm(8, dtype=dtype)
+        self.head = nn.Linear(8, classes, bias=form == "bias", dtype=dtype)
+        if form == "tied":
+            self.head.weight = self.body.weight
+        self.head.requires_grad_(form != "frozen")
+        self.form = form
+
+    def forward(self, tokens):
+        hidden = self.norm(self.body(tokens))
+        logits = self.head(hidden)
+        labels = tokens.roll(-1, 1)
+        if self.form == "capped":
+            logits = 30 * torch.tanh(logits / 30)
+        if self.form == "float":
+            logits = logits.float()
+        if self.form == "read":
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + logits.mean()}
+        if self.form == "smoothed":
+            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)}
+        if self.form == "sum":
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            return {"loss": loss / tokens.numel(), "logits": logits}
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
+        return {"loss": loss, "logits": logits}
+
+
+def fused(graph):
+    return [op for op in graph.operators if op.family.endswith("linear_cross_entropy")]
+
+
+@pytest.mark.parametrize("form", ["", "bias", "tied", "frozen", "capped", "float", "sum"])
+def test_a_step_in_tiles_has_plain_trainings_gradients(form):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if form == "float" else torch.float32
+    model, tokens = Head(form, dtype=dtype).train(), torch.randint(0, 101, (4, 64))
+    plain = copy.deepcopy(model)
+    schedule = monetlite.optimize(
+        model, tokens, "100%", device="rtx-4090", layout=TILED_LOSS, tolerance=1e-5, time_limit=1
+    )
+    assert schedule.layout == TILED_LOSS
+    trained = monetlite.MONeTWrapper(model, schedule)
+    for scale in (1.0, 1 / 3):
+        for each in (trained, plain):
+            each.zero_grad()
+            (each(tokens)["loss"] * scale).backward()
+        allowed = 0.02 if dtype == torch.bfloat16 else 1e-5
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if theirs.grad is not None:
+                largest = theirs.grad.abs().max().item()
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=allowed * largest)
+
+
+def test_tiles_take_less_memory():
+    model, tokens = Head(classes=5003).train(), torch.randint(0, 5003, (4, 64))
+    peaks = {}
+    for layout in ("as_traced", TILED_LOSS):
+        graph = monetlite.trace(model, tokens, layout=layout)
+        profile = monetlite.profile(graph, "rtx-4090")
+        steps = [
+            (
+                index,
+                len(graph.operators[index].implementations) - 1 if graph.operators[index] in fused(graph) else 0,
+            )
+            for index, _ in plain_steps(graph)
+        ]
+        peaks[layout] = simulate(profile, steps).peak_bytes - graph.resident.total
+    logits_bytes = 4 * 64 * 5003 * 4
+    assert peaks["as_traced"] > 2 * logits_bytes
+    assert peaks[TILED_LOSS] < 0.6 * logits_bytes
+
+
+@pytest.mark.parametrize("form", ["read", "smoothed"])
+def test_a_loss_of_another_form_is_left_as_it_is(form):
+    model, tokens = Head(form).train(), torch.randint(0, 101, (4, 64))
+    plain, tiled = (monetlite.trace(model, tokens, layout=layout) for layout in ("as_traced", TILED_LOSS))
+    assert plain.fingerprint == tiled.fingerprint
+
+
+def test_logits_that_are_asked_for_are_left_whole():
+    model, tokens = Head().train(), torch.randint(0, 101, (4, 64))
+    assert fused(monetlite.trace(model, tokens, layout=TILED_LOSS))
+    assert not fused(monetlite.trace(model, tokens, layout=TILED_LOSS, outputs="all"))
+
+
+def test_the_solver_takes_tiles_where_the_logits_do_not_fit():
+    model, tokens = Head(classes=5003).train(), torch.randint(0, 5003, (4, 64))
+    exact = monetlite.optimize(model, tokens, "100%", device="rtx-4090", time_limit=2)
+    budget = (exact.peak_bytes + monetlite.trace(model, tokens).resident.total) // 2
+    found = monetlite.optimize(model, tokens, budget, device="rtx-4090", tolerance=1e-5, time_limit=4)
+    assert (found.layout, found.peak_bytes <= budget) == (TILED_LOSS, True)
+    with pytest.raises(ModelError, match="tiled_loss"):
+        monetlite.optimize(model, tokens, budget, layout=TILED_LOSS)
