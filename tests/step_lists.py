@@ -161,5 +161,6 @@ def schedule_of(profile: Profile, steps: Iterable[Step], budget_bytes: int | Non
         solver="test",
         seconds=0.0,
         layout=graph.layout,
+        outputs=graph.outputs,
         tolerance=max((graph.operators[index].implementations[at].tolerance for index, at in steps), default=0.0),
     )

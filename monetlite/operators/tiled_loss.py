@@ -49,7 +49,7 @@ def _like_products(call: Call) -> Call:
 
 
 def _wanted(call: Call) -> tuple[bool, bool, bool]:
-    """Whether gradients of rows, matrix and bias are wanted."""
+    """Gradients that are wanted: of rows, matrix and bias."""
     wanted = call.args[8]
     assert isinstance(wanted, tuple)
     return bool(wanted[0]), wanted[1] is not None, bool(wanted[2])
@@ -238,7 +238,7 @@ def _find(backward: Any) -> _HeadAndLoss | None:
 
 
 def _step(node: Any) -> tuple[str, Any] | None:
-    """What a node between logits and loss does: ("", None) for a view of rows; None if it isn't known."""
+    """The step that a node between logits and loss is: ("", None) for a view of rows; None if it isn't known."""
     name = str(node.target)
     if name in _VIEWS:
         same = node.meta["val"].shape[-1:] == node.args[0].meta["val"].shape[-1:]

@@ -22,6 +22,8 @@ from monetlite.runtime.gradient_delivery import CapturedStep
 
 MAX_RECORDS = 3
 """Steps in which the loss is looked for, where others had no backward pass."""
+NOISE_BYTES, NOISE_SHARE = 2**18, 0.01
+"""Memory of Python objects and the like, which doesn't count: so much, or such a share of the outputs."""
 SAMPLING_SECONDS, MAX_SECONDS = 0.0005, 60.0
 """Between two looks at the memory in use on a CPU, and for how long they go on."""
 
@@ -122,9 +124,13 @@ class _Record:
         self._ended.set()
         if found and self._before and now:
             # Beside the gradients of the outputs, which a plan counts.
-            kept_bytes = max(0, now - self._before - self._outputs_bytes)
-            taken_bytes = max(0, self._peak - self._before - self._outputs_bytes - kept_bytes)
-            self.found = LossMemory(kept=kept_bytes / self._outputs_bytes, taken=taken_bytes / self._outputs_bytes)
+            kept_bytes = self._noteworthy(now - self._before - self._outputs_bytes)
+            taken_bytes = self._noteworthy(self._peak - self._before - self._outputs_bytes - kept_bytes)
+            whole = self._outputs_bytes
+            self.found = LossMemory(kept=kept_bytes / whole, taken=taken_bytes / whole)
+
+    def _noteworthy(self, size_bytes: int) -> int:
+        return size_bytes if size_bytes > max(NOISE_BYTES, NOISE_SHARE * self._outputs_bytes) else 0
 
 
 _MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

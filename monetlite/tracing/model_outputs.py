@@ -1,4 +1,4 @@
-"""What a training step returns of a model's output: all of it, or the loss and what is small beside it."""
+"""The part of a model's output that a training step returns: all of it, or the loss and what is small beside it."""
 
 from collections import OrderedDict
 from dataclasses import is_dataclass
@@ -26,8 +26,11 @@ class Untaken:
     def __init__(self, name: str = _name) -> None:
         self._name = name
 
+    def __str__(self) -> str:
+        return self._name
+
     def __repr__(self) -> str:
-        return f"<{self._name}: not computed>"
+        return f"<{self}: not computed>"
 
     def __getattr__(self, name: str) -> Any:
         raise _read(self)
@@ -52,7 +55,7 @@ class _UntakenRead(ModelError, AttributeError):
 
 def _read(output: Untaken) -> _UntakenRead:
     return _UntakenRead(
-        f"{output._name} is not computed in training: a model that computes its loss returns the loss, and outputs "
+        f"{output} is not computed in training: a model that computes its loss returns the loss, and outputs "
         f"of up to {MAX_DIMENSIONS} dimensions. To have all, which then take memory, solve with outputs='all' "
         "(MONeTWrapper(model, budget=..., outputs='all'), or monetlite solve --outputs all)"
     )

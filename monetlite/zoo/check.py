@@ -112,7 +112,7 @@ class Checker:
 
         layout = "as_traced" if plain else schedule.layout
         priced = schedule.device if schedule.kind == "estimated" else ""
-        form = (schedule.autocast, layout, schedule.outputs, priced or None)
+        form = (schedule.autocast, layout, priced or None, schedule.outputs)
         key = (schedule.source, *form, schedule.optimizer, schedule.accumulate)
         if key not in self._profiles:
             assert schedule.source is not None
@@ -153,8 +153,8 @@ def traced(
     source: ModelSource,
     autocast: str = "",
     layout: str = AS_TRACED,
-    outputs: str = LOSS_ONLY,
     device: str | None = None,
+    outputs: str = LOSS_ONLY,
 ) -> OperatorGraph:
     """Trace the training step of a model, on a named device if one is given."""
     import torch

@@ -303,7 +303,7 @@ def test_something_is_said_before_torch_is_imported():
 SOLVE, CHECK = COMMANDS[0], "check mine.yaml --model net.py:build"
 PHASES = {
     "building": (SOLVE, "monetlite.models.build_model"),
-    "tracing": (SOLVE, "monetlite.tracing.trace"),
+    "tracing": (SOLVE, "monetlite.tracing.trace_layouts"),
     "pricing": (SOLVE, "monetlite.planning.pipeline.profile"),
     "solving": (SOLVE, "monetlite.planning.budgets.solve_budget"),
     "writing a schedule": (SOLVE, "os.fsync"),

@@ -40,6 +40,7 @@ def full_schedule(**changes) -> Schedule:
         "tolerance": 1e-5,
         "layout": "channels_last",
         "autocast": "bfloat16",
+        "outputs": "loss",
         "accumulate": True,
         "smallest_proven_bytes": 10**9,
         "smallest_reached_bytes": 2 * 10**9,

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "monetlite.batch_norm_by_cudnn_again": "of captures on CUDA; tests/runtime/test_batch_norm_by_cudnn.py",
     "monetlite.changed": "of other libraries' operators; tests/runtime/test_custom_kernels.py",
     "monetlite.changed_": "the same",
+    "monetlite.linear_cross_entropy": "in a layout of its own; tests/operators/test_tiled_loss.py",
     "monetlite.dropout": "what is traced, for probabilities that native_dropout rounds in another way",
     **{
         target: "needs cuDNN"

@@ -38,16 +38,19 @@ def convolutions(batch, dtype):
     return nn.Sequential(*layers).to(dtype), (torch.randn(batch, 3, 32, 32, dtype=dtype),)
 
 
+DEVICES = {gpt2: "rtx-4090", convolutions: "t4"}  # which have attention in bfloat16, and no TF32
+
+
 @functools.cache
 def traced(build, batch, dtype, autocast):
     model, inputs = build(batch, dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        return monetlite.trace(model.train(), inputs, device="t4")
+        return monetlite.trace(model.train(), inputs, device=DEVICES[build])
 
 
 def priced(build, batch, dtype, *, optimizer=None, accumulate=False, autocast=False):
     graph = traced(build, batch, dtype, autocast)
-    return monetlite.profile(graph, "t4", optimizer=optimizer, accumulate=accumulate)
+    return monetlite.profile(graph, DEVICES[build], optimizer=optimizer, accumulate=accumulate)
 
 
 def language_model(batch=8, dtype=torch.float32, **options):

@@ -23,7 +23,7 @@ def quick_measurements(monkeypatch):
 
 
 def wrapped(model, inputs):
-    graph = monetlite.trace(model, inputs)
+    graph = monetlite.trace(model, inputs, outputs="all")
     return monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), plain_steps(graph)))
 
 

@@ -156,7 +156,7 @@ def test_real_convolutional_networks(build):
 )
 def test_transformers(kind, within):
     model, inputs = tiny_transformer(kind, layers=2 if THOROUGH or kind == "vit" else 1)
-    graph = exactly(monetlite.trace(model, inputs))
+    graph = exactly(monetlite.trace(model, inputs, outputs="all"))
     stored = step(twin(model), inputs)
     if within:
         plain, stored = stored, wrapped_step(model, graph, plain_steps(graph), inputs)

@@ -197,8 +197,8 @@ def test_the_graph_at_a_size_is_the_one_traced_there(monkeypatch):
     """Nothing is estimated: operators, sizes and what is measured are those of a trace at that size."""
     built, traced_at = [], varying_step.VaryingStep.traced_at
 
-    def noted(self, limits):
-        found = traced_at(self, limits)
+    def noted(self, limits, layout="as_traced"):
+        found = traced_at(self, limits, layout)
         built.append((limits, found.graph))
         return found
 
@@ -336,7 +336,7 @@ def test_a_plan_for_smaller_inputs_that_fails_ends_nothing(monkeypatch, caplog):
     varying._planning_seconds = 1e-9
     tried = []
 
-    def refuse(self, limits):
+    def refuse(self, limits, layout):
         tried.append(limits)
         raise TraceError("not at this size")
 

@@ -120,7 +120,7 @@ def test_a_model_without_images_is_left_alone():
 
 
 def test_an_unknown_layout():
-    with pytest.raises(TraceError, match="'columns' is neither"):
+    with pytest.raises(TraceError, match="'columns' is unknown"):
         monetlite.trace(nn.Linear(2, 2), torch.randn(1, 2), layout="columns")
 
 

@@ -1,0 +1,92 @@
+"""A loss that the caller computes: measured in the first step, counted from then on, within the budget."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import monetlite
+from monetlite.core.errors import InfeasibleBudget
+from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.runtime.serving import own_bytes
+
+CLASSES, ROWS = 4000, 512
+
+
+def model():
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64)]
+    for _ in range(4):
+        layers += [nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)]
+    return nn.Sequential(*layers, nn.Linear(64, CLASSES, bias=False))
+
+
+def cross_entropy(output):
+    return F.cross_entropy(output, torch.arange(len(output)) % CLASSES)
+
+
+def peak_bytes(trained, x, loss):
+    """The measured peak of a step."""
+
+    def step():
+        trained.zero_grad()
+        loss(trained(x)).backward()
+
+    step()
+    trained.zero_grad()
+    return own_bytes([*trained.parameters(), x]) + peak_growth_bytes(step)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_step_keeps_to_its_budget_with_the_loss(wait, caplog):
+    x = torch.randn(ROWS, 64)
+    plain_bytes = peak_bytes(model(), x, cross_entropy)
+    budget = int(0.87 * plain_bytes)
+    trained = monetlite.MONeTWrapper(model(), budget=budget, time_limit=4, wait=wait)
+    with caplog.at_level("INFO", logger="monetlite"):
+        measured = [peak_bytes(trained, x, cross_entropy) for _ in range(2)][-1]
+    assert any("with the loss outside of the model" in line for line in caplog.messages)
+    assert 0.97 * trained.schedule.peak_bytes <= measured <= budget
+    assert trained.schedule.peak_bytes > 3 * ROWS * CLASSES * 4
+
+
+def test_what_a_caller_keeps_counts_through_the_backward_pass():
+    x, kept = torch.randn(ROWS, 64), []
+
+    def keeping(output):
+        kept[:] = [torch.empty_like(output)]
+        return output.square().sum()
+
+    trained = monetlite.MONeTWrapper(model(), budget="100%", time_limit=2)
+    peak_bytes(trained, x, keeping)
+    memory = trained._training._outside.memory
+    kept_bytes, _ = memory.of(monetlite.trace(model(), x))
+    assert kept_bytes == pytest.approx(ROWS * CLASSES * 4, rel=0.1)
+
+
+def test_a_loss_that_does_not_fit_is_said():
+    x = torch.randn(ROWS, 64)
+    trained = monetlite.MONeTWrapper(model(), budget=int(3.7 * ROWS * CLASSES * 4), time_limit=2)
+    with pytest.raises(InfeasibleBudget, match="at loss"):
+        peak_bytes(trained, x, cross_entropy)
+
+
+def test_a_given_schedule_warns_and_trains_on():
+    x = torch.randn(ROWS, 64)
+    graph = monetlite.trace(model(), x)
+    loose = monetlite.solve(monetlite.profile(graph, "rtx-4090"), "100%", time_limit=2)
+    tight = monetlite.solve(monetlite.profile(graph, "rtx-4090"), loose.peak_bytes, time_limit=2)
+    trained = monetlite.MONeTWrapper(model(), tight)
+    with pytest.warns(UserWarning, match="with the loss outside of the model, this step takes at least"):
+        peak_bytes(trained, x, cross_entropy)
+    plain = model()
+    cross_entropy(plain(x)).backward()
+    for ours, theirs in zip(trained.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_small_loss_changes_nothing():
+    trained = monetlite.MONeTWrapper(nn.Linear(8, 8), budget="100%", time_limit=1)
+    for _ in range(3):
+        trained(torch.randn(4, 8)).sum().backward()
+    assert trained._training._outside.memory is None
