@@ -53,6 +53,10 @@ def measure_profile(
     return measurement.profile()
 
 
+_rough: dict[tuple[str, str], Cost] = {}
+"""Costs of one run each, by device and call, of this process."""
+
+
 class Measurement:
     """Costs of every implementation of every operator on this machine, measured in one sitting or in several.
 
@@ -144,10 +148,11 @@ class Measurement:
         costs: dict[str, Cost] = {}
         with steady_heap() if self._meter.device == "cpu" else contextlib.nullcontext():
             for signature in sorted(candidates, key=lambda signature: -moved[signature]):
-                cost = self._cache.get(signature)
+                key = self._meter.device, signature
+                cost = self._cache.get(signature) or _rough.get(key)
                 if cost is None and time.monotonic() < end:
                     with contextlib.suppress(RuntimeError, IndexError, TypeError, MemoryError):
-                        cost = _cost(candidates[signature], self._meter, rough=True)
+                        cost = _rough[key] = _cost(candidates[signature], self._meter, rough=True)
                 if cost is not None:
                     costs[signature] = cost
         known = {

@@ -5,6 +5,7 @@ it still has when the backward pass begins, is measured once and counted from th
 """
 
 import ctypes
+import gc
 import threading
 import time
 from functools import cache
@@ -59,6 +60,7 @@ class OutsideLoss:
         if outputs_bytes < least_bytes:
             return
         self._left -= 1
+        gc.collect()  # so that what the capture leaves behind is not freed meanwhile
         record = self._record = _Record(device, outputs_bytes)
         self._step.watch = lambda what: record.end() if what == "begin" else None
 
