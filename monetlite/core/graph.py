@@ -31,7 +31,12 @@ CHANNELS_LAST: Literal["channels_last"] = "channels_last"
 TILED_LOSS: Literal["tiled_loss"] = "tiled_loss"
 """Layouts of a step: as the model has it, its images with the channels innermost throughout, or a language model's
 head and loss in tiles of rows."""
-LAYOUTS = (AS_TRACED, CHANNELS_LAST, TILED_LOSS)
+LAYOUTS_IN_WORDS = {
+    AS_TRACED: "",
+    CHANNELS_LAST: "images in channels-last",
+    TILED_LOSS: "head and loss in tiles of rows",
+}
+LAYOUTS = tuple(LAYOUTS_IN_WORDS)
 Layout: TypeAlias = Literal["as_traced", "channels_last", "tiled_loss"]
 
 

@@ -56,13 +56,14 @@ def _wanted(call: Call) -> tuple[bool, bool, bool]:
 
 
 def _tile_bytes(call: Call) -> int:
-    """Memory for logits of a tile: in their dtype and in that of the loss, and for sums in float32."""
+    """Memory for logits of a tile, in their dtype and in that of the loss, and for sums in float32."""
     (count, features), (_, classes) = tensor_at(call, 0).spec.shape, tensor_at(call, 1).spec.shape
     item_bytes = int(getattr(torch, tensor_at(call, 0).spec.dtype).itemsize)
     steps, tiles = call.args[7], call.args[9]
     assert isinstance(steps, tuple)
     assert isinstance(tiles, int)
-    copies = 4 + item_bytes + 4 * sum(isinstance(step, tuple) and step[0] == "tanh" for step in steps)
+    names = [step[0] for step in steps if isinstance(step, tuple)]
+    copies = item_bytes + (4 if "to" in names else 0) + item_bytes * names.count("tanh")
     sums = 4 * classes * features if item_bytes < 4 and tiles > 1 and _wanted(call)[1] else 0
     return copies * -(-count // tiles) * classes + sums
 
@@ -126,8 +127,8 @@ def linear_cross_entropy(
         for name, value in steps:
             logits, back = _apply(name, value, logits)
             undo.append(back)
-        log_probabilities = torch.log_softmax(logits, 1)
         dtype = logits.dtype
+        log_probabilities = torch.ops.aten._log_softmax.out(logits, 1, False, out=logits)
         del logits
         loss += torch.ops.aten.nll_loss_forward.default(log_probabilities, targets, weight, SUM, ignore_index)[0]
         rest = (targets, weight, reduction, ignore_index, total.to(dtype), 1, dtype)

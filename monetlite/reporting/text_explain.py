@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from monetlite.core.choices import DEFAULT
-from monetlite.core.graph import CHANNELS_LAST
+from monetlite.core.graph import LAYOUTS_IN_WORDS
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.step_analysis import Fate
 from monetlite.core.steps import step_in_words, step_number
@@ -109,8 +109,8 @@ def _summary(page: ExplanationWriter, analysis: Analysis) -> None:
         extras.append("gradients of earlier batches are counted")
     if schedule.autocast:
         extras.append(f"autocast to {schedule.autocast} is on")
-    if schedule.layout == CHANNELS_LAST:
-        extras.append("images are in channels-last")
+    if layout := LAYOUTS_IN_WORDS[schedule.layout]:
+        extras.append(f"the step has {layout}")
     if extras:
         page.say(f"In the schedule, {'; '.join(extras)}.")
     if analysis.as_solved:

@@ -8,7 +8,7 @@ from rich.console import Console
 from monetlite.allocator import least_limit, reserve
 from monetlite.core.choices import DEFAULT
 from monetlite.core.costs import Profile
-from monetlite.core.graph import CHANNELS_LAST
+from monetlite.core.graph import LAYOUTS_IN_WORDS
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import Timeline
 from monetlite.core.units import format_bytes, format_ms
@@ -65,7 +65,8 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
     smallest = f"at least {format_bytes(proven)}" if reached is None else _smallest(reached, proven)
     reserved = reserved_facts(profile, schedule)
     outside = unplanned_loss(graph, schedule.budget_bytes)
-    layout = ", images in channels-last" if schedule.layout == CHANNELS_LAST else ""
+    words = LAYOUTS_IN_WORDS[schedule.layout]
+    layout = f", {words}" if words else ""
     rows = [
         (
             "graph",

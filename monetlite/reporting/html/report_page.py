@@ -9,7 +9,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from monetlite.core.files.atomic import write_atomically
-from monetlite.core.graph import CHANNELS_LAST, TensorSpec
+from monetlite.core.graph import LAYOUTS_IN_WORDS, TensorSpec
 from monetlite.core.step_analysis import Holding
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.analysis import Analysis, cost_source
@@ -122,7 +122,7 @@ def _details(analysis: Analysis) -> list[tuple[str, str]]:
         f"{schedule.optimizer} state counted" if schedule.optimizer else "no optimizer state counted",
         "gradients of earlier batches counted" if schedule.accumulate else "",
         f"autocast to {schedule.autocast}" if schedule.autocast else "",
-        "images in channels-last" if schedule.layout == CHANNELS_LAST else "",
+        LAYOUTS_IN_WORDS[schedule.layout],
     ]
     return [
         ("Inputs", inputs or "none"),
