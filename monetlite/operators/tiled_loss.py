@@ -234,6 +234,8 @@ def _find(backward: Any) -> _HeadAndLoss | None:
         forward.add(node)
         steps += [step] if step[0] else []
         node = node.args[0]
+    if node.meta["val"].dtype == torch.float16:  # gradients would vanish before they are scaled
+        return None
     found = _HeadAndLoss(product=node, steps=steps[::-1])
     return found if not node.kwargs and _encloses(found, forward, backward, total) else None
 

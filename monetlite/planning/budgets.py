@@ -186,7 +186,15 @@ def solve_layouts(
     remaining = options.time_limit - trial * len(distinct)
     if found:
         best, item = min(found, key=lambda pair: pair[0].latency_ms)
-        return run(item, remaining, [best])
+        solved = run(item, remaining, [best])
+        others = [
+            *((one.smallest_proven_bytes, one.smallest_reached_bytes) for one, other in found if other is not item),
+            *((error.proven_bytes, error.reached_bytes) for error, _ in refused),
+        ]
+        # The smallest budget is that of any layout.
+        proven, reached = zip((solved.smallest_proven_bytes, solved.smallest_reached_bytes), *others, strict=True)
+        sizes = (size for size in reached if size is not None)
+        return replace(solved, smallest_proven_bytes=min(proven), smallest_reached_bytes=min(sizes, default=None))
     in_reach = [pair for pair in refused if pair[0].proven_bytes <= budget_bytes]
     refusal, item = min(in_reach or refused, key=lambda pair: pair[0].reached_bytes or pair[0].proven_bytes)
     if not in_reach:

@@ -156,9 +156,11 @@ def test_tiles_take_less_memory():
     assert peaks[TILED_LOSS] < 0.6 * logits_bytes
 
 
-@pytest.mark.parametrize("form", ["read", "smoothed"])
+@pytest.mark.parametrize("form", ["read", "smoothed", "half"])
 def test_a_loss_of_another_form_is_left_as_it_is(form):
-    model, tokens = Head(form).train(), torch.randint(0, 101, (4, 64))
+    """In float16, gradients that are not scaled yet would vanish."""
+    dtype = torch.float16 if form == "half" else torch.float32
+    model, tokens = Head(form, dtype=dtype).train(), torch.randint(0, 101, (4, 64))
     plain, tiled = (monetlite.trace(model, tokens, layout=layout) for layout in ("as_traced", TILED_LOSS))
     assert plain.fingerprint == tiled.fingerprint
 
@@ -177,3 +179,20 @@ def test_the_solver_takes_tiles_where_the_logits_do_not_fit():
     assert (found.layout, found.peak_bytes <= budget) == (TILED_LOSS, True)
     with pytest.raises(ModelError, match="tiled_loss"):
         monetlite.optimize(model, tokens, budget, layout=TILED_LOSS)
+
+
+def test_lengths_that_vary_run_in_tiles():
+    torch.manual_seed(0)
+    model = Head(classes=5003).train()
+    plain = copy.deepcopy(model)
+    resident_bytes = monetlite.trace(model, torch.zeros(4, 96, dtype=torch.long)).resident.total
+    budget = resident_bytes * 2 + 4 * 96 * 5003 * 4  # gradients and a single copy of the logits
+    trained = monetlite.within(model, budget=budget, tolerance=1e-5, time_limit=2)
+    for length in (64, 91, 33):
+        tokens = torch.randint(0, 5003, (4, length))
+        for each in (trained, plain):
+            each.zero_grad()
+            each(tokens)["loss"].backward()
+        assert monetlite.schedule_of(trained).layout == TILED_LOSS
+        for ours, theirs in zip(trained.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
