@@ -28,6 +28,7 @@ from monetlite.core.units import parse_budget
 
 ROWS = 128
 """Rows of a tile of the loss tiled by hand."""
+BY_HAND = "a loss tiled by hand"
 WIDTH, HEADS, LAYERS = 384, 6, 6
 
 
@@ -118,7 +119,7 @@ def rows_of(name: str, model: nn.Module, args: argparse.Namespace) -> Iterator[s
     }
     if name in ("gpt2", "llama", "qwen3"):
         by_hand = Trainee(TiledByHand(copy.deepcopy(model)), (), inputs, default_loss, "cpu")
-        contenders["a loss tiled by hand"] = by_hand
+        contenders[BY_HAND] = by_hand
         at_hands = monetlite.optimize(model, inputs, by_hand.memory().peak_bytes, **options)
         contenders["monetlite, at its peak"] = Trainee(
             monetlite.MONeTWrapper(copy.deepcopy(model), at_hands), (), inputs, default_loss, "cpu"
@@ -130,10 +131,11 @@ def rows_of(name: str, model: nn.Module, args: argparse.Namespace) -> Iterator[s
     expected = plain.snapshot(args.seed)
     for title, item in contenders.items():
         taken = item.snapshot(args.seed)
-        names = taken.gradients.keys() & expected.gradients.keys()
-        apart = max(
-            (relative(taken.gradients[key], expected.gradients[key]) for key in names), default=float("nan")
-        )
+        gradients = {
+            key.removeprefix("model.") if title == BY_HAND else key: of for key, of in taken.gradients.items()
+        }
+        names = gradients.keys() & expected.gradients.keys()
+        apart = max((relative(gradients[key], expected.gradients[key]) for key in names), default=float("nan"))
         predicted = {f"monetlite, {args.budget}": schedule, "monetlite, at its peak": None}.get(title)
         off = "" if predicted is None else f"{predicted.peak_bytes / peaks[title] - 1:+.1%}"
         yield (
