@@ -131,7 +131,6 @@ class ScheduledTraining:
         self.outputs = options.get("outputs") or (given[0].outputs if given else LOSS_ONLY)
         self.model = model
         self.schedules = sorted(given, key=size_served)
-        self._given = tuple(self.schedules)
         self.schedule = given[0] if given else None
         self.budget, self.compile, self.options = budget, compile, options
         self.whole = whole
@@ -166,7 +165,6 @@ class ScheduledTraining:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._given = tuple(self.schedules)
         self._solved = 0
         self._begin()
 
@@ -218,7 +216,7 @@ class ScheduledTraining:
             )
             return
         tell(f"{problem}; planning again")
-        self.schedules = list(self._given)
+        self.schedules = []  # none of them counts the loss
         self._refinement = None
         self._forget()
 

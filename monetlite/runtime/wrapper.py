@@ -61,7 +61,7 @@ class MONeTWrapper(nn.Module):
         budget: in place of a schedule, or beside: solve for a schedule when the first step is taken, for the
             inputs that it has, and again whenever inputs are larger than any before or the model has changed.
         options: with a budget, further arguments of `monetlite.optimize`: device, optimizer, accumulate,
-            tolerance, layout, implementations, reserved, time_limit, solver, seed.
+            tolerance, layout, outputs, implementations, reserved, time_limit, solver, seed.
         compile: have Inductor compile the programs. The peak is then an estimate, and results differ in their last
             bits.
         wait: with a budget, wait in the first step until all operators are measured and the best schedule is found.
@@ -79,7 +79,8 @@ class MONeTWrapper(nn.Module):
 
     Inputs that are smaller than those a schedule was solved for (the last batch, a shorter sequence) run by the
     same schedule. A model that returns a mapping with a scalar `loss` is trained through that loss; a gradient
-    that reaches another output raises an error.
+    that reaches another output raises an error. Other outputs of more than two dimensions are computed only with
+    `outputs="all"`; without it, reading them raises `ModelError`.
 
     Example:
         >>> import torch, monetlite

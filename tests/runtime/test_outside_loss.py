@@ -90,3 +90,17 @@ def test_a_small_loss_changes_nothing():
     for _ in range(3):
         trained(torch.randn(4, 8)).sum().backward()
     assert trained._training._outside.memory is None
+
+
+def test_a_given_schedule_gives_way_to_one_that_counts_the_loss():
+    x = torch.randn(ROWS, 64)
+    plain_bytes = peak_bytes(model(), x, cross_entropy)
+    budget = int(0.87 * plain_bytes)
+    profile = monetlite.profile(monetlite.trace(model(), x), "rtx-4090")
+    given = monetlite.solve(
+        profile, min(budget, monetlite.solve(profile, "100%", time_limit=2).peak_bytes), time_limit=2
+    )
+    trained = monetlite.MONeTWrapper(model(), given, budget=budget, time_limit=2)
+    measured = [peak_bytes(trained, x, cross_entropy) for _ in range(2)][-1]
+    assert given not in trained._training.schedules
+    assert measured <= budget
