@@ -243,6 +243,8 @@ def _find(backward: Any) -> _HeadAndLoss | None:
 def _step(node: Any) -> tuple[str, Any] | None:
     """The step that a node between logits and loss is: ("", None) for a view of rows; None if it isn't known."""
     name = str(node.target)
+    if node.op != "call_function":
+        return None
     if name in _VIEWS:
         same = node.meta["val"].shape[-1:] == node.args[0].meta["val"].shape[-1:]
         return ("", None) if same else None
@@ -281,29 +283,53 @@ def _encloses(found: _HeadAndLoss, forward: set[fx.Node], backward: fx.Node, tot
                 waiting.append(user)
             else:
                 return False
-    return all(_is_gradient(found, end, rows, matrix) for end in ends) and bool(found.rows or found.matrix)
+    return all(_is_gradient(found, end, backward, rows, matrix) for end in ends) and bool(
+        found.rows or found.matrix
+    )
 
 
-def _is_gradient(found: _HeadAndLoss, end: Any, rows: Any, matrix: Any) -> bool:
+def _is_gradient(found: _HeadAndLoss, end: Any, backward: fx.Node, rows: Any, matrix: Any) -> bool:
     """Note the gradient that a kernel makes of the logits' own; False if it is something else."""
     made, logits = end.meta["val"].shape, found.product.meta["val"].shape
+    slope, *others = end.args
     if str(end.target) == "aten.sum.dim_IntList":
-        fits = list(end.args[1]) == [0] and made == (1, logits[1]) and found.bias is None
+        fits = list(others[0]) == [0] and made == (1, logits[1]) and found.bias is None
         found.bias = end
-        return bool(fits)
-    left, right = end.args
-    if left in found.inside and left.meta["val"].shape == logits:
-        fits = found.rows is None and _is_transpose(right, matrix)
+    elif slope in found.inside and slope.meta["val"].shape == logits:
+        fits = found.rows is None and _is_transpose(others[0], matrix)
         found.rows = end
-        return bool(fits)
-    if found.matrix is not None:
-        return False
-    found.matrix = end
-    if left in found.inside and right is rows:
-        found.order = BY_CLASS
-        return bool(left.meta["val"].shape == logits[::-1])
-    found.order = BY_FEATURE
-    return right in found.inside and right.meta["val"].shape == logits and _is_transpose(left, rows)
+    elif others[0] is rows:
+        fits = found.matrix is None and slope.meta["val"].shape == logits[::-1]
+        found.matrix, found.order = end, BY_CLASS
+    else:
+        left, slope = end.args
+        fits = found.matrix is None and slope.meta["val"].shape == logits and _is_transpose(left, rows)
+        found.matrix, found.order = end, BY_FEATURE
+    return bool(fits) and _taken_back(slope, backward) == _expected(found)
+
+
+def _expected(found: _HeadAndLoss) -> list[tuple[str, Any]]:
+    """The steps that take the gradient of the loss back to the logits."""
+    steps, dtype = [], str(found.product.meta["val"].dtype).removeprefix("torch.")
+    for name, value in found.steps:
+        steps.append((name, dtype if name == "to" else value))
+        dtype = value if name == "to" else dtype
+    return steps[::-1]
+
+
+def _taken_back(node: Any, backward: fx.Node) -> list[tuple[str, Any]] | None:
+    """The steps from the gradient of a loss to a node; None if there are others, such as a hook's."""
+    steps: list[tuple[str, Any]] = []
+    while node is not backward:
+        if str(node.target) == "aten.tanh_backward.default":
+            steps.append(("tanh", None))
+        elif str(node.target) != _TRANSPOSE:
+            step = _step(node)
+            if step is None:
+                return None
+            steps += [step] if step[0] else []
+        node = node.args[0]
+    return steps[::-1]
 
 
 def _is_transpose(node: Any, other: Any) -> bool:
