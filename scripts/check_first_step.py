@@ -71,7 +71,7 @@ def row(name: str, budget: str, time_limit: float) -> str:
             step(of, call, keywords, seed=number)
         worst = max(worst, difference(model, plain))
         at = number if monetlite.schedule_of(model) is not first and not at else at
-        if called_instead(model)._refinement is None or time.perf_counter() - began > MAX_SECONDS:
+        if called_instead(model).plans.refinement is None or time.perf_counter() - began > MAX_SECONDS:
             break
     taken = monetlite.schedule_of(model)
     waited = monetlite.optimize(captured, inputs, budget, time_limit=time_limit)

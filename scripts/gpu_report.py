@@ -1,33 +1,38 @@
-"""What monetlite does on one GPU: checks and measurements of seven models, in two files.
+"""What monetlite does on one GPU, in short calls that go on where the last one stopped.
 
-Three steps, since solving needs neither the GPU nor its time. The first and the last need torch, numpy, networkx and
-pyyaml alone, and a checkout of this repository; neither begins anything else after 430 seconds. The first keeps what
-it has measured beside the profiles, and goes on there when it is run again.
+    python scripts/gpu_report.py solve --output solved --device h200      # anywhere: schedules at estimated costs
+    python scripts/gpu_report.py allocator solved --output report         # on the GPU: the allocator's model
+    python scripts/gpu_report.py measure solved --output report --part a  # on the GPU: every schedule, held to its word
+    python scripts/gpu_report.py measure solved --output report --part c  # on the GPU: a Llama of 1B in bfloat16
+    python scripts/gpu_report.py measure solved --output report --part b  # on the GPU: beside checkpoint and torch.compile
+    python scripts/gpu_report.py profile --output report                  # on the GPU: the cost of every operator
+    python scripts/gpu_report.py solve report --output solved_measured    # anywhere: schedules at those costs
 
-    python scripts/gpu_report.py profile --output profiles          # on the GPU: what every operator costs
-    python scripts/gpu_report.py solve profiles --output solved     # anywhere: a schedule for each budget
-    python scripts/gpu_report.py measure solved                     # on the GPU: the report
+What runs on the GPU needs torch, networkx, pyyaml and msgspec, and a checkout of this repository. It begins nothing
+after `--seconds` (430), writes each row as soon as it is measured, and leaves out what is there: the same command
+again goes on. An exit code of 75 asks for that. A model has a process of its own, so an error that ends CUDA for a
+process costs one row. A folder of results has at most eight files.
 
-The report goes to docs/benchmarks/gpu_NAME_DATE.json and .md. It holds every schedule to its budget (allocated and
-reserved memory), to its prediction (peak within 2%, step time within 5%) and to plain training's gradients, and
-measures it beside plain PyTorch, torch.utils.checkpoint and torch.compile's activation memory budget, in turn.
-Schedules are solved for budgets of reserved memory, 1% less than each, and run with the allocator limited to it, as
-with `monetlite.limit_reserved`; plain PyTorch and its peers aren't. torch.compile, which takes long, comes in a second
-round, beside plain PyTorch once more. What there was no time for is listed, and the files are written anew after every
-way to train. Without a GPU, `--device cpu --small` tries all of it.
+Part a holds every schedule of seven models to its budget (allocated and reserved memory), to its prediction (peak
+within 2%, step time within 5%) and to plain training's gradients. Where plain training does not fit into memory,
+gradients are compared at a smaller batch. Schedules are solved for budgets of reserved memory, 1% less than each, and
+run with the allocator limited to it, as with `monetlite.limit_reserved`. Without a GPU, `--device cpu --small` tries
+all of it.
 """
 
 import argparse
-import datetime
+import contextlib
 import gc
-import json
+import io
 import os
-import re
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 # Blocks of memory are then as large as what is in them, and little lies between them (docs/choosing-a-budget.md).
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -38,222 +43,331 @@ import torch  # which reads that when it is imported
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from gpu_report_models import SMALL, SUBJECTS, Built  # noqa: E402  # beside this file
+from gpu_report_allocator import give_back_ms, held_to_model, recorded  # noqa: E402  # beside this file
+from gpu_report_models import SMALL, SUBJECTS, Built  # noqa: E402
+from gpu_report_rows import Key, Row, Rows, failed_checks, page  # noqa: E402
 
 import monetlite  # noqa: E402  # from this checkout, installed or not
-from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment, reason  # noqa: E402
+from monetlite.checking.comparison.bench import (  # noqa: E402
+    OUT_OF_MEMORY,
+    Bench,
+    Contender,
+    Entrant,
+    Unsupported,
+    environment,
+    reason,
+)
 from monetlite.checking.comparison.peer_runs import TITLES, Peer, PeerRun  # noqa: E402
 from monetlite.checking.comparison.peers import every_block, inductor  # noqa: E402
 from monetlite.checking.comparison.runner import scheduled  # noqa: E402
 from monetlite.checking.trainee import default_loss  # noqa: E402
+from monetlite.core.costs import Profile  # noqa: E402
+from monetlite.core.files.atomic import write_atomically  # noqa: E402
 from monetlite.core.schedule import Schedule  # noqa: E402
 from monetlite.core.simulate import simulate  # noqa: E402
 from monetlite.core.steps import plain_steps  # noqa: E402
 from monetlite.core.units import format_bytes, parse_budget  # noqa: E402
+from monetlite.profiling.measured import Measurement  # noqa: E402
 
-PEAK_WITHIN, LATENCY_WITHIN = 0.02, 0.05
-"""How far measured figures may be from predicted ones, of those."""
+PEAK_WITHIN, RESERVED_WITHIN, LATENCY_WITHIN = 0.02, 0.03, 0.05
+"""How far measured figures may be from predicted ones, and reserved memory below the limit, of those."""
 SECONDS = 430.0
-"""After which no other model is begun."""
-SHARE = 0.5
-"""The budget of torch.compile that is measured: each takes a compilation of its own."""
+"""After which nothing else is begun."""
+OVERTIME = 130.0
+"""Seconds after that at which what is still running is ended."""
 COMPILE_SECONDS = 90.0
-"""What that may take: with less left, it is left out."""
+"""What torch.compile may take: with less left, it is not begun."""
+SHARES = (0.5,)
+"""Activation memory budgets of torch.compile: each takes a compilation of its own."""
 MARGIN = 0.01
 """Of a budget, what a schedule leaves to the prediction's error."""
 SAME_GRADIENTS, REPEATED = 1e-5, 10
 """How far gradients may be where a schedule makes the same bits: that share, or so many times what two plain steps are
 apart, whose kernels may add up in no fixed order.
 """
+AGAIN, NEW_PROCESS = 75, 76
+"""Exit codes: there is more to do, in another call; at once, in another process."""
+PROFILES = "profiles.zip"
+PARTS = {"a": [name for name in SUBJECTS if name != "llama"], "b": list(SUBJECTS), "c": ["llama"]}
+"""Models of each part; in c the ways of a and b, for tokens a second."""
 
 
-def built(name: str, device: str, small: bool) -> Built:
+def built(name: str, args: argparse.Namespace, device: str) -> Built:
     """A model and its inputs on a device, the same each time."""
     torch.manual_seed(0)
-    model, inputs = SUBJECTS[name].build(small)
+    with torch.device(device):
+        model, inputs = SUBJECTS[name].build(args.small)
     return model.to(device), tuple(item.to(device) for item in inputs)
 
 
+def in_processes(args: argparse.Namespace, jobs: Sequence[tuple[str, str]]) -> int:
+    """Do jobs, (part, model) each, in a process each, and write the page. Returns 75 if some are left."""
+    code = _in_processes(args, jobs)
+    write_atomically(args.output / "report.md", page(Rows(args.output), environment(args.device)))
+    return code
+
+
+def _in_processes(args: argparse.Namespace, jobs: Sequence[tuple[str, str]]) -> int:
+    end = time.monotonic() + args.seconds
+    for part, name in jobs:
+        while True:
+            left = end - time.monotonic()
+            if left <= 0:
+                return AGAIN
+            command = [sys.executable, __file__, *args.given, "--seconds", str(left), "--job", part, name]
+            before = (args.output / "rows.jsonl").read_text() if (args.output / "rows.jsonl").exists() else ""
+            try:
+                code = subprocess.run(command, timeout=left + OVERTIME, check=False).returncode
+            except subprocess.TimeoutExpired:
+                return AGAIN
+            if code == AGAIN:
+                return AGAIN
+            if code == 0:
+                break
+            rows = Rows(args.output)
+            if rows.path.exists() and rows.path.read_text() != before:
+                continue  # what ended the process is a row now, or begun once: the rest goes on
+            rows.add((part, name, "process", ""), failure=f"ended with exit code {code}", checks=[])
+            break
+    return 0
+
+
+def context_lost(device: str) -> bool:
+    """Tell whether CUDA still works in this process."""
+    if device != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def profile(args: argparse.Namespace) -> int:
-    """The first step: measure what operators cost, for the transformers first, which have fewest kinds."""
-    began = time.monotonic()
-    args.output.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("MONETLITE_CACHE", str(args.output / "cache"))
-    left_out = []
-    for name in args.model or reversed(SUBJECTS):
-        for layout in ("as_traced", "channels_last") if args.channels_last else ("as_traced",):
-            path = args.output / f"{name}.{layout}.json"
-            if path.exists():
-                continue
-            if time.monotonic() - began > args.seconds:
-                left_out.append(f"{name}, {layout}")
-                continue
-            model, inputs = built(name, args.device, args.small)
-            graph = monetlite.trace(model, inputs, layout=layout)
-            monetlite.profile(graph, args.device, tolerance=args.tolerance).save(path)
-            print(f"{name}, {layout}: {time.monotonic() - began:.0f} s since the start", flush=True)
-            del model, inputs, graph
-            tidy(args.device)
-    if left_out:
-        print(f"no time left for {'; '.join(left_out)}: run this again")
-    return 1 if left_out else 0
+    """Measure what operators cost, for the transformers first, which have fewest kinds."""
+    return in_processes(args, [("profile", name) for name in args.model or reversed(SUBJECTS)])
+
+
+def profile_one(args: argparse.Namespace, part: str, name: str) -> int:
+    """One model's profiles. An operator that can't be measured is a row, and the model then has no profile."""
+    began, rows = time.monotonic(), Rows(args.output)
+    os.environ.setdefault("MONETLITE_CACHE", str(args.output))
+    for layout in ("as_traced", "channels_last"):
+        kept, key = f"{name}.{layout}.json", (part, name, "profile", layout)
+        if rows.done(key) or layout not in layouts_of(name, args):
+            continue
+        model, inputs = built(name, args, args.device)
+        graph = monetlite.trace(model, inputs, layout=layout)
+        measurement = Measurement(graph, args.device, tolerance=tolerance_of(name, args))
+        failures = {row["setting"] for row in rows if row["model"] == name and row["way"] == "operator"}
+        measurement.leave_out(failures)
+
+        def failed(operator: str, error: Exception, failures: set[str] = failures) -> None:
+            rows.add((part, name, "operator", operator), failure=reason(error), checks=[])
+            failures.add(operator)
+            if context_lost(args.device):
+                sys.exit(NEW_PROCESS)
+
+        measurement.run(max(0.0, args.seconds - (time.monotonic() - began)), failed=failed)
+        if measurement.done < measurement.total:
+            say(f"{name}, {layout}: {measurement.done} of {measurement.total} calls")
+            return AGAIN
+        if failures:
+            rows.add(key, failure=f"{len(failures)} operators can't be measured", checks=[])
+            continue
+        found = measurement.profile()
+        with tempfile.TemporaryDirectory() as folder:
+            found.save(Path(folder) / kept)
+            path = args.output / PROFILES
+            content = io.BytesIO(path.read_bytes() if path.exists() else b"")
+            with zipfile.ZipFile(content, "a", zipfile.ZIP_DEFLATED) as archive:
+                archive.write(Path(folder) / kept, kept)
+            write_atomically(path, content.getvalue())
+        plain_ms = sum(simulate(found, plain_steps(found.graph)).latencies_ms)
+        rows.add(key, note=f"{measurement.total} calls, {plain_ms:.1f} ms in all", plain_ms=plain_ms)
+        say(f"{name}, {layout}: {time.monotonic() - began:.0f} s")
+    return 0
+
+
+def profiles_of(args: argparse.Namespace, name: str) -> list[Profile]:
+    """A model's profiles: measured ones of a folder, or estimated for a named device."""
+    found = []
+    for layout in layouts_of(name, args):
+        if args.profiles is None:
+            model, inputs = built(name, args, "meta")
+            graph = monetlite.trace(model, inputs, layout=layout, device=args.device)
+            found.append(monetlite.profile(graph, args.device, tolerance=tolerance_of(name, args)))
+            continue
+        with zipfile.ZipFile(args.profiles / PROFILES) as archive, tempfile.TemporaryDirectory() as folder:
+            if f"{name}.{layout}.json" in archive.namelist():
+                found.append(monetlite.load_profile(archive.extract(f"{name}.{layout}.json", folder)))
+    return found
 
 
 def solve(args: argparse.Namespace) -> int:
-    """The second step: a schedule for each model and budget that there is one for."""
-    from monetlite.core.errors import InfeasibleBudget
+    """A schedule for each model and budget that there is one for. What is there already stays."""
+    from monetlite.core.errors import InfeasibleBudget, MonetliteError
     from monetlite.core.options import SolvingOptions
     from monetlite.planning.budgets import solve_layouts
 
     args.output.mkdir(parents=True, exist_ok=True)
+    broken = False
     for name in args.model or SUBJECTS:
-        paths = [args.profiles / f"{name}.{layout}.json" for layout in ("as_traced", "channels_last")]
-        profiles = [monetlite.load_profile(path) for path in paths if path.exists()]
+        # From the smallest on: each begins from what was found for less.
+        paths = {budget: path_of(args.output, name, budget) for budget in reversed(budgets_of(name, args.small))}
+        if all(path.exists() for path in paths.values()):
+            continue
+        try:
+            profiles = profiles_of(args, name)
+        except MonetliteError as error:
+            say(f"{name}: {error}")
+            broken = True
+            continue
         if not profiles:
-            print(f"{name}: no profile in {args.profiles}", flush=True)
+            say(f"{name}: no profile in {args.profiles}")
             continue
         found: list[Schedule] = []
-        # From the smallest on: each begins from what was found for less.
-        for budget in reversed(SMALL if args.small else SUBJECTS[name].budgets):
+        for budget, path in paths.items():
+            if path.exists():
+                found.append(monetlite.load_schedule(path))
+                continue
             plain = simulate(profiles[0], plain_steps(profiles[0].graph))
             try:
                 schedule = solve_layouts(
-                    profiles[:1] if args.tolerance < 1e-5 else profiles,
+                    profiles,
                     int(parse_budget(budget, plain.peak_bytes) * (1 - args.margin)),
                     SolvingOptions(
-                        tolerance=args.tolerance,
-                        reserved=profiles[0].device != "cpu",
+                        tolerance=tolerance_of(name, args),
+                        reserved=profiles[0].device != "cpu" and not args.small,
                         time_limit=args.time_limit,
                     ),
                     starts=found,
                 )
             except InfeasibleBudget as error:
-                print(f"{name} within {budget}: {error}", flush=True)
+                say(f"{name} within {budget}: {error}")
                 continue
             found.append(schedule)
-            schedule.save(args.output / f"{name}_{budget.replace('%', 'pct')}.yaml")
-            print(f"{name} within {budget}: {schedule.overhead:+.1%}, gap {schedule.gap:.1%}", flush=True)
-    return 0
+            schedule.save(path)
+            say(f"{name} within {budget}: {schedule.overhead:+.1%}, gap {schedule.gap:.1%}")
+    return int(broken)
 
 
 def measure(args: argparse.Namespace) -> int:
-    """The third step: checks and measurements."""
-    began = time.monotonic()
-    report: dict[str, Any] = {
-        "date": str(datetime.date.today()),
-        "environment": environment(args.device),
-        "repeats": args.repeats,
-        "small": args.small,
-        "models": {},
-        "left_out": [],
-    }
-    stem = args.output or ROOT / "docs" / "benchmarks" / _stem(report["environment"]["device"])
-
-    def save() -> None:
-        Path(f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
-        Path(f"{stem}.md").write_text(markdown(report))
-
-    broken = False
-    names = list(args.model or SUBJECTS)
-    solved = {name: list(_schedules(args.schedules, name, args.small)) for name in names}
-    report["left_out"] = [f"{name}: no schedule in {args.schedules}" for name in names if not solved[name]]
-    for beside_compiled in (False, True) if args.compiled else (False,):
-        for name in filter(solved.get, names):
-            longest = COMPILE_SECONDS if beside_compiled else 0.0
-            if time.monotonic() - began + longest > args.seconds:
-                what = f"{name}, beside torch.compile" if beside_compiled else name
-                report["left_out"].append(f"{what}: no time left after {args.seconds:.0f} s")
-                continue
-            found = report["models"].setdefault(name, {"rows": []})
-            before = list(found["rows"])
-
-            def show(rows: list[dict[str, Any]], found: dict[str, Any] = found, before: Any = before) -> None:
-                found["rows"] = [*before, *rows]
-                save()
-
-            try:
-                found |= measured(name, solved[name], args, began + args.seconds, beside_compiled, show)
-            except Exception as error:
-                # Such as memory that doesn't hold the model: the others are measured all the same.
-                report["left_out"].append(f"{name}: {reason(error)}")
-                broken = True
-            tidy(args.device)
-            print(f"{name}: {time.monotonic() - began:.0f} s since the start", flush=True)
-    save()
-    print(f"written to {stem}.json and .md")
-    checks = [check for found in report["models"].values() for row in found["rows"] for check in row["checks"]]
-    failed = [check for check in checks if not check["passed"]]
-    print(f"{len(checks) - len(failed)} of {len(checks)} checks passed")
-    return 1 if failed or broken or not checks else 0
+    """Checks and measurements, of one part or of all."""
+    jobs = [
+        (part, name)
+        for part in args.part or ("a", "c", "b")
+        for name in PARTS[part]
+        if (not args.model or name in args.model) and next(schedules_of(args, name), None)
+    ]
+    if not jobs:
+        say(f"no schedules of these models in {args.schedules}: `solve` makes them")
+        return 1
+    code = in_processes(args, jobs)
+    rows = Rows(args.output)
+    failures = [row for row in rows if row.get("failure") and row["way"] != "operator"]
+    for line in (*(f"{row['model']}, {row['way']}: {row['failure']}" for row in failures), *failed_checks(rows)):
+        say(line)
+    checks = sum(len(row.get("checks", [])) for row in rows)
+    say(f"{checks} checks; {'more to do: run this again' if code else 'all done'}")
+    return code or int(bool(failures or failed_checks(rows)) or not checks)
 
 
-def measured(
-    name: str,
-    schedules: list[tuple[str, Schedule]],
-    args: argparse.Namespace,
-    until: float,
-    beside_compiled: bool,
-    show: Callable[[list[dict[str, Any]]], None],
-) -> dict[str, Any]:
-    """One model: plain training, schedules and checkpointing, in turn; or torch.compile, and what it is compared with.
-
-    `show` is given the rows so far, whenever there is one more. Returns what there is to say beside them.
-    """
-    model, inputs = built(name, args.device, args.small)
+def measure_one(args: argparse.Namespace, part: str, name: str) -> int:
+    """One model's rows of a part: each way to train enters, and takes its steps in turn with plain training."""
+    end, rows = time.monotonic() + args.seconds, Rows(args.output)
+    model, inputs = built(name, args, args.device)
     bench = Bench(model, inputs, {}, default_loss, args.device)
     del model
-    of_schedule: dict[str, tuple[str, Schedule]] = {}
-    ours = []
-    for budget, schedule in schedules:
+    promised: dict[str, tuple[str, Schedule]] = {}
+    ours: list[Contender] = []
+    for budget, schedule in schedules_of(args, name):
         contender = scheduled(Peer.MONETLITE, schedule, parse_budget(budget, schedule.plain_peak_bytes))
-        of_schedule[contender.setting] = (budget, schedule)
+        promised[contender.setting] = (budget, schedule)
         ours.append(contender)
-    plain = Contender(peer=Peer.PLAIN, setting="beside torch.compile" * beside_compiled)
-    entered: list[Entrant] = []
+    plain: Entrant | None = None
+    plain_contender = Contender(peer=Peer.PLAIN)
 
-    def rows(runs: list[PeerRun]) -> list[dict[str, Any]]:
-        return [
-            row(run, runs[0], of_schedule.get(run.setting) if run.peer is Peer.MONETLITE else None) for run in runs
-        ]
+    def contenders() -> Iterator[Contender]:
+        yield plain_contender
+        if part != "b":
+            yield from ours
+        if part != "a":
+            with contextlib.suppress(Unsupported):
+                yield from every_block(bench.plain)
+        if part == "b":
+            yield from inductor(bench.plain, args.share or SHARES) if args.compiled else ()
+            # Beside each of these, the schedule with the largest budget that is no larger than its peak.
+            titles = TITLES[Peer.PLAIN], TITLES[Peer.MONETLITE]
+            theirs = [
+                row for row in rows if (row["part"], row["model"]) == (part, name) and row["way"] not in titles
+            ]
+            for peak in {row.get("peak_bytes") or 0 for row in theirs}:
+                yield from [item for item in ours if (item.asked_bytes or 0) <= peak][:1]
 
-    def enter(contender: Contender) -> PeerRun:
-        if entered and time.monotonic() > until:
-            late = PeerRun(peer=contender.peer, setting=contender.setting, failure="no time left")
-            entered.append(Entrant(run=late))
-        else:
-            entered.append(bench.enter(contender))
-        so_far = [item.run for item in entered]
-        show(rows(so_far))
-        return so_far[-1]
+    for contender in contenders():
+        key: Key = (part, name, TITLES[contender.peer], contender.setting)
+        if contender is plain_contender:
+            if rows.lost(key):
+                return 0
+        elif rows.done(key):
+            continue
+        needed = COMPILE_SECONDS if contender.peer is Peer.INDUCTOR else 0.0
+        if time.monotonic() + needed > end:
+            return AGAIN
+        rows.begin(key)
+        entrant = bench.enter(contender)
+        plain = plain or entrant
+        entrant, gradients_of = (
+            gradients_at_smaller_batch(bench, contender, entrant)
+            if plain.run.failure == OUT_OF_MEMORY
+            else (entrant, "")
+        )
+        *beside, run = bench.time([entrant] if contender is plain_contender else [plain, entrant], args.repeats)
+        facts = row(run, beside[0] if beside else plain.run, promised.get(run.setting), of_model=(name, args.small))
+        tokens = inputs[0].numel() if inputs[0].dtype == torch.int64 else None
+        facts["tokens_per_second"] = tokens and facts["step_ms"] and tokens / facts["step_ms"] * 1000
+        rows.add(key, inputs="×".join(map(str, inputs[0].shape)), gradients_of=gradients_of, **facts)
+        say(f"{name}, {TITLES[contender.peer]} {contender.setting}: {end - time.monotonic():.0f} s left")
+        if context_lost(args.device):
+            return NEW_PROCESS
+        del entrant
+        tidy(args.device)
+    return 0
 
-    enter(plain)
-    if beside_compiled:
-        peaks = [enter(contender).peak_bytes for contender in inductor(bench.plain, shares=(SHARE,))]
-        at_most = [item for item in ours if (item.asked_bytes or 0) <= max(peak or 0 for peak in peaks)]
-        ours = at_most[:1]  # whose budget is the largest of those
-    for contender in [*ours, *(() if beside_compiled else every_block(bench.plain))]:
-        enter(contender)
-    runs = bench.time(entered, args.repeats)
-    show(rows(runs))
-    published = dict(zip(SUBJECTS[name].budgets, SUBJECTS[name].published, strict=False))
-    return {
-        "inputs": ["×".join(map(str, item.shape)) for item in inputs],
-        "published": {} if args.small else published,
-    }
+
+def gradients_at_smaller_batch(bench: Bench, contender: Contender, entrant: Entrant) -> tuple[Entrant, str]:
+    """A run whose gradients are compared at the largest half of the batch, and so on, that plain training fits.
+
+    Returns the run, and the batch in words.
+    """
+    batch = len(bench.plain.args[0])
+    while not entrant.run.failure and batch > 1:
+        batch //= 2
+        tidy(bench.device)
+        inputs = tuple(item[:batch] for item in bench.plain.args)
+        smaller = Bench(bench.plain.model, inputs, {}, default_loss, bench.device)
+        if smaller.enter(Contender(peer=Peer.PLAIN)).run.failure:
+            continue
+        found = smaller.enter(contender).run
+        if found.failure:
+            break
+        run = replace(entrant.run, gradient_difference=found.gradient_difference, faults=found.faults)
+        return replace(entrant, run=run), f" (batch {batch})"
+    return entrant, ""
 
 
-def row(run: PeerRun, plain: PeerRun, promised: tuple[str, Schedule] | None) -> dict[str, Any]:
+def row(run: PeerRun, plain: PeerRun, promised: tuple[str, Schedule] | None, of_model: tuple[str, bool]) -> Row:
     """One way to train: what was measured, and what is held against it."""
     plain_ms = plain.step_ms
-    found: dict[str, Any] = {
-        "way": TITLES[run.peer],
-        "setting": run.setting,
+    found: Row = {
         "failure": run.failure,
         "peak_bytes": run.peak_bytes,
         "reserved_bytes": run.reserved_bytes,
         "releases": run.releases,
         "times_ms": list(run.times_ms),
         "step_ms": run.step_ms if run.times_ms else None,
+        "plain_times_ms": list(plain.times_ms),
         "overhead": run.step_ms / plain_ms - 1 if run.times_ms and plain_ms < float("inf") else None,
         "gradient_difference": run.gradient_difference,
         "faults": list(run.faults),
@@ -261,11 +375,12 @@ def row(run: PeerRun, plain: PeerRun, promised: tuple[str, Schedule] | None) -> 
     }
     if promised is None:
         return found
-    budget, schedule = promised
+    (name, small), (budget, schedule) = of_model, promised
+    subject = SUBJECTS[name]
     budget_bytes = parse_budget(budget, schedule.plain_peak_bytes)
     found |= {
         "budget": budget,
-        "budget_bytes": budget_bytes,
+        "published": None if small else dict(zip(subject.budgets, subject.published, strict=False)).get(budget),
         "solved_for_bytes": schedule.budget_bytes,
         "predicted_peak_bytes": schedule.peak_bytes,
         "predicted_ms": schedule.latency_ms,
@@ -282,128 +397,149 @@ def row(run: PeerRun, plain: PeerRun, promised: tuple[str, Schedule] | None) -> 
 
     check("runs, and trains as plain PyTorch does", float(bool(run.failure or run.faults)), 0.0)
     if not run.failure:
-        if schedule.tolerance == 0 and plain.gradient_difference is not None:
-            most = max(SAME_GRADIENTS, REPEATED * plain.gradient_difference)
+        if schedule.tolerance == 0 and run.gradient_difference is not None:
+            most = max(SAME_GRADIENTS, REPEATED * (plain.gradient_difference or 0.0))
             check("gradients off by", run.gradient_difference, most)
         check("peak within the budget, bytes", run.peak_bytes, budget_bytes)
         if run.reserved_bytes is not None:
-            check("reserved within the budget, bytes", run.reserved_bytes, budget_bytes)
+            check(
+                "reserved within 3% of the limit, bytes", run.reserved_bytes, budget_bytes * (1 + RESERVED_WITHIN)
+            )
         check("predicted peak off by", abs((run.peak_bytes or 0) / schedule.peak_bytes - 1), PEAK_WITHIN)
-        check("predicted step time off by", abs(run.step_ms / schedule.latency_ms - 1), LATENCY_WITHIN)
+        if schedule.kind == "measured":
+            check("predicted step time off by", abs(run.step_ms / schedule.latency_ms - 1), LATENCY_WITHIN)
+            if plain.times_ms:
+                off = abs(plain.step_ms / schedule.plain_latency_ms - 1)
+                check("predicted plain step time off by", off, LATENCY_WITHIN)
     return found
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The report for people."""
-    where = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
-    lines = [
-        f"# On one GPU, {report['date']}",
-        "",
-        f"{where}. Written by `scripts/gpu_report.py`; steps taken in turn, {report['repeats']} of each, medians.",
-        "Peaks and reserved memory as torch's allocator counts them; *releases*: how often in a step it gave memory back "
-        "to the GPU. *Off* is measured over predicted, less one; *gradients*: their largest relative difference from "
-        "plain PyTorch's, whose own row has that of two of its steps.",
-    ]
-    for name, found in report["models"].items():
-        lines += [
-            "",
-            f"## {', '.join([name, *found.get('inputs', [])])}",
-            "",
-            "| way | peak | reserved | releases | step, ms | overhead | MONeT's | peak off | time off | gradients |",
-            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        ]
-        lines += [_line(item, found.get("published", {})) for item in found["rows"]]
-        failed = [
-            f"- {item['way']} {item['setting']}: {check['what']} {check['value']}, at most {check['most']}"
-            for item in found["rows"]
-            for check in item["checks"]
-            if not check["passed"]
-        ]
-        lines += ["", *(["Failed checks:", "", *failed] if failed else ["Every check passed."])]
-    if report["left_out"]:
-        lines += ["", "## Left out", "", *(f"- {item}" for item in report["left_out"])]
-    return "\n".join(lines) + "\n"
+def allocator(args: argparse.Namespace) -> int:
+    """The model of the allocator beside what it does in training steps, before anything relies on it."""
+    return in_processes(args, [("allocator", name) for name in args.model or ("resnet50", "unet", "gpt")])
 
 
-def _line(item: dict[str, Any], published: dict[str, float]) -> str:
-    way = f"{item['way']}{': ' if item['setting'] else ''}{item['setting']}"
-    if item["failure"]:
-        return f"| {way} | {item['failure']} | | | | | | | | |"
-    monets = published.get(item.get("budget", ""))
-    cells = [
-        way,
-        format_bytes(item["peak_bytes"]),
-        "" if item["reserved_bytes"] is None else format_bytes(item["reserved_bytes"]),
-        "" if item["releases"] is None else f"{item['releases']:.0f}",
-        "" if item["step_ms"] is None else f"{item['step_ms']:.1f}",
-        "" if item["overhead"] is None else f"{item['overhead']:+.1%}",
-        "" if monets is None else f"{monets:+.2f}%",
-        f"{item['peak_bytes'] / item['predicted_peak_bytes'] - 1:+.1%}" if "predicted_ms" in item else "",
-        f"{item['step_ms'] / item['predicted_ms'] - 1:+.1%}" if "predicted_ms" in item and item["step_ms"] else "",
-        "; ".join(item["faults"]) or f"{item['gradient_difference']:.0e}"
-        if item["gradient_difference"] is not None
-        else "",
-    ]
-    return f"| {' | '.join(cells)} |"
+def allocator_one(args: argparse.Namespace, part: str, name: str) -> int:
+    """Plain training's steps, and those of each schedule within its limit."""
+    rows = Rows(args.output)
+    key: Key = (part, "", "give back", "")
+    if not rows.done(key):
+        rows.begin(key)
+        taken = give_back_ms()
+        said = (
+            f"{taken['given_back_ms']:.1f} ms to give a gigabyte back, {taken['taken_ms']:.1f} ms to take it again"
+        )
+        rows.add(key, note=said, **taken)
+    total_bytes = torch.cuda.get_device_properties().total_memory
+    for budget, schedule in (("", None), *schedules_of(args, name)):
+        key = (part, name, "plain" if schedule is None else "schedule", budget)
+        if rows.done(key):
+            continue
+        rows.begin(key)
+        limit_bytes = None
+        if schedule is not None:
+            monetlite.limit_reserved(parse_budget(budget, schedule.plain_peak_bytes))
+            limit_bytes = int(torch.cuda.get_per_process_memory_fraction() * total_bytes)
+
+        def steps(schedule: Schedule | None = schedule) -> None:
+            model, inputs = built(name, args, args.device)
+            trained = model if schedule is None else monetlite.MONeTWrapper(model, schedule)
+            for _ in range(3):
+                default_loss(trained(*inputs)).backward()
+                model.zero_grad()
+
+        try:
+            expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+            found = held_to_model(recorded(steps), expandable=expandable, limit_bytes=limit_bytes)
+            peaks = (format_bytes(found[of]) for of in ("peak_reserved_bytes", "by_model_bytes"))
+            parts = f"they part at event {found['parts']['event']}" if found["parts"] else "they never part"
+            said = f"{found['requests']} requests; reserved {next(peaks)}, by the model {next(peaks)}; {parts}"
+            rows.add(key, note=said, **found)
+        except Exception as error:
+            rows.add(key, failure=reason(error))
+        return NEW_PROCESS  # where nothing is reserved yet
+    return 0
 
 
-def _schedules(folder: Path, name: str, small: bool) -> Iterator[tuple[str, Schedule]]:
-    for budget in SMALL if small else SUBJECTS[name].budgets:
-        path = folder / f"{name}_{budget.replace('%', 'pct')}.yaml"
-        if path.exists():
+def tolerance_of(name: str, args: argparse.Namespace) -> float:
+    return max(SUBJECTS[name].tolerance, args.tolerance)
+
+
+def layouts_of(name: str, args: argparse.Namespace) -> tuple[str, ...]:
+    return ("as_traced",) if tolerance_of(name, args) < 1e-5 else ("as_traced", "channels_last")
+
+
+def budgets_of(name: str, small: bool) -> tuple[str, ...]:
+    return SMALL if small else SUBJECTS[name].budgets
+
+
+def path_of(folder: Path, name: str, budget: str) -> Path:
+    return folder / f"{name}_{budget.replace('%', 'pct')}.yaml"
+
+
+def schedules_of(args: argparse.Namespace, name: str) -> Iterator[tuple[str, Schedule]]:
+    for budget in budgets_of(name, args.small):
+        if (path := path_of(args.schedules, name, budget)).exists():
             yield budget, monetlite.load_schedule(path)
 
 
-def _stem(device: str) -> str:
-    return f"gpu_{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}_{datetime.date.today()}"
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 def tidy(device: str) -> None:
-    """Free what a model has left."""
+    """Free what a way to train has left."""
     gc.collect()
     if device == "cuda":
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # of a lost context
+            torch.cuda.empty_cache()
+
+
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
+    "profile": (profile, "measure what operators cost, on the GPU"),
+    "solve": (solve, "solve for every budget, anywhere"),
+    "allocator": (allocator, "hold the allocator's model to the allocator, on the GPU"),
+    "measure": (measure, "check and measure, on the GPU"),
+}
+ONE = {"profile": profile_one, "allocator": allocator_one}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    steps = parser.add_subparsers(dest="step", required=True)
-    for step, function, what in (
-        ("profile", profile, "measure what operators cost, on the GPU"),
-        ("solve", solve, "solve for every budget, anywhere"),
-        ("measure", measure, "check and measure, on the GPU"),
-    ):
-        one = steps.add_parser(step, help=what)
-        one.set_defaults(function=function)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, (_, what) in COMMANDS.items():
+        one = commands.add_parser(command, help=what)
         one.add_argument("--model", action="append", choices=list(SUBJECTS), help="by default all of them")
         one.add_argument("--small", action="store_true", help="small models and batches, to try this out")
-        if step != "solve":
-            one.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-        if step == "profile":
-            one.add_argument("--output", type=Path, required=True, help="a folder for profiles")
+        one.add_argument("--output", type=Path, required=True, help="a folder for what is found")
+        one.add_argument("--device", default="cuda", help="cuda, cpu, or for `solve` the name of a GPU (h200)")
+        if command in ("measure", "allocator"):
+            one.add_argument("schedules", type=Path, help="a folder that `solve` wrote")
+        if command != "solve":
             one.add_argument("--seconds", type=float, default=SECONDS, help="to begin something in")
-            one.add_argument("--tolerance", type=float, default=0.0, help="of implementations to measure")
-            one.add_argument("--channels-last", action="store_true", help="images in channels-last as well")
-        elif step == "solve":
-            one.add_argument("profiles", type=Path)
-            one.add_argument("--output", type=Path, required=True, help="a folder for schedules")
-            one.add_argument("--time-limit", type=float, default=60.0, help="seconds for each budget")
-            one.add_argument("--tolerance", type=float, default=0.0)
-            one.add_argument("--margin", type=float, default=MARGIN, help="share of each budget to leave")
-        else:
-            one.add_argument("schedules", type=Path)
-            one.add_argument("--output", type=Path, help="without an ending; by default in docs/benchmarks")
-            one.add_argument("--repeats", type=int, default=5)
-            one.add_argument("--seconds", type=float, default=SECONDS, help="to begin something in")
+            one.add_argument("--job", nargs=2, help=argparse.SUPPRESS)  # (part, model), in a process of its own
+        if command in ("profile", "solve"):
             one.add_argument(
-                "--compiled",
-                action=argparse.BooleanOptionalAction,
-                default=True,
-                help="torch.compile's budget as well",
+                "--tolerance", type=float, default=0.0, help="of implementations; 1e-5 for unet and vgg16"
             )
+    solving, measuring = commands.choices["solve"], commands.choices["measure"]
+    solving.add_argument(
+        "profiles", type=Path, nargs="?", help="a folder of `profile`; without, costs are estimated"
+    )
+    solving.add_argument("--time-limit", type=float, default=60.0, help="seconds for each budget")
+    solving.add_argument("--margin", type=float, default=MARGIN, help="share of each budget to leave")
+    measuring.add_argument("--part", action="append", choices=list(PARTS), help="by default a, c and b")
+    measuring.add_argument("--repeats", type=int, default=5)
+    measuring.add_argument("--share", type=float, action="append", help="torch.compile's budget, by default 0.5")
+    measuring.add_argument(
+        "--compiled", action=argparse.BooleanOptionalAction, default=True, help="torch.compile's budget as well"
+    )
+    arguments = sys.argv[1:] if arguments is None else arguments
     args = parser.parse_args(arguments)
-    function: Callable[[argparse.Namespace], int] = args.function
-    return function(args)
+    args.given = arguments
+    if getattr(args, "job", None):
+        return ONE.get(args.command, measure_one)(args, *args.job)
+    return COMMANDS[args.command][0](args)
 
 
 if __name__ == "__main__":

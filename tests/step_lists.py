@@ -162,5 +162,6 @@ def schedule_of(profile: Profile, steps: Iterable[Step], budget_bytes: int | Non
         seconds=0.0,
         layout=graph.layout,
         outputs=graph.outputs,
+        autocast=graph.autocast,
         tolerance=max((graph.operators[index].implementations[at].tolerance for index, at in steps), default=0.0),
     )

@@ -60,7 +60,7 @@ class ModelMeasurer:
         build: makes the model and its inputs at a batch size (None: the model's own), on the CPU or on the device
             that `torch.device` is set to.
         device: `cpu` or `cuda`.
-        optimizer: `sgd`, `momentum`, `adam` or `adamw`, to take its step in training too.
+        optimizer: name of an optimizer, to take its step in training too.
         autocast: the dtype of `torch.autocast` around forward and loss.
         warmup: runs before timing begins. repeats: timed runs.
         say: told what is measured next.

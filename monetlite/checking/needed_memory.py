@@ -57,7 +57,7 @@ def needed_memory(
     copies = state = 0
     if schedule.optimizer is not None:
         kind = OPTIMIZERS[schedule.optimizer]
-        state = kind.state * gradients
+        state = sum(kind.state_bytes(item.nbytes, item.numel()) for item in trained.values())
         # The optimizer's step copies weights on a GPU alone.
         copies = kind.foreach * gradients if schedule.device != "cpu" and not on_gpu else 0
     solved = sum(math.prod(spec.shape) for spec in schedule.inputs.values())

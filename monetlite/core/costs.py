@@ -44,13 +44,20 @@ class Cost:
     """Latency and workspace of one run of an implementation.
 
     `workspace_bytes` is its memory beyond its inputs and outputs while it runs, negative in published data that
-    counts a saving that way. The `recompute_*` figures, if given, apply from the operator's second run on.
+    counts a saving that way. `host_ms` is the time in which the CPU hands the run to the GPU; 0 where it is not
+    known, and on a CPU. The `recompute_*` figures, if given, apply from the operator's second run on.
     """
 
     latency_ms: float
     workspace_bytes: int
     recompute_latency_ms: float | None = None
     recompute_workspace_bytes: int | None = None
+    host_ms: float = 0.0
+    recompute_host_ms: float | None = None
+
+    def host_of_run(self, again: bool) -> float:
+        """Time of the host for a first run, or for a re-run, in ms."""
+        return self.recompute_host_ms if again and self.recompute_host_ms is not None else self.host_ms
 
     def of_run(self, again: bool) -> tuple[float, int]:
         """(latency in ms, workspace in bytes) of a first run, or of a re-run."""
@@ -103,6 +110,13 @@ class Profile:
         )
         return replace(self, graph=self.graph.restricted(allowed), costs=costs)
 
+    def of_the_device(self) -> "Profile":
+        """The same profile without the host's times: latencies are the device's alone."""
+        costs = tuple(
+            tuple(replace(cost, host_ms=0.0, recompute_host_ms=None) for cost in each) for each in self.costs
+        )
+        return replace(self, costs=costs)
+
     def within(self, tolerance: float) -> "Profile":
         """The same profile with the implementations whose tolerance is at most this."""
         return self.restricted(lambda item: item.tolerance <= tolerance)
@@ -143,6 +157,8 @@ class _ImplementationRow(msgspec.Struct, frozen=True, kw_only=True, omit_default
     devices: tuple[str, ...] = ()
     recompute_latency_ms: Amount | None = None
     recompute_workspace_bytes: _Signed | None = None
+    host_ms: Amount = 0.0
+    recompute_host_ms: Amount | None = None
 
 
 class _OperatorRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

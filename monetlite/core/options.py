@@ -14,7 +14,7 @@ from monetlite.core.errors import ModelError
 from monetlite.core.graph import ALL_OUTPUTS, LAYOUTS, LOSS_ONLY
 
 ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS = "all", "default"
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw8bit")
 
 
 def _option(default: Any, explanation: str, choices: Collection[str] = ()) -> Any:

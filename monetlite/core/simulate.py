@@ -11,7 +11,7 @@ from functools import cached_property
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.schedule import Schedule
-from monetlite.core.steps import Step, check_legal, step_in_words
+from monetlite.core.steps import Step, border, check_legal, step_in_words
 from monetlite.core.units import format_bytes
 
 
@@ -19,8 +19,9 @@ from monetlite.core.units import format_bytes
 class Timeline:
     """Memory and latency of a schedule, step by step.
 
-    `memory_bytes[i]` is the memory of step i, `latencies_ms[i]` its latency, `writes[i]` the values that it
-    writes and `frees[i]` those that die at it.
+    `memory_bytes[i]` is the memory of step i, `latencies_ms[i]` its latency on the device, `hosts_ms[i]` the time
+    of the host for it, `writes[i]` the values that it writes and `frees[i]` those that die at it. The forward part
+    ends at `border`.
     """
 
     steps: tuple[Step, ...]
@@ -29,6 +30,8 @@ class Timeline:
     writes: tuple[tuple[int, ...], ...]
     frees: tuple[frozenset[int], ...]
     resident_bytes: int
+    hosts_ms: tuple[float, ...] = ()
+    border: int = 0
 
     @cached_property
     def live(self) -> tuple[frozenset[int], ...]:
@@ -49,8 +52,17 @@ class Timeline:
         return max(range(len(self.memory_bytes)), key=self.memory_bytes.__getitem__)
 
     @property
-    def latency_ms(self) -> float:
+    def device_ms(self) -> float:
+        """Latency of a device that never waits for the host."""
         return sum(self.latencies_ms)
+
+    @property
+    def latency_ms(self) -> float:
+        """Latency of the step: of each of its two parts, the device's or the host's, whichever is larger."""
+        if not any(self.hosts_ms):
+            return self.device_ms
+        parts = slice(self.border), slice(self.border, None)
+        return sum(max(sum(self.latencies_ms[part]), sum(self.hosts_ms[part])) for part in parts)
 
 
 def simulate(profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes: int | None = None) -> Timeline:
@@ -73,9 +85,12 @@ def simulate(profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes
     held_bytes = graph.resident.total
     memory: list[int] = []
     latencies: list[float] = []
+    hosts: list[float] = []
     for at, (index, choice) in enumerate(steps):
         implementation = graph.operators[index].implementations[choice]
-        latency_ms, workspace_bytes = profile.costs[index][choice].of_run(again=index in ran)
+        cost = profile.costs[index][choice]
+        latency_ms, workspace_bytes = cost.of_run(again=index in ran)
+        hosts.append(cost.host_of_run(again=index in ran))
         ran.add(index)
         new_bytes = sum(size[value] for value in implementation.writes if value not in live)
         overwritten_bytes = sum(size[value] for value in implementation.overwrites)
@@ -97,4 +112,6 @@ def simulate(profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes
         writes=tuple(graph.operators[index].implementations[choice].writes for index, choice in steps),
         frees=frees,
         resident_bytes=graph.resident.total,
+        hosts_ms=tuple(hosts),
+        border=border(graph, steps),
     )

@@ -157,8 +157,7 @@ def backward_from_state(kernel: TracedKernel) -> Iterator[Implementation]:
     assert isinstance(probability, float)
     # CUDA's dropout rounds 1 − p before it divides, as plain training's on a CPU, and its gradient does not.
     dtype = getattr(torch, gradient.spec.dtype)
-    if device == "cuda" and _scale(dtype, probability) != _native_scale(dtype, probability):
-        return
+    same_scale = _scale(dtype, probability) == _native_scale(dtype, probability)
     # A tensor's first address decides how many numbers a thread of CUDA's draws at a time, and so which it gets.
     aligned = is_whole(kernel.values, source) and is_whole(kernel.values, gradient)
     if gradient.spec.dtype in _ROUNDED_ONCE and same_layout(source.spec, gradient.spec):
@@ -167,7 +166,7 @@ def backward_from_state(kernel: TracedKernel) -> Iterator[Implementation]:
             REPLAY,
             args=(state, device, name_of(dropout_in_order), gradient, gradient.spec.stride, probability),
             outputs=(*kernel.call.outputs, None),
-            devices=() if aligned else ("cpu",),
+            devices=() if aligned and same_scale else ("cpu",),
         )
 
 

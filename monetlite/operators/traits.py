@@ -34,6 +34,7 @@ class Traits:
         gradient_follows: its first operand, a gradient, should have the layout of its second.
         by_storage: it finds elements of its first operand by position in the storage.
         kept_whole: torch splits it into smaller operators during capture, which plain training doesn't run.
+        fractions: its operands are probabilities, rates or deviations. A GPU ends the process where they are not.
         checks: it raises an error if the model's assertion fails, and computes nothing.
     """
 
@@ -53,6 +54,7 @@ class Traits:
     gradient_follows: bool = False
     by_storage: bool = False
     kept_whole: bool = False
+    fractions: bool = False
     checks: bool = False
 
 
@@ -162,6 +164,12 @@ _record(
     "softshrink",
     kept_whole=True,
 )
+_record(
+    "binary_cross_entropy binary_cross_entropy_backward bernoulli bernoulli_ multinomial poisson binomial "
+    "_standard_gamma normal normal_",
+    fractions=True,
+)
+_record("nll_loss_backward nll_loss2d_forward nll_loss2d_backward index_copy scatter_reduce take put")  # `is_known`
 _record("_assert_async", checks=True)
 
 
@@ -172,6 +180,11 @@ def traits_of(target: str) -> Traits:
     True
     """
     return TRAITS.get(aten_name(target), _NONE)
+
+
+def is_known(target: str) -> bool:
+    """Tell whether a call's target is in the table: arguments that are made up for it are then valid."""
+    return aten_name(target) in TRAITS
 
 
 def aten_name(target: str) -> str:

@@ -16,7 +16,7 @@ MIN_SHARE = 0.2
 """Smallest part of the missing memory that a setting has to save to be named."""
 NAMED_PART, NAMED_TENSOR = 0.01, 0.1
 """Smallest shares of the peak from which a purpose, or a tensor, is named."""
-_EIGHT_BIT = 0.25
+_EIGHT_BIT = (1 + 4 / 256) / 4
 """State of 8-bit Adam over that of Adam in float32."""
 _HALVED = {"float32": 0.5, "complex64": 0.5, "float64": 0.25}
 """Size in bfloat16 over the size in another dtype."""
@@ -83,7 +83,7 @@ class LeastPeak:
 
     def _settings(self, budget_bytes: int) -> Iterator[Setting]:
         if self.profile.optimizer in ("adam", "adamw"):
-            yield Setting(name="8-bit Adam (bitsandbytes)", peak_bytes=self._peak(optimizer=_EIGHT_BIT))
+            yield Setting(name="8-bit AdamW (--optimizer adamw8bit)", peak_bytes=self._peak(optimizer=_EIGHT_BIT))
         if self.graph.resident.optimizer:
             yield Setting(name="SGD, without state (--optimizer sgd)", peak_bytes=self._peak(optimizer=0.0))
         if 2 * self.trained_bytes > self.graph.resident.parameters:

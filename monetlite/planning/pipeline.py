@@ -51,7 +51,7 @@ def optimize(
         budget: peak of the training step: `"6GB"`, `"6GiB"`, bytes, or `"50%"` of plain training's peak.
         device: `"cpu"` or `"cuda"` to measure here, or the name of a device to estimate (`"a100-40gb"`); by default
             where the model is.
-        optimizer: counts the state and step of `"sgd"`, `"momentum"`, `"adam"` or `"adamw"`.
+        optimizer: counts the state and step of `"sgd"`, `"momentum"`, `"adam"`, `"adamw"` or `"adamw8bit"`.
         accumulate: counts gradients that exist when a training step begins.
         tolerance: how far an operator's result may be from the default implementation's, as a fraction of the
             largest sum of magnitudes on the way. 0: only implementations that make the same bits. 1e-5: also
@@ -143,7 +143,7 @@ def profile(
         graph: from `monetlite.trace`.
         device: `"cpu"` or `"cuda"` to measure on this machine, or the name of a device to estimate
             (`"a100-40gb"`); by default, the device the graph was traced on.
-        optimizer: `"sgd"`, `"momentum"`, `"adam"` or `"adamw"`, to count its state and its step in the peak.
+        optimizer: `"sgd"`, `"momentum"`, `"adam"`, `"adamw"` or `"adamw8bit"`, to count its state and its step.
         accumulate: count gradients that exist when the step begins: gradient accumulation, or
             `zero_grad(set_to_none=False)`.
         tolerance: price only what can be chosen within this tolerance (see `optimize`), which is quicker.

@@ -8,8 +8,9 @@ import torch
 
 from monetlite.core.graph import Call, TensorRef
 from monetlite.fx.call_encoding import decode_argument
+from monetlite.operators import resolve
 from monetlite.operators.implementations import find_function
-from monetlite.operators.traits import traits_of
+from monetlite.operators.traits import aten_name, is_known, traits_of
 
 NOTES_ON_CPU = "aten._scaled_dot_product_efficient_attention_backward."
 """Operator that reads the generator's seed and offset on the host, where its forward pass leaves them.
@@ -21,8 +22,10 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
     """Arguments of a call on a device: random numbers, and indices that are in range.
 
     Tensors that shared a storage in the step share one here. With `fractions`, numbers are between 0 and 1 and
-    integers above 0, as operators require of probabilities, rates, deviations and pivots.
+    integers above 0, as operators require of probabilities, rates, deviations and pivots: always those that
+    `Traits` says it of.
     """
+    fractions = fractions or traits_of(call.target).fractions
     bound = index_bound(call)
     wide = wide_statistics(call)
     # No bag of an `EmbeddingBag` may be empty: the kernel copies only those that are not.
@@ -76,11 +79,39 @@ def index_bound(call: Call) -> int:
         return int(rows)
     if "max_pool2d_with_indices_backward" in call.target:
         return math.prod(tensors[1].shape[-2:])
+    if (bound := _indexed_size(call)) is not None:
+        return bound
     if call.target.startswith("aten.nll_loss"):
         # Scores are (batch, classes, ...), or (classes,); gradients, targets and weights have fewer dimensions.
         scores = max((spec.shape for spec in tensors), key=len)
         return scores[1] if len(scores) > 1 else max(spec.shape[0] for spec in tensors if spec.shape)
     return 1
+
+
+def _indexed_size(call: Call) -> int | None:
+    """Size of the dimension of the first operand that another one has places of; of several, the smallest."""
+    source, *rest = call.args or (None,)
+    if not isinstance(source, TensorRef) or not source.spec.shape or not rest:
+        return None
+    match aten_name(call.target):
+        case "gather" | "scatter" | "scatter_add" | "scatter_reduce" | "index_select" | "index_add" | "index_copy":
+            return source.spec.shape[rest[0]] if isinstance(rest[0], int) else None
+        case "index" | "_unsafe_index" | "index_put" | "_unsafe_index_put" | "index_put_":
+            indices: Any = rest[0]
+            return min(size for size, item in zip(source.spec.shape, indices, strict=False) if item is not None)
+        case "take" | "put":
+            return math.prod(source.spec.shape)
+    return None
+
+
+def depends_on_contents(call: Call) -> bool:
+    """Tell whether an operator that nothing is known about may want certain contents: integers, or to draw by."""
+    known = find_function(call.target) is not None or is_known(call.target)
+    operator = None if known or not call.target.startswith("aten.") else resolve(call.target)
+    if operator is None:
+        return False
+    draws = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+    return draws or any(ref.spec.dtype.startswith(("int", "uint")) for ref in call.tensors())
 
 
 def _contents(elements: int, dtype: torch.dtype, device: str, bound: int, fractions: bool) -> torch.Tensor:

@@ -12,8 +12,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from monetlite.core.costs import Cost
 from monetlite.core.errors import ScheduleFileError
@@ -38,7 +40,8 @@ _log = logging.getLogger(__name__)
 
 
 class _CacheFile(msgspec.Struct):
-    costs: dict[str, tuple[Amount, Amount]]
+    costs: dict[str, Annotated[list[Amount], Meta(min_length=2, max_length=3)]]
+    """Latency, workspace and, on a GPU, the host's time."""
 
 
 class CostCache:
@@ -59,11 +62,14 @@ class CostCache:
 
     def get(self, signature: str) -> Cost | None:
         found = self._costs.get(signature)
-        return None if found is None else Cost(latency_ms=found[0], workspace_bytes=int(found[1]))
+        if found is None:
+            return None
+        latency_ms, workspace_bytes, *host_ms = found
+        return Cost(latency_ms=latency_ms, workspace_bytes=int(workspace_bytes), host_ms=sum(host_ms))
 
     def put(self, signature: str, cost: Cost) -> None:
         """Add a cost. The file is written every `SAVE_SECONDS`."""
-        self._costs[signature] = (cost.latency_ms, cost.workspace_bytes)
+        self._costs[signature] = [cost.latency_ms, cost.workspace_bytes, *[cost.host_ms] * (cost.host_ms > 0)]
         self._changed = True
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
@@ -85,7 +91,7 @@ class CostCache:
         except (OSError, ScheduleFileError) as error:
             _log.warning("measured costs could not be kept in %s: %s", self.path, error)
 
-    def _load(self) -> dict[str, tuple[float, float]]:
+    def _load(self) -> dict[str, list[float]]:
         if self.path is None:
             return {}
         try:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from monetlite.operators import cudnn, resolve
 from monetlite.operators.program_calls import compacting
 from monetlite.operators.random import REPLAY, drawn_call, forked_state
 from monetlite.operators.traits import family_of, traits_of
-from monetlite.profiling.arguments import make_arguments
+from monetlite.profiling.arguments import depends_on_contents, make_arguments
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
 from monetlite.profiling.memory_use import is_out_of_memory, steady_heap
 from monetlite.profiling.meters import Meter, meter_for
@@ -96,13 +96,26 @@ class Measurement:
     def done(self) -> int:
         return self.total - len(self._waiting)
 
+    def leave_out(self, names: Collection[str]) -> None:
+        """Measure no calls of these names, which failed before. There is no profile then."""
+        self._waiting = [item for item in self._waiting if self._candidates[item].name not in names]
+
     @property
     def known(self) -> bool:
         """True if the cache has all costs."""
         return all(self._cache.get(signature) is not None for signature in self._candidates)
 
-    def run(self, seconds: float = math.inf, progress: Progress | None = None) -> None:
+    def run(
+        self,
+        seconds: float = math.inf,
+        progress: Progress | None = None,
+        failed: Callable[[str, MonetliteError], None] | None = None,
+    ) -> None:
         """Measure calls until all are, or for so many seconds; the call that is being measured then is ended.
+
+        Args:
+            failed: called with the name and the error of each call that a step needs and that can't be measured,
+                instead of raising it. There is no profile then.
 
         Raises:
             ProfileError: as `measure_profile`.
@@ -114,7 +127,12 @@ class Measurement:
                     _recheck(self._candidates, self._cache, self._meter)
                     self._rechecked = True
                 while self._waiting and time.monotonic() < end:
-                    self._measure(self._waiting[0])
+                    try:
+                        self._measure(self._waiting[0])
+                    except MonetliteError as error:
+                        if failed is None:
+                            raise
+                        failed(self._candidates[self._waiting[0]].name, error)
                     del self._waiting[0]
                     if progress is not None:
                         progress(self.done, self.total)
@@ -195,7 +213,10 @@ class Measurement:
             if len(found) == 1:
                 return first
             return replace(
-                first, recompute_latency_ms=last.latency_ms, recompute_workspace_bytes=last.workspace_bytes
+                first,
+                recompute_latency_ms=last.latency_ms,
+                recompute_workspace_bytes=last.workspace_bytes,
+                recompute_host_ms=last.host_ms,
             )
 
         return Profile(
@@ -361,7 +382,9 @@ def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False, rou
     with _callable(measured.call, meter.device, fractions=fractions) as (call, recent):
         growth_bytes = meter.growth_bytes(call)
         latency_ms = _once_ms(call, meter) if rough else meter.latency_ms(call, recent)
-        return Cost(latency_ms=latency_ms, workspace_bytes=max(0, growth_bytes - measured.result_bytes))
+        host_ms = 0.0 if rough else meter.host_ms(call)
+        workspace_bytes = max(0, growth_bytes - measured.result_bytes)
+        return Cost(latency_ms=latency_ms, workspace_bytes=workspace_bytes, host_ms=host_ms)
 
 
 def _once_ms(call: Callable[[], object], meter: Meter) -> float:
@@ -377,8 +400,15 @@ def _once_ms(call: Callable[[], object], meter: Meter) -> float:
 def _callable(
     call: Call, device: str, *, fractions: bool = False
 ) -> Iterator[tuple[Callable[[], object], torch.Tensor | None]]:
-    """A call with arguments (see `make_arguments`), and the first of those that is a tensor."""
+    """A call with arguments (see `make_arguments`), and the first of those that is a tensor.
+
+    Where a kernel for CUDA finds its arguments wrong, CUDA is lost to the process. So a call whose arguments may be
+    wrong runs on the CPU first, which raises an error.
+    """
     function = compacting(call.target, resolve(call.target))
+    if device == "cuda" and depends_on_contents(call):
+        with contextlib.suppress(NotImplementedError), _callable(call, "cpu", fractions=fractions) as (tried, _):
+            tried()
     with torch.no_grad(), forked_state(device):
         args, kwargs = make_arguments(call, device, fractions=fractions)
         yield (

@@ -66,6 +66,10 @@ class CpuMeter:
                 undisturbed.append(taken)
         return statistics.median(undisturbed or times) * 1000
 
+    def host_ms(self, run: Callable[[], Any]) -> float:
+        """Median time in which a call is handed to the device, in ms; 0 on the CPU, which does it itself."""
+        return 0.0
+
     def growth_bytes(self, run: Callable[[], Any]) -> int:
         """Most memory that a call holds beyond its arguments, its results included, in bytes."""
         events = peak_growth_bytes(run)
@@ -128,6 +132,16 @@ class CudaMeter:
             end.synchronize()
             times.append(start.elapsed_time(end))
         return statistics.median(times)
+
+    def host_ms(self, run: Callable[[], Any]) -> float:
+        times: list[float] = []
+        for _ in range(MAX_RUNS):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+        torch.cuda.synchronize()
+        return statistics.median(times) * 1000
 
     def growth_bytes(self, run: Callable[[], Any]) -> int:
         return peak_growth_bytes(run, "cuda")

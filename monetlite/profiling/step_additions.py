@@ -1,5 +1,7 @@
 """Memory that a training step has beside the model's operators: optimizer, loss, and accumulated gradients."""
 
+import importlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -24,45 +26,66 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
-    """An optimizer of torch.optim, and how many copies of the trained parameters it holds.
+    """An optimizer, and how many copies of the trained parameters it holds.
 
     Attributes:
-        torch_name: its class. settings: those that are not the default.
+        made_by: its class, by its full name. settings: those that are not the default.
         state: copies that it keeps between steps.
         foreach: copies that its multi-tensor step, the default on a GPU, holds while it runs. On a CPU it steps
             parameter by parameter, and the largest one counts that often.
+        eight_bit: the copies have 8 bits and a float32 for each block of a copy, but for small parameters.
     """
 
-    torch_name: str
+    made_by: str
     settings: Mapping[str, float] = field(default_factory=dict)
     state: int
     foreach: int
+    eight_bit: bool = False
+
+    def state_bytes(self, size_bytes: int, elements: int) -> int:
+        """Bytes that it keeps of a parameter between steps."""
+        if not self.eight_bit:
+            return self.state * size_bytes
+        if elements < EIGHT_BIT_ELEMENTS:
+            return self.state * 4 * elements
+        return self.state * (elements + 4 * math.ceil(elements / EIGHT_BIT_BLOCK))
+
+
+EIGHT_BIT_ELEMENTS, EIGHT_BIT_BLOCK = 4096, 256
+"""bitsandbytes' layout: parameters with fewer elements have a state in float32; elements that share a scale.
+Versions before 0.44 shared one among 2048."""
 
 
 OPTIMIZERS = {
-    "sgd": OptimizerKind(torch_name="SGD", state=0, foreach=0),
-    "momentum": OptimizerKind(torch_name="SGD", settings={"momentum": 0.9}, state=1, foreach=0),
-    "adam": OptimizerKind(torch_name="Adam", state=2, foreach=1),
-    "adamw": OptimizerKind(torch_name="AdamW", state=2, foreach=1),
+    "sgd": OptimizerKind(made_by="torch.optim.SGD", state=0, foreach=0),
+    "momentum": OptimizerKind(made_by="torch.optim.SGD", settings={"momentum": 0.9}, state=1, foreach=0),
+    "adam": OptimizerKind(made_by="torch.optim.Adam", state=2, foreach=1),
+    "adamw": OptimizerKind(made_by="torch.optim.AdamW", state=2, foreach=1),
+    "adamw8bit": OptimizerKind(made_by="bitsandbytes.optim.AdamW8bit", state=2, foreach=0, eight_bit=True),
 }
 """State: the momentum buffer of SGD; exp_avg and exp_avg_sq of Adam and AdamW, whose step makes the square root of
-the latter."""
+the latter. 8-bit AdamW steps in place."""
 
 
 def make_optimizer(
     name: str, parameters: "Iterable[nn.Parameter]", learning_rate: float
 ) -> "torch.optim.Optimizer":
-    """One of torch's optimizers, by the name that commands know.
+    """An optimizer, by the name that commands know.
 
     Raises:
-        ModelError: an unknown name.
+        ModelError: an unknown name, or one of a library that is not installed.
     """
-    import torch
-
     kind = _kind(name)
-    made: torch.optim.Optimizer = getattr(torch.optim, kind.torch_name)(
-        parameters, lr=learning_rate, **kind.settings
-    )
+    module, _, class_name = kind.made_by.rpartition(".")
+    try:
+        optimizer_class = getattr(importlib.import_module(module), class_name)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise ModelError(
+            f"optimizer {name!r} is {kind.made_by}, and {library} can't be imported here ({error}). Its state "
+            f"can be counted without; to take its step: pip install {library}"
+        ) from error
+    made: torch.optim.Optimizer = optimizer_class(parameters, lr=learning_rate, **kind.settings)
     return made
 
 
@@ -75,6 +98,7 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
     kind, graph = _kind(name), profile.graph
     gradients = [index for index, value in enumerate(graph.values) if value.kind is ValueKind.PARAM_GRAD]
     sizes = [graph.values[index].size_bytes for index in gradients]
+    elements = [math.prod(graph.values[index].shape) for index in gradients]
     moment_bytes = sum(sizes) if profile.device != "cpu" else max(sizes, default=0)
     step = Operator(
         name="optimizer.step",
@@ -88,7 +112,7 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
         graph=replace(
             graph,
             operators=(*graph.operators, step),
-            resident=replace(graph.resident, optimizer=kind.state * sum(sizes)),
+            resident=replace(graph.resident, optimizer=sum(map(kind.state_bytes, sizes, elements))),
         ),
         costs=(*profile.costs, (Cost(latency_ms=0.0, workspace_bytes=kind.foreach * moment_bytes),)),
         optimizer=name,

@@ -4,11 +4,15 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from monetlite.core.binding import bind, lacking
+from monetlite.core.errors import CudnnError
+from monetlite.core.graph import OperatorGraph
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
 from monetlite.core.units import format_bytes
-from monetlite.operators.cudnn import with_named_plans
+from monetlite.operators.cudnn import PREFIX, with_named_plans
 from monetlite.runtime.reserved_memory import warn_if_unlimited
 from monetlite.runtime.serving import TooLarge, values_bytes, without_guards
 from monetlite.tracing.operator_graph import Traced
@@ -51,6 +55,7 @@ class Fitting:
         Raises:
             ScheduleMismatch: the schedule is for another graph, or not legal on this one.
             TooLarge: the steps would exceed its budget.
+            CudnnError: cuDNN would choose a kernel anew for a re-run.
         """
         if schedule.structure == traced.graph.structure:
             # Skips implementations whose tolerance is wider than the schedule's.
@@ -62,14 +67,20 @@ class Fitting:
         graph = traced.graph
         warn_if_unlimited(schedule, graph.device)
         steps = bind(schedule, graph)
+        _refuse_tuning(graph, steps)
         key = (schedule.fingerprint, schedule.peak_bytes)
         peak_bytes = values_bytes(schedule, graph, steps) + resident_bytes
         if graph.fingerprint == schedule.fingerprint:
             self._workspace_bytes[key] = max(0, schedule.peak_bytes - peak_bytes)
             return traced, without_guards(graph, steps, self.avoided)
+        if graph.device != schedule.device and graph.inputs == schedule.inputs:
+            # The same step on another device, if it is the first.
+            self._workspace_bytes.setdefault(key, max(0, schedule.peak_bytes - peak_bytes))
         peak_bytes += self._workspace_bytes.get(key, 0)
+        # Kernels of the device that the schedule was solved for may leave no notes, or other ones.
+        notes_bytes = sum(value.size_bytes for value in graph.values if value.note)
         # `bind` has warned of steps that run by default because this device lacks implementations.
-        if peak_bytes <= schedule.peak_bytes or lacking(schedule, graph):
+        if peak_bytes - notes_bytes <= schedule.peak_bytes or lacking(schedule, graph):
             return traced, without_guards(graph, steps, self.avoided)
         problem = (
             f"by the schedule of {schedule.name} this step takes at least {format_bytes(peak_bytes)} "
@@ -82,3 +93,30 @@ class Fitting:
             raise TooLarge(f"{problem}. Solve a schedule for these inputs and the model as it is, or give a budget")
         warnings.warn(problem, stacklevel=2)
         return traced, without_guards(graph, steps, self.avoided)
+
+
+def _refuse_tuning(graph: OperatorGraph, steps: Sequence[Step]) -> None:
+    """Refuse to re-run convolutions that cuDNN is tuned for, by each thread for itself.
+
+    Autograd's thread makes re-runs. It would try every kernel again, in more memory than planned, and may choose
+    one that rounds otherwise than the first run's. By name, a plan is the same everywhere.
+
+    Raises:
+        CudnnError: names the first.
+    """
+    if graph.device != "cuda" or not torch.backends.cudnn.benchmark:
+        return
+    ran: set[int] = set()
+    for index, choice in steps:
+        operator = graph.operators[index]
+        if (
+            index in ran
+            and operator.family == "convolution"
+            and not operator.implementations[choice].name.startswith(PREFIX)
+        ):
+            raise CudnnError(
+                f"the schedule re-runs {operator.name} in the backward pass, where torch.backends.cudnn.benchmark "
+                "would have cuDNN tuned once more: beyond the budget, and maybe to a kernel that rounds otherwise. "
+                "Set torch.backends.cudnn.benchmark = False before the first step, and measure costs without it"
+            )
+        ran.add(index)

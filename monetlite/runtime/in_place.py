@@ -94,7 +94,7 @@ def schedule_of(model: nn.Module) -> Schedule | None:
     Raises:
         ModelError: it has no schedule.
     """
-    return model.schedule if isinstance(model, MONeTWrapper) else _training(model).schedule
+    return model.schedule if isinstance(model, MONeTWrapper) else _training(model).plans.schedule
 
 
 def _training(model: nn.Module) -> InPlaceTraining:

@@ -120,7 +120,7 @@ class MONeTWrapper(nn.Module):
     @property
     def schedule(self) -> Schedule | None:
         """The schedule of the last step; None if there is a budget and no step was taken yet."""
-        found: Schedule | None = self.__dict__["_training"].schedule
+        found: Schedule | None = self.__dict__["_training"].plans.schedule
         return found
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,10 +198,16 @@ class MONeTWrapper(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "MONeTWrapper":
         model, of = copy.deepcopy(self.model, memo), self._training
         return MONeTWrapper(
-            model, of.schedules, budget=of.budget, compile=of.compile, wait=of.wait, whole=of.whole, **of.options
+            model,
+            of.plans.schedules,
+            budget=of.plans.budget,
+            compile=of.compile,
+            wait=of.plans.wait,
+            whole=of.whole,
+            **of.plans.options,
         )
 
     def extra_repr(self) -> str:
         if self.schedule is None:
-            return f"budget={self._training.budget}"
+            return f"budget={self._training.plans.budget}"
         return f"schedule={self.schedule.name}, budget_bytes={self.schedule.budget_bytes}"

@@ -116,7 +116,9 @@ class Problem:
 
     @classmethod
     def of(cls, profile: Profile) -> Self:
-        """Reduce a profile."""
+        """Reduce a profile. Methods minimise the latency of the device, without the host's times."""
+        if any(cost.host_ms or cost.recompute_host_ms for costs in profile.costs for cost in costs):
+            profile = profile.of_the_device()
         operators = profile.graph.operators
         forward = [i for i, op in enumerate(operators) if op.phase is Phase.FORWARD and not op.optional]
         backward = [i for i, op in enumerate(operators) if op.phase is Phase.BACKWARD]

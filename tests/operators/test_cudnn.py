@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from fake_cudnn import PLANS, install
+from fake_cudnn import PLANS, FakeGraph, install
 
 from monetlite.core.devices import known_devices
 from monetlite.core.errors import ConvolutionError, CudnnError, DeviceError, MonetliteError
@@ -320,6 +320,17 @@ class TestRun:
         for pair in ((image[:, :, 1:], weight), (image.half(), weight)):
             with pytest.raises(ConvolutionError, match="and the plan is for"):
                 cudnn.run(work, PLAN, *pair)
+
+    @pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError])
+    def test_whatever_the_frontend_raises_names_the_plan(self, frontend, monkeypatch, kind):
+        work = convolution(image=(1, 2, 4, 4), weight=(2, 2, 3, 3))
+
+        def fail(*_, **__):
+            raise kind("incompatible function arguments")
+
+        monkeypatch.setattr(FakeGraph, "execute_plan_at_index", fail)
+        with pytest.raises(CudnnError, match=rf"{re.escape(PLAN)} failed on cuda:0.*incompatible"):
+            cudnn.run(work, PLAN, *operands(work))
 
     def test_only_cuda_tensors_run(self):
         work = convolution(image=(1, 2, 4, 4), weight=(2, 2, 3, 3))

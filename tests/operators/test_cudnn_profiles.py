@@ -110,6 +110,9 @@ class FakeMeter:
         run()
         return 1.0
 
+    def host_ms(self, run):
+        return 0.0
+
     def growth_bytes(self, run):
         return 0
 
@@ -173,7 +176,7 @@ class TestMeasured:
         def fail(*_):
             raise error
 
-        monkeypatch.setattr("monetlite.operators.cudnn.convolution_parts.run", fail)
+        monkeypatch.setattr("monetlite.operators.cudnn.execution_plans.PlannedWork.__call__", fail)
         told = []
         profile = monetlite.profile(block(), "cuda", progress=lambda done, total: told.append((done, total)))
         assert not any(kept(profile).values())

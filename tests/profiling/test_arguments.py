@@ -1,10 +1,14 @@
 """What is made up to measure a call is of the kind that steps have."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
 import monetlite
+from monetlite.profiling import measured
+from monetlite.profiling.arguments import depends_on_contents, index_bound
 
 
 class Bags(nn.Module):
@@ -41,3 +45,76 @@ def test_bags_are_not_empty(mode):
     report = monetlite.verify(model, schedule, words, repeats=1)
     assert report.passed, report.reasons
     assert report.peak_bytes == pytest.approx(schedule.peak_bytes, rel=0.02)
+
+
+class Particular(nn.Module):
+    """Operators that refuse what is not a probability, a rate, a class, or the index of something."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.scores = nn.Embedding(7, 6), nn.Linear(6, 5)
+        self.bags = nn.EmbeddingBag(7, 6, mode="sum")
+
+    def forward(self, tokens, rows, targets):
+        x = self.words(tokens) + self.bags(rows)
+        x = x.index_select(0, targets).index_add(0, targets, x) + x[targets] + x.gather(1, rows)
+        x = x.scatter_add(1, rows, x).scatter(1, rows, 0.5).index_put((targets,), x, accumulate=True)
+        x = x + torch.take_along_dim(x, rows, 1) + torch.take(x, rows) + x.cumsum(1) + x.sort(1).values
+        scores = self.scores(nn.functional.dropout(x, 0.25))
+        odds = scores.sigmoid()
+        drawn = torch.bernoulli(odds.detach()) + torch.poisson(odds.detach()) + torch.normal(scores, odds.detach())
+        losses = nn.functional
+        found = [
+            losses.binary_cross_entropy(odds, odds.detach()),
+            losses.binary_cross_entropy_with_logits(scores, odds.detach()),
+            losses.nll_loss(scores, targets, ignore_index=2),
+            losses.cross_entropy(scores.t()[None], targets[None]),
+            losses.multi_margin_loss(scores, targets),
+            losses.poisson_nll_loss(scores, drawn),
+            losses.kl_div(scores, odds.detach()),
+            torch.multinomial(odds.detach(), 2).sum() * scores.topk(2).values.mean(),
+        ]
+        pooled, places = losses.max_pool2d(x[None, None], 2, return_indices=True)
+        return sum(found) + losses.max_unpool2d(pooled, places, 2).mean() + scores.logsumexp(1).mean()
+
+
+@pytest.fixture(scope="module")
+def particular():
+    tokens, rows = torch.randint(0, 6, (6,)), torch.randint(0, 6, (6, 6))
+    return monetlite.trace(Particular(), (tokens, rows, torch.randint(0, 5, (6,))))
+
+
+def test_made_up_arguments_are_valid_at_once(particular, monkeypatch):
+    """On a GPU the first invalid ones end the process. The CPU's kernels raise an error."""
+    candidates = measured._candidates(particular)
+    for candidate in candidates.values():
+        with measured._callable(candidate.call, "cpu") as (call, _):
+            call()
+    targets = {candidate.call.target.split(".")[1] for candidate in candidates.values()}
+    assert {"bernoulli", "binary_cross_entropy", "poisson", "nll_loss_forward", "gather", "index_put"} <= targets
+
+
+def test_what_is_unknown_runs_on_the_cpu_before_it_runs_on_a_gpu(particular, monkeypatch):
+    devices, unknown = [], []
+    make = measured.make_arguments
+
+    def made(call, device, **options):
+        devices.append((call.target, device))
+        return make(call, "cpu", **options)
+
+    monkeypatch.setattr(measured, "make_arguments", made)
+    monkeypatch.setattr(measured, "forked_state", lambda device: contextlib.nullcontext())
+    for candidate in measured._candidates(particular).values():
+        with measured._callable(candidate.call, "cuda"):
+            unknown += [candidate.call.target] * depends_on_contents(candidate.call)
+    tried = [target for target, device in devices if device == "cpu"]
+    assert tried == unknown
+    assert not any("embedding.default" in target or "nll_loss" in target for target in tried)
+
+
+def test_indices_are_of_every_row(particular):
+    """Those of a single row would add up at one address, which takes a GPU longer."""
+    bounds = {c.call.target: index_bound(c.call) for c in measured._candidates(particular).values()}
+    assert bounds["aten.scatter_add.default"] == 6
+    assert bounds["aten.index_put.default"] == 6
+    assert bounds["aten.embedding.default"] == 7

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import sys
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from monetlite.core.steps import plain_steps
 from monetlite.profiling import measured, meters
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.memory_use import high_water_growth_bytes, peak_growth_bytes, running_totals
-from monetlite.profiling.step_additions import with_optimizer
+from monetlite.profiling.step_additions import make_optimizer, with_optimizer
 
 MIB = 2**20
 
@@ -60,6 +61,9 @@ class CountingMeter:
         run()
         self.measured += 1
         return self.measured / 1000
+
+    def host_ms(self, run):
+        return 0.0
 
     def growth_bytes(self, run):
         return 10**9
@@ -433,6 +437,20 @@ def test_optimizer_state_is_what_torch_keeps():
             if isinstance(item, torch.Tensor) and item.dim() > 0
         )
         assert with_optimizer(profile, name).graph.resident.optimizer == kept
+
+
+def test_the_state_of_8_bit_adamw(monkeypatch):
+    """Two bytes and two scales for each block of 256; small parameters in float32, whatever their own dtype."""
+    layers = nn.Sequential(nn.Linear(100, 60), nn.Linear(60, 68, bias=False), nn.Linear(68, 4)).bfloat16()
+    graph = monetlite.trace(layers, torch.randn(2, 100, dtype=torch.bfloat16))
+    made = with_optimizer(monetlite.profile(graph, "p100"), "adamw8bit")
+    large = 2 * 6000 + 2 * 4 * 24  # the last block is not full
+    small = 8 * (60 + 60 * 68 + 4 * 68 + 4)
+    assert made.graph.resident.optimizer == large + small
+    assert made.costs[-1][0].workspace_bytes == 0
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ModelError, match="to take its step: pip install bitsandbytes"):
+        make_optimizer("adamw8bit", layers.parameters(), 0.1)
 
 
 def test_unknown_optimizers_and_devices(graph, monkeypatch):

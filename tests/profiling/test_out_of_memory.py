@@ -36,6 +36,9 @@ class SmallDevice:
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         return 1.0
 
+    def host_ms(self, run):
+        return 0.0
+
     def growth_bytes(self, run):
         return 10**9
 

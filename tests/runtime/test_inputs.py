@@ -110,7 +110,10 @@ def test_a_budget_solves_when_the_first_step_is_taken():
     for length in (32, 16, 40):
         x = (tokens(4, length),)
         assert_same(step(wrapper, x), step(model, x))
-    assert [next(iter(item.inputs.values())).shape for item in wrapper._training.schedules] == [(4, 32), (4, 60)]
+    assert [next(iter(item.inputs.values())).shape for item in wrapper._training.plans.schedules] == [
+        (4, 32),
+        (4, 60),
+    ]
     assert wrapper.schedule.peak_bytes <= wrapper.schedule.budget_bytes
 
 
@@ -227,10 +230,10 @@ def test_copies_keep_what_was_solved_and_how_to_solve():
     wrapper(tokens(2, 8))
     for clone in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
         assert clone.schedule == wrapper.schedule
-        assert clone._training.schedules == wrapper._training.schedules
+        assert clone._training.plans.schedules == wrapper._training.plans.schedules
         clone(tokens(2, 12))
-        assert len(clone._training.schedules) == 2
-    assert len(wrapper._training.schedules) == 1
+        assert len(clone._training.plans.schedules) == 2
+    assert len(wrapper._training.plans.schedules) == 1
 
 
 def test_a_model_that_changes_is_solved_for_again():

@@ -12,7 +12,7 @@ import monetlite
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.planning import beside_training
 from monetlite.planning.beside_training import PlanningBesideTraining
-from monetlite.runtime.scheduled_training import ScheduledTraining
+from monetlite.runtime.step_plans import StepPlans
 
 
 class Dropping(nn.Module):
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_at_the_first_step(planned):
 
 def test_waiting_solves_before_the_first_step(planned, monkeypatch):
     original, inputs, _ = planned
-    monkeypatch.setattr(ScheduledTraining, "_plan_at_once", None)
+    monkeypatch.setattr(StepPlans, "_plan_at_once", None)
     model = monetlite.within(twin(original), budget="100%", device="rtx-3090", time_limit=1.0, wait=True)
     model(*inputs).sum().backward()
     assert monetlite.schedule_of(model).budget_bytes

@@ -18,7 +18,7 @@ from monetlite.core.errors import ModelError, TraceError
 from monetlite.operators import cudnn
 from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.runtime import varying_step
-from monetlite.runtime.scheduled_training import ScheduledTraining
+from monetlite.runtime.step_plans import StepPlans
 
 PLANNING = {"budget": "80%", "device": "rtx-4090", "time_limit": 1}
 AMPLE = {**PLANNING, "budget": "200%"}
@@ -28,13 +28,13 @@ LENGTHS = (37, 21, 50, 90, 17, 64, 33, 2)
 @pytest.fixture
 def captures(monkeypatch):
     """Notes each capture, by the sizes that its inputs had."""
-    found, plan = [], ScheduledTraining.plan
+    found, plan = [], StepPlans.plan
 
     def noted(self, joint):
         found.append(tuple(item.shape for item in self._example.args if isinstance(item, torch.Tensor)))
         return plan(self, joint)
 
-    monkeypatch.setattr(ScheduledTraining, "plan", noted)
+    monkeypatch.setattr(StepPlans, "plan", noted)
     return found
 
 
@@ -108,7 +108,7 @@ def test_one_capture_serves_all_lengths(captures):
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
     same_steps(wrapper, model, [tokens(4, length) for length in LENGTHS])
     assert captures == [((4, 37),)]
-    (programs,) = (item.by_size for item in wrapper._training._varying)
+    (programs,) = (item.by_size for item in wrapper._training.plans.varying)
     assert [*programs] == [(56,), (96,)]  # with room for half as much again, up to what the model holds
 
 
@@ -269,14 +269,21 @@ def test_a_size_of_one_does_not_end_the_others(captures):
     assert captures == [((4, 21),), ((4, 1),)]
 
 
-def test_small_inputs_get_a_plan_of_their_own_once_it_pays(monkeypatch):
+@pytest.fixture
+def planned_at_96():
+    """A model, its wrapper, and its varying step, by a plan that loses time at smaller lengths."""
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
     same_steps(wrapper, model, [tokens(4, 91)])
-    (varying,) = wrapper._training._varying.values()
+    (varying,) = wrapper._training.plans.varying.values()
     first = varying.schedules[96,]
     varying.schedules[96,] = replace(first, latency_ms=1.2 * first.plain_latency_ms)
     varying._planning_seconds = 1e-9
+    return model, wrapper, varying
+
+
+def test_small_inputs_get_a_plan_of_their_own_once_it_pays(planned_at_96):
+    model, wrapper, varying = planned_at_96
     same_steps(wrapper, model, [tokens(4, length) for length in (20, 24, 30, 20)])
     assert (96,) in varying.schedules
     assert 1 < len(varying.schedules) <= 4
@@ -326,14 +333,8 @@ def test_a_captured_step_keeps_no_inputs():
     assert alive() is None
 
 
-def test_a_plan_for_smaller_inputs_that_fails_ends_nothing(monkeypatch, caplog):
-    model = Encoder()
-    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
-    same_steps(wrapper, model, [tokens(4, 91)])
-    (varying,) = wrapper._training._varying.values()
-    first = varying.schedules[96,]
-    varying.schedules[96,] = replace(first, latency_ms=1.2 * first.plain_latency_ms)
-    varying._planning_seconds = 1e-9
+def test_a_plan_for_smaller_inputs_that_fails_ends_nothing(planned_at_96, monkeypatch, caplog):
+    model, wrapper, varying = planned_at_96
     tried = []
 
     def refuse(self, limits, layout):

@@ -1,5 +1,6 @@
 """The convolutions of an operator graph as work for cuDNN, and the functions that run them by a plan."""
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef, TensorSpec
 from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
-from monetlite.operators.cudnn.execution_plans import run
+from monetlite.operators.cudnn.execution_plans import PlannedWork
 from monetlite.operators.cudnn.work import DTYPES, MADE, OPERANDS, ConvolutionWork, Layout, Role
 from monetlite.operators.implementations import function, name_of, reads_of
 from monetlite.operators.strides import is_whole, suggests_channels_last
@@ -18,6 +19,8 @@ from monetlite.operators.strides import is_whole, suggests_channels_last
 PREFIX = "cudnn."
 PLAN_NAME = re.compile(r"cudnn\.engine[0-9]{1,6}(\.k[0-9]{1,6}=-?[0-9]{1,10}){0,64}")
 
+MAX_PLANNED = 2**14
+"""Descriptions of convolutions that are kept ready to run: reading one takes longer than launching a kernel."""
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 """Tolerances of plans by dtype. float32: sums in another order. Half precision: the sums are in float32 and
 rounded once, so they differ by one step of the dtype, which is 2⁻¹⁰ or 2⁻⁷ of a number at most."""
@@ -160,6 +163,11 @@ def _like(call: Call) -> Call:
     return Call(target=BACKWARD, args=(second, first, weight, None, *geometry, *rest, mask), outputs=call.outputs)
 
 
+@functools.lru_cache(MAX_PLANNED)
+def _planned(plan_name: str, description: tuple[Any, ...]) -> PlannedWork:
+    return PlannedWork(ConvolutionWork.decoded(description), plan_name)
+
+
 @function("cudnn_convolution", like=_like)
 def cudnn_convolution(
     plan_name: str, first: Tensor, second: Tensor, third: Tensor | bool | None, *description: Any
@@ -173,8 +181,11 @@ def cudnn_convolution(
     Raises:
         ConvolutionError, DeviceError, CudnnMissing, CudnnError: as `run` does.
     """
-    work = ConvolutionWork.decoded(description)
-    made = run(work, plan_name, first, second)
+    try:
+        planned = _planned(plan_name, description)
+    except TypeError:  # lists, which have no hash
+        planned = PlannedWork(ConvolutionWork.decoded(description), plan_name)
+    work, made = planned.work, planned(first, second)
     if work.role == "forward":
         if isinstance(third, Tensor):
             made.add_(third.view(-1, *[1] * len(work.stride)))

@@ -5,6 +5,7 @@ operations, a device and a version of cuDNN, and say what workspace each one nee
 be present: a description of the device is enough.
 """
 
+import functools
 import re
 import threading
 import warnings
@@ -196,13 +197,65 @@ def _listed(graph: Any) -> Iterator[tuple[int, str]]:
             yield index, name
 
 
+class PlannedWork:
+    """A piece of work, and the plan to do it by. What its runs have in common is read and built once.
+
+    A plan is built at its first use by a thread and kept, since not every plan may be run by two threads.
+    """
+
+    def __init__(self, work: ConvolutionWork, plan_name: str) -> None:
+        self.work, self.plan_name = work, plan_name
+        self._first, self._second = work.operands
+        self._made, self._dtype = work.made, getattr(torch, work.dtype)
+
+    def __call__(self, first: Tensor, second: Tensor) -> Tensor:
+        """Do the work on the current CUDA stream; args, result and errors as of `run`."""
+        device = _common_device(first, second)
+        first, second = _laid_out(first, self._first, self._dtype), _laid_out(second, self._second, self._dtype)
+        with torch.cuda.device(device):
+            graph, plan, handle = self._ready(device)
+            made = torch.empty_strided(*self._made, dtype=first.dtype, device=first.device)
+            # Freed when this returns and taken again by what follows on the same stream, so after the kernel.
+            workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=first.device)
+            pointers = {_FIRST: first.data_ptr(), _SECOND: second.data_ptr(), _MADE: made.data_ptr()}
+            try:
+                library.load().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+                graph.execute_plan_at_index(pointers, workspace.data_ptr(), index=plan.index, handle=handle)
+            except (RuntimeError, ValueError, TypeError) as error:
+                raise CudnnError(f"{self.plan_name} failed on cuda:{device}, doing {self.work}: {error}") from error
+        return made
+
+    def _ready(self, device: int) -> tuple[Any, ExecutionPlan, Any]:
+        """The graph in which this thread has built the plan, the plan, and the thread's handle."""
+        ready: dict[tuple[int, PlannedWork], tuple[Any, ExecutionPlan, Any]]
+        ready = _local.__dict__.setdefault("ready", {})
+        if (device, self) not in ready:
+            found = find_plan(self.work, self.plan_name)
+            if found is None:
+                raise DeviceError(
+                    f"cuDNN offers no plan {self.plan_name} on cuda:{device} for {self.work}; the schedule was "
+                    "made for another device, version of cuDNN or shape: profile and solve again here"
+                )
+            ready[device, self] = (*found, library.thread_handle(device))
+        return ready[device, self]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlannedWork) and (self.work, self.plan_name) == (other.work, other.plan_name)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.work, self.plan_name))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 def run(work: ConvolutionWork, plan_name: str, first: Tensor, second: Tensor) -> Tensor:
     """Do a convolution, or one of its gradients, by the plan of that name, on the current CUDA stream.
 
     `first` and `second` are the image and the weight (forward), the result's gradient and the weight
     (input_gradient), or the image and the result's gradient (weight_gradient). One that is not laid out as `work`
-    says is copied, with a warning. The plan is built at its first use by a thread and kept; its workspace comes
-    from torch's caching allocator.
+    says is copied, with a warning. The plan's workspace comes from torch's caching allocator.
 
     Returns:
         The result, the image's gradient, or the weight's gradient, laid out as `work` says.
@@ -212,42 +265,12 @@ def run(work: ConvolutionWork, plan_name: str, first: Tensor, second: Tensor) ->
         DeviceError: a tensor is not on a CUDA device, or they are on two; or the device has no such plan.
         CudnnMissing, CudnnError: cuDNN can't be used here, or failed.
     """
-    device = _common_device(first, second)
-    first, second = (_laid_out(item, at, work.dtype) for item, at in zip((first, second), work.operands))
-    with torch.cuda.device(device):
-        graph, plan = _ready(device, work, plan_name)
-        made = torch.empty_strided(*work.made, dtype=first.dtype, device=first.device)
-        # Freed when this returns and taken again by what follows on the same stream, so after the kernel.
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=first.device)
-        handle = library.thread_handle(device)
-        pointers = {_FIRST: first.data_ptr(), _SECOND: second.data_ptr(), _MADE: made.data_ptr()}
-        try:
-            library.load().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-            graph.execute_plan_at_index(pointers, workspace.data_ptr(), index=plan.index, handle=handle)
-        except RuntimeError as error:
-            raise CudnnError(f"{plan_name} failed on cuda:{device}, doing {work}: {error}") from error
-    return made
+    return PlannedWork(work, plan_name)(first, second)
 
 
 def forget_plans() -> None:
     """Drop the plans that the calling thread has built."""
     _local.__dict__.clear()
-
-
-def _ready(device: int, work: ConvolutionWork, plan_name: str) -> tuple[Any, ExecutionPlan]:
-    built: dict[tuple[int, ConvolutionWork, str], tuple[Any, ExecutionPlan]] = _local.__dict__.setdefault(
-        "built", {}
-    )
-    key = (device, work, plan_name)
-    if key not in built:
-        found = find_plan(work, plan_name)
-        if found is None:
-            raise DeviceError(
-                f"cuDNN offers no plan {plan_name} on cuda:{device} for {work}; the schedule was made for another "
-                "device, version of cuDNN or shape: profile and solve again here"
-            )
-        built[key] = found
-    return built[key]
 
 
 def _common_device(first: Tensor, second: Tensor) -> int:
@@ -256,19 +279,20 @@ def _common_device(first: Tensor, second: Tensor) -> int:
     return int(first.device.index)
 
 
-def _laid_out(tensor: Tensor, layout: Layout, dtype: str) -> Tensor:
+def _laid_out(tensor: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     """A tensor as a plan needs it: itself, or a copy if its layout is not the captured one.
 
     Torch's fake tensors have other strides than real ones after a few kernels, and a person's input may be part of
     a larger tensor.
     """
     shape, stride = layout
-    if tuple(tensor.shape) != shape or str(tensor.dtype) != f"torch.{dtype}":
+    if tensor.shape != shape or tensor.dtype != dtype:
         raise ConvolutionError(
             f"a tensor is {tuple(tensor.shape)} of {tensor.dtype}, and the plan is for {shape} of {dtype}"
         )
     beyond_bytes = tensor.data_ptr() % ALIGNMENT_BYTES
-    if same_places(shape, tensor.stride(), stride) and not beyond_bytes:
+    strides = tensor.stride()
+    if not beyond_bytes and (strides == stride or same_places(shape, strides, stride)):
         return tensor
     warnings.warn(
         f"an operand of a cuDNN plan, of shape {shape}, has strides {tensor.stride()} and starts "

@@ -1,0 +1,77 @@
+"""The peak of a step after the first, measured while it runs and told beside the planned one."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from monetlite.core.schedule import Schedule
+from monetlite.core.units import format_bytes
+from monetlite.profiling.allocated import AllocatedGrowth
+from monetlite.profiling.step_additions import OPTIMIZERS
+from monetlite.runtime.announcing import tell
+from monetlite.runtime.gradient_delivery import CapturedStep
+from monetlite.runtime.serving import as_passed, own_bytes
+from monetlite.tracing.step_inputs import Arguments, device_of
+
+
+class MeasuredPeak:
+    """The measured peak of a model's training step, told once.
+
+    On a GPU it is all that torch has allocated there. On a CPU it is what the model and the step take.
+    """
+
+    def __init__(self) -> None:
+        self._step: CapturedStep | None = None
+        self._growth: AllocatedGrowth | None = None
+        self._told = False
+
+    def keep(self, step: CapturedStep) -> None:
+        """Note the programs of the step that was captured last, in which nothing is measured."""
+        self.drop()
+        self._step = step
+
+    def step_begins(self, model: nn.Module, call: Arguments, schedule: Callable[[], Schedule | None]) -> None:
+        """Measure a step, unless that was done, or none was captured yet.
+
+        Args:
+            model, call: of the step.
+            schedule: gives the one that the step runs by, once it has begun.
+        """
+        self.drop()
+        if self._told or self._step is None:
+            return
+        device = device_of(model, tuple(call))
+        growth = self._growth = AllocatedGrowth(device)
+
+        def watch(what: str) -> None:
+            ended, by = growth.end() if what == "end" else None, schedule()
+            if ended is None or by is None:
+                return
+            self._told = True
+            before_bytes = growth.before_bytes if device == "cuda" else _resident_bytes(model, call, by)
+            smaller = "" if _is_for(by, call) else ", for smaller inputs than planned for"
+            measured = format_bytes(before_bytes + ended[1])
+            tell(f"planned {format_bytes(by.peak_bytes)}, measured {measured}{smaller}")
+
+        self._step.watch = watch
+
+    def drop(self) -> None:
+        """Measure no longer."""
+        if self._growth is not None and self._step is not None:
+            self._growth.end()
+            self._growth = self._step.watch = None
+
+
+def _is_for(schedule: Schedule, call: Arguments) -> bool:
+    """True if the schedule was solved for inputs of these shapes."""
+    planned = sorted(tuple(spec.shape) for spec in schedule.inputs.values())
+    return planned == sorted(tuple(tensor.shape) for tensor in as_passed(*call))
+
+
+def _resident_bytes(model: nn.Module, call: Arguments, schedule: Schedule) -> int:
+    """Bytes of the model's tensors, a call's, and of the optimizer's state that a schedule counts."""
+    own = own_bytes([*model.parameters(), *model.buffers(), *as_passed(*call)])
+    if schedule.optimizer is None:
+        return own
+    kind, trained = OPTIMIZERS[schedule.optimizer], (item for item in model.parameters() if item.requires_grad)
+    return own + sum(kind.state_bytes(item.nbytes, item.numel()) for item in trained)

@@ -1,0 +1,465 @@
+"""Plans of one model's training steps: the schedules that it has, and the programs that its captured steps run by.
+
+`StepPlans.plan` gives a captured step its steps: by a schedule that serves it, or by one that is found within
+seconds. A better one is looked for beside training, and its programs take the place of the first between two steps.
+
+A schedule also serves other sizes than it was solved for, and its structure says nothing of sizes: a number that
+the forward pass reads, an attribute, or tensors inside of an object can make a step larger though no input is. So
+the peak of every captured step is predicted and compared with the budget.
+"""
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from monetlite.core.costs import Profile
+from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
+from monetlite.core.interrupts import interrupts_kept
+from monetlite.core.options import split_options
+from monetlite.core.schedule import Schedule
+from monetlite.core.steps import Step
+from monetlite.core.units import format_bytes
+from monetlite.fx.torch_internals.torch_dispatch import without_modes
+from monetlite.fx.varying_sizes import input_sizes
+from monetlite.operators.random import forked_state
+from monetlite.runtime.announcing import planned, tell
+from monetlite.runtime.call_sizes import CallSizes
+from monetlite.runtime.fitting import Fitting
+from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned
+from monetlite.runtime.lowering import lower
+from monetlite.runtime.measured_peak import MeasuredPeak
+from monetlite.runtime.outside_loss import OutsideLoss
+from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock
+from monetlite.runtime.serving import (
+    TooLarge,
+    as_passed,
+    own_bytes,
+    plain_if_smaller,
+    serving_problem,
+    size_served,
+)
+from monetlite.runtime.varying_step import MAX_LIMITS, Limits, VaryingStep, is_of_any_size, of_any_size
+from monetlite.tracing.capture import Joint
+from monetlite.tracing.operator_graph import Traced, build_graph, in_layouts
+from monetlite.tracing.step_inputs import (
+    Arguments,
+    autocast_dtype,
+    device_of,
+    tensor_arguments,
+    tensors_in_order,
+)
+
+_planning = threading.Lock()
+
+
+class StepPlans:
+    """Schedules for the training steps of one model, and the captured steps that run by them.
+
+    Args:
+        model: the module.
+        schedules: those that are given.
+        budget: of schedules that have to be solved for; None if none may be.
+        options: of solving.
+        outputs: that the caller gets of a model with a loss: `loss` or `all`.
+        wait: whether a step waits for the best schedule.
+
+    Attributes:
+        schedules: all of them, those for the smallest inputs first.
+        schedule: the one in use; None before the first is solved.
+        solved: the number of schedules that were solved for at training time.
+        sizes: of the inputs that came.
+        fitting, outside, peak: what was learnt of the steps: implementations to avoid, memory of the caller's loss,
+            the measured peak.
+        varying: captured steps whose sizes vary.
+        refinement: the search beside training; None where none goes on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        schedules: Sequence[Schedule],
+        *,
+        budget: str | int | float | None,
+        options: Mapping[str, Any],
+        outputs: str,
+        wait: bool,
+    ) -> None:
+        self.model = model
+        self.schedules = sorted(schedules, key=size_served)
+        self.schedule = schedules[0] if schedules else None
+        self.budget, self.options, self.outputs, self.wait = budget, options, outputs, wait
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know nothing of steps."""
+        self.solved = 0
+        self.sizes, self.fitting, self.outside, self.peak = CallSizes(), Fitting(), OutsideLoss(), MeasuredPeak()
+        self.refinement: Refinement | None = None
+        self._clock = StepClock()
+        self._example: Arguments | None = None  # of the step that is being captured
+        self._autocast = ""  # dtype of the step that is being planned
+        self.forget()
+
+    def forget(self) -> None:
+        """Have steps captured anew."""
+        self.varying: dict[CapturedStep, VaryingStep] = {}
+        self._new_varying: tuple[VaryingStep, Limits] | None = None  # the one that is being captured
+
+    def __getstate__(self) -> dict[str, Any]:
+        known = "model schedules schedule budget options outputs wait"
+        return {name: getattr(self, name) for name in known.split()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    @contextlib.contextmanager
+    def capturing(self, call: Arguments) -> Iterator[None]:
+        """Have the steps that are captured in a block be those of a call."""
+        self._example = call
+        self._clock.goes_on()
+        self._clock.skip()
+        try:
+            yield
+        finally:
+            self._example = None
+
+    def look_at(self, call: Arguments) -> None:
+        """Note the settings of a call that is to be planned."""
+        self._autocast = autocast_dtype(device_of(self.model, tuple(call)))
+
+    def measure_loss(self, output: Any, call: Arguments) -> None:
+        """Measure what the caller's loss takes, from here to the backward pass, if that isn't known yet."""
+        if self.schedule is not None:
+            from monetlite.planning.pipeline import noteworthy_bytes
+
+            least_bytes = noteworthy_bytes(self.schedule.budget_bytes)
+            self.outside.forward_ends(output, device_of(self.model, tuple(call)), least_bytes)
+
+    def count_loss(self) -> bool:
+        """Count what a loss outside of the model was found to take; True if that breaks the budget of the plans."""
+        found, schedule = self.outside.measured(), self.schedule
+        if found is None or schedule is None:
+            return False
+        peak_bytes = max(self.outside.peak_bytes(), schedule.peak_bytes)
+        if peak_bytes <= schedule.budget_bytes:
+            return False
+        problem = (
+            f"with the loss outside of the model, this step takes at least {format_bytes(peak_bytes)}, over the "
+            f"budget of {format_bytes(schedule.budget_bytes)}"
+        )
+        if self.budget is None:
+            warnings.warn(
+                f"{problem}. The schedule can't count it; give a budget in its place, "
+                f"budget='{format_bytes(schedule.budget_bytes)}', or have the model return its loss",
+                stacklevel=4,
+            )
+            return False
+        tell(f"{problem}; planning again")
+        self.schedules = []  # none of them counts the loss
+        self.refinement = None
+        return True
+
+    def note_schedule(self) -> None:
+        """Note the schedule of a step whose sizes vary: each step has the one for its sizes."""
+        for captured, step in self.varying.items():
+            if captured.last_sizes:
+                self.schedule = step.schedules[captured.limits_for(captured.last_sizes)]
+
+    def unserved(self, call: Arguments) -> ModelError:
+        tensors, names = tensors_in_order(self.model, *call), tensor_arguments(self.model, *call)
+        return ModelError(serving_problem(self.schedules[-1], tensors, self._autocast, names) or "")
+
+    def build(self, joint: Joint, layout: str) -> tuple[Traced, Arguments]:
+        """The captured step as a graph, and the inputs that it was captured with."""
+        if self._example is None:
+            raise _NotAsked
+        return self._build(joint, self._example, layout), self._example
+
+    def _build(self, joint: Joint, call: Arguments, layout: str) -> Traced:
+        return build_graph(joint, self.model, call, layout=layout, autocast=self._autocast, outputs=self.outputs)
+
+    def plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
+        """The captured step as a graph, and the steps to run of it, by the first schedule that keeps to its budget.
+
+        Raises:
+            TooLarge: every schedule for this graph would exceed its budget.
+            ScheduleMismatch: all are for other graphs.
+        """
+        if input_sizes(joint.graph.graph):
+            return self._plan_varying(joint)
+        if self.sizes.asked:
+            self.sizes.fix("the model's code depends on them")
+        found = self.schedule
+        if found is None:
+            return self._plan_at_once(joint)
+        traced, call = self.build(joint, found.layout)
+        resident_bytes, refusal = self._resident_bytes(call), None
+        for schedule in self.serving(call):
+            if schedule.structure == traced.graph.structure:
+                try:
+                    fitted = self.fitting.fit(traced, schedule, resident_bytes)
+                except TooLarge as error:
+                    refusal = refusal or error
+                    continue
+                self._use(schedule, {schedule.layout: traced}, resident_bytes)
+                return fitted
+        if refusal is not None:
+            raise refusal
+        if plain := plain_if_smaller(found, traced.graph):
+            return traced, plain
+        return self.fitting.fit(traced, found, resident_bytes)
+
+    def _plan_at_once(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
+        """The captured step, and the steps to run of it by a schedule found within seconds."""
+        from monetlite.planning.budgets import layouts_to_try
+
+        assert self.budget is not None
+        assert self._example is not None
+        pricing, solving = split_options(self.options)
+        layouts = layouts_to_try(pricing.layout, solving.tolerance)
+        traced = {layout: self.build(own, layout)[0] for layout, own in in_layouts(joint, layouts).items()}
+        return self._first_plan(traced, self._example, self.budget)
+
+    def _first_plan(
+        self,
+        traced: Mapping[str, Traced],
+        call: Arguments,
+        budget: str | int | float,
+        limits: Limits = (),
+        *,
+        settle: bool = True,
+    ) -> tuple[Traced, tuple[Step, ...]]:
+        """A step, and the steps to run of it by a schedule found within seconds.
+
+        Args:
+            traced: the step in each layout.
+            call: for which it is planned.
+            budget: of the step.
+            limits: the sizes that the plan serves, where they vary.
+            settle: whether to take all the time that is needed if nothing is found within seconds.
+        """
+        from monetlite.planning.beside_training import PlanningBesideTraining
+
+        pricing, solving = split_options(self.options)
+        graphs = [item.graph for item in traced.values()]
+        # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones. Measuring
+        # draws random numbers; the step that waits for it must not notice.
+        with without_modes(), forked_state(device_of(self.model, tuple(call))), interrupts_kept():
+            if self._example is not None:
+                tell(f"captured {graphs[0].traced_count} operators in {self._clock.seconds:.1f} s; planning")
+
+            def whole(profiles: list[Profile]) -> list[Profile]:
+                return [self.outside.counted(of_any_size(item) if limits else item) for item in profiles]
+
+            planning = PlanningBesideTraining(graphs, budget, pricing, solving, whole)
+            schedule = planning.first(settle=settle)
+        self.solved += 1
+        self.schedules = sorted([schedule, *self.schedules], key=size_served)
+        # A plan for smaller inputs than another one's is good enough as it is.
+        bettered = not planning.finished and (not limits or schedule is self.schedules[-1])
+        if bettered:
+            self.refinement = Refinement(planning, schedule, self.fitting)
+        sizes = f" for sizes up to {' x '.join(map(str, limits))}" if limits else ""
+        tell(f"plan{sizes}: {planned(schedule)}{'; looking for a better plan beside training' if bettered else ''}")
+        resident_bytes = self._resident_bytes(call)
+        self._use(schedule, traced, resident_bytes, limits)
+        return self.fitting.fit(traced[schedule.layout], schedule, resident_bytes)
+
+    def _use(
+        self, schedule: Schedule, traced: Mapping[str, Traced], resident_bytes: int, limits: Limits = ()
+    ) -> None:
+        """Note the schedule of a step that is being planned, whose programs may be exchanged."""
+        self.schedule = schedule
+        if self.refinement is not None:
+            self.refinement.remember(PlannedStep(traced, schedule, resident_bytes, limits))
+
+    def keep(self, step: CapturedStep) -> None:
+        """Note the programs of the step that was captured last."""
+        self.outside.keep(step)
+        self.peak.keep(step)
+        if self._new_varying is not None:
+            (varying, limits), self._new_varying = self._new_varying, None
+            self.varying[step] = varying
+            step.serve(step.current, limits)
+        if self.refinement is not None:
+            self.refinement.keep(step)
+
+    def between_steps(self) -> None:
+        """Go on planning, in one thread at a time."""
+        if (self.refinement is None and not self.varying) or not _planning.acquire(blocking=False):
+            return
+        try:
+            seconds = self._clock.border()
+            for captured, step in self.varying.items():
+                self._plan_smaller(captured, step, seconds)
+            if self.refinement is not None:
+                with forked_state(device_of(self.model, ())):
+                    taken = self.refinement.advance(seconds)
+                if taken is not None:
+                    self._replace(*taken)
+                if self.refinement.finished:
+                    self.refinement = None
+            self._clock.goes_on()
+        finally:
+            _planning.release()
+
+    def _replace(self, before: Schedule, better: Schedule) -> None:
+        """Have a better schedule in the place of another."""
+        self.schedules = [better if known is before else known for known in self.schedules]
+        self.schedule = better if self.schedule is before else self.schedule
+        for step in self.varying.values():
+            step.schedules = {
+                limits: better if known is before else known for limits, known in step.schedules.items()
+            }
+
+    def _plan_varying(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
+        """A captured step whose sizes vary, at sizes that serve its call, and the steps to run of it."""
+        call = self._example
+        if call is None:
+            raise _NotAsked
+        step, began = VaryingStep(joint, call, self.sizes.varying(call), self._build), time.monotonic()
+        traced, steps, limits = self._planned_at(step, step.captured, call)
+        step.planned(time.monotonic() - began, [limits])
+        self._new_varying = step, limits
+        return traced, steps
+
+    def _planned_at(
+        self, step: VaryingStep, sizes: Limits, call: Arguments
+    ) -> tuple[Traced, tuple[Step, ...], Limits]:
+        """A step at sizes that serve a call's, the steps to run of it, and the sizes that they serve.
+
+        Raises:
+            ModelError: no schedule serves the call, and there is no budget to solve for.
+            TraceError: the step can't be planned for several sizes.
+        """
+        serving = self.serving(call)
+        if not serving and self.budget is None:
+            raise self.unserved(call)
+        if not serving and self.wait:
+            serving = [self.solve(call)]
+        for schedule in filter(is_of_any_size, serving):
+            limits = step.limits_of(schedule, call, self._order(schedule, call))
+            traced = step.traced_at(limits, schedule.layout)
+            resident_bytes = self._resident_bytes(step.example_at(limits))
+            with contextlib.suppress(ScheduleMismatch, TooLarge):
+                fitted = self.fitting.fit(traced, schedule, resident_bytes)
+                step.schedules[limits] = schedule
+                self._use(schedule, {schedule.layout: traced}, resident_bytes, limits)
+                return *fitted, limits
+        if serving or self.budget is None:
+            raise TraceError("no schedule is for the step at other sizes")
+        limits = step.roomy(sizes)
+        if limits != sizes:
+            with contextlib.suppress(InfeasibleBudget, TraceError):
+                return *self._plan_at(step, limits, self.budget, settle=False), limits
+        return *self._plan_at(step, sizes, self.budget), sizes
+
+    def _plan_at(
+        self, step: VaryingStep, limits: Limits, budget: str | int | float, *, settle: bool = True
+    ) -> tuple[Traced, tuple[Step, ...]]:
+        """A step at these sizes, and the steps to run of it by a schedule found within seconds."""
+        from monetlite.planning.budgets import layouts_to_try
+
+        pricing, solving = split_options(self.options)
+        traced = step.in_layouts(limits, layouts_to_try(pricing.layout, solving.tolerance))
+        planned_step = self._first_plan(traced, step.example_at(limits), budget, limits, settle=settle)
+        assert self.schedule is not None
+        step.schedules[limits] = self.schedule
+        return planned_step
+
+    def plan_sizes(self, unplanned: Unplanned, call: Arguments) -> bool:
+        """Plan a captured step for larger sizes than before; False if each size has to be captured by itself."""
+        captured, step = unplanned.step, self.varying[unplanned.step]
+        self.look_at(call)
+        self.peak.drop()
+        self._clock.skip()
+        began = time.monotonic()
+        try:
+            made = self._planned_at(step, unplanned.sizes, call)
+        except TraceError as error:
+            self.sizes.fix(str(error))
+            return False
+        self._add_program(captured, made, began)
+        return True
+
+    def _plan_smaller(self, captured: CapturedStep, step: VaryingStep, seconds: float) -> None:
+        """Plan for smaller sizes, too, once what they lost by a plan for larger ones would have paid for that."""
+        sizes, captured.last_sizes = captured.last_sizes, ()
+        if sizes:
+            step.note(sizes, captured.limits_for(sizes), seconds)
+        wanted = step.worth_planning()
+        if wanted is not None and self.budget is not None:
+            began = time.monotonic()
+            try:
+                self._add_program(captured, (*self._plan_at(step, *wanted), wanted[0]), began)
+            except MonetliteError as error:  # training goes on by the plans that it has
+                step.planned(time.monotonic() - began, captured.by_size)
+                tell(f"no plan for smaller sizes was found: {error}")
+
+    def _add_program(
+        self, captured: CapturedStep, made: tuple[Traced, tuple[Step, ...], Limits], began: float
+    ) -> None:
+        """Have a step whose sizes vary run by these steps at sizes up to these limits."""
+        traced, steps, limits = made
+        captured.serve(captured.exchange(*lower(traced, steps)), limits)
+        while len(captured.by_size) > MAX_LIMITS:
+            captured.by_size.pop(list(captured.by_size)[-2])
+        self.varying[captured].planned(time.monotonic() - began, captured.by_size)
+        if self.refinement is not None:
+            self.refinement.keep(captured)
+
+    def _resident_bytes(self, call: Arguments) -> int:
+        """Bytes of the model's tensors and of a call's."""
+        return own_bytes([*self.model.parameters(), *self.model.buffers(), *as_passed(*call)])
+
+    def serving(self, call: Arguments) -> list[Schedule]:
+        """The schedules that can serve a call's inputs, those for the smallest inputs first."""
+        return [
+            schedule
+            for schedule in self.schedules
+            if serving_problem(schedule, self._order(schedule, call), self._autocast) is None
+        ]
+
+    def _order(self, schedule: Schedule, call: Arguments) -> list[torch.Tensor]:
+        """A call's tensors in the order in which a schedule has them.
+
+        Files written before inputs were put into the signature's order have them as they were passed.
+        """
+        tensors = tensors_in_order(self.model, *call)
+        return tensors if serving_problem(schedule, tensors, schedule.autocast) is None else as_passed(*call)
+
+    def solve(self, call: Arguments) -> Schedule:
+        """Solve for a call's inputs and the model as it is, beginning from the other schedules.
+
+        Raises:
+            Those of `monetlite.optimize`.
+        """
+        from monetlite.planning.pipeline import solve_model
+
+        assert self.budget is not None
+        options = split_options(self.options)
+        # Measuring draws random numbers; the step that waits for it must not notice.
+        with forked_state(device_of(self.model, call)):
+            solved = solve_model(
+                self.model,
+                call,
+                self.budget,
+                *options,
+                starts=self.schedules,
+                runs_here=True,
+                step=self.outside.counted,
+            )
+        self.solved += 1
+        self.schedules = sorted([solved, *self.schedules], key=size_served)
+        return solved
+
+
+class _NotAsked(Exception):
+    """A program was captured other than through `ScheduledTraining`, so without the settings that captures need."""

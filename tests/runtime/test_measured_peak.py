@@ -1,0 +1,46 @@
+"""The measured peak of a step is told once, beside the planned one."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import monetlite
+from monetlite.core.units import parse_budget
+
+TOLD = re.compile(r"planned (.*?), measured (.*?)(, for smaller inputs than planned for)?$")
+
+
+def told(caplog):
+    return [found.groups() for line in caplog.messages if (found := TOLD.fullmatch(line))]
+
+
+@pytest.mark.parametrize("door", [monetlite.MONeTWrapper, monetlite.within])
+def test_it_is_the_planned_one(door, caplog):
+    """With a loss outside, which is measured in the first steps, and an optimizer, whose state counts."""
+    layers = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 4000))
+    trained, x = door(layers, budget="100%", time_limit=2, optimizer="adamw"), torch.randn(1536, 64)
+    optimizer = torch.optim.AdamW(trained.parameters(), foreach=False)
+    with caplog.at_level("INFO", logger="monetlite"):
+        for _ in range(8):
+            F.cross_entropy(trained(x), torch.arange(len(x))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ((planned, measured, smaller),) = told(caplog)
+    assert parse_budget(measured) == pytest.approx(parse_budget(planned), rel=0.03)
+    assert not smaller
+
+
+def test_smaller_inputs_are_said(caplog):
+    layers = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64))
+    schedule = monetlite.optimize(layers, torch.randn(512, 64), budget="100%", device="rtx-4090", time_limit=2)
+    trained = monetlite.MONeTWrapper(layers, schedule)
+    with caplog.at_level("INFO", logger="monetlite"):
+        for _ in range(5):
+            trained(torch.randn(256, 64)).square().mean().backward()
+            trained.zero_grad()
+    ((planned, measured, smaller),) = told(caplog)
+    assert smaller
+    assert parse_budget(measured) < parse_budget(planned)
