@@ -19,6 +19,7 @@ _CONSTANTS: dict[str, type] = {
     "layout": torch.layout,
     "device": torch.device,
 }
+_COMPLEX = "complex"
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -68,10 +69,7 @@ def encode_arguments(argument: Any, value_of: Callable[[fx.Node], int | None]) -
     if argument is None or isinstance(argument, (bool, int, float, str)):
         return argument
     if isinstance(argument, complex):
-        raise TraceError(
-            f"an operator takes the complex number {argument!r}, which schedules can't write down; take real and "
-            "imaginary parts apart in the model (torch.view_as_real), or make the number a tensor (register_buffer)"
-        )
+        return TorchConstant(kind=_COMPLEX, name=repr(argument))
     raise TraceError(f"an operator takes {argument!r} ({type(argument).__name__}), which can't be written down")
 
 
@@ -89,6 +87,8 @@ def decode_argument(argument: Argument, tensor: Callable[[TensorRef], Any]) -> A
     if isinstance(argument, tuple):
         return [decode_argument(item, tensor) for item in argument]
     if isinstance(argument, TorchConstant):
+        if argument.kind == _COMPLEX:
+            return complex(argument.name)
         constant = torch.device(argument.name) if argument.kind == "device" else getattr(torch, argument.name)
         assert isinstance(constant, _CONSTANTS[argument.kind])
         return constant

@@ -13,23 +13,22 @@ anew.
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx, nn
 
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import IllegalSchedule, ModelError, TraceError
-from monetlite.core.graph import DELIVERY, LOSS, Phase, Resident, TensorSpec, ValueKind
+from monetlite.core.graph import Resident, TensorSpec
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.joining import JoinedStep, Piece, join
-from monetlite.core.options import split_options
+from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, check_legal
-from monetlite.core.units import format_bytes
+from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, break_reason, taken_apart
 from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
@@ -37,12 +36,13 @@ from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
 from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.buffers import eager
-from monetlite.runtime.gradient_delivery import CapturedStep, Version, delivering_backend
+from monetlite.runtime.captured_piece import CapturedPiece
+from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.refinement import PLANNING_SHARE
 from monetlite.runtime.step_record import RecordedStep, StepRecord
 from monetlite.tracing.capture import Joint, capture_settings, compile_step, module_call, training_step
-from monetlite.tracing.operator_graph import Traced, build_graph
+from monetlite.tracing.operator_graph import build_graph
 from monetlite.tracing.refusals import explain, own_error
 from monetlite.tracing.step_inputs import (
     autocast_dtype,
@@ -58,101 +58,10 @@ if TYPE_CHECKING:
 
 MAX_RECORDS = 4
 """Steps that are recorded, of different pieces, before the plan is left as it is."""
-MAX_STEPS_WITHOUT = 2
-"""Steps that may run no piece, before the model is refused."""
 MAX_RETRIES = 3
 """Plans that are made, each for less memory, until one keeps to the budget in the order in which pieces run it."""
 MAX_LISTED = 5
 """Lines that a warning names."""
-
-
-@dataclass(eq=False)
-class CapturedPiece:
-    """A graph that TorchDynamo has captured, and its programs by the steps they run."""
-
-    traced: Traced | None = None
-    step: CapturedStep | None = None
-    versions: dict[tuple[Step, ...] | None, Version] = field(default_factory=dict)
-
-    def version(self, steps: tuple[Step, ...] | None) -> Version:
-        """Its programs for some steps; None for those that store least."""
-        assert self.step is not None
-        assert self.traced is not None
-        if steps not in self.versions:
-            made = self.step.current if steps is None else self.step.exchange(*lower(self.traced, steps))
-            self.versions[steps] = made
-        return self.versions[steps]
-
-    def serves_as(self, other: "CapturedPiece") -> bool:
-        """True if the other's steps also run this piece, in no more memory."""
-        assert self.traced is not None
-        assert other.traced is not None
-        ours, theirs = self.traced.graph, other.traced.graph
-        if self is other:
-            return True
-        smaller = sum(value.size_bytes for value in ours.values) <= sum(value.size_bytes for value in theirs.values)
-        return smaller and ours.structure == theirs.structure
-
-    def gradient_values(self, positions: Sequence[int]) -> dict[int, int]:
-        """The values of its graph that are gradients of inputs, by the inputs' positions."""
-        assert self.traced is not None
-        joint = self.traced.joint
-        results: Any = joint.graph.graph.output_node().args[0]
-        delivered = {
-            ref.node: ref.value
-            for operator in self.traced.graph.operators
-            if operator.family == DELIVERY and operator.implementations[0].call is not None
-            for ref in operator.implementations[0].call.tensors()
-        }
-        found = {}
-        for at in positions:
-            node = results[joint.forward_outputs + at]
-            value = delivered.get(node.name) if isinstance(node, fx.Node) else None
-            if value is not None:
-                found[at] = value
-        return found
-
-    def unsaved(self, inputs: Sequence[Any]) -> set[int]:
-        """Positions of inputs that plain training does not save: they may change before the backward part."""
-        assert self.traced is not None
-        nodes = self.traced.joint.graph.graph.find_nodes(op="placeholder")
-        saved = {
-            ref.node
-            for operator in self.traced.graph.operators
-            if operator.phase is Phase.BACKWARD and (call := operator.implementations[0].call) is not None
-            for ref in call.tensors()
-        }
-        return {
-            at
-            for at, item in enumerate(inputs)
-            if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter) and nodes[at].name not in saved
-        }
-
-    def readers(self, inputs: Collection[int], outputs: bool = False) -> frozenset[int]:
-        """The forward operators that read some inputs, by position, or any output."""
-        assert self.traced is not None
-        graph, nodes = self.traced.graph, self.traced.joint.graph.graph.find_nodes(op="placeholder")
-        names = {nodes[at].name for at in inputs}
-        handed_on = {index for index, value in enumerate(graph.values) if value.kind is ValueKind.OUTPUT}
-        return frozenset(
-            index
-            for index, operator in enumerate(graph.operators)
-            if operator.phase is Phase.FORWARD and (call := operator.implementations[0].call) is not None
-            if any(ref.node in names or (outputs and ref.value in handed_on) for ref in call.tensors())
-        )
-
-    def readers_of_outputs(self) -> frozenset[tuple[int, str]]:
-        """The implementations of backward operators that read an output, where the default ones don't."""
-        assert self.traced is not None
-        graph = self.traced.graph
-        handed_on = {index for index, value in enumerate(graph.values) if value.kind is ValueKind.OUTPUT}
-        return frozenset(
-            (index, item.name)
-            for index, operator in enumerate(graph.operators)
-            if operator.phase is Phase.BACKWARD and operator.family != LOSS
-            for item in operator.implementations[1:]
-            if not handed_on.isdisjoint(item.reads)
-        )
 
 
 @dataclass(frozen=True)
@@ -167,33 +76,29 @@ class PlannedPieces:
 class PiecewiseTraining:
     """The training steps of a model in pieces, within a budget.
 
+    `backend` captures each piece. `step_begins` and `forward_ends` stand around each forward pass.
+
     Args:
-        model, budget, options, wait: as for `MONeTWrapper`.
-        reason: the error of capturing it whole.
+        model, budget, wait: as for `MONeTWrapper`.
+        pricing, solving: options.
+        reason: why the model can't be captured whole.
 
     Attributes:
-        schedule: of the whole step; None before it is planned.
+        schedule: of the whole step; None before it is planned, and where nothing can be.
     """
 
     def __init__(
         self,
         model: nn.Module,
         budget: str | int | float,
-        options: Mapping[str, Any],
+        pricing: PricingOptions,
+        solving: SolvingOptions,
         wait: bool,
         reason: TraceError,
     ) -> None:
         self.schedule: Schedule | None = None
         self._model, self._budget, self._wait, self._reason = model, budget, wait, reason
-        self._pricing, self._solving = split_options(options)
-        self._compiled = compile_step(training_step(model), self._backend, whole=False)
-        # TorchDynamo captures functions of torch as part of others only. If what calls them can't be captured, as a
-        # loop that data ends, they are captured by themselves.
-        self._children = {
-            module: compile_step(module_call(module), self._backend, whole=False)
-            for module in _outermost(model)
-            if module is not model
-        }
+        self._pricing, self._solving = pricing, solving
         self._breaks: dict[str, None] = {}
         """Lines that end pieces, and why."""
         self._unplanned: dict[str, None] = {}
@@ -207,37 +112,37 @@ class PiecewiseTraining:
         self._priced: JoinedStep | None = None
         """The planned step with the costs that it was planned by."""
         self._records = self._steps = 0
-        self._pieces_ran = False
         self._wanted = True  # the next step is to be recorded
         self._inputs: list[TensorSpec] = []
         self._resident = Resident()
+        self._measured_bytes: int | None = None
+        """Bytes of the largest inputs of steps that were measured, where nothing is planned."""
         self._border = time.monotonic()
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass of a step.
+    def step_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Go on planning, before the forward pass of a step.
 
         Raises:
+            TraceError: nothing can be planned, and plain training does not keep to the budget.
             Those of `monetlite.optimize`.
         """
         self._go_on()
-        if not self._pieces_ran and self._steps >= MAX_STEPS_WITHOUT:
-            raise self._reason
         self._next = self._unplanned_runs = 0
         self._steps += 1
+        if self._measured_bytes is not None:
+            tensors = tensors_in_order(self._model, args, kwargs)
+            self._wanted = resident_bytes(self._model, tensors).inputs > self._measured_bytes
         if self._wanted and self._steps > 1:
             self._begin_record(args, kwargs)
-        with capture_settings(), taken_apart(), called_instead_for_now(self._children):
-            try:
-                output = self._compiled(*args, **kwargs)
-            except REFUSALS as error:
-                raise own_error(error) or explain(error) from error
+
+    def forward_ends(self) -> None:
+        """Note that the forward pass of a step has ended."""
         if self._record is not None:
             self._record.forward_ends()
         if self._plan is not None and self._record is None:
             self._wanted = self._unplanned_runs > 0 and self._records < MAX_RECORDS
-        return output
 
-    def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture a piece; one that can't be planned runs as in plain training."""
         from monetlite.planning.beside_training import least_stored
 
@@ -266,7 +171,6 @@ class PiecewiseTraining:
 
     def _run(self, piece: CapturedPiece, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Run a piece by the programs that are planned for this place of the step."""
-        self._pieces_ran = True
         assert piece.step is not None
         piece.step.current = piece.version(self._meant(piece))
         if self._record is None:
@@ -317,19 +221,12 @@ class PiecewiseTraining:
                 recorded = record.end()
                 if recorded is not None:
                     try:
-                        self._begin_plan(recorded)
+                        self._learn(recorded)
                     except BaseException:
                         self._plan, self._wanted = None, True  # the next steps don't go on without a plan, unsaid
                         raise
                 elif self._plan is None:
-                    self._wanted = self._records < MAX_RECORDS
-                    if not self._wanted:
-                        warnings.warn(
-                            f"{type(self._model).__name__} trains in pieces that can't be planned together, as "
-                            "their backward parts don't run once each after the forward pass. Each stores as "
-                            "little as it can; no budget is kept",
-                            stacklevel=6,
-                        )
+                    self._wanted = True
             elif self._planning is not None:
                 better = self._planning.advance(PLANNING_SHARE * (now - self._border))
                 if better is not None and self._take(better):
@@ -339,6 +236,35 @@ class PiecewiseTraining:
                 if self._planning.finished:
                     self._planning = None
         self._border = time.monotonic()
+
+    def _learn(self, recorded: RecordedStep) -> None:
+        """Plan for a recorded step, or see that it kept to the budget where none of it can be planned."""
+        if recorded.planned:
+            self._measured_bytes = None
+            self._begin_plan(recorded)
+            return
+        if self._plan is not None or (not recorded.conclusive and self._records < MAX_RECORDS):
+            self._wanted = self._plan is None
+            return
+        peak_bytes = self._resident.total + recorded.growth_bytes
+        budget_bytes = parse_budget(self._budget, peak_bytes)
+        if recorded.in_order:
+            said = "None of it can be planned, so it trains as it is"
+        else:
+            said = (
+                "Its pieces can't be planned together, as their backward parts don't run once each after the "
+                "forward pass, so each stores as little as it can"
+            )
+        said = f"{said}, and a step takes {format_bytes(peak_bytes)} of the budget of {format_bytes(budget_bytes)}"
+        listed = _listed([*self._breaks, *self._unplanned] or [str(self._reason).partition(". ")[0]])
+        if peak_bytes > budget_bytes:
+            raise TraceError(
+                f"{type(self._model).__name__} can't be captured whole. {said}: raise the budget, or change what "
+                f"can't be captured:{listed}"
+            ) from self._reason
+        if self._measured_bytes is None:
+            warnings.warn(f"{type(self._model).__name__} can't be captured whole. {said}:{listed}", stacklevel=6)
+        self._measured_bytes = self._resident.inputs
 
     def _begin_plan(self, recorded: RecordedStep) -> None:
         from monetlite.planning.beside_training import PlanningBesideTraining
@@ -432,15 +358,47 @@ class PiecewiseTraining:
         share = max(0.0, 1 - outside_ms / max(1e-9, 1e3 * recorded.seconds))
         # TorchDynamo tells no reason with a graph that ends where a function is left out as a whole.
         reasons = [*self._breaks, *self._unplanned] or [str(self._reason).partition(". ")[0]]
-        listed = [f"\n  {line}" for line in reasons]
-        if len(listed) > MAX_LISTED:
-            listed[MAX_LISTED:] = [f"\n  and {len(listed) - MAX_LISTED} more"]
         warnings.warn(
             f"{type(self._model).__name__} can't be captured whole. It trains in {len(recorded.planned)} pieces, "
             f"with {share:.0%} of the step's time planned; code between them runs as in plain training, and keeps "
-            f"{format_bytes(kept_bytes)}. whole=True refuses that. What ends pieces:{''.join(listed)}",
+            f"{format_bytes(kept_bytes)}. whole=True refuses that. What ends pieces:{_listed(reasons)}",
             stacklevel=6,
         )
+
+
+class ModelInPieces:
+    """The forward pass of a model, compiled in pieces.
+
+    Args:
+        model: the module.
+        training: of its steps.
+    """
+
+    def __init__(self, model: nn.Module, training: PiecewiseTraining) -> None:
+        self.training = training
+        self._compiled = compile_step(training_step(model), training.backend, whole=False)
+        # TorchDynamo captures functions of torch as part of others only. If what calls them can't be captured, as a
+        # loop that data ends, they are captured by themselves.
+        self._children = {
+            module: compile_step(module_call(module), training.backend, whole=False)
+            for module in _outermost(model)
+            if module is not model
+        }
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass of a step.
+
+        Raises:
+            Those of `PiecewiseTraining.step_begins`.
+        """
+        self.training.step_begins(args, kwargs)
+        with capture_settings(), taken_apart(), called_instead_for_now(self._children):
+            try:
+                output = self._compiled(*args, **kwargs)
+            except REFUSALS as error:
+                raise own_error(error) or explain(error) from error
+        self.training.forward_ends()
+        return output
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
@@ -451,6 +409,13 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _outermost(child)
+
+
+def _listed(reasons: Sequence[str]) -> str:
+    lines = [f"\n  {line}" for line in reasons[:MAX_LISTED]]
+    if len(reasons) > MAX_LISTED:
+        lines.append(f"\n  and {len(reasons) - MAX_LISTED} more")
+    return "".join(lines)
 
 
 def _is_ours(item: Any) -> bool:

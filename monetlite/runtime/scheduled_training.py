@@ -31,7 +31,7 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import Unplanned, delivering_backend
 from monetlite.runtime.guarded_outputs import guard_outputs
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.pieces import PiecewiseTraining
+from monetlite.runtime.pieces import ModelInPieces, PiecewiseTraining
 from monetlite.runtime.serving import (
     TooLarge,
     shapes_of,
@@ -108,7 +108,7 @@ class ScheduledTraining:
 
     def _begin(self) -> None:
         """Know nothing of steps."""
-        self._pieces: PiecewiseTraining | None = None  # if it can't be captured whole
+        self._pieces: ModelInPieces | None = None  # if it can't be captured whole
         self._warned_of_shapes = False
         self._forget()
 
@@ -230,7 +230,9 @@ class ScheduledTraining:
             if self.whole or self.compile or split_options(plans.options)[1].reserved:
                 raise
             assert plans.budget is not None
-            self._pieces = PiecewiseTraining(self.model, plans.budget, plans.options, plans.wait, error)
+            options = split_options(plans.options)
+            training = PiecewiseTraining(self.model, plans.budget, *options, plans.wait, error)
+            self._pieces = ModelInPieces(self.model, training)
         try:
             return self._in_pieces(call)
         except BaseException:
@@ -241,7 +243,7 @@ class ScheduledTraining:
         """Run a step of a model that can't be captured whole."""
         assert self._pieces is not None
         output = self._pieces(call.args, call.kwargs)
-        self.plans.schedule = self._pieces.schedule
+        self.plans.schedule = self._pieces.training.schedule
         return output
 
     def _capture(self, call: Arguments) -> Any:

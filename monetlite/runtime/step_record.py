@@ -41,14 +41,21 @@ class RecordedStep:
 
     Attributes:
         runs: in order.
-        planned: numbers of the runs that had a backward part; the others are code outside.
+        planned: numbers of the runs that had a backward part; the others are code outside. Empty where the
+            backward parts did not run once each, in the order of one step.
         outside: the code before each of those and after the last.
+        in_order: False where that is why.
+        conclusive: True if a backward pass ran, in the order of one step.
+        growth_bytes: most memory of the step, beyond what is in use when it begins.
         seconds: its time.
     """
 
     runs: Sequence[PieceRun]
     planned: Sequence[int]
     outside: Sequence[OutsideCode]
+    in_order: bool
+    conclusive: bool
+    growth_bytes: int
     seconds: float
 
 
@@ -136,14 +143,20 @@ class StepRecord:
         self._seen = []
 
     def end(self) -> RecordedStep | None:
-        """The recorded step; None if it had no backward part, or not in the order of one step."""
+        """The recorded step; None if it was disturbed."""
+        self._memory.mark("end")
         found = self._memory.end()
         for hook in self._hooks:
             hook.remove()
-        marks = {mark.name: (at, mark) for at, mark in enumerate(found)}
-        planned = sorted(self._begun)
-        if not found or not planned or self._begun != planned[::-1]:
+        if not found:
             return None
+        growth_bytes = max(mark.peak_bytes for mark in found) - found[0].live_bytes
+        marks = {mark.name: (at, mark) for at, mark in enumerate(found[:-1])}
+        planned = sorted(self._begun)
+        in_order = self._begun == planned[::-1]
+        conclusive = in_order and bool(self._gradients)
+        if not planned or not in_order:
+            return RecordedStep(self._runs, (), (), in_order, conclusive, growth_bytes, 0.0)
         count = len(planned)
         read = frozenset[int]().union(*(run.parameters for run in self._runs))
         gradient_bytes = [0] * (count + 1)
@@ -171,12 +184,12 @@ class StepRecord:
                     backward_ms=1e3 * backward.seconds,
                 )
             )
-        seconds = max(mark.seconds for mark in found) - found[0].seconds
+        seconds = found[-2].seconds - found[0].seconds
         runs = [
             replace(run, takers={at: bisect.bisect_left(planned, taker) for at, taker in run.takers.items()})
             for run in self._runs
         ]
-        return RecordedStep(runs, planned, outside, seconds)
+        return RecordedStep(runs, planned, outside, in_order, conclusive, growth_bytes, seconds)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """The backend of `torch.compile(model, backend="monetlite", options={"budget": "6GB"})`.
 
-Each graph that TorchDynamo hands over is priced and solved when it is compiled, and runs by its schedule from then
-on, as in `MONeTWrapper`. A process keeps its schedules until it ends; with `schedule`, a file keeps one.
+A model that TorchDynamo captures as one graph is priced and solved when it is compiled. It runs by its schedule
+then, as in `MONeTWrapper`. A process keeps its schedules until it ends; with `schedule`, a file keeps one. Graphs
+that are parts of a model are its pieces, and planned together (`runtime.pieces`).
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +16,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetlite.core.errors import ModelError
+from monetlite.core.errors import ModelError, TraceError
 from monetlite.core.graph import AS_TRACED, OperatorGraph
 from monetlite.core.options import PricingOptions, SolvingOptions, split_options
 from monetlite.core.schedule import Schedule
+from monetlite.fx.torch_internals.torch_compiled_calls import CompiledCall, current_call, surround_calls
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
-from monetlite.fx.torch_internals.torch_dynamo import break_reason, draws_like_numpy, leave_messages_out
+from monetlite.fx.torch_internals.torch_dynamo import (
+    break_reason,
+    draws_like_numpy,
+    dynamo_settings,
+    leave_messages_out,
+    taken_apart,
+)
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import delivering_backend
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.runtime.scheduled_training import loaded
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.capture import Joint, copied
@@ -40,10 +51,12 @@ class CompileOptions:
     Attributes:
         budget: of the whole step; not needed if the schedule exists.
         schedule: a schedule file, read if it exists, else written; or a name such as zoo:resnet50@6GB.
+        whole: refuse a model that is captured in several graphs.
     """
 
     budget: str | int | float | None
     schedule: str | None
+    whole: bool
     pricing: PricingOptions
     solving: SolvingOptions
 
@@ -52,6 +65,8 @@ class CompileOptions:
         return self.schedule is not None and (self.schedule.startswith("zoo:") or Path(self.schedule).exists())
 
 
+_PIECES, _WHOLE = "pieces", "whole"
+_thread = threading.local()
 _solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
 
 
@@ -65,20 +80,31 @@ def __getattr__(name: str) -> Any:
     if name != "monetlite":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     leave_messages_out()
+    surround_calls(compile_graph, _around_call)
     return compile_graph
 
 
 def compile_graph(
-    graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **others: Any
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    pieces: PiecewiseTraining | None = None,
+    **others: Any,
 ) -> Any:
     """The backend that `torch.compile` finds under this name.
 
+    Args:
+        graph, inputs: of all of a model, or of a piece.
+        options, others: budget, schedule and options of `monetlite.optimize`.
+        pieces: the training of the model, if it was found to be taken apart.
+
     Raises:
-        ModelError: unknown options, no budget, or a model that TorchDynamo takes apart.
+        ModelError: unknown options, no budget, or a model that TorchDynamo takes apart and that can't be planned
+            in pieces.
         Those of `monetlite.optimize`.
     """
     chosen = compile_options({**(options or {}), **others})
-    _refuse_breaks(graph)
     if drawing := next(filter(draws_like_numpy, graph.graph.nodes), None):
         raise ModelError(f"{source_of(drawing) or 'the model'} can't be captured: {NUMPY_DRAWS}")
     if any(isinstance(item, torch.SymInt) for item in inputs):
@@ -86,6 +112,8 @@ def compile_graph(
             "torch.compile has made sizes symbolic because inputs of another shape came; memory can be planned for "
             "sizes that are known: torch.compile(model, backend='monetlite', dynamic=False, ...)"
         )
+    if torch.is_grad_enabled() and (pieces := pieces or _pieces(graph, chosen)):
+        return pieces.backend(graph, inputs)
     autocast = autocast_dtype(device_of(graph, inputs))
 
     def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -102,7 +130,17 @@ def compile_graph(
     gpu = gpu_of(graph, inputs)
     with on_its_gpu(graph, inputs), kernels_kept_whole():
         compiled = delivering_backend(partition, eager)(graph, inputs)
-    return compiled if gpu is None else on_gpu(compiled, gpu)
+    return _noted(compiled if gpu is None else on_gpu(compiled, gpu))
+
+
+def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A whole step that tells the call it is in that it ran."""
+
+    def run(*arguments: Any) -> Any:
+        _thread.whole = True
+        return step(*arguments)
+
+    return run
 
 
 def on_gpu(step: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
@@ -121,10 +159,14 @@ def compile_options(given: Mapping[str, Any]) -> CompileOptions:
     Raises:
         ModelError: an unknown option, a value that is out of range, or neither a budget nor a schedule file.
     """
-    own = ("budget", "schedule")
+    own = ("budget", "schedule", "whole")
     pricing, solving = split_options({name: value for name, value in given.items() if name not in own}, own)
     chosen = CompileOptions(
-        budget=given.get("budget"), schedule=given.get("schedule"), pricing=pricing, solving=solving
+        budget=given.get("budget"),
+        schedule=given.get("schedule"),
+        whole=given.get("whole", False),
+        pricing=pricing,
+        solving=solving,
     )
     if chosen.budget is None and not chosen.schedule_exists:
         raise ModelError(
@@ -134,19 +176,83 @@ def compile_options(given: Mapping[str, Any]) -> CompileOptions:
     return chosen
 
 
-def _refuse_breaks(graph: fx.GraphModule) -> None:
-    """Refuse part of a model: no budget of the whole step can be kept with a part of it."""
-    reason = break_reason(graph)
-    if reason is None:
+@contextlib.contextmanager
+def _around_call() -> Iterator[None]:
+    """Surround each call of a compiled model, until it is found to be captured whole.
+
+    Raises:
+        Those of `PiecewiseTraining.step_begins`.
+    """
+    call = current_call() if torch.is_grad_enabled() else None
+    if call is None or call.model is None or _WHOLE in call.notes:
+        yield
         return
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    where = f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})" if frame else "somewhere"
-    raise ModelError(
-        f"torch.compile takes the model apart at {where}: {str(reason.reason).splitlines()[0]}. A memory budget "
-        "can only be kept for a step as a whole: have the model trained in pieces, "
-        "monetlite.within(model, budget=...), or move what breaks the graph out of the forward pass "
-        "(fullgraph=True shows each)"
-    )
+    known: PiecewiseTraining | None = call.given.get(_PIECES)
+    before, _thread.whole = getattr(_thread, "whole", False), False
+    with on_its_gpu(call.model, (call.args, call.kwargs)):
+        if known is not None:
+            known.step_begins(call.args, call.kwargs)
+        # Numbers that pass from piece to piece are not made symbols.
+        fixed = dynamo_settings(automatic_dynamic_shapes=False) if known else contextlib.nullcontext()
+        with taken_apart(), fixed:
+            try:
+                yield
+            finally:
+                whole, _thread.whole = _thread.whole, before
+    if known is not None:
+        known.forward_ends()
+    elif whole:
+        call.notes[_WHOLE] = True
+    elif call.model.training and _PIECES not in call.given:
+        options = compile_options(call.given.get("options", {}))
+        _begin_pieces(call, options, f"torch.compile captures nothing of {type(call.model).__name__}")
+
+
+def _pieces(graph: fx.GraphModule, options: CompileOptions) -> PiecewiseTraining | None:
+    """The training of the model that a graph is a piece of; None if it is all of a model.
+
+    Raises:
+        ModelError: the model can't be planned in pieces.
+    """
+    call, reason = current_call(), break_reason(graph)
+    if reason is None and (call is None or call.starts_here):
+        return None
+    if reason is None:
+        said = "torch.compile leaves out the model's forward pass, and compiles functions that it calls"
+    else:
+        frame = reason.user_stack[-1] if reason.user_stack else None
+        where = f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})" if frame else "somewhere"
+        said = f"torch.compile takes the model apart at {where}: {str(reason.reason).splitlines()[0]}"
+    return _begin_pieces(call, options, said)
+
+
+def _begin_pieces(call: CompiledCall | None, options: CompileOptions, said: str) -> PiecewiseTraining:
+    """Have a model that is being called train in pieces.
+
+    Args:
+        call: of the model.
+        options: of its compilation.
+        said: why it can't be captured whole.
+
+    Raises:
+        ModelError: it can't be planned in pieces.
+    """
+    problem = ""
+    if call is None or call.model is None:
+        problem = "Only modules are planned in pieces: compile the model itself"
+    elif options.whole:
+        problem = "whole=True refuses that"
+    elif options.budget is None or options.schedule is not None:
+        problem = "A schedule file is of a whole model: give a budget in its place"
+    elif options.solving.reserved:
+        problem = "Reserved memory can't be planned in pieces: leave out reserved=True"
+    else:
+        error = TraceError(said)
+        pieces = PiecewiseTraining(call.model, options.budget, options.pricing, options.solving, False, error)
+        pieces.step_begins(call.args, call.kwargs)
+        call.given[_PIECES] = pieces
+        return pieces
+    raise ModelError(f"{said}. {problem}, or move what ends the graph out of the forward pass")
 
 
 def _schedule(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) -> Schedule:

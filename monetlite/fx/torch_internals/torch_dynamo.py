@@ -7,12 +7,14 @@
 | `GuardOnDataDependentSymNode` | the same, of a size that depends on data |
 | `get_compilation_metrics` | why a step was compiled once more; an error would not name the changed value |
 | `_get_dynamo_config_for_logging` | fails in torch 2.11 on a set of methods, and prints a traceback |
+| `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
 | `torch._numpy.random` | module of functions that stand for numpy's generator; other numbers would be drawn |
 """
 
 import contextlib
 import functools
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from torch._dynamo import disable
 from torch._dynamo import utils as _utils
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 
 from monetlite.fx.torch_internals.patching import patched
@@ -37,6 +40,9 @@ _MESSAGES = ("debug", "info", "warning", "error", "critical", "log", "warning_on
 _MAX_PIECES = 256
 _CHECKED = ("solve", "inv", "cholesky", "lu_factor", "lu", "ldl_factor")
 """Functions of `torch.linalg` that look at their result on the host, to raise where there is none."""
+_LISTS = (nn.ModuleList, nn.Sequential)
+_SPARSE = ("embedding", "embedding_bag")
+"""Functions of `torch.nn.functional` that have a sparse gradient where they are asked for one."""
 _RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.GRU, nn.LSTM)
 _log = logging.getLogger("torch._dynamo")
 _log_settings = _utils._get_dynamo_config_for_logging
@@ -73,12 +79,16 @@ def taken_apart() -> AbstractContextManager[None]:
     """Have TorchDynamo take functions apart in many pieces without log lines, for the time of a block.
 
     Layers of a model often have a function in common, which is compiled for each. Recurrent modules run by torch's
-    own kernels, and so do functions that look at their results: what calls them is taken apart there.
+    own kernels, and so do functions that look at their results or have sparse gradients: what calls them is taken
+    apart there. A loop is taken apart once for each round. TorchDynamo would leave out its whole function.
     """
     kept_plain = [mock.patch.object(kind, "forward", _disabled(kind.forward)) for kind in _RECURRENT]
     kept_plain += [
         mock.patch.object(torch.linalg, name, _disabled(getattr(torch.linalg, name))) for name in _CHECKED
     ]
+    kept_plain += [mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_loop)]
+    kept_plain += [mock.patch.object(kind, "__iter__", _iterated) for kind in _LISTS]
+    kept_plain += [mock.patch.object(nn.functional, name, _dense_captured(name)) for name in _SPARSE]
     settings = _config.patch(
         recompile_limit=_MAX_PIECES,
         accumulated_recompile_limit=4 * _MAX_PIECES,
@@ -94,6 +104,28 @@ def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that TorchDynamo leaves alone."""
     left_alone: Callable[..., Any] = disable(function)  # type: ignore[no-untyped-call]  # torch has no types for it
     return left_alone
+
+
+def _no_loop(_translator: Any) -> bool:
+    return False
+
+
+def _iterated(modules: Any) -> Iterator[nn.Module]:
+    """An iterator over a list of modules that TorchDynamo can hand on from one graph to the next."""
+    return iter(list(modules._modules.values()))
+
+
+@functools.cache
+def _dense_captured(name: str) -> Callable[..., Any]:
+    """A function of `torch.nn.functional` that TorchDynamo leaves alone where its gradient is sparse."""
+    own = getattr(nn.functional, name)
+    plain, place = _disabled(own), list(inspect.signature(own).parameters).index("sparse")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        sparse = kwargs["sparse"] if "sparse" in kwargs else len(args) > place and args[place]
+        return plain(*args, **kwargs) if sparse else own(*args, **kwargs)
+
+    return run
 
 
 @contextlib.contextmanager
