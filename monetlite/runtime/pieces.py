@@ -43,7 +43,7 @@ from monetlite.runtime.refinement import PLANNING_SHARE
 from monetlite.runtime.step_record import RecordedStep, StepRecord
 from monetlite.tracing.capture import Joint, capture_settings, compile_step, module_call, training_step
 from monetlite.tracing.operator_graph import build_graph
-from monetlite.tracing.refusals import explain, own_error
+from monetlite.tracing.refusals import explain, line_of, own_error
 from monetlite.tracing.step_inputs import (
     autocast_dtype,
     device_of,
@@ -345,9 +345,7 @@ class PiecewiseTraining:
     def _note_break(self, graph: fx.GraphModule) -> None:
         reason = break_reason(graph)
         if reason is not None:
-            frame = reason.user_stack[-1] if reason.user_stack else None
-            where = f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})" if frame else "the model"
-            self._breaks[f"{where}: {str(reason.reason).splitlines()[0]}"] = None
+            self._breaks[f"{line_of(reason.user_stack)}: {str(reason.reason).splitlines()[0]}"] = None
 
     def _warn(self, recorded: RecordedStep, schedule: Schedule) -> None:
         """Say once what the pieces are, and how much of the step is planned."""

@@ -39,7 +39,7 @@ from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.capture import Joint, copied
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
-from monetlite.tracing.refusals import NUMPY_DRAWS
+from monetlite.tracing.refusals import NUMPY_DRAWS, line_of
 from monetlite.tracing.step_inputs import autocast_dtype, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.whole_kernels import kernels_kept_whole
 
@@ -220,8 +220,7 @@ def _pieces(graph: fx.GraphModule, options: CompileOptions) -> PiecewiseTraining
     if reason is None:
         said = "torch.compile leaves out the model's forward pass, and compiles functions that it calls"
     else:
-        frame = reason.user_stack[-1] if reason.user_stack else None
-        where = f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})" if frame else "somewhere"
+        where = line_of(reason.user_stack)
         said = f"torch.compile takes the model apart at {where}: {str(reason.reason).splitlines()[0]}"
     return _begin_pieces(call, options, said)
 

@@ -152,6 +152,7 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
         nonlocal results
         results = num_fwd_outputs
         _refuse_checks(joint.graph)
+        _conjugate_constants(joint.graph)
         reach = Reachability(joint.graph, num_fwd_outputs)
         at_once = bool(reach.shared) or not reach.takes_arguments
         return partition(Joint(graph=joint, forward_outputs=num_fwd_outputs, at_once=at_once))
@@ -203,6 +204,16 @@ def _refuse_checks(graph: fx.Graph) -> None:
                 "to raise where there is none. Use a function that leaves this out (torch.linalg.solve_ex, inv_ex, "
                 "cholesky_ex, lu_factor_ex), or wrap only submodules without it: MONeTWrapper(model.backbone, ...)"
             )
+
+
+def _conjugate_constants(graph: fx.Graph) -> None:
+    """Put numbers in the place of calls that conjugate numbers, as in gradients of products with them."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._conj.default):
+        (number,) = node.args
+        if isinstance(number, complex):
+            for user in list(node.users):
+                user.args = tuple(number.conjugate() if item is node else item for item in user.args)
+            graph.erase_node(node)
 
 
 def flat_outputs(program: fx.GraphModule) -> list[fx.Node | None]:

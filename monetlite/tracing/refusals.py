@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from monetlite.core.errors import MonetliteError, TraceError
+from monetlite.fx.torch_internals import torch_dynamo
 
 NUMPY_DRAWS = (
     "it draws random numbers from numpy, which captured would be torch's. Draw them with torch, or before the "
@@ -70,20 +72,13 @@ _OPERATOR_FAILURE = re.compile(
     r"got \w+Error\((['\"])(?P<said>.*?)\1\)|TypeError \w+: (?P<call>\w+\(\) received .*)"
 )
 """Form in which TorchDynamo quotes the error of an operator."""
-_NOT_THE_MODELS = (str(torch.__path__[0]), str(Path(__file__).with_name("capture.py")))
-"""Files whose frames are not shown: torch's, and that of the function which calls the model."""
+_NOT_THE_MODELS = (str(torch.__path__[0]), str(Path(__file__).with_name("capture.py")), str(torch_dynamo.__file__))
+"""Files whose frames are not shown: torch's, and those of functions which call the model or torch for it."""
 
 
 def explain(error: Exception) -> TraceError:
     """Turn TorchDynamo's exception into one that names the line of the person's model and says what to do."""
-    frames = [
-        frame
-        for frame in getattr(error, "real_stack", None) or ()
-        if not frame.filename.startswith(_NOT_THE_MODELS)
-    ]
-    where = (
-        f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else "the model"
-    )
+    where = line_of(getattr(error, "real_stack", None) or ())
     text = str(error)
     if failure := _OPERATOR_FAILURE.search(text):
         said = failure["said"] or failure["call"]
@@ -102,6 +97,14 @@ def explain(error: Exception) -> TraceError:
     reason = next((reason for pattern, reason in _REFUSALS if re.search(pattern, text)), None)
     said = (reason or f"{_first_line(error)}. {_ON_DATA}").rstrip(".")
     return TraceError(f"{where} can't be captured in one graph: {said}. {_PIECES}")
+
+
+def line_of(stack: Iterable[Any]) -> str:
+    """The innermost line of a stack that is the person's: `model.py:12 (x = y.item())`."""
+    frames = [frame for frame in stack if not frame.filename.startswith(_NOT_THE_MODELS)]
+    return (
+        f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else "the model"
+    )
 
 
 def own_error(error: BaseException | None) -> MonetliteError | None:
