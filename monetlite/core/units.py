@@ -76,6 +76,11 @@ def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None)
     return int(amount)
 
 
+def is_percentage(budget: str | int | float) -> bool:
+    """True for a budget that is a part of plain training's peak."""
+    return _PERCENT.fullmatch(str(budget).strip()) is not None
+
+
 def format_bytes(size_bytes: int | float) -> str:
     """Write a size for people, in decimal units as budgets are: `5.93 GB`.
 

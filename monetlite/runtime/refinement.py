@@ -49,10 +49,14 @@ class Refinement:
         planning: the search.
         schedule: the first plan.
         fitting: of the model's schedules.
+
+    Attributes:
+        schedule: the plan that is used.
     """
 
     def __init__(self, planning: "PlanningBesideTraining", schedule: Schedule, fitting: Fitting) -> None:
-        self._planning, self._schedule, self._fitting = planning, schedule, fitting
+        self.schedule = schedule
+        self._planning, self._fitting = planning, fitting
         self._steps: list[PlannedStep] = []
 
     @property
@@ -61,7 +65,7 @@ class Refinement:
 
     def remember(self, step: PlannedStep) -> None:
         """Note a captured step that runs by the first plan."""
-        if step.schedule is self._schedule:
+        if step.schedule is self.schedule:
             self._steps.append(step)
 
     def keep(self, step: CapturedStep) -> None:
@@ -75,7 +79,7 @@ class Refinement:
         told, taken = self._planning.told, None
         if better is not None and self._exchange(better):
             told.append(f"better plan, from this step on: {planned(better)}")
-            taken, self._schedule = (self._schedule, better), better
+            taken, self.schedule = (self.schedule, better), better
         while told:
             tell(told.pop(0))
         return taken

@@ -9,6 +9,7 @@ the peak of every captured step is predicted and compared with the budget.
 """
 
 import contextlib
+import math
 import threading
 import time
 import warnings
@@ -18,13 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from monetlite.core.costs import Profile
+from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
+from monetlite.core.graph import OperatorGraph
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
-from monetlite.core.steps import Step
-from monetlite.core.units import format_bytes
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step, plain_steps
+from monetlite.core.units import format_bytes, is_percentage, parse_budget
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.operators.random import forked_state
@@ -262,8 +265,9 @@ class StepPlans:
             schedule = planning.first(settle=settle)
         self.solved += 1
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
-        # A plan for smaller inputs than another one's is good enough as it is.
-        bettered = not planning.finished and (not limits or schedule is self.schedules[-1])
+        # Where sizes vary, a plan is good enough if it is for smaller inputs than another one's, or loses no time.
+        lossy = not limits or (schedule is self.schedules[-1] and schedule.overhead > 0)
+        bettered = lossy and not planning.finished
         if bettered:
             self.refinement = Refinement(planning, schedule, self.fitting)
         sizes = f" for sizes up to {' x '.join(map(str, limits))}" if limits else ""
@@ -297,11 +301,12 @@ class StepPlans:
             return
         try:
             seconds = self._clock.border()
+            bettered = self._ran_by_bettered()
             for captured, step in self.varying.items():
                 self._plan_smaller(captured, step, seconds)
             if self.refinement is not None:
                 with forked_state(device_of(self.model, ())):
-                    taken = self.refinement.advance(seconds)
+                    taken = self.refinement.advance(seconds if bettered else 0.0)
                 if taken is not None:
                     self._replace(*taken)
                 if self.refinement.finished:
@@ -309,6 +314,15 @@ class StepPlans:
             self._clock.goes_on()
         finally:
             _planning.release()
+
+    def _ran_by_bettered(self) -> bool:
+        """True if the last step ran by the plan for which a better one is looked for, as all do of one size."""
+        ran = [
+            step.schedules.get(captured.limits_for(captured.last_sizes))
+            for captured, step in self.varying.items()
+            if captured.last_sizes
+        ]
+        return not ran or (self.refinement is not None and self.refinement.schedule in ran)
 
     def _replace(self, before: Schedule, better: Schedule) -> None:
         """Have a better schedule in the place of another."""
@@ -355,11 +369,28 @@ class StepPlans:
                 return *fitted, limits
         if serving or self.budget is None:
             raise TraceError("no schedule is for the step at other sizes")
-        limits = step.roomy(sizes)
+        limits = max(step.roomy(sizes), self._plain_limits(step, sizes), key=math.prod)
         if limits != sizes:
             with contextlib.suppress(InfeasibleBudget, TraceError):
                 return *self._plan_at(step, limits, self.budget, settle=False), limits
         return *self._plan_at(step, sizes, self.budget), sizes
+
+    def _plain_limits(self, step: VaryingStep, sizes: Limits) -> Limits:
+        """About the largest sizes at which plain training fits; those given where the budget is in percent."""
+        assert self.budget is not None
+        if is_percentage(self.budget):
+            return sizes
+        pricing, _ = split_options(self.options)
+
+        def peak_bytes(graph: OperatorGraph) -> int:
+            from monetlite.planning.pipeline import with_additions
+
+            profile = with_additions(self.outside.counted(without_costs(graph)), pricing)
+            return simulate(profile, plain_steps(profile.graph)).peak_bytes
+
+        with contextlib.suppress(TraceError):  # no plan can be made for others, as it will turn out
+            return step.plain_limits(sizes, parse_budget(self.budget), peak_bytes)
+        return sizes
 
     def _plan_at(
         self, step: VaryingStep, limits: Limits, budget: str | int | float, *, settle: bool = True

@@ -7,6 +7,7 @@ that are parts of a model are its pieces, and planned together (`runtime.pieces`
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -199,6 +200,8 @@ def _around_call() -> Iterator[None]:
                 yield
             finally:
                 whole, _thread.whole = _thread.whole, before
+    if sys.exc_info()[0] is not None:  # which torch doesn't pass on to what surrounds a call
+        return
     if known is not None:
         known.forward_ends()
     elif whole:

@@ -31,6 +31,10 @@ MAX_LIMITS = 4
 """Programs that are kept for one captured step, for inputs of different sizes."""
 HEADROOM = 1.5
 """A step that is larger than any before is planned for sizes so many times as large, if the budget allows it."""
+MAX_HEADROOM = 8.0
+"""The same, where plain training fits."""
+PLAIN_SHARE = 0.95
+"""Share of the budget for what plain training keeps; the rest is for workspaces, which are not known yet."""
 SMALL_SHARE = 0.9
 """A step of a smaller share of a plan's sizes than this would do with another plan."""
 _MAX_NOTED = 256
@@ -98,7 +102,7 @@ class VaryingStep:
         }
         alike = {id(leaf): _without_memory(leaf) for leaf in leaves}
         self._leaves = [alike[id(leaf)] for leaf in leaves]
-        self._references: dict[str, OperatorGraph] = {}
+        self._graphs: dict[tuple[Limits, str], OperatorGraph] = {}
         self.schedules: dict[Limits, Schedule] = {}
         self._planning_seconds = 0.0
         self._waste: dict[Limits, Waste] = {}
@@ -116,10 +120,17 @@ class VaryingStep:
         """
         with without_modes():  # of the capture, whose tensors have other sizes
             traced = self._traced(limits, layout)
-            if layout not in self._references:
+            known = (of for (sizes, name), of in self._graphs.items() if name == layout and sizes != limits)
+            if (reference := next(known, None)) is None:
                 other = self.captured if self.captured != limits else tuple(size - 1 for size in limits)
-                self._references[layout] = self._traced(other, layout).graph
-        return replace(traced, graph=of_any_size(agreeing(traced.graph, self._references[layout])))
+                reference = self._graph_at(other, layout)
+        return replace(traced, graph=of_any_size(agreeing(traced.graph, reference)))
+
+    def _graph_at(self, sizes: Limits, layout: str = AS_TRACED) -> OperatorGraph:
+        if (sizes, layout) not in self._graphs:
+            with without_modes():
+                self._graphs[sizes, layout] = self._traced(sizes, layout).graph
+        return self._graphs[sizes, layout]
 
     def _traced(self, sizes: Limits, layout: str) -> Traced:
         graph = graph_at(self._joint.graph, dict(zip(self._symbols, sizes, strict=True)))
@@ -143,6 +154,39 @@ class VaryingStep:
         wanted = (math.ceil(HEADROOM * size) for size in sizes)
         return tuple(
             size if most is None else min(size, most) for size, most in zip(wanted, self._most, strict=True)
+        )
+
+    def plain_limits(self, sizes: Limits, budget_bytes: int, peak_bytes: Callable[[OperatorGraph], int]) -> Limits:
+        """About the largest sizes at which plain training keeps to a budget; those given if it keeps to it at none.
+
+        The peak is taken to be a polynomial of second degree in the sizes, through the graphs at none, at these and
+        at a third size.
+
+        Args:
+            sizes: of a step; all grow together.
+            budget_bytes: of the step.
+            peak_bytes: the peak of plain training by its graph.
+        """
+        graph, budget_bytes = self._graph_at(sizes), int(PLAIN_SHARE * budget_bytes)
+        least_bytes, own_bytes = graph.resident.total + graph.resident.parameters, peak_bytes(graph)
+        slope = own_bytes - least_bytes
+        if own_bytes >= budget_bytes or slope <= 0:
+            return sizes
+        factor = min(MAX_HEADROOM, (budget_bytes - least_bytes) / slope)
+        larger = self._times(sizes, factor)
+        factor = math.prod(larger) ** (1 / len(larger)) / math.prod(sizes) ** (1 / len(sizes))
+        if factor > 1 and (excess := peak_bytes(self._graph_at(larger)) - least_bytes - slope * factor) > 0:
+            curve = excess / (factor * (factor - 1))
+            linear = slope - curve
+            root = math.sqrt(linear**2 + 4 * curve * (budget_bytes - least_bytes))
+            factor = min(factor, (root - linear) / (2 * curve))
+        return self._times(sizes, max(1.0, factor))
+
+    def _times(self, sizes: Limits, factor: float) -> Limits:
+        """Sizes so many times as large, as far as the captured graph holds."""
+        return tuple(
+            max(size, min(int(factor * size), size * 2**20 if most is None else most))
+            for size, most in zip(sizes, self._most, strict=True)
         )
 
     def limits_of(self, schedule: Schedule, call: Arguments, order: Sequence[torch.Tensor]) -> Limits:

@@ -209,3 +209,91 @@ def test_a_plan_holds_the_budget_and_is_predicted_within_three_percent():
     measured = trainee.memory().peak_bytes
     assert measured <= budget
     assert abs(wrapper.schedule.peak_bytes / measured - 1) < 0.03
+
+
+class Loops(nn.Module):
+    """A kernel that TorchDynamo leaves alone, in the loop over the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = own_kernel(torch.tanh(layer(x)), self.weight) + x
+        return x
+
+
+@torch.compiler.disable
+def own_kernel(x, weight):
+    return x * weight
+
+
+class HasSparseGradients(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body = nn.Embedding(11, 16, sparse=True), mlp()
+        self.bag = nn.EmbeddingBag(11, 16, mode="sum", sparse=True)
+
+    def forward(self, tokens):
+        return self.body(self.embed(tokens)) + self.bag(tokens)[:, None]
+
+
+class DrawsFromAGenerator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.own = [torch.Generator().manual_seed(3)]
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)) + torch.randn(x.shape, generator=self.own[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+@pytest.mark.parametrize("build", [Loops, HasSparseGradients, DrawsFromAGenerator])
+def test_what_is_left_alone_keeps_its_gradients(build):
+    torch.manual_seed(0)
+    plain, model = build(), build()
+    model.load_state_dict(plain.state_dict())
+    monetlite.within(model, budget="105%", **QUICK)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(8, 16) if build is not HasSparseGradients else torch.randint(0, 11, (8, 12))
+        for owner in (plain, model):
+            owner.zero_grad()
+            torch.manual_seed(seed)
+            owner(x).square().sum().backward()
+        for (name, theirs), ours in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert ours.grad.layout == theirs.grad.layout, name
+            assert torch.equal(ours.grad.to_dense(), theirs.grad.to_dense()), name
+    schedule = monetlite.schedule_of(model)
+    assert schedule.peak_bytes <= schedule.budget_bytes
+
+
+class CapturesNothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return torch.compiler.disable(lambda: own_kernel(self.layer(x), 2.0))()
+
+
+def test_a_model_that_can_not_be_planned_trains_plainly_where_it_fits():
+    plain, x = CapturesNothing(), torch.randn(64, 16)
+    model = monetlite.within(twin(plain), budget="1MB", **QUICK)
+    for _ in range(2):
+        assert_same(step(model, (x,)), step(plain, (x,)))
+    with pytest.warns(UserWarning, match="None of it can be planned, so it trains as it is, and a step takes"):
+        third = step(model, (x,))
+    assert_same(third, step(plain, (x,)))
+    large = torch.randn(64_000, 16)
+    step(model, (large,))  # which is measured
+    with pytest.raises(TraceError, match=r"of the budget of 1 MB: raise the budget"):
+        step(model, (large,))
+    model = monetlite.within(twin(plain), budget="20kB", **QUICK)
+    for _ in range(2):
+        step(model, (x,))
+    with pytest.raises(TraceError, match=r"of the budget of 20 kB: raise the budget"):
+        step(model, (x,))

@@ -172,9 +172,92 @@ class Breaks(nn.Module):
         return self.layer(y)
 
 
-def test_a_model_that_is_taken_apart_is_refused():
-    with pytest.raises(Exception, match=r"takes the model apart at .*test_torch_compile.py:\d+"):
-        compiled(Breaks(), budget="1GB", device="rtx-4090")(torch.randn(2, 8))
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"budget": "1GB", "whole": True}, "whole=True refuses that"),
+        ({"budget": "1GB", "schedule": "breaks.yaml"}, "give a budget in its place"),
+        ({"budget": "1GB", "reserved": True}, "leave out reserved=True"),
+    ],
+)
+def test_a_model_that_is_taken_apart_is_refused_where_it_is_to_be_whole(options, problem):
+    with pytest.raises(Exception, match=rf"takes the model apart at .*test_torch_compile.py:\d+(.|\n)*{problem}"):
+        compiled(Breaks(), device="rtx-4090", **options)(torch.randn(2, 8))
+
+
+def test_a_function_that_is_taken_apart_is_refused():
+    model = Breaks()
+    function = torch.compile(lambda x: model(x) + 1, backend="monetlite", options={"budget": "1GB"})
+    with pytest.raises(Exception, match="compile the model itself"):
+        function(torch.randn(2, 8))
+
+
+def both(build, *inputs):
+    """A model, and one of equal weights that is compiled."""
+    torch.manual_seed(0)
+    model = build()
+    return model, compiled(twin(model), budget="105%", device="rtx-4090"), inputs
+
+
+class Layers(nn.Module):
+    """Breaks in a loop, of which TorchDynamo captures nothing by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Breaks() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) + x
+            if x.mean() > 1e9:
+                break
+        return x
+
+
+@pytest.mark.parametrize("build", [Breaks, Layers, lambda: nn.Sequential(nn.Linear(8, 8), Layers())])
+def test_a_model_that_is_taken_apart_trains_in_pieces(build, caplog):
+    model, other, x = both(build, torch.randn(4, 8))
+    caplog.set_level(logging.INFO, "monetlite")
+    for seed in range(2):
+        assert_same(step(other, x, seed), step(model, x, seed))
+    with pytest.warns(UserWarning, match=r"trains in \d pieces"):
+        third = step(other, x, 2)
+    assert_same(third, step(model, x, 2))
+    assert "pieces: +" in caplog.text
+    with torch.no_grad():
+        assert torch.equal(other(*x), model(*x))
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_equal_models_have_pieces_of_their_own():
+    """TorchDynamo would run the code of one for the other."""
+    pairs = [both(Breaks, torch.randn(4, 8)) for _ in range(2)]
+    for seed in range(5):
+        for model, other, x in pairs:
+            assert_same(step(other, x, seed), step(model, x, seed))
+    smaller = torch.randn(3, 8)
+    for model, other, _ in pairs:
+        assert_same(step(other, (smaller,)), step(model, (smaller,)))
+
+
+class OutOfSight(Breaks):
+    def forward(self, x):
+        return torch.compiler.disable(lambda: super(OutOfSight, self).forward(x))()
+
+
+def test_a_model_of_which_nothing_is_captured_is_measured():
+    model, x = OutOfSight(), (torch.randn(4, 8),)
+    other = compiled(twin(model), budget="1MB", device="rtx-4090")
+    for seed in range(2):
+        assert_same(step(other, x, seed), step(model, x, seed))
+    with pytest.warns(UserWarning, match="None of it can be planned"):
+        third = step(other, x, 2)
+    assert_same(third, step(model, x, 2))
+    other = compiled(twin(model), budget="2kB", device="rtx-4090")
+    for _ in range(2):
+        step(other, x)
+    with pytest.raises(Exception, match="raise the budget"):
+        step(other, x)
 
 
 def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
