@@ -18,7 +18,7 @@ import monetlite
 from monetlite.checking.comparison import peers as other_ways
 from monetlite.checking.comparison import runner
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
-from monetlite.checking.comparison.blocks import wrap_blocks
+from monetlite.checking.comparison.checkpoint_blocks import wrap_blocks
 from monetlite.checking.comparison.peer_runs import PEERS, Comparison, Peer, PeerRun, standings
 from monetlite.checking.comparison.peers import counts, cut
 from monetlite.core.errors import ModelError

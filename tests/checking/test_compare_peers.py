@@ -240,6 +240,5 @@ def test_long_settings_fit_a_narrow_terminal():
     numbers = {"repeats": 1, "time_limit": 1.0, "tolerance": 0.0}
     print_comparison(console, Comparison(**facts, **numbers, runs=(plain, long), tried=(), duels=(), standings=()))
     printed = console.export_text()
-    print(printed)
     assert max(map(len, printed.splitlines())) <= 80
     assert all(word in printed for word in long.setting.split())

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from monetlite.checking.comparison.bench import Contender, Unsupported, copy_of, reason
-from monetlite.checking.comparison.blocks import checkpointed, selective_contexts, wrap_blocks
+from monetlite.checking.comparison.checkpoint_blocks import checkpointed, selective_contexts, wrap_blocks
 from monetlite.checking.comparison.peer_runs import Peer
 from monetlite.checking.trainee import Trainee
 from monetlite.core.units import format_bytes

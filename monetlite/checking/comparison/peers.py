@@ -19,7 +19,7 @@ from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint_sequential
 
 from monetlite.checking.comparison.bench import Contender, Unsupported, copy_of
-from monetlite.checking.comparison.blocks import Forward, checkpointed, selective_contexts, wrap_blocks
+from monetlite.checking.comparison.checkpoint_blocks import Forward, checkpointed, selective_contexts, wrap_blocks
 from monetlite.checking.comparison.peer_runs import Peer
 from monetlite.checking.trainee import Trainee
 from monetlite.fx.torch_internals.torch_aot import aot_settings
