@@ -5,6 +5,7 @@ on, as in `MONeTWrapper`. A process keeps its schedules until it ends; with `sch
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,15 +22,16 @@ from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.torch_internals.torch_dynamo import break_reason, draws_like_numpy, leave_messages_out
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.fitting import Fitting
-from monetlite.runtime.gradient_delivery import delivering_backend
+from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.measured_peak import MeasuredPeak
 from monetlite.runtime.scheduled_training import loaded
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.capture import Joint, copied
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
 from monetlite.tracing.refusals import NUMPY_DRAWS
-from monetlite.tracing.step_inputs import autocast_dtype, device_of, gpu_of, on_its_gpu
+from monetlite.tracing.step_inputs import Arguments, autocast_dtype, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 
@@ -53,6 +55,8 @@ class CompileOptions:
 
 
 _solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
+_peaks: dict[str, MeasuredPeak] = {}
+"""Of each structure that has been compiled."""
 
 
 def __getattr__(name: str) -> Any:
@@ -88,6 +92,9 @@ def compile_graph(
         )
     autocast = autocast_dtype(device_of(graph, inputs))
 
+    schedule: Schedule | None = None
+    kept: list[CapturedStep] = []
+
     def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         @functools.cache
         def traced_in(layout: str) -> Traced:
@@ -95,14 +102,34 @@ def compile_graph(
             built = build_graph(copied(joint), graph, (tuple(inputs), {}), layout=layout, autocast=autocast)
             return replace(built, graph=replace(built.graph, name="compiled"))
 
+        nonlocal schedule
         schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)
         resident = [*graph.parameters(), *graph.buffers(), *as_passed(tuple(inputs), {})]
         return lower(*Fitting().fit(traced_in(schedule.layout), schedule, own_bytes(resident)))
 
     gpu = gpu_of(graph, inputs)
     with on_its_gpu(graph, inputs), kernels_kept_whole():
-        compiled = delivering_backend(partition, eager)(graph, inputs)
+        compiled = delivering_backend(partition, eager, kept.append)(graph, inputs)
+    if kept and schedule is not None:
+        compiled = _measured_once(compiled, graph, kept[-1], schedule)
     return compiled if gpu is None else on_gpu(compiled, gpu)
+
+
+def _measured_once(
+    compiled: Callable[..., Any], graph: fx.GraphModule, step: CapturedStep, schedule: Schedule
+) -> Callable[..., Any]:
+    """A compiled step, of which the measured peak is told once for all sizes of the inputs."""
+    peak, runs = _peaks.setdefault(schedule.structure, MeasuredPeak()), itertools.count()
+
+    def run(*arguments: Any) -> Any:
+        if next(runs):  # while the first one runs, what compiling took is freed
+            peak.keep(step)
+            peak.step_begins(graph, Arguments(arguments, {}), lambda: schedule)
+        output = compiled(*arguments)
+        peak.step_gave(output)
+        return output
+
+    return run
 
 
 def on_gpu(step: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
