@@ -22,7 +22,7 @@ from torch import nn
 import monetlite
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
 from monetlite.checking.comparison.peer_runs import Peer
-from monetlite.checking.comparison.peers import every_block, inductor
+from monetlite.checking.comparison.peers import by_blocks, inductor
 from monetlite.checking.trainee import default_loss
 from monetlite.tracing import split_inputs
 
@@ -54,7 +54,7 @@ def run(name: str, repeats: int, time_limit: float, shares: list[float]) -> list
         return entrant.run.peak_bytes or 0
 
     plain_bytes = enter(Contender(peer=Peer.PLAIN))
-    others = [*every_block(bench.plain), *(inductor(bench.plain, shares) if shares else [])]
+    others = [*by_blocks(bench.plain, (1,)), *(inductor(bench.plain, shares) if shares else [])]
     peaks = {f"{contender.peer}, {contender.setting}": enter(contender) for contender in others}
     profile = monetlite.profile(monetlite.trace(model, inputs))
     budgets: dict[str, str | int] = {"no pressure": "1000%"}

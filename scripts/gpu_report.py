@@ -58,7 +58,7 @@ from monetlite.checking.comparison.bench import (  # noqa: E402
     reason,
 )
 from monetlite.checking.comparison.peer_runs import TITLES, Peer, PeerRun  # noqa: E402
-from monetlite.checking.comparison.peers import every_block, inductor  # noqa: E402
+from monetlite.checking.comparison.peers import by_blocks, inductor  # noqa: E402
 from monetlite.checking.comparison.runner import scheduled  # noqa: E402
 from monetlite.checking.trainee import default_loss  # noqa: E402
 from monetlite.core.costs import Profile  # noqa: E402
@@ -294,7 +294,7 @@ def measure_one(args: argparse.Namespace, part: str, name: str) -> int:
             yield from ours
         if part != "a":
             with contextlib.suppress(Unsupported):
-                yield from every_block(bench.plain)
+                yield from by_blocks(bench.plain, (1,))
         if part == "b":
             yield from inductor(bench.plain, args.share or SHARES) if args.compiled else ()
             # Beside each of these, the schedule with the largest budget that is no larger than its peak.

@@ -89,6 +89,12 @@ class Trainee:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             self.stepper = make_optimizer(optimizer, trained, 0.0)
 
+    def of(self, model: nn.Module) -> "Trainee":
+        """A trainee of another model, on the same inputs."""
+        other = copy.copy(self)
+        other.model, other.releases = model, []
+        return other
+
     def step(self) -> torch.Tensor:
         """Run forward and backward from cleared gradients, and return the loss."""
         self.clear()

@@ -45,8 +45,8 @@ WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "pi
         "--peers",
         default="checkpoint,selective",
         show_default=True,
-        help="Other methods, with commas between: checkpoint, segments, selective, aot_eager, inductor, checkmate, "
-        "gist; or all, which takes ten minutes and more.",
+        help="Other methods, with commas between: checkpoint, segments, selective, tiled_loss, auto_sac, "
+        "aot_eager, inductor, checkmate, gist; or all, which takes ten minutes and more.",
     ),
     here_option,
     autocast_option(),
@@ -75,9 +75,10 @@ def compare_command(
 ) -> None:
     """Measure monetlite beside what people use today: one model, this machine, one run.
 
-    Plain PyTorch, torch.utils.checkpoint on every block, checkpoint_sequential, selective checkpointing,
-    torch.compile with a memory budget, Checkmate's and Gist's methods, and monetlite at each budget and at each of
-    the others' measured peaks. The defaults are quick: checkpointing alone, and one budget.
+    Plain PyTorch, checkpoints around all or some blocks, checkpoint_sequential, selective checkpointing, tiled
+    losses, torch's auto-SAC, torch.compile with a memory budget, Checkmate's and Gist's methods, and monetlite at
+    each budget and at each of the others' measured peaks. Of each method the best settings are shown. The
+    defaults are quick: checkpointing alone, and one budget.
     """
     for output in outputs:
         _check_output(output)

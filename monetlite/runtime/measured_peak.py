@@ -1,7 +1,10 @@
 """The peak of a step after the first, measured while it runs and told beside the planned one."""
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import nn
 
 from monetlite.core.schedule import Schedule
@@ -24,6 +27,7 @@ class MeasuredPeak:
         self._step: CapturedStep | None = None
         self._growth: AllocatedGrowth | None = None
         self._told = False
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
 
     def keep(self, step: CapturedStep) -> None:
         """Note the programs of the step that was captured last, in which nothing is measured."""
@@ -41,6 +45,7 @@ class MeasuredPeak:
         if self._told or self._step is None:
             return
         device = device_of(model, tuple(call))
+        left_bytes = self._left_bytes(model, call)
         growth = self._growth = AllocatedGrowth(device)
 
         def watch(what: str) -> None:
@@ -48,12 +53,25 @@ class MeasuredPeak:
             if ended is None or by is None:
                 return
             self._told = True
-            before_bytes = growth.before_bytes if device == "cuda" else _resident_bytes(model, call, by)
+            before_bytes = growth.before_bytes
+            if device != "cuda":
+                before_bytes = left_bytes + _resident_bytes(model, call, by)
             smaller = "" if _is_for(by, call) else ", for smaller inputs than planned for"
             measured = format_bytes(before_bytes + ended[1])
             tell(f"planned {format_bytes(by.peak_bytes)}, measured {measured}{smaller}")
 
         self._step.watch = watch
+
+    def step_gave(self, output: Any) -> None:
+        """Note the output of a step, which a caller may hold until it has the next one."""
+        if not self._told:
+            self._outputs = [weakref.ref(item) for item in as_passed((output,), {})]
+
+    def _left_bytes(self, model: nn.Module, call: Arguments) -> int:
+        """Bytes of gradients and outputs of the step before. A caller frees them at some time of this one."""
+        gradients = (item.grad for item in [*model.parameters(), *as_passed(*call)] if item.is_leaf)
+        left = (*gradients, *(found() for found in self._outputs))
+        return own_bytes([item for item in left if item is not None])
 
     def drop(self) -> None:
         """Measure no longer."""

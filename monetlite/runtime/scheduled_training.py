@@ -148,6 +148,7 @@ class ScheduledTraining:
             except FailOnRecompileLimitHit as error:
                 raise too_many_programs() from error
             self.plans.note_schedule()
+            self.plans.peak.step_gave(output)
             if detached is None and self._pieces is None:
                 self.plans.measure_loss(output, call)
         return output if detached is None else guard_outputs(output, detached)

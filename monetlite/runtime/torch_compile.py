@@ -7,6 +7,7 @@ that are parts of a model are its pieces, and planned together (`runtime.pieces`
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,8 +33,9 @@ from monetlite.fx.torch_internals.torch_dynamo import (
 )
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.fitting import Fitting
-from monetlite.runtime.gradient_delivery import delivering_backend
+from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.measured_peak import MeasuredPeak
 from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.runtime.scheduled_training import loaded
 from monetlite.runtime.serving import as_passed, own_bytes
@@ -41,7 +43,7 @@ from monetlite.tracing.capture import Joint, copied
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
 from monetlite.tracing.refusals import NUMPY_DRAWS, line_of
-from monetlite.tracing.step_inputs import autocast_dtype, device_of, gpu_of, on_its_gpu
+from monetlite.tracing.step_inputs import Arguments, autocast_dtype, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 
@@ -69,6 +71,8 @@ class CompileOptions:
 _PIECES, _WHOLE = "pieces", "whole"
 _thread = threading.local()
 _solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
+_peaks: dict[str, MeasuredPeak] = {}
+"""Of each structure that has been compiled."""
 
 
 def __getattr__(name: str) -> Any:
@@ -117,6 +121,9 @@ def compile_graph(
         return pieces.backend(graph, inputs)
     autocast = autocast_dtype(device_of(graph, inputs))
 
+    schedule: Schedule | None = None
+    kept: list[CapturedStep] = []
+
     def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         @functools.cache
         def traced_in(layout: str) -> Traced:
@@ -124,13 +131,16 @@ def compile_graph(
             built = build_graph(copied(joint), graph, (tuple(inputs), {}), layout=layout, autocast=autocast)
             return replace(built, graph=replace(built.graph, name="compiled"))
 
+        nonlocal schedule
         schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)
         resident = [*graph.parameters(), *graph.buffers(), *as_passed(tuple(inputs), {})]
         return lower(*Fitting().fit(traced_in(schedule.layout), schedule, own_bytes(resident)))
 
     gpu = gpu_of(graph, inputs)
     with on_its_gpu(graph, inputs), kernels_kept_whole():
-        compiled = delivering_backend(partition, eager)(graph, inputs)
+        compiled = delivering_backend(partition, eager, kept.append)(graph, inputs)
+    if kept and schedule is not None:
+        compiled = _measured_once(compiled, graph, kept[-1], schedule)
     return _noted(compiled if gpu is None else on_gpu(compiled, gpu))
 
 
@@ -140,6 +150,23 @@ def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
         _thread.whole = True
         return step(*arguments)
+
+    return run
+
+
+def _measured_once(
+    compiled: Callable[..., Any], graph: fx.GraphModule, step: CapturedStep, schedule: Schedule
+) -> Callable[..., Any]:
+    """A compiled step, of which the measured peak is told once for all sizes of the inputs."""
+    peak, runs = _peaks.setdefault(schedule.structure, MeasuredPeak()), itertools.count()
+
+    def run(*arguments: Any) -> Any:
+        if next(runs):  # while the first one runs, what compiling took is freed
+            peak.keep(step)
+            peak.step_begins(graph, Arguments(arguments, {}), lambda: schedule)
+        output = compiled(*arguments)
+        peak.step_gave(output)
+        return output
 
     return run
 

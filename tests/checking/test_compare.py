@@ -18,8 +18,9 @@ import monetlite
 from monetlite.checking.comparison import peers as other_ways
 from monetlite.checking.comparison import runner
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
+from monetlite.checking.comparison.checkpoint_blocks import wrap_blocks
 from monetlite.checking.comparison.peer_runs import PEERS, Comparison, Peer, PeerRun, standings
-from monetlite.checking.comparison.peers import counts, cut, wrap_blocks
+from monetlite.checking.comparison.peers import counts, cut
 from monetlite.core.errors import ModelError
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -98,8 +99,9 @@ def test_the_command_measures_judges_and_writes(folder):
     assert any(line.startswith("monetlite: budget ") for line in told)
 
     # Blocks with batch norm run twice; plain training's gradients all the same.
-    (checkpointed,) = [item for item in runs if item["peer"] == "checkpoint"]
-    assert checkpointed["setting"] == "3 Block"
+    checkpoints = {item["setting"]: item for item in [*runs, *facts["tried"]] if item["peer"] == "checkpoint"}
+    assert set(checkpoints) == {"3 Block", "every second of 3 Block", "every third of 3 Block"}
+    checkpointed = checkpoints["3 Block"]
     assert checkpointed["gradient_difference"] == 0
     assert checkpointed["faults"] == ["statistics updated twice"]
     assert checkpointed["peak_bytes"] < plain["peak_bytes"]
@@ -180,10 +182,9 @@ def test_the_quick_default_says_what_it_leaves_out(folder, monkeypatch):
     assert result.exit_code == 0, result.output
     assert asked["peers"] == ["checkpoint", "selective"]
     assert asked["budgets"] == ["50%"]
-    assert "Left out: segments, aot_eager, inductor, checkmate, gist (--peers all)" in " ".join(
-        result.stdout.split()
-    )
-    assert "--budgets 70%,50%,40%" in " ".join(result.stdout.split())
+    words = " ".join(result.stdout.split())
+    assert "Left out: segments, tiled_loss, auto_sac, aot_eager, inductor, checkmate, gist (--peers all)" in words
+    assert "--budgets 70%,50%,40%" in words
 
 
 def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
@@ -220,7 +221,7 @@ def test_wrong_gradients_are_told_from_other_masks(monkeypatch):
         return [Contender(peer=Peer.SEGMENTS, setting="with masks of its own", prepare=shifted)]
 
     monkeypatch.setattr(other_ways, "SHARES", (0.1,))
-    monkeypatch.setitem(runner.FAMILIES, Peer.SEGMENTS, others)
+    monkeypatch.setitem(runner.METHODS, Peer.SEGMENTS, runner.Method(others))
     config = transformers.GPT2Config(
         vocab_size=90, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
     )
@@ -229,7 +230,7 @@ def test_wrong_gradients_are_told_from_other_masks(monkeypatch):
     peers = ("checkpoint", "segments", "aot_eager")
     comparison = monetlite.compare(model, inputs, ["100%"], peers=peers, time_limit=0.5, repeats=1)
     (checkpointed,), (masked,), (compiled_,) = (of(comparison, Peer(peer)) for peer in peers)
-    assert checkpointed.setting.endswith("checkpointing_enable()")
+    assert checkpointed.setting == "every_n_layers=1"
     assert checkpointed.faults == ()
     assert masked.faults == ("other dropout masks", "generator left in another state")
     assert compiled_.faults[0] == "wrong gradients: not those of its own loss"
@@ -267,14 +268,14 @@ def test_who_fails_is_a_run_with_a_reason_and_the_model_stays_as_it_was(monkeypa
             return self.model(*inputs)
 
     monkeypatch.setitem(
-        runner.FAMILIES,
+        runner.METHODS,
         Peer.CHECKPOINT,
-        lambda _: [Contender(peer=Peer.CHECKPOINT, setting="everything", prepare=too_large)],
+        runner.Method(lambda _: [Contender(peer=Peer.CHECKPOINT, setting="everything", prepare=too_large)]),
     )
     monkeypatch.setitem(
-        runner.FAMILIES,
+        runner.METHODS,
         Peer.SELECTIVE,
-        lambda _: [Contender(peer=Peer.SELECTIVE, setting="for a while", prepare=Tired)],
+        runner.Method(lambda _: [Contender(peer=Peer.SELECTIVE, setting="for a while", prepare=Tired)]),
     )
 
     class TwoInputs(nn.Module):
@@ -319,7 +320,7 @@ def test_beside_inductor_schedules_run_compiled_too(monkeypatch):
     def fused(_):
         return [Contender(peer=Peer.INDUCTOR, setting="budget 0.5", prepare=lambda model: model)]
 
-    monkeypatch.setitem(runner.FAMILIES, Peer.INDUCTOR, fused)
+    monkeypatch.setitem(runner.METHODS, Peer.INDUCTOR, runner.Method(fused))
     monkeypatch.setattr("monetlite.checking.comparison.runner.MONeTWrapper", wrap)
     model, inputs = net()
     comparison = monetlite.compare(model, inputs, ["95%"], peers=("inductor",), time_limit=0.5, repeats=1)

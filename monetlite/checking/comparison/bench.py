@@ -6,7 +6,6 @@ a GPU however many contenders there are.
 """
 
 import contextlib
-import copy
 import gc
 import platform
 import subprocess
@@ -119,9 +118,7 @@ class Bench:
         )
         try:
             with _prepared():
-                trainee = copy.copy(self.plain)
-                trainee.releases = []
-                trainee.model = contender.prepare(copy_of(self.plain.model))
+                trainee = self.plain.of(contender.prepare(copy_of(self.plain.model)))
                 trainee.limit_bytes = contender.limit_bytes
                 # Programs are made in the first step, and libraries choose their kernels.
                 trainee.step()

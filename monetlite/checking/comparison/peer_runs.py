@@ -16,6 +16,8 @@ class Peer(StrEnum):
     CHECKPOINT = "checkpoint"
     SEGMENTS = "segments"
     SELECTIVE = "selective"
+    TILED_LOSS = "tiled_loss"
+    AUTO_SAC = "auto_sac"
     AOT_EAGER = "aot_eager"
     INDUCTOR = "inductor"
     CHECKMATE = "checkmate"
@@ -28,6 +30,8 @@ TITLES: Mapping[Peer, str] = {
     Peer.CHECKPOINT: "checkpoint",
     Peer.SEGMENTS: "checkpoint_sequential",
     Peer.SELECTIVE: "selective checkpoint",
+    Peer.TILED_LOSS: "tiled loss",
+    Peer.AUTO_SAC: "auto-SAC",
     Peer.AOT_EAGER: "torch.compile, aot_eager",
     Peer.INDUCTOR: "torch.compile, Inductor",
     Peer.CHECKMATE: "Checkmate mode",
@@ -53,6 +57,11 @@ def named_peers(names: Iterable[str]) -> list[Peer]:
         near = close_matches(unknown[0], PEERS)
         raise ModelError(f"there is no peer {unknown[0]!r}; there are {', '.join(PEERS)}{near}")
     return [peer for peer in PEERS if peer in wanted]
+
+
+def title_of(peer: Peer, setting: str) -> str:
+    """A peer in a setting, as tables name it."""
+    return f"{TITLES[peer]}: {setting}" if setting else TITLES[peer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +94,7 @@ class PeerRun:
 
     @property
     def title(self) -> str:
-        return f"{TITLES[self.peer]}: {self.setting}" if self.setting else TITLES[self.peer]
+        return title_of(self.peer, self.setting)
 
     @property
     def step_ms(self) -> float:

@@ -1,33 +1,33 @@
 """Other ways to train within less memory: what people use today beside monetlite.
 
-Each function makes the contenders of one peer, one for each setting, from plain training.
+Each function makes the contenders of one peer, one for each setting, from plain training. A contender's `prepare`
+applies the setting to a copy of the model, with which it goes.
 """
 
 import functools
+import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import save_on_cpu
 from torch.fx.passes.split_module import split_module
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint_sequential
 
 from monetlite.checking.comparison.bench import Contender, Unsupported, copy_of
+from monetlite.checking.comparison.checkpoint_blocks import Forward, checkpointed, selective_contexts, wrap_blocks
 from monetlite.checking.comparison.peer_runs import Peer
 from monetlite.checking.trainee import Trainee
-from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import aot_settings
 from monetlite.fx.torch_internals.torch_inductor import inductor_backend, partitioning_backend
-from monetlite.operators.traits import operation_formula
+from monetlite.operators.traits import aten_name, family_of, operation_formula
 
+EVERY = (1, 2, 3, 4)
+"""Settings of checkpointing: every block, or every second to fourth."""
 SHARES = (1.0, 0.7, 0.5, 0.3, 0.1)
 """Settings of torch.compile's `activation_memory_budget`: 1 is its own choice, 0 checkpoints everything."""
 MIN_PIECES = 4
@@ -35,147 +35,170 @@ MIN_PIECES = 4
 MAX_COUNTS = 7
 """Number of segment counts that are tried."""
 _ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-"""Transformers' name of its method, from version 6 on and before."""
+"""Names of transformers' method, the newer one first."""
+_ORDINALS = {1: "", 2: "every second of ", 3: "every third of ", 4: "every fourth of "}
 _ASSIGNING = ("iadd", "isub", "imul", "itruediv", "imatmul", "ifloordiv", "ipow")
 
-Forward = Callable[..., Any]
 CompilerBackend = Callable[[fx.GraphModule, list[torch.Tensor]], Any]
+Saving = Callable[[str, int], bool]
+"""Tells whether an operator's result is saved, by its name and the number of matrix products that the block ran."""
 
 
-def every_block(plain: Trainee) -> list[Contender]:
-    """`torch.utils.checkpoint` around every block, by the model's own method where it is one of transformers'."""
-    return [_checkpointing(Peer.CHECKPOINT, plain.model, {})]
+def _saves_products(name: str, _: int) -> bool:
+    return operation_formula(name) is not None
+
+
+def _saves_attention(name: str, _: int) -> bool:
+    return family_of(name) == "attention"
+
+
+def _saves_every_second_product(name: str, products: int) -> bool:
+    return _saves_products(name, products) and not (_is_product(name) and products % 2 == 0)
+
+
+POLICIES: Mapping[str, Saving] = {
+    "products saved": _saves_products,
+    "attention saved": _saves_attention,
+    "every second product saved": _saves_every_second_product,
+}
+"""Settings of selective checkpointing. Attention and convolutions count as products; of matrix products, the last
+saves every second one, as torchtitan does."""
+
+
+def by_blocks(plain: Trainee, every: Iterable[int] = EVERY) -> list[Contender]:
+    """`torch.utils.checkpoint` around every n-th block, by the model's own method where it is one of transformers'.
+
+    On a GPU, also with what blocks read in main memory until they run again. A setting with as many checkpoints as
+    one before is left out.
+    """
+    found: dict[int, Contender] = {}
+    for count in every:
+        contender, checkpoints = _checkpointing(Peer.CHECKPOINT, plain.model, {}, count)
+        found.setdefault(checkpoints, contender)
+    if plain.device == "cuda":
+        found[0], _ = _checkpointing(Peer.CHECKPOINT, plain.model, {}, offload=True)
+    return list(found.values())
 
 
 def selective(plain: Trainee) -> list[Contender]:
-    """Selective activation checkpointing of every block: matrix products, convolutions and attention are kept.
+    """Selective checkpointing of every block, by each policy that decides as no other does in this model.
 
     A saved result may not be overwritten. Where layers overwrite what they read, both are tried: the model as it
     is, and with those layers told not to.
     """
-    options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _kept_or_recomputed)}
-    contender = _checkpointing(Peer.SELECTIVE, plain.model, options)
-    if not any(vars(module).get("inplace") for module in plain.model.modules()):
-        return [contender]
+    ran = _operators_of_blocks(plain)
+    policies: dict[tuple[bool, ...], str] = {}
+    for policy, saves in POLICIES.items():
+        policies.setdefault(tuple(decision for names in ran for decision in _decisions(saves, names)), policy)
+    chosen = [policy for decisions, policy in policies.items() if any(decisions)]
+    if not chosen:
+        raise Unsupported("no block of this model has a matrix product, a convolution or attention to save")
+    found = []
+    for policy in chosen:
+        options = {"context_fn": functools.partial(_selecting, POLICIES[policy])}
+        contender, _ = _checkpointing(Peer.SELECTIVE, plain.model, options)
+        found.append(replace(contender, setting=policy, label=policy))
+    if any(vars(module).get("inplace") for module in plain.model.modules()):
+        found += [_with_nothing_in_place(contender) for contender in found]
+    return found
 
-    def nothing_in_place(model: nn.Module) -> nn.Module:
+
+def _with_nothing_in_place(contender: Contender) -> Contender:
+    def prepare(model: nn.Module) -> nn.Module:
         for module in model.modules():
             if "inplace" in vars(module):
                 vars(module)["inplace"] = False
         return contender.prepare(model)
 
-    other = replace(contender, setting=f"{contender.setting}, nothing in place", prepare=nothing_in_place)
-    return [contender, other]
+    return replace(contender, setting=f"{contender.setting}, nothing in place", prepare=prepare)
 
 
-def _kept_or_recomputed(context: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
-    counted = operation_formula(str(operator)) is not None
-    return CheckpointPolicy.MUST_SAVE if counted else CheckpointPolicy.PREFER_RECOMPUTE
+def _selecting(saves: Saving) -> Any:
+    """Contexts of a checkpoint that saves results by a policy."""
+    products = {False: 0, True: 0}
+
+    def decide(operator: str, again: bool) -> bool:
+        products[again] += _is_product(operator)
+        return saves(operator, products[again])
+
+    return selective_contexts(decide)
 
 
-def _checkpointing(peer: Peer, model: nn.Module, options: dict[str, Any]) -> Contender:
-    arguments = {"use_reentrant": False, **options}
-    if getattr(model, "supports_gradient_checkpointing", False):
-        method = next(name for name in _ENABLE if hasattr(model, name))
+def _is_product(name: str) -> bool:
+    return aten_name(name) in ("mm", "addmm")
 
-        def enable(model: nn.Module) -> nn.Module:
-            getattr(model, method)(arguments)
-            return model
 
-        return Contender(peer=peer, setting=f"{method}()", label=str(peer), prepare=enable)
+def _decisions(saves: Saving, names: Sequence[str]) -> list[bool]:
+    products = itertools.accumulate(map(_is_product, names), initial=0)
+    return [saves(name, count) for name, count in zip(names, itertools.islice(products, 1, None), strict=True)]
 
-    def around(forward: Forward) -> Forward:
-        return functools.partial(_checkpointed, forward, arguments)
 
-    def wrap(model: nn.Module) -> nn.Module:
-        wrap_blocks(model, around)
+def _operators_of_blocks(plain: Trainee) -> list[list[str]]:
+    """Names of the operators that each block runs in a step."""
+    ran: list[list[str]] = []
+
+    def noting() -> Any:
+        names: list[str] = []
+        ran.append(names)
+
+        def note(operator: str, again: bool) -> bool:
+            names.extend([operator] * (not again))
+            return False
+
+        return selective_contexts(note)
+
+    contender, _ = _checkpointing(Peer.SELECTIVE, plain.model, {"context_fn": noting})
+    plain.of(contender.prepare(copy_of(plain.model))).step()
+    plain.clear()
+    return ran
+
+
+def _checkpointing(
+    peer: Peer, model: nn.Module, options: dict[str, Any], every: int = 1, *, offload: bool = False
+) -> tuple[Contender, int]:
+    """A contender that checkpoints every n-th block, and the number of its checkpoints."""
+    enable = functools.partial(_enable, options={"use_reentrant": False, **options}, every=every, offload=offload)
+    setting, checkpoints = enable(copy_of(model))
+
+    def prepare(model: nn.Module) -> nn.Module:
+        enable(model)
         return model
 
-    found = wrap_blocks(copy_of(model), around)
-    if not found:
+    label = f"{peer} 1 in {every}" if every > 1 else f"{peer}, offload" if offload else str(peer)
+    return Contender(peer=peer, setting=setting, label=label, prepare=prepare), checkpoints
+
+
+def _enable(model: nn.Module, options: dict[str, Any], every: int, offload: bool) -> tuple[str, int]:
+    """Checkpoint blocks of a model; returns what was done in words, and the number of checkpoints."""
+    suffix = ", offload" if offload else ""
+    if getattr(model, "supports_gradient_checkpointing", False):
+        method = getattr(model, next(name for name in _ENABLE if hasattr(model, name)))
+        further = {"every_n_layers": every, "offload": offload} if every > 1 or offload else {}
+        if not further.keys() <= signature(method).parameters.keys():
+            raise Unsupported(f"this version of transformers has no {' and '.join(further)}")
+        method(options, **further)
+        flagged = sum(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+        return f"every_n_layers={every}{suffix}", flagged
+    numbers, checkpoints = itertools.count(), 0
+
+    def around(forward: Forward) -> Forward:
+        nonlocal checkpoints
+        if next(numbers) % every:
+            return forward
+        checkpoints += 1
+        run = checkpointed(forward, options)
+        return _offloading(run) if offload else run
+
+    wrapped = wrap_blocks(model, around)
+    if not wrapped:
         raise Unsupported("there is nothing to wrap: no kind of module occurs more than once")
-    return Contender(peer=peer, setting=found, label=str(peer), prepare=wrap)
+    return f"{_ORDINALS[every]}{wrapped}{suffix}", checkpoints
 
 
-def _checkpointed(forward: Forward, options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint a call. Lists of tensors are taken apart: the caller may extend one before the backward pass."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-
-    def run(*leaves: Any) -> Any:
-        positional, named = pytree.tree_unflatten(leaves, spec)
-        return forward(*positional, **named)
-
-    return checkpoint(run, *leaves, **options)
-
-
-def wrap_blocks(model: nn.Module, around: Callable[[Forward], Forward]) -> str:
-    """Replace the forward function of every block of a model, and name what was wrapped, as in `16 Bottleneck`.
-
-    A block is an outermost module of a class that occurs more than once (a residual block, a transformer layer),
-    inside whatever holds several of those (a stage, an encoder). In an `nn.Sequential` of single layers it is a
-    convolution or a matrix with what follows up to the next.
-
-    Args:
-        model: changed in place.
-        around: makes a block's new forward function of its own.
-    """
-    occurrences = Counter(type(module) for module in model.modules() if _is_composite(module))
-    wrapped: Counter[str] = Counter()
-
-    def visit(module: nn.Module) -> None:
-        if type(module) is nn.Sequential and len(module) > 0 and all(_depth(child) == 0 for child in module):
-            wrapped.update(_wrap_layers(module, around))
-        elif _is_composite(module) and occurrences[type(module)] > 1 and not _holds_blocks(module):
-            module.forward = around(module.forward)
-            wrapped[type(module).__name__] += 1
-        else:
-            for child in module.children():
-                visit(child)
-
-    visit(model)
-    return ", ".join(f"{count} {name}" for name, count in wrapped.most_common())
-
-
-def _is_composite(module: nn.Module) -> bool:
-    """Tell whether a module has modules of its own, and is more than a container of them."""
-    container = type(module) is nn.Sequential or isinstance(module, nn.ModuleList | nn.ModuleDict)
-    return not container and any(True for _ in module.children())
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    """Tell whether there are several of one class inside that are more than one layer deep themselves."""
-    inside = [child for child in module.modules() if child is not module and _is_composite(child)]
-    counts = Counter(map(type, inside))
-    return any(counts[type(child)] > 1 and _depth(child) > 1 for child in inside)
-
-
-def _depth(module: nn.Module) -> int:
-    return max((1 + _depth(child) for child in module.children()), default=0)
-
-
-def _wrap_layers(row: nn.Module, around: Callable[[Forward], Forward]) -> list[str]:
-    """Wrap each layer that multiplies by a weight together with what follows; one alone has nothing to drop."""
-    groups: list[list[nn.Module]] = [[]]
-    for layer in row.children():
-        if _multiplies(layer) and any(_multiplies(before) for before in groups[-1]):
-            groups.append([])
-        groups[-1].append(layer)
-    wrapped = [group for group in groups if len(group) > 1 and any(_multiplies(layer) for layer in group)]
-    functions = [around(_in_turn(group)) if group in wrapped else _in_turn(group) for group in groups]
-    if wrapped:
-        row.forward = _in_turn(functions)
-    return ["-".join(type(layer).__name__ for layer in group) for group in wrapped]
-
-
-def _multiplies(layer: nn.Module) -> bool:
-    return any(parameter.dim() > 1 for parameter in layer.parameters())
-
-
-def _in_turn(functions: Sequence[Forward]) -> Forward:
-    def run(x: torch.Tensor) -> Any:
-        for function in functions:
-            x = function(x)
-        return x
+def _offloading(forward: Forward) -> Forward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu(pin_memory=True):
+            return forward(*args, **kwargs)
 
     return run
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from monetlite.checking.comparison import peers as others
+from monetlite.checking.comparison.auto_sac import planned_by_torch
 from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment, reason
 from monetlite.checking.comparison.peer_runs import (
     PEERS,
@@ -19,7 +19,10 @@ from monetlite.checking.comparison.peer_runs import (
     fastest_within,
     named_peers,
     standings,
+    title_of,
 )
+from monetlite.checking.comparison.peers import aot_eager, by_blocks, inductor, segments, selective
+from monetlite.checking.comparison.tiled_losses import tiled
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.costs import Profile
 from monetlite.core.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError
@@ -46,17 +49,29 @@ NEAR = 0.995
 RETRIES = 2
 """Number of times that a schedule whose measured peak is over the budget is solved for again, for less."""
 
-FAMILIES: dict[Peer, Callable[[Trainee], list[Contender]]] = {
-    Peer.CHECKPOINT: others.every_block,
-    Peer.SEGMENTS: others.segments,
-    Peer.SELECTIVE: others.selective,
-    Peer.AOT_EAGER: others.aot_eager,
-    Peer.INDUCTOR: others.inductor,
+
+@dataclass(frozen=True)
+class Method:
+    """A peer's settings, and the seconds that each takes to prepare, about.
+
+    `settings` makes a contender for each setting from plain training. A contender applies it to a copy of the
+    model, with which it goes.
+    """
+
+    settings: Callable[[Trainee], list[Contender]]
+    preparing_s: float = 0.0
+
+
+METHODS: dict[Peer, Method] = {
+    Peer.CHECKPOINT: Method(by_blocks),
+    Peer.SEGMENTS: Method(segments),
+    Peer.SELECTIVE: Method(selective),
+    Peer.TILED_LOSS: Method(tiled),
+    Peer.AUTO_SAC: Method(planned_by_torch, 10.0),
+    Peer.AOT_EAGER: Method(aot_eager, 10.0),
+    Peer.INDUCTOR: Method(inductor, 60.0),
 }
-SETTINGS = {Peer.SEGMENTS: others.MAX_COUNTS, **dict.fromkeys((Peer.AOT_EAGER, Peer.INDUCTOR), len(others.SHARES))}
-"""The most settings of a peer; one, where it isn't among these."""
-COMPILING_SECONDS = {Peer.AOT_EAGER: 10.0, Peer.INDUCTOR: 60.0}
-"""Time to compile a model in one setting, about."""
+"""Every peer that doesn't run by a schedule."""
 STEPS_TO_ENTER = 8
 """Steps that a contender takes before it is timed, about: to compare, to measure its peak, and some slower ones."""
 
@@ -88,8 +103,7 @@ def compare(
         example_inputs: as for `trace`.
         budgets: for monetlite, and to hold peers to: as for `solve`; percentages are of plain training's measured
             peak (its predicted one where it does not fit into memory).
-        peers: the other methods: `checkpoint`, `segments`, `selective`, `aot_eager`, `inductor`, `checkmate` and
-            `gist`.
+        peers: names of the other methods, those of `--peers`.
         device: `"cpu"` or `"cuda"`; by default where the model is.
         autocast: the dtype to train under `torch.autocast` to, as `"bfloat16"`.
         tolerance: of monetlite's schedules, as for `solve`.
@@ -144,11 +158,12 @@ def compare(
             finished=finished or (lambda run, ratio: None),
             shown=[plain],
             repeats=repeats,
-            pending=list(chosen),
         )
         contest.show(plain)
         for peer in chosen:
-            contest.add_peer(peer, min(TRIAL_REPEATS, repeats))
+            contest.pending[peer] = _settings(peer, bench.plain) if peer in METHODS else []
+        for peer in chosen:
+            contest.add_peer(peer)
         contest.add_monetlite()
         running = [item for item in contest.shown if not item.run.failure]
         contest.tell(f"timing {len(running)} ways to train, {repeats} steps of each, in turn")
@@ -167,6 +182,19 @@ def compare(
         duels=duels(runs),
         standings=standings(limits, runs),
     )
+
+
+def _settings(peer: Peer, plain: Trainee) -> list[Contender]:
+    """A peer's contenders; a single one that fails, where there are none for this model."""
+    try:
+        return METHODS[peer].settings(plain)
+    except Exception as error:
+        why = error
+
+    def fail(model: nn.Module) -> nn.Module:
+        raise why
+
+    return [Contender(peer=peer, prepare=fail)]
 
 
 def _solve(
@@ -227,8 +255,8 @@ class _Contest:
     shown: list[Entrant]
     finished: Callable[[PeerRun, float | None], None] = lambda run, ratio: None
     repeats: int = 1
-    pending: list[Peer] = field(default_factory=list)
-    """Peers that are not done."""
+    pending: dict[Peer, list[Contender]] = field(default_factory=dict)
+    """Peers that are not done; those that run by schedules have no contenders yet."""
     to_solve: int = 0
     """Schedules of monetlite's that are not solved, once its turn has come."""
     tried: list[PeerRun] = field(default_factory=list)
@@ -256,9 +284,9 @@ class _Contest:
     def seconds_left(self) -> float:
         """Time from here to the end, by plain training's step and by what is pending."""
         step_s = self.shown[0].first_ms / 1000
-        settings = {peer: SETTINGS.get(peer, 1) for peer in self.pending}
-        by_solving = sum(peer in (Peer.CHECKMATE, Peer.GIST) for peer in self.pending) * len(self.budgets_bytes)
-        compiling = sum(COMPILING_SECONDS.get(peer, 0.0) * count for peer, count in settings.items())
+        by_solving = sum(peer not in METHODS for peer in self.pending) * len(self.budgets_bytes)
+        settings = {peer: len(contenders) for peer, contenders in self.pending.items()}
+        preparing_s = sum(METHODS[peer].preparing_s * count for peer, count in settings.items() if count)
         solves = self.to_solve
         if self.pending:
             solves = len(self.budgets_bytes) + len(self.shown) - 1 + len(self.pending)
@@ -266,42 +294,38 @@ class _Contest:
         timing = (len(self.shown) + len(self.pending) + solves) * self.repeats
         return (
             (solves + by_solving) * self.options.time_limit
-            + compiling
+            + preparing_s
             + ((entering * STEPS_TO_ENTER + timing) * step_s)
         )
 
-    def add_peer(self, peer: Peer, trial_repeats: int) -> None:
+    def add_peer(self, peer: Peer) -> None:
         """Measure a peer in every setting that it has, and let those take part that are best within a budget."""
-        try:
-            self._add_peer(peer, trial_repeats)
-        finally:
-            self.pending.remove(peer)
+        if contenders := self.pending[peer]:
+            self._add_settings(contenders)
+        else:
+            self._add_restricted(peer)
+        del self.pending[peer]
 
-    def _add_peer(self, peer: Peer, trial_repeats: int) -> None:
-        if peer in (Peer.CHECKMATE, Peer.GIST):
-            for budget_bytes in reversed(self.budgets_bytes):
-                entrant = self._scheduled(peer, budget_bytes)
-                self.restricted += [entrant.schedule] if entrant.schedule else []
-                if entrant.refused:
-                    self.shown.append(_and_less(entrant) if budget_bytes > self.budgets_bytes[0] else entrant)
-                    break
-                self.shown.append(entrant)
-            return
-        try:
-            contenders = FAMILIES[peer](self.bench.plain)
-        except Exception as error:
-            self.shown.append(Entrant(run=PeerRun(peer=peer, failure=reason(error))))
-            self.show(self.shown[-1])
-            return
+    def _add_restricted(self, peer: Peer) -> None:
+        """Solve by a method of schedules within each budget, from the largest to the first that nothing fits."""
+        for budget_bytes in reversed(self.budgets_bytes):
+            entrant = self._scheduled(peer, budget_bytes)
+            self.restricted += [entrant.schedule] if entrant.schedule else []
+            if entrant.refused:
+                self.shown.append(_and_less(entrant) if budget_bytes > self.budgets_bytes[0] else entrant)
+                break
+            self.shown.append(entrant)
+
+    def _add_settings(self, contenders: Sequence[Contender]) -> None:
         entered = []
         for contender in contenders:
-            self.tell(f"measuring {TITLES[peer]}: {contender.setting}")
+            self.tell(f"measuring {title_of(contender.peer, contender.setting)}")
             entered.append(self.enter(contender))
-        failed = [item.run for item in entered if item.run.failure]
         best = [item for item in entered if not item.run.failure]
+        failed = [item.run for item in entered if item.run.failure]
         if len(entered) > 1 and best:
-            self.tell(f"timing {len(best)} settings of {TITLES[peer]}")
-            trials = self.bench.time(best, trial_repeats)
+            self.tell(f"timing {len(best)} settings of {TITLES[contenders[0].peer]}")
+            trials = self.bench.time(best, min(TRIAL_REPEATS, self.repeats))
             fastest = fastest_within(trials, self.budgets_bytes)
             best = [item for item, trial in zip(best, trials, strict=True) if trial in fastest]
             self.tried += [trial for trial in trials if trial not in fastest and not trial.failure]

@@ -11,6 +11,7 @@ that is supported.
 | `torch_aot` | AOTAutograd: joint graphs, their descriptors, compiled functions |
 | `torch_dispatch` | operators and their schemas, Python kernels, modes, fake tensors, storages |
 | `torch_inductor` | Inductor's compiler |
+| `torch_auto_sac` | the planner of selective checkpointing |
 | `torch_modules` | tensors and hooks that modules hold |
 | `torch_cuda` | allocator, workspaces and streams of a GPU |
 | `torch_profiler` | allocation events of the CPU profiler |

@@ -41,6 +41,8 @@ _STYLES = {
     Peer.CHECKPOINT: PointStyle("#222222", "X"),
     Peer.SEGMENTS: PointStyle("#7a5195", "P"),
     Peer.SELECTIVE: PointStyle("#a67c00", "D"),
+    Peer.TILED_LOSS: PointStyle("#2f6f4f", "h"),
+    Peer.AUTO_SAC: PointStyle("#8c564b", "p"),
     Peer.AOT_EAGER: PointStyle("#6b6b6b", "<"),
     Peer.INDUCTOR: PointStyle("#b00020", ">"),
     Peer.CHECKMATE: PointStyle("#d55e00", "s", "--"),

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from monetlite.fx.torch_internals import torch_cuda, torch_pytree
 from monetlite.fx.torch_internals.torch_aot import function_of, set_boxed
+from monetlite.fx.torch_internals.torch_auto_sac import REQUIRED, auto_sac
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
 from monetlite.fx.torch_internals.torch_inductor import (
     compile_program,
@@ -195,3 +196,27 @@ def test_a_stream_can_be_kept_busy() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is called with a GPU")
 def test_torch_for_the_cpu_imports_what_needs_a_gpu(name: str) -> None:
     assert callable(getattr(torch_cuda, name))
+
+
+def test_the_planner_decides_for_each_operator_of_a_block_on_a_model_without_memory() -> None:
+    for package in REQUIRED:
+        pytest.importorskip(package)
+    from torch.distributed._tools.runtime_estimator import RuntimeEstimator
+
+    blocks = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
+    model, x = nn.Sequential(*blocks), torch.randn(256, 8)
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        model.zero_grad(set_to_none=True)
+        model(x).sum().backward()
+
+    kept = RuntimeEstimator.__dict__["_roofline_estimate"]
+    planner = auto_sac(model, x, step, "cpu")
+    assert RuntimeEstimator.__dict__["_roofline_estimate"] is kept
+    assert all(parameter.grad is None for parameter in model.parameters())
+    plan = planner.plan(planner.peak_bytes * 8 // 10, ["0", "1", "2"])
+    assert plan
+    assert set(plan) <= {"0", "1", "2"}
+    for decisions in plan.values():
+        assert [name for name, _ in decisions if name in ("addmm", "gelu")] == ["addmm", "gelu", "addmm"]
+    assert planner.plan(1, ["0", "1", "2"]) == {}
