@@ -116,7 +116,9 @@ class CheckpointSearch:
 
     def _within(self, budget_bytes: int) -> FoundPlan | None:
         """The fastest plan within a budget; None if there is none. What a sum does not see lowers its limit."""
-        fitting = [item for item in (self.found({}), self.found(self.all_wrapped)) if item.peak_bytes <= budget_bytes]
+        fitting = [
+            item for item in (self.found({}), self.found(self.all_wrapped)) if item.peak_bytes <= budget_bytes
+        ]
         limit_bytes = budget_bytes
         for _ in range(_ROUNDS):
             plan = self._combined(limit_bytes)

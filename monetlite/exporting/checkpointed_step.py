@@ -20,9 +20,11 @@ from typing import TypeAlias
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Value, ValueKind
+from monetlite.core.options import PricingOptions
 from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import plain_steps
 from monetlite.exporting.eager_step import OUTSIDE_BLOCKS, EagerCall, EagerStep
+from monetlite.planning.pipeline import with_additions
 
 CheckpointPlan: TypeAlias = Mapping[int, frozenset[int]]
 """For each wrapped block, the calls whose results are saved; other blocks are not wrapped."""
@@ -91,12 +93,13 @@ class PricedStep:
     """A recorded step with its costs.
 
     Attributes:
-        costs: of each call.
+        costs: of each call. options: what is counted beside the model.
         policy_ms: time that a selective context takes for each operator that reaches it.
     """
 
     step: EagerStep
     costs: Sequence[Cost]
+    options: PricingOptions = field(default_factory=PricingOptions)
     policy_ms: float = 0.0
 
     @cached_property
@@ -268,7 +271,10 @@ def checkpointed(priced: PricedStep, plan: CheckpointPlan) -> CheckpointedStep:
     profile = Profile(
         graph=graph, device=step.device, kind=ProfileKind.MEASURED, costs=tuple((row.cost,) for row in rows)
     )
-    return CheckpointedStep(profile=profile, places=tuple(row.place for row in rows))
+    profile = with_additions(profile, priced.options)
+    places = [row.place for row in rows]
+    places += [len(step.calls) - 1] * (len(profile.costs) - len(rows))
+    return CheckpointedStep(profile=profile, places=tuple(places))
 
 
 def _operator(row: _Row) -> Operator:

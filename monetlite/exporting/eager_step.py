@@ -161,7 +161,10 @@ def record_step(
         recorder.begin_backward()
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         del loss
-    leaves = [*copied.parameters(), *(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))]
+    leaves = [
+        *copied.parameters(),
+        *(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)),
+    ]
     gradients = recorder.values_of(item.grad for item in leaves if item.is_leaf and item.grad is not None)
     return EagerStep(
         calls=tuple(recorder.calls),
@@ -274,7 +277,9 @@ class _Recorder(TorchDispatchMode):
         contents = None
         if value is not None and key not in self._lacking:
             with without_modes():
-                contents = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor.detach())
+                contents = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(
+                    tensor.detach()
+                )
         saved = _Saved(len(self.kept), tensor.detach() if value is None else tensor, value is None, contents)
         self.kept.append(kept)
         weakref.finalize(saved, self._release, kept)

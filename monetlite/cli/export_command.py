@@ -1,0 +1,80 @@
+"""`monetlite export`: a plan for people who train without monetlite."""
+
+from pathlib import Path
+
+import click
+
+from monetlite.cli.command_options import (
+    ModelChoice,
+    output_option,
+    schedule_argument,
+    schedule_device_option,
+    schedule_model_option,
+    size_options,
+)
+from monetlite.cli.option_types import MEASURED_HERE
+from monetlite.cli.running import check_writable, command
+from monetlite.cli.subjects import open_schedule
+from monetlite.cli.terminal import Terminal
+from monetlite.core.errors import DeviceError
+from monetlite.core.files.atomic import write_atomically
+from monetlite.core.options import PricingOptions
+
+TARGETS = ("checkpoint", "transformers", "torchtitan")
+
+
+@command(
+    "export",
+    schedule_argument,
+    click.option(
+        "--to",
+        "target",
+        type=click.Choice(TARGETS),
+        required=True,
+        help="checkpoint: torch.utils.checkpoint in a loop of one's own. transformers: for its Trainer. torchtitan: for "
+        "a parallelize function.",
+    ),
+    output_option("The plan: a Python file that needs torch alone.", required=True),
+    schedule_model_option,
+    size_options("schedule"),
+    schedule_device_option,
+)
+def export_command(
+    terminal: Terminal, schedule: str, target: str, output: Path, choice: ModelChoice, device: str | None
+) -> None:
+    """Write a plan that PyTorch runs without monetlite, within a schedule's budget.
+
+    Other tools can express less than a schedule has: whole layers recomputed, with some results saved. The plan is
+    solved for in that space, for the schedule's model, sizes and budget. SCHEDULE is a file, or a name such as
+    zoo:resnet50@6GB.
+    """
+    check_writable(output)
+    opened = open_schedule(schedule, choice, device, terminal)
+    if opened.profile.device not in MEASURED_HERE:
+        raise DeviceError(
+            f"{schedule} is for {opened.profile.device}, at estimated costs. A plan is made on the machine that trains: "
+            "PyTorch's own operators are recorded and measured there. Add --device cuda there, or --device cpu"
+        )
+    import torch
+
+    from monetlite.exporting.exported_plan import export_plan
+    from monetlite.exporting.plan_file import Target, plan_text, predicted
+    from monetlite.reporting.text_export import print_exported
+
+    solved, graph = opened.schedule, opened.profile.graph
+    pricing = PricingOptions(device=graph.device, optimizer=solved.optimizer, accumulate=solved.accumulate)
+    dtype = getattr(torch, solved.autocast or "bfloat16")
+    with (
+        terminal.bar("measuring operators as PyTorch runs them") as progress,
+        torch.autocast(graph.device, dtype, enabled=bool(solved.autocast)),
+    ):
+        exported = export_plan(
+            opened.built.model, opened.built.example_inputs, solved.budget_bytes, pricing, progress
+        )
+    write_atomically(output, plan_text(exported, solved, Target(target)))
+    if terminal.as_json:
+        facts = {"model": solved.name, "to": target, **predicted(exported, solved)}
+        wrapped = [exported.step.blocks[number].path for number in exported.found.plan]
+        terminal.print_json({**facts, "wrapped": wrapped, "output": str(output)})
+    else:
+        print_exported(terminal.console, exported, solved, str(output))
