@@ -1,5 +1,6 @@
 """`monetlite export`: a plan for people who train without monetlite."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -19,6 +20,7 @@ from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import DeviceError
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.options import PricingOptions
+from monetlite.core.simulate import simulate
 
 TARGETS = ("checkpoint", "transformers", "torchtitan")
 
@@ -31,8 +33,8 @@ TARGETS = ("checkpoint", "transformers", "torchtitan")
         "target",
         type=click.Choice(TARGETS),
         required=True,
-        help="checkpoint: torch.utils.checkpoint in a loop of one's own. transformers: for its Trainer. torchtitan: for "
-        "a parallelize function.",
+        help="checkpoint: torch.utils.checkpoint in a loop of one's own. transformers: for its Trainer. "
+        "torchtitan: for a parallelize function.",
     ),
     output_option("The plan: a Python file that needs torch alone.", required=True),
     schedule_model_option,
@@ -52,8 +54,8 @@ def export_command(
     opened = open_schedule(schedule, choice, device, terminal)
     if opened.profile.device not in MEASURED_HERE:
         raise DeviceError(
-            f"{schedule} is for {opened.profile.device}, at estimated costs. A plan is made on the machine that trains: "
-            "PyTorch's own operators are recorded and measured there. Add --device cuda there, or --device cpu"
+            f"{schedule} is for {opened.profile.device}, at estimated costs. A plan is made on the machine that "
+            "trains: PyTorch's own operators are recorded and measured there. There, add --device cuda or cpu"
         )
     import torch
 
@@ -61,7 +63,9 @@ def export_command(
     from monetlite.exporting.plan_file import Target, plan_text, predicted
     from monetlite.reporting.text_export import print_exported
 
-    solved, graph = opened.schedule, opened.profile.graph
+    timeline, graph = simulate(opened.profile, opened.steps), opened.profile.graph
+    # At the costs of now, as the plan is.
+    solved = replace(opened.schedule, peak_bytes=timeline.peak_bytes, latency_ms=timeline.latency_ms)
     pricing = PricingOptions(device=graph.device, optimizer=solved.optimizer, accumulate=solved.accumulate)
     dtype = getattr(torch, solved.autocast or "bfloat16")
     with (

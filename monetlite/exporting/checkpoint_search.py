@@ -1,10 +1,9 @@
 """The fastest checkpoint plan within a budget.
 
-A block's plan is not to be wrapped, or to be wrapped with some results saved. What a set of saved results takes and
-saves is a sum over them: so sets on the front of bytes and time are found by adding one result after another
-(Nemhauser and Ullmann, 1969). What each needs inside its block, `simulate` says. Over blocks, a dynamic program keeps the
-front of (bytes kept so far, time), and drops what exceeds the budget in a block's forward part, in its backward part, or
-between blocks. Equal blocks share their plans.
+A block's plan is not to be wrapped, or to be wrapped with some results saved. Bytes and time of saved results are
+sums, so sets are taken from the front of sums. The peak of each inside its block is `simulate`'s. Over blocks, a
+dynamic program keeps the front of (bytes kept so far, time), and drops what exceeds the budget in a block's
+forward part, in its backward part, or between blocks. Equal blocks share their plans.
 """
 
 import math
@@ -21,11 +20,10 @@ from monetlite.exporting.checkpointed_step import (
     savable,
 )
 from monetlite.exporting.eager_step import OUTSIDE_BLOCKS
+from monetlite.solving.sum_fronts import Choice, front_of_sums
 
 MAX_SETS = 64
 """Sets of saved results that are looked at for each kind of block."""
-_BUCKETS = 512
-"""Parts of a block's bytes, in each of which the best set is kept on the way."""
 _MAX_LABELS = 4000
 """Fronts of more points than this are thinned."""
 _ROUNDS = 8
@@ -152,7 +150,8 @@ class CheckpointSearch:
         label: _Label | None = min(labels, key=lambda item: item.time_ms)
         chosen: dict[int, frozenset[int]] = {}
         for number in reversed(self.order):
-            assert label is not None and label.plan is not None
+            assert label is not None
+            assert label.plan is not None
             if label.plan.saved is not None:
                 start = self.step.blocks[number].start
                 chosen[number] = frozenset(start + at for at in label.plan.saved)
@@ -208,26 +207,11 @@ class CheckpointSearch:
         free = set(block.inputs) | {
             item.value for item in self.step.kept if item.block != number and item.value is not None
         }
-        items = []
+        groups = []
         for at in savable(self.step, number, self.recompute[number]):
             size = sum(self.step.sizes[value] for value in self.step.calls[at].writes if value not in free)
-            items.append((at, size, self.priced.costs[at].latency_ms))
-        total = max(1, sum(size for _, size, _ in items))
-        front: dict[int, tuple[int, float, frozenset[int]]] = {0: (0, 0.0, frozenset())}
-        for at, size, gained_ms in sorted(items, key=lambda item: -item[2] / max(1, item[1])):
-            for held, ms, saved in list(front.values()):
-                made = held + size, ms + gained_ms, saved | {at}
-                bucket = made[0] * _BUCKETS // total
-                if bucket not in front or (-made[1], made[0]) < (-front[bucket][1], front[bucket][0]):
-                    front[bucket] = made
-        best = -math.inf
-        kept = []
-        for _, ms, saved in sorted(front.values(), key=lambda item: (item[0], -item[1])):
-            if ms > best:
-                best = ms
-                kept.append(saved)
-        every = max(1, math.ceil(len(kept) / MAX_SETS))
-        return [saved for at, saved in enumerate(kept) if at % every == 0 or at == len(kept) - 1]
+            groups.append([Choice(size, self.priced.costs[at].latency_ms, frozenset({at}))])
+        return [choice.kept for choice in front_of_sums(groups, MAX_SETS)]
 
     def _peaks(self, made: CheckpointedStep) -> dict[int, tuple[int, int, int]]:
         """Peaks of each block, forward and backward, and of what is between it and the next.

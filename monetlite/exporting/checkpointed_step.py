@@ -6,8 +6,8 @@ reentrant autograd, and with selective contexts:
 | in the step | of a wrapped block |
 | --- | --- |
 | forward | saved results and the block's inputs are kept; what the code lets go of dies |
-| the first time that the backward pass asks for something that the block kept | the block runs again, up to the last tensor that autograd kept of it; saved results are taken and not computed |
-| after that | each tensor dies when the node that kept it is done; the inputs, when the last node of the block is |
+| when the backward pass first asks for something of it | it runs again, up to the last tensor that autograd kept |
+| then | saved results are taken; a tensor dies when the node that kept it is done, the inputs with the last node |
 
 All of it is one operator graph, in which what runs again are operators of their own. So `simulate` has the plan's
 memory and latency.

@@ -45,9 +45,9 @@ torch.utils.checkpoint. Keys and values are not cached (config.use_cache): the r
     import plan
     plan.apply(model)  # in the model's parallelize function, in place of apply_ac(model, ...)
 
-Do it before torch.compile and FSDP, as apply_ac is called, and set the mode of activation_checkpoint to "none":
-torchtitan's own modes treat all layers alike. Names of parameters stay as they are. The figures are of a step that is
-not compiled; torch.compile decides again what to keep within a layer.
+Do it where apply_ac is called, before torch.compile and FSDP, and set the mode of activation_checkpoint to "none":
+torchtitan's own modes treat all layers alike. Names of parameters stay as they are. The figures are of a step that
+is not compiled: torch.compile decides again what to keep within a layer.
 """,
 }
 _CODE = '''
@@ -118,8 +118,8 @@ def plan_text(exported: ExportedPlan, schedule: Schedule, target: Target) -> str
             "# Layers that are wrapped, and which of SAVED each has.",
             f"LAYERS = {_literal(layers)}",
             "",
-            "# By operator: how often a layer calls it, and which of these calls, from 0 on, have their results saved.",
-            "# What is not here is recomputed.",
+            "# By operator: how often a layer calls it, and which of these calls, from 0 on, are saved.",
+            "# All else is recomputed.",
             f"SAVED = {_literal(saved)}",
             "",
             "# Bytes and milliseconds.",
@@ -188,8 +188,8 @@ def _notes(step: EagerStep, plan: CheckpointPlan) -> str:
     notes = []
     if any(None in call.changes for call in calls):
         notes += [
-            "Buffers that wrapped layers change (running statistics of batch norm, counters) are changed twice in a",
-            "step: once more when the layer is recomputed. Gradients are not affected.",
+            "Buffers that wrapped layers change (running statistics of batch norm) are changed twice in a step,",
+            "once more in the recomputation. Gradients are not affected.",
         ]
     if any(call.draws for call in calls):
         notes += [
@@ -197,7 +197,7 @@ def _notes(step: EagerStep, plan: CheckpointPlan) -> str:
             "(preserve_rng_state, which is on).",
         ]
     if any(plan.values()):
-        notes += ["A saved result may not be changed in place. The backward pass runs once for each forward pass."]
+        notes.append("A saved result may not be changed in place. Each forward pass has one backward pass.")
     return "".join(f"# {line}\n" for line in notes)
 
 

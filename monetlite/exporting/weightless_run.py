@@ -1,8 +1,8 @@
 """A run of a model's own code that computes nothing large: tensors have addresses, and no memory behind them.
 
-Large results are tensors that nobody writes to, so the system gives them no pages. Small ones without a large operand
-are computed: a model that looks at its position numbers or at a mask takes the branch that it takes in training. Fake
-tensors would not do: libraries know them, and take other branches for them.
+Large results are tensors that nobody writes to, so the system gives them no pages. Small ones without a large
+operand are computed: a model that looks at its position numbers or at a mask takes the branch that it takes in
+training. Fake tensors would not do: libraries know them, and take other branches for them.
 """
 
 import copy

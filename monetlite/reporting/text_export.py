@@ -24,8 +24,8 @@ def print_exported(console: Console, exported: ExportedPlan, schedule: Schedule,
     console.print(figures_table(("", "peak", "step", "over plain"), cells))
     saved = sum(map(len, found.plan.values()))
     console.print(
-        f"{len(found.plan)} of {len(exported.step.blocks)} layers are wrapped, and {saved} results are saved in them, "
-        f"within {format_bytes(exported.budget_bytes)}",
+        f"{len(found.plan)} of {len(exported.step.blocks)} layers are wrapped, and {saved} results are saved in "
+        f"them, within {format_bytes(exported.budget_bytes)}",
         markup=False,
         soft_wrap=True,
     )

@@ -1,0 +1,164 @@
+"""A budget in bytes for `torch.compile`'s own partitioner.
+
+The partitioner divides a step into a forward and a backward program, and asks a solver which costly nodes the
+backward program computes again. Here the solver has choices on the front of bytes and time, by measured times, and
+takes the fastest whose step fits. It looks at the same choices for every budget. So a larger budget only adds
+choices with higher peaks: peaks rise with budgets, and step times fall.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from monetlite import __version__
+from monetlite.core.costs import Cost
+from monetlite.core.errors import InfeasibleBudget, MonetliteError
+from monetlite.core.graph import Call, Implementation, Operator, OperatorGraph, Phase, Resident
+from monetlite.core.options import PricingOptions
+from monetlite.core.units import format_bytes, parse_budget
+from monetlite.exporting.partitioned_step import PartitionedStep, stored_bytes
+from monetlite.fx import storages
+from monetlite.fx.call_encoding import encode_arguments
+from monetlite.fx.torch_internals.torch_dispatch import without_modes
+from monetlite.fx.torch_internals.torch_inductor import inductor_backend
+from monetlite.fx.torch_internals.torch_partitioner import kept_nodes, partitioned_by
+from monetlite.operators.implementations import target_of
+from monetlite.planning.pipeline import price
+from monetlite.solving.sum_fronts import Choice, front_of_sums
+
+MAX_CHOICES = 48
+"""Choices that are looked at for a graph."""
+Backend = Callable[[fx.GraphModule, list[torch.Tensor]], Any]
+
+
+def compile_within(
+    model: nn.Module, budget: str | int, *, backend: Backend | None = None, **options: Any
+) -> nn.Module:
+    """Compile a model by `torch.compile` so that its training step stays within a budget.
+
+    What the backward program computes again is chosen for the budget; all else is torch's. A function and not a
+    context: `torch.compile` compiles at the first call, when a context would have ended.
+
+    Args:
+        model: in training mode. A model that TorchDynamo captures in several graphs has the budget in each.
+        budget: `"6GB"`, `"6GiB"` or bytes: peak of weights, inputs, results, what is kept and gradients.
+        backend: a function that compiles by torch's partitioner; by default Inductor, whose workspaces come on top.
+        options: of `torch.compile`; `dynamic` is False.
+
+    Raises:
+        ModelError: this torch's partitioner takes no solver of others.
+        BudgetError: the budget can't be read.
+        InfeasibleBudget: when it is compiled, if no choice fits; says the smallest peak of one.
+    """
+    budget_bytes = parse_budget(budget)
+    compile_graph = backend or inductor_backend()
+
+    def within_budget(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        solver = PartitionSolver(budget_bytes)
+        name = f"monetlite {__version__}, {budget_bytes} bytes"
+        with partitioned_by(solver.choose, solver.estimate_ms, name):
+            try:
+                return compile_graph(graph, inputs)
+            except Exception as error:
+                if solver.failure is not None:
+                    raise solver.failure from None
+                raise error
+
+    with partitioned_by(lambda *_: [], lambda _: 0.0, ""):
+        pass  # refuses at once what this torch lacks
+    compiled: Any = torch.compile(model, backend=within_budget, **{"dynamic": False, **options})
+    return compiled  # type: ignore[no-any-return]  # a module, or a function of one
+
+
+class PartitionSolver:
+    """The choice of what a backward program computes again.
+
+    Attributes:
+        failure: the error that `choose` raised; torch hands on another.
+        peak_bytes: predicted for the choice.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.failure: MonetliteError | None = None
+        self.peak_bytes: int | None = None
+        self._costs: dict[fx.Node, Cost] = {}
+        self._of_call: dict[str, Cost] = {}
+
+    def estimate_ms(self, node: fx.Node) -> float:
+        """Measured time of a node, in ms."""
+        return self._cost(node).latency_ms
+
+    def choose(self, joint_graph: fx.Graph, node_info: Any, nodes: Sequence[fx.Node]) -> list[int]:
+        """Positions of the nodes that are computed again: the fastest choice within the budget."""
+        try:
+            return self._chosen(joint_graph, node_info, nodes)
+        except MonetliteError as error:
+            self.failure = error
+            raise
+
+    def _chosen(self, joint_graph: fx.Graph, node_info: Any, nodes: Sequence[fx.Node]) -> list[int]:
+        found = []
+        for kept in self._choices(nodes):
+            again = [at for at in range(len(nodes)) if at not in kept]
+            given = kept_nodes(joint_graph, node_info, [nodes[at] for at in again])
+            step = PartitionedStep(joint_graph=joint_graph, kept=given, cost_of=self._costs.get)
+            timeline = step.timeline()
+            found.append((timeline.latency_ms, timeline.peak_bytes, again))
+        fitting = [item for item in found if item[1] <= self.budget_bytes]
+        if not fitting:
+            smallest = min(peak_bytes for _, peak_bytes, _ in found)
+            raise InfeasibleBudget(
+                f"torch.compile's partitioner can't keep a step within {format_bytes(self.budget_bytes)} "
+                f"({self.budget_bytes} bytes): the smallest peak of {len(found)} choices is "
+                f"{format_bytes(smallest)} ({smallest} bytes). Raise the budget, or use monetlite's own backend, "
+                "which has more to choose from"
+            )
+        _, self.peak_bytes, again = min(fitting)
+        return again
+
+    def _choices(self, nodes: Sequence[fx.Node]) -> list[frozenset[int]]:
+        """Sets of nodes to keep. Of equal nodes, as layers have them, all are kept, every second, or none."""
+        alike: dict[tuple[str, int, float], list[int]] = defaultdict(list)
+        for at, node in enumerate(nodes):
+            key = str(node.target), stored_bytes(node), self.estimate_ms(node)
+            alike[key].append(at)
+        groups = []
+        for (_, size, ms), places in alike.items():
+            ordered = sorted(places, key=lambda at: nodes[at].name)
+            options = {frozenset(ordered), frozenset(ordered[::2]), frozenset(ordered[: len(ordered) // 2])}
+            groups.append([Choice(size * len(some), ms * len(some), some) for some in options if some])
+        return [choice.kept for choice in front_of_sums(groups, MAX_CHOICES)]
+
+    def _cost(self, node: fx.Node) -> Cost:
+        """Cost of a node; of one of several results, that of making them all; of a view, nothing."""
+        if storages.is_item(node):
+            node = node.all_input_nodes[0]
+        if not storages.is_kernel(node):
+            return Cost(latency_ms=0.0, workspace_bytes=0)
+        if node not in self._costs:
+            self._costs[node] = self._measured(node)
+        return self._costs[node]
+
+    def _measured(self, node: fx.Node) -> Cost:
+        results = storages.results(node)
+        call = Call(
+            target=target_of(node),
+            args=encode_arguments(node.args, lambda _: None),
+            kwargs=tuple((name, encode_arguments(value, lambda _: None)) for name, value in node.kwargs.items()),
+            outputs=tuple(None if item is None else item.name for item in results),
+        )
+        if call.signature not in self._of_call:
+            device = next(item.meta["val"].device.type for item in results if item is not None)
+            way = Implementation(name="default", reads=(), writes=(), call=call)
+            operator = Operator(name=node.name, family=target_of(node), phase=Phase.FORWARD, implementations=(way,))
+            graph = OperatorGraph(
+                name=node.name, operators=(operator,), values=(), resident=Resident(), device=device
+            )
+            with without_modes():
+                ((cost,),) = price(graph, PricingOptions()).costs
+            self._of_call[call.signature] = cost
+        return self._of_call[call.signature]
