@@ -96,7 +96,10 @@ class CheckpointSearch:
         raise InfeasibleBudget(
             f"no checkpoint plan fits {format_bytes(budget_bytes)} ({budget_bytes} bytes): what can be wrapped are "
             f"{len(self.order)} modules, and the smallest peak is {format_bytes(smallest.peak_bytes)} "
-            f"({smallest.peak_bytes} bytes). Raise the budget, or run the schedule by monetlite"
+            f"({smallest.peak_bytes} bytes). Raise the budget, or run the schedule by monetlite",
+            budget_bytes=budget_bytes,
+            proven_bytes=0,
+            reached_bytes=smallest.peak_bytes,
         )
 
     def smallest(self) -> FoundPlan:

@@ -24,12 +24,14 @@ from monetlite.core.options import PricingOptions
 from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import plain_steps
 from monetlite.exporting.eager_step import OUTSIDE_BLOCKS, EagerCall, EagerStep
+from monetlite.operators.random import state_bytes
 from monetlite.planning.pipeline import with_additions
 
 CheckpointPlan: TypeAlias = Mapping[int, frozenset[int]]
 """For each wrapped block, the calls whose results are saved; other blocks are not wrapped."""
 HELD = "monetlite.held"
 """Family of operators that only say that values are in memory up to there."""
+_STATE = -1
 _NOTHING = Cost(latency_ms=0.0, workspace_bytes=0)
 
 
@@ -142,15 +144,17 @@ class _Composer:
     rows: list[_Row] = field(default_factory=list)
     copies: dict[int, dict[int, int]] = field(default_factory=dict)
     """For each wrapped block, the values that its recomputation makes, by those that it made first."""
+    states: dict[int, int] = field(default_factory=dict)
+    """For each wrapped block, the value that is the generator's state."""
     copied: list[int] = field(default_factory=list)
-    """For each such value, the one that it is made like."""
+    """For each value beyond the recorded ones, the one that it is made like, or `_STATE`."""
 
     def __post_init__(self) -> None:
         self.step, self.recompute, self.costs = self.priced.step, self.priced.recompute, self.priced.costs
 
     def compose(self) -> list[_Row]:
         step = self.step
-        selective = {step.blocks[number].start: number for number, saved in self.plan.items() if saved}
+        starting = {step.blocks[number].start: number for number in self.plan}
         self.block_of = {value: call.block for call in step.calls for value in call.writes}
         held: dict[int, set[int]] = {}
         for value, at in enumerate(step.held):
@@ -163,8 +167,8 @@ class _Composer:
         for at, call in enumerate(step.calls):
             for number in due.get(at, ()):
                 self._recompute(number, held)
-            if at in selective:
-                self._policy(selective[at], at, Phase.FORWARD)
+            if at in starting:
+                self._begin(starting[at], Phase.FORWARD)
             phase = Phase.FORWARD if at < step.border else Phase.BACKWARD
             row = _Row(
                 name=f"{at}",
@@ -191,7 +195,9 @@ class _Composer:
         until: dict[int, list[int]] = {}
         for number in self.plan:
             self.copies[number] = self._copies_of(number)
-            until.setdefault(self.recompute[number].release, []).extend(self.step.blocks[number].inputs)
+            self.states[number] = self._new_value(_STATE)
+            kept = (*self.step.blocks[number].inputs, self.states[number])
+            until.setdefault(self.recompute[number].release, []).extend(kept)
         for kept in self.step.kept:
             at = (len(self.step.calls) if kept.released is None else kept.released) - 1
             if kept.value is None or at < self.step.border:
@@ -209,24 +215,31 @@ class _Composer:
         for at in range(self.step.blocks[number].start, self.recompute[number].stop):
             if at not in self.plan[number]:
                 for value in self.step.calls[at].writes:
-                    copies[value] = len(self.step.sizes) + len(self.copied)
-                    self.copied.append(value)
+                    copies[value] = self._new_value(value)
         return copies
 
-    def _policy(self, number: int, place: int, phase: Phase) -> None:
-        """Add the time that a selective context takes."""
-        ms = self.priced.policy_ms * self.step.blocks[number].dispatched
+    def _new_value(self, like: int) -> int:
+        self.copied.append(like)
+        return len(self.step.sizes) + len(self.copied) - 1
+
+    def _begin(self, number: int, phase: Phase) -> None:
+        """Begin a block: note the generator's state the first time, and take the time of selective contexts."""
+        ms = self.priced.policy_ms * self.step.blocks[number].dispatched if self.plan[number] else 0.0
         cost = Cost(latency_ms=0.0, workspace_bytes=0, host_ms=ms)
         if self.step.device == "cpu":
             cost = Cost(latency_ms=ms, workspace_bytes=0)
-        name = f"{number}.policy.{phase}"
-        self.rows.append(_Row(name=name, place=place, phase=phase, call=None, cost=cost, reads=set()))
+        forward = phase is Phase.FORWARD
+        place = self.step.blocks[number].start if forward else self.recompute[number].trigger
+        writes = (self.states[number],) if forward else ()
+        name = f"{number}.begin.{phase}"
+        self.rows.append(
+            _Row(name=name, place=place, phase=phase, call=None, cost=cost, reads=set(), writes=writes)
+        )
 
     def _recompute(self, number: int, held: Mapping[int, set[int]]) -> None:
         """Add what runs again of a block."""
         block, copies = self.step.blocks[number], self.copies[number]
-        if self.plan[number]:
-            self._policy(number, self.recompute[number].trigger, Phase.BACKWARD)
+        self._begin(number, Phase.BACKWARD)
         for at in range(block.start, self.recompute[number].stop):
             call, saved = self.step.calls[at], at in self.plan[number]
             own = {value for value in held.get(at, ()) if self.block_of[value] == number} - set(call.writes)
@@ -256,6 +269,10 @@ def checkpointed(priced: PricedStep, plan: CheckpointPlan) -> CheckpointedStep:
             kind = ValueKind.PARAM_GRAD
         elif value < len(step.sizes) and step.held[value] is None:
             kind = ValueKind.OUTPUT
+        if of == _STATE:
+            size = state_bytes("cpu") if step.device == "cpu" else 0  # the state stays in main memory
+            values.append(Value(name=f"v{value}", kind=kind, size_bytes=size, dtype="uint8"))
+            continue
         spec = step.specs[of]
         values.append(
             Value(name=f"v{value}", kind=kind, size_bytes=step.sizes[of], shape=spec.shape, dtype=spec.dtype)

@@ -23,6 +23,7 @@ from monetlite.exporting.partitioned_step import PartitionedStep, stored_bytes
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import encode_arguments
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
+from monetlite.fx.torch_internals.torch_dynamo import leave_messages_out
 from monetlite.fx.torch_internals.torch_inductor import inductor_backend
 from monetlite.fx.torch_internals.torch_partitioner import kept_nodes, partitioned_by
 from monetlite.operators.implementations import target_of
@@ -43,10 +44,11 @@ def compile_within(
     context: `torch.compile` compiles at the first call, when a context would have ended.
 
     Args:
-        model: in training mode. A model that TorchDynamo captures in several graphs has the budget in each.
+        model: in training mode, and captured as one graph.
         budget: `"6GB"`, `"6GiB"` or bytes: peak of weights, inputs, results, what is kept and gradients.
         backend: a function that compiles by torch's partitioner; by default Inductor, whose workspaces come on top.
-        options: of `torch.compile`; `dynamic` is False.
+        options: of `torch.compile`; by default `fullgraph` is True, as the budget holds in each graph, and `dynamic`
+            is False.
 
     Raises:
         ModelError: this torch's partitioner takes no solver of others.
@@ -69,7 +71,8 @@ def compile_within(
 
     with partitioned_by(lambda *_: [], lambda _: 0.0, ""):
         pass  # refuses at once what this torch lacks
-    compiled: Any = torch.compile(model, backend=within_budget, **{"dynamic": False, **options})
+    leave_messages_out()  # each message would take the model's graph apart
+    compiled: Any = torch.compile(model, backend=within_budget, **{"dynamic": False, "fullgraph": True, **options})
     return compiled  # type: ignore[no-any-return]  # a module, or a function of one
 
 
@@ -115,7 +118,10 @@ class PartitionSolver:
                 f"torch.compile's partitioner can't keep a step within {format_bytes(self.budget_bytes)} "
                 f"({self.budget_bytes} bytes): the smallest peak of {len(found)} choices is "
                 f"{format_bytes(smallest)} ({smallest} bytes). Raise the budget, or use monetlite's own backend, "
-                "which has more to choose from"
+                "which has more to choose from",
+                budget_bytes=self.budget_bytes,
+                proven_bytes=0,
+                reached_bytes=smallest,
             )
         _, self.peak_bytes, again = min(fitting)
         return again
