@@ -21,6 +21,7 @@ from monetlite.core.errors import DeviceError
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.options import PricingOptions
 from monetlite.core.simulate import simulate
+from monetlite.zoo.collection import load_schedule
 
 TARGETS = ("checkpoint", "transformers", "torchtitan")
 
@@ -51,12 +52,13 @@ def export_command(
     zoo:resnet50@6GB.
     """
     check_writable(output)
-    opened = open_schedule(schedule, choice, device, terminal)
-    if opened.profile.device not in MEASURED_HERE:
+    priced_for = device or load_schedule(schedule).device
+    if priced_for not in MEASURED_HERE:
         raise DeviceError(
-            f"{schedule} is for {opened.profile.device}, at estimated costs. A plan is made on the machine that "
+            f"{schedule} is for {priced_for}, at estimated costs. A plan is made on the machine that "
             "trains: PyTorch's own operators are recorded and measured there. There, add --device cuda or cpu"
         )
+    opened = open_schedule(schedule, choice, device, terminal)
     import torch
 
     from monetlite.exporting.exported_plan import export_plan

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from monetlite import __version__
 from monetlite.core.costs import Cost
-from monetlite.core.errors import InfeasibleBudget, MonetliteError
+from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import Call, Implementation, Operator, OperatorGraph, Phase, Resident
 from monetlite.core.options import PricingOptions
 from monetlite.core.units import format_bytes, parse_budget
@@ -30,8 +30,10 @@ from monetlite.operators.implementations import target_of
 from monetlite.planning.pipeline import price
 from monetlite.solving.sum_fronts import Choice, front_of_sums
 
-MAX_CHOICES = 48
-"""Choices that are looked at for a graph."""
+MAX_CHOICES = 32
+"""Choices on the front that are looked at for a graph."""
+DISTANCES = (1, 2, 4)
+"""Distances in layers at which results are kept."""
 Backend = Callable[[fx.GraphModule, list[torch.Tensor]], Any]
 
 
@@ -46,14 +48,16 @@ def compile_within(
     Args:
         model: in training mode, and captured as one graph.
         budget: `"6GB"`, `"6GiB"` or bytes: peak of weights, inputs, results, what is kept and gradients.
-        backend: a function that compiles by torch's partitioner; by default Inductor, whose workspaces come on top.
-        options: of `torch.compile`; by default `fullgraph` is True, as the budget holds in each graph, and `dynamic`
-            is False.
+        backend: a function that compiles by torch's partitioner; by default Inductor, whose workspaces come on
+            top.
+        options: of `torch.compile`; by default `fullgraph` is True, as the budget holds in each graph, and
+            `dynamic` is False.
 
     Raises:
         ModelError: this torch's partitioner takes no solver of others.
         BudgetError: the budget can't be read.
-        InfeasibleBudget: when it is compiled, if no choice fits; says the smallest peak of one.
+        InfeasibleBudget: when it is compiled, if no choice fits, inside of torch's BackendCompilerFailed; says the
+            smallest peak of one.
     """
     budget_bytes = parse_budget(budget)
     compile_graph = backend or inductor_backend()
@@ -62,12 +66,7 @@ def compile_within(
         solver = PartitionSolver(budget_bytes)
         name = f"monetlite {__version__}, {budget_bytes} bytes"
         with partitioned_by(solver.choose, solver.estimate_ms, name):
-            try:
-                return compile_graph(graph, inputs)
-            except Exception as error:
-                if solver.failure is not None:
-                    raise solver.failure from None
-                raise error
+            return compile_graph(graph, inputs)
 
     with partitioned_by(lambda *_: [], lambda _: 0.0, ""):
         pass  # refuses at once what this torch lacks
@@ -80,14 +79,13 @@ class PartitionSolver:
     """The choice of what a backward program computes again.
 
     Attributes:
-        failure: the error that `choose` raised; torch hands on another.
         peak_bytes: predicted for the choice.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self.failure: MonetliteError | None = None
         self.peak_bytes: int | None = None
+        self._order: dict[fx.Node, int] = {}
         self._costs: dict[fx.Node, Cost] = {}
         self._of_call: dict[str, Cost] = {}
 
@@ -96,14 +94,12 @@ class PartitionSolver:
         return self._cost(node).latency_ms
 
     def choose(self, joint_graph: fx.Graph, node_info: Any, nodes: Sequence[fx.Node]) -> list[int]:
-        """Positions of the nodes that are computed again: the fastest choice within the budget."""
-        try:
-            return self._chosen(joint_graph, node_info, nodes)
-        except MonetliteError as error:
-            self.failure = error
-            raise
+        """Positions of the nodes that are computed again: the fastest choice within the budget.
 
-    def _chosen(self, joint_graph: fx.Graph, node_info: Any, nodes: Sequence[fx.Node]) -> list[int]:
+        Raises:
+            InfeasibleBudget: no choice fits.
+        """
+        self._order = {node: at for at, node in enumerate(joint_graph.nodes)}
         found = []
         for kept in self._choices(nodes):
             again = [at for at in range(len(nodes)) if at not in kept]
@@ -127,17 +123,22 @@ class PartitionSolver:
         return again
 
     def _choices(self, nodes: Sequence[fx.Node]) -> list[frozenset[int]]:
-        """Sets of nodes to keep. Of equal nodes, as layers have them, all are kept, every second, or none."""
+        """Sets of nodes to keep: the front of bytes and time, and each kind of node alone.
+
+        Nodes of a kind are equal, as layers have them: all are kept, some at equal distances, or none. One kind
+        alone keeps little, and spares the backward program from computing far back.
+        """
         alike: dict[tuple[str, int, float], list[int]] = defaultdict(list)
         for at, node in enumerate(nodes):
             key = str(node.target), stored_bytes(node), self.estimate_ms(node)
             alike[key].append(at)
         groups = []
         for (_, size, ms), places in alike.items():
-            ordered = sorted(places, key=lambda at: nodes[at].name)
-            options = {frozenset(ordered), frozenset(ordered[::2]), frozenset(ordered[: len(ordered) // 2])}
-            groups.append([Choice(size * len(some), ms * len(some), some) for some in options if some])
-        return [choice.kept for choice in front_of_sums(groups, MAX_CHOICES)]
+            ordered = sorted(places, key=lambda at: self._order[nodes[at]])
+            options = dict.fromkeys(frozenset(ordered[::distance]) for distance in DISTANCES)
+            groups.append([Choice(size * len(some), ms * len(some), some) for some in options])
+        front = [choice.kept for choice in front_of_sums(groups, MAX_CHOICES)]
+        return list(dict.fromkeys([*front, *(option.kept for group in groups for option in group)]))
 
     def _cost(self, node: fx.Node) -> Cost:
         """Cost of a node; of one of several results, that of making them all; of a view, nothing."""
