@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # for type checkers and editors; `x as x` exports a name
     from monetlite.core.costs import load_profile as load_profile
     from monetlite.core.schedule import Schedule as Schedule
     from monetlite.core.simulate import simulate as simulate
-    from monetlite.exporting.compile_budget import compile_within as compile_within
     from monetlite.planning.budgets import solve as solve
     from monetlite.planning.budgets import sweep as sweep
+    from monetlite.planning.compile_budget import compile_within as compile_within
     from monetlite.planning.pipeline import optimize as optimize
     from monetlite.planning.pipeline import profile as profile
     from monetlite.runtime.in_place import release as release
@@ -36,7 +36,7 @@ _HOME = {
     "MONeTWrapper": "monetlite.runtime.wrapper",
     "Schedule": "monetlite.core.schedule",
     "compare": "monetlite.checking.comparison.runner",
-    "compile_within": "monetlite.exporting.compile_budget",
+    "compile_within": "monetlite.planning.compile_budget",
     "limit_reserved": "monetlite.runtime.reserved_memory",
     "load_profile": "monetlite.core.costs",
     "load_schedule": "monetlite.zoo.collection",

@@ -56,13 +56,13 @@ class FoundPlan:
 
 
 @dataclass(frozen=True)
-class _Label:
-    """Plans of the blocks so far."""
+class _Prefix:
+    """Plans of the first blocks."""
 
     kept_bytes: int
     time_ms: float
     plan: BlockPlan | None = None
-    before: "_Label | None" = None
+    before: "_Prefix | None" = None
 
 
 @dataclass
@@ -134,13 +134,13 @@ class CheckpointSearch:
 
     def _combined(self, limit_bytes: int) -> CheckpointPlan | None:
         """The dynamic program over blocks."""
-        labels = [_Label(0, 0.0)]
+        labels = [_Prefix(0, 0.0)]
         if self.base[OUTSIDE_BLOCKS][0] > limit_bytes:
             return None
         for number in self.order:
             forward, backward, after = self.base[number]
             reached = (
-                _Label(label.kept_bytes + plan.kept_bytes, label.time_ms + plan.time_ms, plan, label)
+                _Prefix(label.kept_bytes + plan.kept_bytes, label.time_ms + plan.time_ms, plan, label)
                 for label in labels
                 for plan in self.plans[number]
                 if label.kept_bytes + forward + plan.forward_bytes <= limit_bytes
@@ -150,7 +150,7 @@ class CheckpointSearch:
             labels = _front(reached)
             if not labels:
                 return None
-        label: _Label | None = min(labels, key=lambda item: item.time_ms)
+        label: _Prefix | None = min(labels, key=lambda item: item.time_ms)
         chosen: dict[int, frozenset[int]] = {}
         for number in reversed(self.order):
             assert label is not None
@@ -240,9 +240,9 @@ class CheckpointSearch:
         return {number: (forward, backward, after) for number, (forward, backward, after) in peaks.items()}
 
 
-def _front(labels: Iterator[_Label]) -> list[_Label]:
+def _front(labels: Iterator[_Prefix]) -> list[_Prefix]:
     """The labels of which none has another that keeps less and is faster."""
-    front: list[_Label] = []
+    front: list[_Prefix] = []
     for label in sorted(labels, key=lambda item: (item.kept_bytes, item.time_ms)):
         if not front or label.time_ms < front[-1].time_ms - 1e-9:
             front.append(label)

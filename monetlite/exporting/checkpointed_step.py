@@ -196,8 +196,8 @@ class _Composer:
         for number in self.plan:
             self.copies[number] = self._copies_of(number)
             self.states[number] = self._new_value(_STATE)
-            kept = (*self.step.blocks[number].inputs, self.states[number])
-            until.setdefault(self.recompute[number].release, []).extend(kept)
+            held = until.setdefault(self.recompute[number].release, [])
+            held += [*self.step.blocks[number].inputs, self.states[number]]
         for kept in self.step.kept:
             at = (len(self.step.calls) if kept.released is None else kept.released) - 1
             if kept.value is None or at < self.step.border:

@@ -26,6 +26,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     TorchDispatchMode,
     schema_of,
     storage_key,
+    weak_storage,
     without_modes,
 )
 from monetlite.operators.random import forked_state
@@ -206,11 +207,11 @@ class _Saved:
         self.size = tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Notes every operator that reaches the dispatcher, and when storages die."""
 
     def __init__(self, contents: Contents, device: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # nor for this
         self.contents, self.device = contents, device
         self.calls: list[EagerCall] = []
         self.border = 0
@@ -308,7 +309,7 @@ class _Recorder(TorchDispatchMode):
     def _follow(self, tensor: torch.Tensor, value: int, kept: int | None) -> None:
         key = storage_key(tensor)
         self._value_of[key] = value, kept
-        self._living[key] = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+        self._living[key] = weak_storage(tensor)
 
     def _block(self) -> int:
         return self._inside[-1] if self._inside else OUTSIDE_BLOCKS

@@ -20,7 +20,7 @@ from monetlite.exporting.exported_plan import ExportedPlan
 
 
 class Target(StrEnum):
-    """What an exported plan runs in."""
+    """Tools that an exported plan is for."""
 
     CHECKPOINT = "checkpoint"
     TRANSFORMERS = "transformers"

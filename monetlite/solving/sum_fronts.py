@@ -15,7 +15,7 @@ PARTS = 512
 
 @dataclass(frozen=True)
 class Choice:
-    """What is kept, the bytes that it takes, and the time that it saves."""
+    """Things to keep, the bytes that they take, and the time that they save."""
 
     size_bytes: int
     saved_ms: float

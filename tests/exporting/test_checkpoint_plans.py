@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from layered import Transformer, convolutions, transformer
+from layered_models import Transformer, convolutions, transformer
 from small_models import tiny_transformer
 from torch import nn
 

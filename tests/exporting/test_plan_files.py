@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import run
-from layered import Transformer, transformer
+from layered_models import Transformer, transformer
 from test_checkpoint_plans import plan_module, random_plan, schedule
 
 import monetlite
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 OWN_MODEL = f"""
 import sys
 sys.path.insert(0, {str(HERE)!r})
-from layered import transformer
+from layered_models import transformer
 
 def build():
     return transformer(0.1)
@@ -34,7 +34,7 @@ import copy, sys
 sys.modules["monetlite"] = None
 sys.path[:0] = [{here!r}, {folder!r}]
 import torch
-from layered import transformer
+from layered_models import transformer
 import plan
 
 model, (tokens,) = transformer(0.1)

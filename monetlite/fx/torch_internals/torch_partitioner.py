@@ -11,6 +11,7 @@ Imported where it is used: Inductor's part takes seconds.
 | `NodeInfo.inputs`, `is_required_fw`, `tangents_closure` | which node belongs to which program |
 """
 
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -27,13 +28,12 @@ _SMALLEST_RATIO = 1e-9
 """Budget of torch's own at which it neither recomputes all nor takes a choice without asking the solver."""
 
 
-def partitioned_by(
-    choose: Choose, estimate_ms: Callable[[fx.Node], float], name: str
-) -> AbstractContextManager[None]:
+def partitioned_by(choose: Choose, estimate_ms: Callable[[fx.Node], float]) -> AbstractContextManager[None]:
     """Have torch's partitioner ask these what to recompute, for the time of a block.
 
     Args:
-        choose: what is recomputed. estimate_ms: time of a node. name: tells them from others in torch's caches.
+        choose: what is recomputed. estimate_ms: time of a node. Both may answer otherwise the next time, so nothing
+            is taken from torch's caches.
 
     Raises:
         ModelError: this torch has no such setting.
@@ -46,7 +46,7 @@ def partitioned_by(
             'torch.compile(model, backend="monetlite", options={"budget": ...}) works with this one'
         ) from error
 
-    class Solver(CustomKnapsackSolver):  # type: ignore[misc]  # torch has no types for it
+    class Solver(CustomKnapsackSolver):
         def __call__(
             self, memory: Any, joint_graph: fx.Graph, max_memory: Any, node_info: Any, nodes: list[fx.Node]
         ) -> tuple[list[int], list[int]]:
@@ -54,14 +54,14 @@ def partitioned_by(
             return sorted(set(range(len(nodes))) - set(again)), again
 
         def uuid(self) -> str:
-            return name
+            return str(uuid.uuid4())
 
-    class Estimator(CustomRuntimeEstimator):  # type: ignore[misc]  # torch has no types for it
+    class Estimator(CustomRuntimeEstimator):
         def __call__(self, node: fx.Node) -> float:
             return estimate_ms(node)
 
         def uuid(self) -> str:
-            return name
+            return str(uuid.uuid4())
 
     return aot_settings(
         activation_memory_budget=_SMALLEST_RATIO,

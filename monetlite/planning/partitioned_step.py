@@ -6,23 +6,21 @@ reorders it (`reordering_to_mimic_autograd_engine`). Both are one operator graph
 memory.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from monetlite.core.costs import Cost, Profile, ProfileKind
+from monetlite.core.costs import without_costs
 from monetlite.core.errors import TraceError
 from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
-from monetlite.core.simulate import Timeline, simulate
+from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.fx import storages
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_gradient_output, is_tangent
-
-_NOTHING = Cost(latency_ms=0.0, workspace_bytes=0)
 
 
 @dataclass(kw_only=True)
@@ -31,18 +29,15 @@ class PartitionedStep:
 
     Args:
         joint_graph: of forward and backward. kept: nodes that the backward program gets of the forward one.
-        cost_of: cost of a node, where it is known.
     """
 
     joint_graph: fx.Graph
     kept: Sequence[fx.Node]
-    cost_of: Callable[[fx.Node], Cost | None]
     _values: list[Value] = field(default_factory=list)
     _operators: list[Operator] = field(default_factory=list)
-    _costs: list[Cost] = field(default_factory=list)
 
-    def timeline(self) -> Timeline:
-        """Memory and latency of the step: arguments, what is kept, results and gradients.
+    def peak_bytes(self) -> int:
+        """Peak of the step: arguments, what is kept, results and gradients; without workspaces.
 
         Raises:
             TraceError: a size that varies.
@@ -69,7 +64,7 @@ class PartitionedStep:
         writes = tuple(self._value(node, ValueKind.TANGENT) for node in tangents)
         back.update(zip(tangents, writes, strict=True))
         reads = tuple(known[node] for node in sorted(self._held, key=str) if node in known)
-        self._operator("loss", reads, writes, Phase.BACKWARD, _NOTHING)
+        self._operator("loss", reads, writes, Phase.BACKWARD)
         self._add(self._backward(gradients), back, Phase.BACKWARD)
         made = OperatorGraph(
             name="partition",
@@ -77,10 +72,7 @@ class PartitionedStep:
             values=tuple(self._values),
             resident=Resident(inputs=sum(map(stored_bytes, self.resident))),
         )
-        profile = Profile(
-            graph=made, device="cpu", kind=ProfileKind.ESTIMATED, costs=tuple((cost,) for cost in self._costs)
-        )
-        return simulate(profile, plain_steps(made))
+        return simulate(without_costs(made), plain_steps(made)).peak_bytes
 
     def _needed(self, wanted: Iterable[fx.Node], given: Iterable[fx.Node]) -> list[fx.Node]:
         """The nodes that some take, in order, up to those that are given."""
@@ -122,7 +114,7 @@ class PartitionedStep:
             reads = tuple(sorted({known[item] for item in read if item in known}))
             writes = tuple(self._value(item, self._kind(item, phase)) for item in made)
             known.update(zip(made, writes, strict=True))
-            self._operator(f"{node.name}.{phase}", reads, writes, phase, self.cost_of(node) or _NOTHING)
+            self._operator(f"{node.name}.{phase}", reads, writes, phase)
 
     def _kind(self, node: fx.Node, phase: Phase) -> ValueKind:
         if phase is Phase.FORWARD:
@@ -134,14 +126,11 @@ class PartitionedStep:
         self._values.append(Value(name=name, kind=kind, size_bytes=stored_bytes(node)))
         return len(self._values) - 1
 
-    def _operator(
-        self, name: str, reads: tuple[int, ...], writes: tuple[int, ...], phase: Phase, cost: Cost
-    ) -> None:
+    def _operator(self, name: str, reads: tuple[int, ...], writes: tuple[int, ...], phase: Phase) -> None:
         way = Implementation(name="default", reads=reads, writes=writes)
         self._operators.append(
             Operator(name=name, family="node", phase=phase, implementations=(way,), rerunnable=False)
         )
-        self._costs.append(cost)
 
 
 def stored_bytes(node: fx.Node) -> int:

@@ -2,8 +2,8 @@
 
 The partitioner divides a step into a forward and a backward program, and asks a solver which costly nodes the
 backward program computes again. Here the solver has choices on the front of bytes and time, by measured times, and
-takes the fastest whose step fits. It looks at the same choices for every budget. So a larger budget only adds
-choices with higher peaks: peaks rise with budgets, and step times fall.
+takes the first whose step fits, from the fastest on. The choices and their order are the same for every budget.
+What a smaller budget had no room for has a higher peak, so peaks rise with budgets, and step times fall.
 """
 
 from collections import defaultdict
@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from monetlite import __version__
 from monetlite.core.costs import Cost
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import Call, Implementation, Operator, OperatorGraph, Phase, Resident
 from monetlite.core.options import PricingOptions
 from monetlite.core.units import format_bytes, parse_budget
-from monetlite.exporting.partitioned_step import PartitionedStep, stored_bytes
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import encode_arguments
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
@@ -27,6 +25,7 @@ from monetlite.fx.torch_internals.torch_dynamo import leave_messages_out
 from monetlite.fx.torch_internals.torch_inductor import inductor_backend
 from monetlite.fx.torch_internals.torch_partitioner import kept_nodes, partitioned_by
 from monetlite.operators.implementations import target_of
+from monetlite.planning.partitioned_step import PartitionedStep, stored_bytes
 from monetlite.planning.pipeline import price
 from monetlite.solving.sum_fronts import Choice, front_of_sums
 
@@ -64,11 +63,10 @@ def compile_within(
 
     def within_budget(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         solver = PartitionSolver(budget_bytes)
-        name = f"monetlite {__version__}, {budget_bytes} bytes"
-        with partitioned_by(solver.choose, solver.estimate_ms, name):
+        with partitioned_by(solver.choose, solver.estimate_ms):
             return compile_graph(graph, inputs)
 
-    with partitioned_by(lambda *_: [], lambda _: 0.0, ""):
+    with partitioned_by(lambda *_: [], lambda _: 0.0):
         pass  # refuses at once what this torch lacks
     leave_messages_out()  # each message would take the model's graph apart
     compiled: Any = torch.compile(model, backend=within_budget, **{"dynamic": False, "fullgraph": True, **options})
@@ -94,36 +92,32 @@ class PartitionSolver:
         return self._cost(node).latency_ms
 
     def choose(self, joint_graph: fx.Graph, node_info: Any, nodes: Sequence[fx.Node]) -> list[int]:
-        """Positions of the nodes that are computed again: the fastest choice within the budget.
+        """Positions of the nodes that are computed again: of the fastest choice within the budget.
 
         Raises:
             InfeasibleBudget: no choice fits.
         """
         self._order = {node: at for at, node in enumerate(joint_graph.nodes)}
-        found = []
-        for kept in self._choices(nodes):
-            again = [at for at in range(len(nodes)) if at not in kept]
+        peaks = []
+        for choice in self._choices(nodes):
+            again = [at for at in range(len(nodes)) if at not in choice.kept]
             given = kept_nodes(joint_graph, node_info, [nodes[at] for at in again])
-            step = PartitionedStep(joint_graph=joint_graph, kept=given, cost_of=self._costs.get)
-            timeline = step.timeline()
-            found.append((timeline.latency_ms, timeline.peak_bytes, again))
-        fitting = [item for item in found if item[1] <= self.budget_bytes]
-        if not fitting:
-            smallest = min(peak_bytes for _, peak_bytes, _ in found)
-            raise InfeasibleBudget(
-                f"torch.compile's partitioner can't keep a step within {format_bytes(self.budget_bytes)} "
-                f"({self.budget_bytes} bytes): the smallest peak of {len(found)} choices is "
-                f"{format_bytes(smallest)} ({smallest} bytes). Raise the budget, or use monetlite's own backend, "
-                "which has more to choose from",
-                budget_bytes=self.budget_bytes,
-                proven_bytes=0,
-                reached_bytes=smallest,
-            )
-        _, self.peak_bytes, again = min(fitting)
-        return again
+            peaks.append(PartitionedStep(joint_graph=joint_graph, kept=given).peak_bytes())
+            if peaks[-1] <= self.budget_bytes:
+                self.peak_bytes = peaks[-1]
+                return again
+        smallest = min(peaks)
+        raise InfeasibleBudget(
+            f"torch.compile's partitioner can't keep a step within {format_bytes(self.budget_bytes)} "
+            f"({self.budget_bytes} bytes): the smallest peak of {len(peaks)} choices is {format_bytes(smallest)} "
+            f"({smallest} bytes). Raise the budget, or use monetlite's own backend, which has more to choose from",
+            budget_bytes=self.budget_bytes,
+            proven_bytes=0,
+            reached_bytes=smallest,
+        )
 
-    def _choices(self, nodes: Sequence[fx.Node]) -> list[frozenset[int]]:
-        """Sets of nodes to keep: the front of bytes and time, and each kind of node alone.
+    def _choices(self, nodes: Sequence[fx.Node]) -> list[Choice]:
+        """Nodes to keep, the fastest choice first: the front of bytes and time, and each kind of node alone.
 
         Nodes of a kind are equal, as layers have them: all are kept, some at equal distances, or none. One kind
         alone keeps little, and spares the backward program from computing far back.
@@ -137,8 +131,9 @@ class PartitionSolver:
             ordered = sorted(places, key=lambda at: self._order[nodes[at]])
             options = dict.fromkeys(frozenset(ordered[::distance]) for distance in DISTANCES)
             groups.append([Choice(size * len(some), ms * len(some), some) for some in options])
-        front = [choice.kept for choice in front_of_sums(groups, MAX_CHOICES)]
-        return list(dict.fromkeys([*front, *(option.kept for group in groups for option in group)]))
+        found = {choice.kept: choice for options in groups for choice in options}
+        found |= {choice.kept: choice for choice in front_of_sums(groups, MAX_CHOICES)}
+        return sorted(found.values(), key=lambda item: (-item.saved_ms, item.size_bytes, sorted(item.kept)))
 
     def _cost(self, node: fx.Node) -> Cost:
         """Cost of a node; of one of several results, that of making them all; of a view, nothing."""
