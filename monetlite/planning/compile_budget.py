@@ -33,6 +33,8 @@ MAX_CHOICES = 32
 """Choices on the front that are looked at for a graph."""
 DISTANCES = (1, 2, 4)
 """Distances in layers at which results are kept."""
+_costs: dict[tuple[str, str], Cost] = {}
+"""Measured costs by device and call: the same for every budget of a process."""
 Backend = Callable[[fx.GraphModule, list[torch.Tensor]], Any]
 
 
@@ -85,7 +87,6 @@ class PartitionSolver:
         self.peak_bytes: int | None = None
         self._order: dict[fx.Node, int] = {}
         self._costs: dict[fx.Node, Cost] = {}
-        self._of_call: dict[str, Cost] = {}
 
     def estimate_ms(self, node: fx.Node) -> float:
         """Measured time of a node, in ms."""
@@ -117,10 +118,10 @@ class PartitionSolver:
         )
 
     def _choices(self, nodes: Sequence[fx.Node]) -> list[Choice]:
-        """Nodes to keep, the fastest choice first: the front of bytes and time, and each kind of node alone.
+        """Nodes to keep, the fastest choice first: the front of bytes and time, and small nodes alone.
 
-        Nodes of a kind are equal, as layers have them: all are kept, some at equal distances, or none. One kind
-        alone keeps little, and spares the backward program from computing far back.
+        Nodes of a kind are equal, as layers have them: all are kept, some at equal distances, or none. The smallest
+        kinds keep little, and spare the backward program from computing far back.
         """
         alike: dict[tuple[str, int, float], list[int]] = defaultdict(list)
         for at, node in enumerate(nodes):
@@ -132,6 +133,12 @@ class PartitionSolver:
             options = dict.fromkeys(frozenset(ordered[::distance]) for distance in DISTANCES)
             groups.append([Choice(size * len(some), ms * len(some), some) for some in options])
         found = {choice.kept: choice for options in groups for choice in options}
+        small = Choice(0, 0.0, frozenset())
+        for whole, *_ in sorted(groups, key=lambda options: options[0].size_bytes):
+            small = Choice(
+                small.size_bytes + whole.size_bytes, small.saved_ms + whole.saved_ms, small.kept | whole.kept
+            )
+            found[small.kept] = small
         found |= {choice.kept: choice for choice in front_of_sums(groups, MAX_CHOICES)}
         return sorted(found.values(), key=lambda item: (-item.saved_ms, item.size_bytes, sorted(item.kept)))
 
@@ -153,8 +160,9 @@ class PartitionSolver:
             kwargs=tuple((name, encode_arguments(value, lambda _: None)) for name, value in node.kwargs.items()),
             outputs=tuple(None if item is None else item.name for item in results),
         )
-        if call.signature not in self._of_call:
-            device = next(item.meta["val"].device.type for item in results if item is not None)
+        device = next(item.meta["val"].device.type for item in results if item is not None)
+        key = device, call.signature
+        if key not in _costs:
             way = Implementation(name="default", reads=(), writes=(), call=call)
             operator = Operator(name=node.name, family=target_of(node), phase=Phase.FORWARD, implementations=(way,))
             graph = OperatorGraph(
@@ -162,5 +170,5 @@ class PartitionSolver:
             )
             with without_modes():
                 ((cost,),) = price(graph, PricingOptions()).costs
-            self._of_call[call.signature] = cost
-        return self._of_call[call.signature]
+            _costs[key] = cost
+        return _costs[key]

@@ -20,7 +20,7 @@ from monetlite.exporting.eager_step import record_step
 from monetlite.exporting.exported_plan import export_plan, price_step
 from monetlite.exporting.plan_file import Target, plan_text
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 OWN_MODEL = f"""
 import sys
 sys.path.insert(0, {str(HERE)!r})
