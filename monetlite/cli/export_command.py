@@ -15,15 +15,17 @@ from monetlite.cli.command_options import (
 )
 from monetlite.cli.option_types import MEASURED_HERE
 from monetlite.cli.running import check_writable, command
-from monetlite.cli.subjects import open_schedule
+from monetlite.cli.subjects import OpenedSchedule, open_schedule
 from monetlite.cli.terminal import Terminal
-from monetlite.core.errors import DeviceError
+from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.options import PricingOptions
+from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.zoo.collection import load_schedule
 
-TARGETS = ("checkpoint", "transformers", "torchtitan")
+COMPILE = "torch-compile"
+TARGETS = ("checkpoint", "transformers", "torchtitan", COMPILE)
 
 
 @command(
@@ -35,7 +37,7 @@ TARGETS = ("checkpoint", "transformers", "torchtitan")
         type=click.Choice(TARGETS),
         required=True,
         help="checkpoint: torch.utils.checkpoint in a loop of one's own. transformers: for its Trainer. "
-        "torchtitan: for a parallelize function.",
+        "torchtitan: for a parallelize function. torch-compile: for torch.compile's partitioner.",
     ),
     output_option("The plan: a Python file that needs torch alone.", required=True),
     schedule_model_option,
@@ -68,6 +70,9 @@ def export_command(
     timeline, graph = simulate(opened.profile, opened.steps), opened.profile.graph
     # At the costs of now, as the plan is.
     solved = replace(opened.schedule, peak_bytes=timeline.peak_bytes, latency_ms=timeline.latency_ms)
+    if target == COMPILE:
+        _export_compiled(terminal, opened, solved, output)
+        return
     pricing = PricingOptions(device=graph.device, optimizer=solved.optimizer, accumulate=solved.accumulate)
     dtype = getattr(torch, solved.autocast or "bfloat16")
     with (
@@ -84,3 +89,29 @@ def export_command(
         terminal.print_json({**facts, "wrapped": wrapped, "output": str(output)})
     else:
         print_exported(terminal.console, exported, solved, str(output))
+
+
+def _export_compiled(terminal: Terminal, opened: OpenedSchedule, solved: Schedule, output: Path) -> None:
+    """Write a plan for `torch.compile`."""
+    from monetlite.core.units import format_bytes
+    from monetlite.exporting.compiled_plan import compile_plan, compiled_facts, compiled_text
+
+    if solved.optimizer or solved.accumulate or solved.autocast:
+        raise ModelError(
+            "a plan for torch.compile counts no optimizer and no earlier gradients, and is made without autocast; "
+            "solve a schedule without these, with that much less budget"
+        )
+    built = opened.built
+    with terminal.line("compiling up to torch's partitioner"):
+        plan = compile_plan(built.model, built.example_inputs, solved.budget_bytes, opened.profile.graph.device)
+    write_atomically(output, compiled_text(plan, solved))
+    if terminal.as_json:
+        terminal.print_json({"model": solved.name, "to": COMPILE, **compiled_facts(plan), "output": str(output)})
+        return
+    terminal.console.print(
+        f"at most {format_bytes(plan.peak_bytes)} within {format_bytes(plan.budget_bytes)}; the schedule, run by "
+        f"monetlite: {format_bytes(solved.peak_bytes)}. {len(plan.again)} of {len(plan.nodes)} costly results are "
+        f"computed again\nplan written to {output}",
+        markup=False,
+        soft_wrap=True,
+    )

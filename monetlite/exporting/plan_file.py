@@ -116,14 +116,14 @@ def plan_text(exported: ExportedPlan, schedule: Schedule, target: Target) -> str
     data = "\n".join(
         [
             "# Layers that are wrapped, and which of SAVED each has.",
-            f"LAYERS = {_literal(layers)}",
+            f"LAYERS = {literal(layers)}",
             "",
             "# By operator: how often a layer calls it, and which of these calls, from 0 on, are saved.",
             "# All else is recomputed.",
-            f"SAVED = {_literal(saved)}",
+            f"SAVED = {literal(saved)}",
             "",
             "# Bytes and milliseconds.",
-            f"PREDICTED = {_literal(predicted(exported, schedule))}",
+            f"PREDICTED = {literal(predicted(exported, schedule))}",
             "",
         ]
     )
@@ -169,7 +169,7 @@ def _facts(exported: ExportedPlan, schedule: Schedule) -> Iterator[str]:
     found, plain, step = exported.found, exported.plain, exported.step
     shapes = ", ".join("×".join(map(str, spec.shape)) or "number" for spec in step.inputs.values())
     saved = sum(map(len, found.plan.values()))
-    yield f"A checkpoint plan of {_told(schedule.name)} on inputs of {shapes}, in plain PyTorch."
+    yield f"A checkpoint plan of {told(schedule.name)} on inputs of {shapes}, in plain PyTorch."
     yield "Written by `monetlite export`; it needs torch alone."
     yield ""
     yield f"budget      {format_bytes(exported.budget_bytes)}"
@@ -201,10 +201,11 @@ def _notes(step: EagerStep, plan: CheckpointPlan) -> str:
     return "".join(f"# {line}\n" for line in notes)
 
 
-def _told(text: str) -> str:
+def told(text: str) -> str:
     """Text for a comment: on one line, without characters that a terminal acts on."""
     return "".join(item if item.isprintable() else ascii(item)[1:-1] for item in text)
 
 
-def _literal(data: Mapping[str, Any] | tuple[Any, ...]) -> str:
+def literal(data: Mapping[str, Any] | tuple[Any, ...]) -> str:
+    """Data as Python writes it down."""
     return pprint.pformat(data, width=110, sort_dicts=False)
