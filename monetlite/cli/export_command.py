@@ -103,7 +103,13 @@ def _export_compiled(terminal: Terminal, opened: OpenedSchedule, solved: Schedul
         )
     built = opened.built
     with terminal.line("compiling up to torch's partitioner"):
-        plan = compile_plan(built.model, built.example_inputs, solved.budget_bytes, opened.profile.graph.device)
+        plan = compile_plan(
+            built.model,
+            built.example_inputs,
+            solved.budget_bytes,
+            opened.profile.graph.device,
+            outputs=solved.outputs,
+        )
     write_atomically(output, compiled_text(plan, solved))
     if terminal.as_json:
         terminal.print_json({"model": solved.name, "to": COMPILE, **compiled_facts(plan), "output": str(output)})

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.exporting.plan_file import literal, told
@@ -46,13 +47,19 @@ class _Answered(Exception):
 
 
 def compile_plan(
-    model: nn.Module, example_inputs: Inputs, budget_bytes: int, device: str, backend: Backend | None = None
+    model: nn.Module,
+    example_inputs: Inputs,
+    budget_bytes: int,
+    device: str,
+    *,
+    outputs: str = LOSS_ONLY,
+    backend: Backend | None = None,
 ) -> CompiledPlan:
     """Find what `torch.compile`'s partitioner should compute again within a budget.
 
     Args:
         model: in training mode; on the meta device it stands for one on `device`.
-        example_inputs: as in `trace`. backend: as in `compile_within`.
+        example_inputs: as in `trace`. outputs, backend: as in `compile_within`.
 
     Raises:
         InfeasibleBudget: no choice fits. TraceError: the model can't be captured as one graph.
@@ -63,7 +70,7 @@ def compile_plan(
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda tensor: faked(tensor, mode, stand_in), split_inputs(example_inputs)
     )
-    solver, found = PartitionSolver(budget_bytes), list[CompiledPlan]()
+    solver, found = PartitionSolver(budget_bytes, outputs), list[CompiledPlan]()
     compile_graph = backend or inductor_backend()
 
     def choose(graph: fx.Graph, node_info: Any, nodes: Sequence[fx.Node]) -> list[int]:
@@ -140,7 +147,7 @@ def compiled_text(plan: CompiledPlan, schedule: Schedule) -> str:
         "Written by `monetlite export`; it needs torch alone.",
         "",
         f"budget      {format_bytes(plan.budget_bytes)}",
-        f"this plan   {format_bytes(plan.peak_bytes)}: {len(plan.again)} of {len(plan.nodes)} costly results made again",
+        f"this plan   {format_bytes(plan.peak_bytes)}: {len(plan.again)} of {len(plan.nodes)} results made again",
         f"schedule    {format_bytes(schedule.peak_bytes)}, {format_ms(schedule.latency_ms)}: run by monetlite",
         "Peak of weights, inputs, results, what is kept and gradients, predicted for programs that run operator by",
         "operator. Inductor fuses operators, which takes less; workspaces come on top.",

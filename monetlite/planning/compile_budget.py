@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from monetlite.core.costs import Cost
 from monetlite.core.errors import InfeasibleBudget
-from monetlite.core.graph import Call, Implementation, Operator, OperatorGraph, Phase, Resident
+from monetlite.core.graph import LOSS_ONLY, Call, Implementation, Operator, OperatorGraph, Phase, Resident
 from monetlite.core.options import PricingOptions
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx import storages
@@ -39,7 +39,12 @@ Backend = Callable[[fx.GraphModule, list[torch.Tensor]], Any]
 
 
 def compile_within(
-    model: nn.Module, budget: str | int, *, backend: Backend | None = None, **options: Any
+    model: nn.Module,
+    budget: str | int,
+    *,
+    outputs: str = LOSS_ONLY,
+    backend: Backend | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Compile a model by `torch.compile` so that its training step stays within a budget.
 
@@ -49,6 +54,8 @@ def compile_within(
     Args:
         model: in training mode, and captured as one graph.
         budget: `"6GB"`, `"6GiB"` or bytes: peak of weights, inputs, results, what is kept and gradients.
+        outputs: those that the caller holds during the backward pass, of a model that returns its loss: `"loss"`
+            for results of up to two dimensions, as trainers do, or `"all"`.
         backend: a function that compiles by torch's partitioner; by default Inductor, whose workspaces come on
             top.
         options: of `torch.compile`; by default `fullgraph` is True, as the budget holds in each graph, and
@@ -64,7 +71,7 @@ def compile_within(
     compile_graph = backend or inductor_backend()
 
     def within_budget(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        solver = PartitionSolver(budget_bytes)
+        solver = PartitionSolver(budget_bytes, outputs)
         with partitioned_by(solver.choose, solver.estimate_ms):
             return compile_graph(graph, inputs)
 
@@ -82,8 +89,8 @@ class PartitionSolver:
         peak_bytes: predicted for the choice.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+    def __init__(self, budget_bytes: int, outputs: str = LOSS_ONLY) -> None:
+        self.budget_bytes, self.outputs = budget_bytes, outputs
         self.peak_bytes: int | None = None
         self._order: dict[fx.Node, int] = {}
         self._costs: dict[fx.Node, Cost] = {}
@@ -103,7 +110,7 @@ class PartitionSolver:
         for choice in self._choices(nodes):
             again = [at for at in range(len(nodes)) if at not in choice.kept]
             given = kept_nodes(joint_graph, node_info, [nodes[at] for at in again])
-            peaks.append(PartitionedStep(joint_graph=joint_graph, kept=given).peak_bytes())
+            peaks.append(PartitionedStep(joint_graph=joint_graph, kept=given, outputs=self.outputs).peak_bytes())
             if peaks[-1] <= self.budget_bytes:
                 self.peak_bytes = peaks[-1]
                 return again

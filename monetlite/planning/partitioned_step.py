@@ -15,7 +15,16 @@ from torch import fx
 
 from monetlite.core.costs import without_costs
 from monetlite.core.errors import TraceError
-from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.graph import (
+    LOSS_ONLY,
+    Implementation,
+    Operator,
+    OperatorGraph,
+    Phase,
+    Resident,
+    Value,
+    ValueKind,
+)
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.fx import storages
@@ -29,10 +38,12 @@ class PartitionedStep:
 
     Args:
         joint_graph: of forward and backward. kept: nodes that the backward program gets of the forward one.
+        outputs: what the caller holds, as in `compile_within`.
     """
 
     joint_graph: fx.Graph
     kept: Sequence[fx.Node]
+    outputs: str = LOSS_ONLY
     _values: list[Value] = field(default_factory=list)
     _operators: list[Operator] = field(default_factory=list)
 
@@ -47,23 +58,26 @@ class PartitionedStep:
         self.resident = {storages.base(node) for node in placeholders if not is_tangent(node)}
         results: Any = graph.output_node().args[0]
         described = graph.output_node().meta.get("desc") or [None] * len(results)
-        of_loss = [is_gradient_output(item) for item in described]
-        outputs = [
-            node for node, last in zip(results, of_loss, strict=True) if isinstance(node, fx.Node) and not last
+        tensors = [
+            (node, is_gradient_output(item))
+            for node, item in zip(results, described, strict=True)
+            if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
         ]
-        gradients = [
-            node for node, last in zip(results, of_loss, strict=True) if isinstance(node, fx.Node) and last
-        ]
-        self._held = {storages.base(node) for node in outputs}
+        outputs = [node for node, last in tensors if not last]
+        gradients = [node for node, last in tensors if last]
+        returned = {storages.base(node) for node in outputs}
+        self._held = returned
+        if self.outputs == LOSS_ONLY and any(node.meta["val"].dim() == 0 for node in outputs):
+            self._held = {storages.base(node) for node in outputs if node.meta["val"].dim() <= 2}
         self._grown = {storages.base(node) for node in gradients}
         known: dict[fx.Node, int] = {}
         self._add(self._needed([*outputs, *self.kept], ()), known, Phase.FORWARD)
         stays = {storages.base(node) for node in self.kept}
         back = {node: number for node, number in known.items() if node in stays}
         tangents = [node for node in placeholders if is_tangent(node)]
-        writes = tuple(self._value(node, ValueKind.TANGENT) for node in tangents)
+        writes = tuple(self._value(node, ValueKind.GRADIENT) for node in tangents)
         back.update(zip(tangents, writes, strict=True))
-        reads = tuple(known[node] for node in sorted(self._held, key=str) if node in known)
+        reads = tuple(known[node] for node in sorted(returned, key=str) if node in known)
         self._operator("loss", reads, writes, Phase.BACKWARD)
         self._add(self._backward(gradients), back, Phase.BACKWARD)
         made = OperatorGraph(

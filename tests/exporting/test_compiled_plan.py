@@ -28,7 +28,7 @@ def test_a_file_answers_as_planned():
     plain = Trainee(copy.deepcopy(model), inputs, {}, default_loss, "cpu")
     plain.step()
     budget_bytes = int(0.8 * plain.memory().peak_bytes)
-    plan = compile_plan(meta, (tokens,), budget_bytes, "cpu", partitioning_backend())
+    plan = compile_plan(meta, (tokens,), budget_bytes, "cpu", backend=partitioning_backend())
     assert plan.peak_bytes <= budget_bytes
     text = compiled_text(plan, schedule('x"""\nimport os # \x1b'))
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -55,7 +55,7 @@ def test_a_file_answers_as_planned():
 def test_what_does_not_fit_or_is_no_graph_is_refused():
     inputs = (torch.randint(0, 50, (4, 16)),)
     with pytest.raises(InfeasibleBudget, match="smallest peak"):
-        compile_plan(Transformer(layers=1).train(), inputs, 1000, "cpu", partitioning_backend())
+        compile_plan(Transformer(layers=1).train(), inputs, 1000, "cpu", backend=partitioning_backend())
 
     class Looks(Transformer):
         def forward(self, tokens):
@@ -63,4 +63,4 @@ def test_what_does_not_fit_or_is_no_graph_is_refused():
 
     torch.compiler.reset()
     with pytest.raises(TraceError):
-        compile_plan(Looks(layers=1).train(), inputs, 10**9, "cpu", partitioning_backend())
+        compile_plan(Looks(layers=1).train(), inputs, 10**9, "cpu", backend=partitioning_backend())

@@ -36,8 +36,8 @@ def test_peaks_rise_with_budgets_and_stay_within_them(monkeypatch):
     solvers = []
     original = compile_budget.PartitionSolver
 
-    def noted(budget_bytes):
-        solvers.append(original(budget_bytes))
+    def noted(budget_bytes, outputs):
+        solvers.append(original(budget_bytes, outputs))
         return solvers[-1]
 
     monkeypatch.setattr(compile_budget, "PartitionSolver", noted)
