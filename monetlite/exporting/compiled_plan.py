@@ -19,6 +19,7 @@ from monetlite.core.units import format_bytes, format_ms
 from monetlite.exporting.plan_file import literal, told
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
+from monetlite.fx.torch_internals.torch_dynamo import messages_left_out
 from monetlite.fx.torch_internals.torch_inductor import inductor_backend
 from monetlite.fx.torch_internals.torch_partitioner import partitioned_by
 from monetlite.planning.compile_budget import Backend, PartitionSolver
@@ -93,7 +94,7 @@ def compile_plan(
             return compile_graph(graph, inputs)
 
     try:
-        with mode:
+        with messages_left_out(), mode:
             torch.compile(model, backend=within_budget, dynamic=False, fullgraph=True)(*args, **kwargs)
     except Exception as error:
         if not found:
@@ -102,7 +103,10 @@ def compile_plan(
 
 
 _CODE = '''
+import logging
+
 import torch
+import torch._dynamo
 from torch._functorch import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomKnapsackSolver
@@ -111,6 +115,9 @@ from torch._inductor.custom_graph_pass import CustomKnapsackSolver
 
 def compile(model, **options):
     """Compile a model in training mode, as planned; options are those of torch.compile."""
+    for name in ("debug", "info", "warning", "warning_once", "error"):  # a message would take the graph apart
+        if method := getattr(logging.Logger, name, None):
+            torch._dynamo.config.ignore_logging_functions.add(method)
     return torch.compile(model, **{{"backend": backend, "dynamic": False, "fullgraph": True, **options}})
 
 

@@ -33,7 +33,7 @@ def test_a_file_answers_as_planned():
     text = compiled_text(plan, schedule('x"""\nimport os # \x1b'))
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert [alias.name for node in imports for alias in node.names] == [
-        "torch", "config", "compile_fx", "CustomKnapsackSolver",
+        "logging", "torch", "torch._dynamo", "config", "compile_fx", "CustomKnapsackSolver",
     ]  # fmt: skip
     names: dict = {}
     exec(compile(text, "plan.py", "exec"), names)
