@@ -27,6 +27,14 @@ def build(batch: int = 4):
     layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())]
     return nn.Sequential(*layers), (torch.randn(batch, 32),)
 """
+IN_LAYERS = """
+import torch
+from torch import nn
+
+def build(batch: int = 64):
+    row = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
+    return nn.Sequential(*row), (torch.randn(batch, 32),)
+"""
 COMMANDS = (
     "solve --model resnet50 --budget 6GB --time-limit 10",
     "show resnet50_6GB.yaml --output timeline.png",
@@ -38,6 +46,8 @@ COMMANDS = (
     "measure --model own.py:build --device cpu --batch 2,4 --repeats 1 --warmup 0",
     "solve --max-batch --model own.py:build --device t4 --budget 100kB --time-limit 1",
     "compare --model own.py:build --budgets 90% --repeats 1 --time-limit 1 --peers checkpoint --output compared.md",
+    "solve --model layered.py:build --budget 95% --device cpu --time-limit 1 --output layered.yaml",
+    "export layered.yaml --model layered.py:build --to checkpoint --output plan.py",
     "zoo list",
     "zoo show zoo:resnet50@6GB",
     "zoo get zoo:resnet50@6GB --output got.yaml",
@@ -63,6 +73,8 @@ def use_every_name() -> None:
     wrapped(inputs).sum().backward()
     monetlite.optimize(model, inputs, budget="100%", device="t4", time_limit=1)
     monetlite.compare(model, inputs, ["90%"], time_limit=1, repeats=1, peers=["checkpoint"])
+    with contextlib.suppress(monetlite.MonetliteError):  # where torch's partitioner takes no solver
+        monetlite.compile_within(model, "1GB")
     with contextlib.suppress(monetlite.MonetliteError):  # where there is no GPU
         monetlite.limit_reserved("6GB")
     for name in monetlite.__all__:
@@ -74,6 +86,7 @@ def main_program() -> None:
     assert REPOSITORY not in Path(monetlite.__file__).resolve().parents or "site-packages" in monetlite.__file__
     use_every_name()
     Path("own.py").write_text(OWN_MODEL, encoding="utf-8")
+    Path("layered.py").write_text(IN_LAYERS, encoding="utf-8")
     Path("schedules").mkdir()
     sample = REPOSITORY / "tests" / "zoo" / "monet_samples" / f"{MONETS}.xz"
     Path(MONETS).write_bytes(lzma.decompress(sample.read_bytes()))

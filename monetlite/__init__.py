@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `x as x` exports a name
     from monetlite.core.simulate import simulate as simulate
     from monetlite.planning.budgets import solve as solve
     from monetlite.planning.budgets import sweep as sweep
+    from monetlite.planning.compile_budget import compile_within as compile_within
     from monetlite.planning.pipeline import optimize as optimize
     from monetlite.planning.pipeline import profile as profile
     from monetlite.runtime.in_place import release as release
@@ -35,6 +36,7 @@ _HOME = {
     "MONeTWrapper": "monetlite.runtime.wrapper",
     "Schedule": "monetlite.core.schedule",
     "compare": "monetlite.checking.comparison.runner",
+    "compile_within": "monetlite.planning.compile_budget",
     "limit_reserved": "monetlite.runtime.reserved_memory",
     "load_profile": "monetlite.core.costs",
     "load_schedule": "monetlite.zoo.collection",

@@ -265,9 +265,9 @@ def capture(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     stand_in = torch.device(meta_device)
-    model = _without_meta(model, mode, stand_in)
+    model = without_meta(model, mode, stand_in)
     args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: _fake(tensor, mode, stand_in), (args, dict(kwargs))
+        torch.Tensor, lambda tensor: faked(tensor, mode, stand_in), (args, dict(kwargs))
     )
     compiled = aot_backend(keep, forward=boxed, backward=boxed)
 
@@ -354,7 +354,8 @@ def too_many_programs() -> ModelError:
     )
 
 
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, meta_device: torch.device) -> torch.Tensor:
+def faked(tensor: torch.Tensor, mode: FakeTensorMode, meta_device: torch.device) -> torch.Tensor:
+    """A fake tensor like another; one on the meta device stands for one on `meta_device`."""
     if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
         return tensor
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
@@ -364,7 +365,7 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, meta_device: torch.device)
     return mode.from_tensor(tensor, static_shapes=True)
 
 
-def _without_meta(model: nn.Module, mode: FakeTensorMode, meta_device: torch.device) -> nn.Module:
+def without_meta(model: nn.Module, mode: FakeTensorMode, meta_device: torch.device) -> nn.Module:
     """A model on the meta device, as one on a real device without memory; any other model unchanged."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return model
@@ -373,7 +374,7 @@ def _without_meta(model: nn.Module, mode: FakeTensorMode, meta_device: torch.dev
 
     def fake(tensor: torch.Tensor) -> Any:
         if id(tensor) not in fakes:
-            replacement: Any = _fake(tensor, mode, meta_device)
+            replacement: Any = faked(tensor, mode, meta_device)
             if isinstance(tensor, nn.Parameter):
                 replacement = nn.Parameter(replacement.detach(), requires_grad=tensor.requires_grad)
             fakes[id(tensor)] = replacement

@@ -55,6 +55,11 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
+def is_gradient_output(description: object) -> bool:
+    """True for what AOTAutograd says of an output of a joint graph that is a gradient."""
+    return isinstance(description, descriptors.GradAOTOutput)
+
+
 def is_forward(node: fx.Node) -> bool:
     """True for a node that AOTAutograd recorded in the forward pass; some nodes are of neither pass."""
     return bool(node.meta.get("partitioner_tag") == "is_forward")

@@ -16,6 +16,7 @@
 | `temporarily_clear_interpreter_stack` | the same for transforms of `torch.func` |
 | `Tensor._version` | changes in place; a piece would compute again from a changed tensor |
 | `auto_functionalized_v2`, `_only_clone_these_bases` | an operator that changes tensors, on copies or in place |
+| `StorageWeakRef` | tells when a storage dies; recorded steps would have other lifetimes |
 | `UntypedStorage._cdata` | identity of a storage; views would count as tensors of their own |
 """
 
@@ -32,6 +33,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -81,6 +83,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors of one storage share while they live, fake ones too."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def weak_storage(tensor: torch.Tensor) -> Any:
+    """A weak reference to a tensor's storage; `expired()` tells if that is gone."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def changes_in_place(tensor: torch.Tensor) -> int:

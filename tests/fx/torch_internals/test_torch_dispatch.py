@@ -27,6 +27,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     suggest_memory_format,
     traced_as,
     unchecked,
+    weak_storage,
     without_modes,
     without_python_kernels,
     without_transforms,
@@ -231,3 +232,13 @@ def test_changes_in_place_are_counted_for_a_tensor_and_its_views() -> None:
     before = changes_in_place(tensor)
     tensor.view(2, 2).add_(1)
     assert changes_in_place(tensor) == changes_in_place(tensor.view(2, 2)) > before
+
+
+def test_a_weak_reference_to_a_storage_outlives_views_and_not_the_storage() -> None:
+    tensor = torch.zeros(4)
+    reference = weak_storage(tensor)
+    view = tensor[1:]
+    del tensor
+    assert not reference.expired()
+    del view
+    assert reference.expired()

@@ -1,0 +1,123 @@
+"""`monetlite export`: a plan for people who train without monetlite."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from monetlite.cli.command_options import (
+    ModelChoice,
+    output_option,
+    schedule_argument,
+    schedule_device_option,
+    schedule_model_option,
+    size_options,
+)
+from monetlite.cli.option_types import MEASURED_HERE
+from monetlite.cli.running import check_writable, command
+from monetlite.cli.subjects import OpenedSchedule, open_schedule
+from monetlite.cli.terminal import Terminal
+from monetlite.core.errors import DeviceError, ModelError
+from monetlite.core.files.atomic import write_atomically
+from monetlite.core.options import PricingOptions
+from monetlite.core.schedule import Schedule
+from monetlite.core.simulate import simulate
+from monetlite.zoo.collection import load_schedule
+
+COMPILE = "torch-compile"
+TARGETS = ("checkpoint", "transformers", "torchtitan", COMPILE)
+
+
+@command(
+    "export",
+    schedule_argument,
+    click.option(
+        "--to",
+        "target",
+        type=click.Choice(TARGETS),
+        required=True,
+        help="checkpoint: torch.utils.checkpoint in a loop of one's own. transformers: for its Trainer. "
+        "torchtitan: for a parallelize function. torch-compile: for torch.compile's partitioner.",
+    ),
+    output_option("The plan: a Python file that needs torch alone.", required=True),
+    schedule_model_option,
+    size_options("schedule"),
+    schedule_device_option,
+)
+def export_command(
+    terminal: Terminal, schedule: str, target: str, output: Path, choice: ModelChoice, device: str | None
+) -> None:
+    """Write a plan that PyTorch runs without monetlite, within a schedule's budget.
+
+    Other tools can express less than a schedule has: whole layers recomputed, with some results saved. The plan is
+    solved for in that space, for the schedule's model, sizes and budget. SCHEDULE is a file, or a name such as
+    zoo:resnet50@6GB.
+    """
+    check_writable(output)
+    priced_for = device or load_schedule(schedule).device
+    if priced_for not in MEASURED_HERE:
+        raise DeviceError(
+            f"{schedule} is for {priced_for}, at estimated costs. A plan is made on the machine that "
+            "trains: PyTorch's own operators are recorded and measured there. There, add --device cuda or cpu"
+        )
+    opened = open_schedule(schedule, choice, device, terminal)
+    import torch
+
+    from monetlite.exporting.exported_plan import export_plan
+    from monetlite.exporting.plan_file import Target, plan_text, predicted
+    from monetlite.reporting.text_export import print_exported
+
+    timeline, graph = simulate(opened.profile, opened.steps), opened.profile.graph
+    # At the costs of now, as the plan is.
+    solved = replace(opened.schedule, peak_bytes=timeline.peak_bytes, latency_ms=timeline.latency_ms)
+    if target == COMPILE:
+        _export_compiled(terminal, opened, solved, output)
+        return
+    pricing = PricingOptions(device=graph.device, optimizer=solved.optimizer, accumulate=solved.accumulate)
+    dtype = getattr(torch, solved.autocast or "bfloat16")
+    with (
+        terminal.bar("measuring operators as PyTorch runs them") as progress,
+        torch.autocast(graph.device, dtype, enabled=bool(solved.autocast)),
+    ):
+        exported = export_plan(
+            opened.built.model, opened.built.example_inputs, solved.budget_bytes, pricing, progress
+        )
+    write_atomically(output, plan_text(exported, solved, Target(target)))
+    if terminal.as_json:
+        facts = {"model": solved.name, "to": target, **predicted(exported, solved)}
+        wrapped = [exported.step.blocks[number].path for number in exported.found.plan]
+        terminal.print_json({**facts, "wrapped": wrapped, "output": str(output)})
+    else:
+        print_exported(terminal.console, exported, solved, str(output))
+
+
+def _export_compiled(terminal: Terminal, opened: OpenedSchedule, solved: Schedule, output: Path) -> None:
+    """Write a plan for `torch.compile`."""
+    from monetlite.core.units import format_bytes
+    from monetlite.exporting.compiled_plan import compile_plan, compiled_facts, compiled_text
+
+    if solved.optimizer or solved.accumulate or solved.autocast:
+        raise ModelError(
+            "a plan for torch.compile counts no optimizer and no earlier gradients, and is made without autocast; "
+            "solve a schedule without these, with that much less budget"
+        )
+    built = opened.built
+    with terminal.line("compiling up to torch's partitioner"):
+        plan = compile_plan(
+            built.model,
+            built.example_inputs,
+            solved.budget_bytes,
+            opened.profile.graph.device,
+            outputs=solved.outputs,
+        )
+    write_atomically(output, compiled_text(plan, solved))
+    if terminal.as_json:
+        terminal.print_json({"model": solved.name, "to": COMPILE, **compiled_facts(plan), "output": str(output)})
+        return
+    terminal.console.print(
+        f"at most {format_bytes(plan.peak_bytes)} within {format_bytes(plan.budget_bytes)}; the schedule, run by "
+        f"monetlite: {format_bytes(solved.peak_bytes)}. {len(plan.again)} of {len(plan.nodes)} costly results are "
+        f"computed again\nplan written to {output}",
+        markup=False,
+        soft_wrap=True,
+    )

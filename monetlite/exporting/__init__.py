@@ -1,0 +1,1 @@
+"""Plans for people who train without monetlite, in the space that their tools can express."""

@@ -1,0 +1,416 @@
+"""A training step as PyTorch itself runs it: its operators, what autograd keeps, and what Python's frames hold.
+
+A checkpoint runs the model's own code, not a captured graph, and that code may take other branches than a capture
+does. So the step is recorded as it runs, once, without memory for its tensors (`weightless_run`). While it runs,
+everything that autograd would keep is dropped. A tensor that lives on is then held by the code itself.
+"""
+
+import contextlib
+import inspect
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from monetlite.core.errors import ModelError, TraceError
+from monetlite.core.graph import Argument, Call, Resident, TensorRef, TensorSpec, TorchConstant
+from monetlite.exporting.weightless_run import Contents, weightless_copy
+from monetlite.fx.call_encoding import encode_arguments, spec_of
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_dispatch import (
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+    storage_key,
+    weak_storage,
+    without_modes,
+)
+from monetlite.operators.random import forked_state
+from monetlite.tracing.step_inputs import Inputs, device_of, resident_bytes, split_inputs, tensors_in_order
+
+OUTSIDE_BLOCKS = -1
+"""Block of what no block holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerCall:
+    """A kernel that the step runs.
+
+    Attributes:
+        call: with its arguments; name: of the operator with its overload, as the dispatcher has it.
+        block: that runs it, by position; `OUTSIDE_BLOCKS` if none does, and in the backward pass.
+        occurrence: number of calls of the same operator before it in the block.
+        reads: values, and for what autograd kept the number of the `Kept`, as (value, number or None).
+        writes: values. changes: values and resident tensors that it changes in place; None stands for the latter.
+        draws: draws random numbers.
+    """
+
+    name: str
+    call: Call
+    block: int
+    occurrence: int
+    reads: tuple[tuple[int, int | None], ...]
+    writes: tuple[int, ...]
+    changes: tuple[int | None, ...]
+    draws: bool
+    module: str = ""
+
+
+@dataclass(kw_only=True)
+class Kept:
+    """A tensor that autograd keeps for the backward pass.
+
+    Attributes:
+        value: None for a resident tensor. block: whose code it is kept in. made: number of calls before.
+        released: number of calls when its node gave it up. needed: number of calls when it was first asked for.
+    """
+
+    value: int | None
+    block: int
+    made: int
+    released: int | None = None
+    needed: int | None = None
+
+
+@dataclass(kw_only=True)
+class ModuleBlock:
+    """A module that can be checkpointed: one of a row of modules, called once in the step.
+
+    Attributes:
+        path: its name in the model. start, end: the calls that it makes, the latter excluded.
+        inputs: values that it is called with. dispatched: operators that it calls, views among them.
+        problem: reason for which it can't be checkpointed; empty if it can.
+    """
+
+    path: str
+    start: int = 0
+    end: int = 0
+    inputs: tuple[int, ...] = ()
+    dispatched: int = 0
+    problem: str = "is not called in this step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerStep:
+    """A recorded step.
+
+    Attributes:
+        calls: forward, then backward; the latter begin at `border`.
+        sizes, specs: of each value. kept: by autograd. blocks: in the order of their calls.
+        held: for each value, the call after which nothing but autograd holds it; None for the end of the step.
+        gradients: values that become a parameter's or an input's gradient.
+    """
+
+    calls: tuple[EagerCall, ...]
+    border: int
+    sizes: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+    kept: tuple[Kept, ...]
+    held: tuple[int | None, ...]
+    gradients: frozenset[int]
+    blocks: tuple[ModuleBlock, ...]
+    resident: Resident
+    name: str
+    device: str
+    inputs: dict[str, TensorSpec] = field(default_factory=dict)
+
+
+def module_rows(model: nn.Module) -> list[str]:
+    """Names of the modules that a checkpoint may wrap: outermost ones in rows of modules that have parts."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        inside = any(name.startswith(f"{other}.") for other in found)
+        if last.isdigit() and not inside and any(True for _ in module.children()):
+            found.append(name)
+    return found
+
+
+def record_step(
+    model: nn.Module, example_inputs: Inputs, objective: Callable[[Any], torch.Tensor], *, device: str | None = None
+) -> EagerStep:
+    """Record a training step as PyTorch runs it, without memory for what it computes.
+
+    Args:
+        model: in training mode, on any device, the meta device included; it is not changed.
+        example_inputs: as in `trace`. objective: makes the loss of the output.
+        device: `cpu` or `cuda`, that the step runs on; by default where the model is.
+
+    Raises:
+        TraceError: the code looks at numbers that the step computes, or runs something that is no operator.
+        ModelError: the model is in evaluation mode.
+    """
+    if not model.training:
+        raise ModelError("the model is in evaluation mode; call model.train() before a training step is recorded")
+    args, kwargs = split_inputs(example_inputs)
+    here = device or device_of(model, (args, kwargs))
+    tensors = tensors_in_order(model, args, kwargs)
+    contents = Contents()
+    copied = weightless_copy(model, contents, here)
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda item: _input(item, contents, here), (args, dict(kwargs))
+    )
+    recorder = _Recorder(contents, here)
+    with forked_state(here), recorder.recording(copied):
+        output = copied(*args, **kwargs, **_without_cache(copied, kwargs))
+        loss = objective(output)
+        del output
+        recorder.begin_backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        del loss
+    leaves = [
+        *copied.parameters(),
+        *(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)),
+    ]
+    gradients = recorder.values_of(item.grad for item in leaves if item.is_leaf and item.grad is not None)
+    return EagerStep(
+        calls=tuple(recorder.calls),
+        border=recorder.border,
+        sizes=tuple(recorder.sizes),
+        specs=tuple(recorder.specs),
+        kept=tuple(recorder.kept),
+        held=tuple(recorder.held),
+        gradients=gradients,
+        blocks=tuple(sorted((item for item in recorder.blocks if item.end), key=lambda item: item.start)),
+        resident=resident_bytes(model, tensors),
+        name=type(model).__name__,
+        device=here,
+        inputs={f"input{number}": spec_of(tensor) for number, tensor in enumerate(tensors)},
+    )
+
+
+def _without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument that keeps a transformers model from making a key-value cache, which training does not use."""
+    if not getattr(getattr(model, "config", None), "use_cache", False) or "use_cache" in kwargs:
+        return {}
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def _input(tensor: torch.Tensor, contents: Contents, device: str) -> torch.Tensor:
+    """An input of the step: integers keep their contents, or are ones where they have none."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return contents.without(tensor.detach(), device).requires_grad_(tensor.requires_grad)
+    return torch.ones_like(tensor, device=device) if tensor.is_meta else tensor.detach().clone()
+
+
+class _Saved:
+    """Stands for a tensor that autograd keeps. It has the tensor's layout and, if that is resident, the tensor."""
+
+    def __init__(self, number: int, tensor: torch.Tensor, resident: bool, contents: torch.Tensor | None) -> None:
+        self.number = number
+        self.tensor = tensor if resident else contents
+        self.layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+        self.size = tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Notes every operator that reaches the dispatcher, and when storages die."""
+
+    def __init__(self, contents: Contents, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # nor for this
+        self.contents, self.device = contents, device
+        self.calls: list[EagerCall] = []
+        self.border = 0
+        self.sizes: list[int] = []
+        self.specs: list[TensorSpec] = []
+        self.kept: list[Kept] = []
+        self.held: list[int | None] = []
+        self.blocks: list[ModuleBlock] = []
+        self._value_of: dict[int, tuple[int, int | None]] = {}
+        """For each storage, its value, and the number of the `Kept` that it was made again from."""
+        self._living: dict[int, Any] = {}
+        """Weak references to those storages."""
+        self._lacking: set[int] = set()
+        self._counts: list[Counter[str]] = []
+        self._inside: list[int] = []
+        self._aside = False
+        self._backward = False
+
+    @contextlib.contextmanager
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        """Record what runs inside, and which module of a row runs it."""
+        for name in module_rows(model):
+            self._watch(name, model.get_submodule(name))
+        with self, torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+            self._note_deaths()
+
+    def begin_backward(self) -> None:
+        self.border = len(self.calls)
+        self._backward = True
+
+    def values_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+        """Values that tensors are of."""
+        keys = [storage_key(tensor) for tensor in tensors]
+        return frozenset(self._value_of[key][0] for key in keys if key in self._value_of)
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        number, forward = len(self.blocks), module.forward
+        block = ModuleBlock(path=name)
+        self.blocks.append(block)
+        self._counts.append(Counter())
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return forward(*args, **kwargs)
+            if block.end:
+                block.problem = "is called more than once in a step"
+            else:
+                tensors = (item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
+                block.start, block.inputs, block.problem = len(self.calls), tuple(self.values_of(tensors)), ""
+            self._inside.append(number)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside.pop()
+                block.end = max(1, len(self.calls))
+
+        module.forward = watched
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        key = storage_key(tensor)
+        value = self._value_of.get(key, (None, None))[0]
+        kept = Kept(value=value, block=self._block(), made=len(self.calls))
+        contents = None
+        if value is not None and key not in self._lacking:
+            with without_modes():
+                contents = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(
+                    tensor.detach()
+                )
+        saved = _Saved(len(self.kept), tensor.detach() if value is None else tensor, value is None, contents)
+        self.kept.append(kept)
+        weakref.finalize(saved, self._release, kept)
+        return saved
+
+    def _release(self, kept: Kept) -> None:
+        kept.released = len(self.calls)
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        kept = self.kept[saved.number]
+        if kept.needed is None:
+            kept.needed = len(self.calls)
+        if kept.value is None:
+            assert saved.tensor is not None
+            return saved.tensor
+        with without_modes():
+            shape, stride, offset, dtype, device = saved.layout
+            if saved.tensor is not None:
+                made = saved.tensor.clone()
+            else:
+                made = torch.empty(saved.size, dtype=dtype, device=device).as_strided(shape, stride, offset)
+                self._lacking.add(storage_key(made))
+        self._follow(made, kept.value, saved.number)
+        return made
+
+    def _follow(self, tensor: torch.Tensor, value: int, kept: int | None) -> None:
+        key = storage_key(tensor)
+        self._value_of[key] = value, kept
+        self._living[key] = weak_storage(tensor)
+
+    def _block(self) -> int:
+        return self._inside[-1] if self._inside else OUTSIDE_BLOCKS
+
+    def _note_deaths(self) -> None:
+        for key in [key for key, reference in self._living.items() if reference.expired()]:
+            value, kept = self._value_of.pop(key)
+            del self._living[key]
+            self._lacking.discard(key)
+            if kept is None:
+                self.held[value] = len(self.calls) - 1
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._note_deaths()
+        if not isinstance(operator, OpOverload):
+            raise TraceError(f"{operator} is no operator of the dispatcher, so the step can't be recorded")
+        if self._inside:
+            self.blocks[self._inside[-1]].dispatched += 1
+        result = self.contents.run(operator, args, kwargs, self._lacking)
+        self._note(operator, args, kwargs, result)
+        return result
+
+    def _note(self, operator: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call that makes storages or changes tensors; any other is a view, or a look at a number."""
+        operands = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        keys = {storage_key(item) for item in operands}
+        made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
+        fresh = [item for item in made if storage_key(item) not in keys and storage_key(item) not in self._value_of]
+        changed = self._changed(operator, args, kwargs)
+        if not fresh and not changed:
+            return
+        block, name = self._block(), str(operator)
+        occurrence = 0
+        if block != OUTSIDE_BLOCKS:
+            occurrence = self._counts[block][name]
+            self._counts[block][name] += 1
+        reads = {self._value_of[key] for key in keys if key in self._value_of}
+        outputs: list[str | None] = []
+        writes: list[int] = []
+        for item in made:
+            if not any(item is other for other in fresh) or storage_key(item) in self._value_of:
+                outputs.append(None)
+                continue
+            value = len(self.sizes)
+            self.sizes.append(item.untyped_storage().nbytes())
+            self.specs.append(spec_of(item))
+            self.held.append(None)
+            self._follow(item, value, None)
+            outputs.append(f"v{value}")
+            writes.append(value)
+        self.calls.append(
+            EagerCall(
+                name=name,
+                call=Call(
+                    target=name,
+                    args=tuple(map(self._encoded, args)),
+                    kwargs=tuple((key, self._encoded(item)) for key, item in kwargs.items()),
+                    outputs=tuple(outputs),
+                ),
+                block=block,
+                occurrence=occurrence,
+                reads=tuple(sorted(reads, key=str)),
+                writes=tuple(writes),
+                changes=tuple(changed),
+                draws=_draws(operator, args, kwargs),
+                module=self.blocks[block].path if block != OUTSIDE_BLOCKS else "",
+            )
+        )
+
+    def _changed(self, operator: OpOverload, args: Any, kwargs: Any) -> list[int | None]:
+        schema = schema_of(operator)
+        if not schema.is_mutable:
+            return []
+        given = [*args, *(kwargs.get(item.name) for item in schema.arguments[len(args) :])]
+        return [
+            self._value_of.get(storage_key(item), (None, None))[0]
+            for argument, value in zip(schema.arguments, given, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for item in pytree.tree_leaves(value)
+            if isinstance(item, torch.Tensor)
+        ]
+
+    def _encoded(self, argument: Any) -> Argument:
+        if isinstance(argument, torch.Tensor):
+            key = storage_key(argument)
+            value = self._value_of.get(key, (None, None))[0]
+            return TensorRef(node=f"r{key}" if value is None else f"v{value}", value=value, spec=spec_of(argument))
+        if isinstance(argument, tuple | list):
+            return tuple(map(self._encoded, argument))
+        encoded: Argument = encode_arguments(argument, lambda _: None)
+        return encoded
+
+
+def _draws(operator: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Tell whether an operator draws random numbers; attention does where it drops some."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    arguments = schema_of(operator).arguments
+    given = dict(zip((item.name for item in arguments), args, strict=False)) | kwargs
+    return bool(given.get("dropout_p", 1.0) != 0)
+
+
+__all__ = ["OUTSIDE_BLOCKS", "EagerCall", "EagerStep", "Kept", "ModuleBlock", "TorchConstant", "record_step"]

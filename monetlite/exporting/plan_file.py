@@ -1,0 +1,211 @@
+"""The file of an exported plan: plain PyTorch that needs no monetlite.
+
+The plan is data in it, as literals. Names come from a model and a schedule file, so each is written as `repr` does
+it, or escaped in a comment. Nothing that they say is run.
+"""
+
+import pprint
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from monetlite.core.schedule import Schedule
+from monetlite.core.units import format_bytes, format_ms
+from monetlite.exporting.checkpointed_step import CheckpointPlan
+from monetlite.exporting.eager_step import EagerStep
+from monetlite.exporting.exported_plan import ExportedPlan
+
+
+class Target(StrEnum):
+    """Tools that an exported plan is for."""
+
+    CHECKPOINT = "checkpoint"
+    TRANSFORMERS = "transformers"
+    TORCHTITAN = "torchtitan"
+
+
+_USE = {
+    Target.CHECKPOINT: """\
+    import plan
+    plan.apply(model)  # before the first step; plan.remove(model) undoes it
+""",
+    Target.TRANSFORMERS: """\
+    import plan
+    plan.apply(model)
+    Trainer(model=model, ...).train()
+
+Leave gradient_checkpointing off in TrainingArguments. transformers has one setting for all layers
+(activation_checkpointing_enable with every_n_layers), so each layer's forward function is wrapped instead, by
+torch.utils.checkpoint. Keys and values are not cached (config.use_cache): the recomputation would add them twice.
+""",
+    Target.TORCHTITAN: """\
+    import plan
+    plan.apply(model)  # in the model's parallelize function, in place of apply_ac(model, ...)
+
+Do it where apply_ac is called, before torch.compile and FSDP, and set the mode of activation_checkpoint to "none":
+torchtitan's own modes treat all layers alike. Names of parameters stay as they are. The figures are of a step that
+is not compiled: torch.compile decides again what to keep within a layer.
+""",
+}
+_CODE = '''
+import functools
+from collections import Counter
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+{data}
+
+def apply(model):
+    """Wrap the layers of a model in training mode by torch.utils.checkpoint, as planned."""
+    found = dict(model.named_modules())
+    missing = [name for name in LAYERS if name not in found]
+    if missing:
+        raise ValueError(f"the plan is for another model: there is no module {{missing[0]!r}}")
+    if any("forward" in vars(found[name]) for name in LAYERS):
+        raise ValueError("a layer's forward function has been replaced already, perhaps by this plan")
+    if getattr(getattr(model, "config", None), "use_cache", False):
+        model.config.use_cache = False
+    for name, kind in LAYERS.items():
+        layer = found[name]
+        layer.forward = functools.partial(_run, layer, layer.forward, name, SAVED[kind])
+    return model
+
+
+def remove(model):
+    """Undo `apply`."""
+    found = dict(model.named_modules())
+    for name in LAYERS:
+        vars(found[name]).pop("forward", None)
+    return model
+
+
+def _run(layer, forward, name, saved, *args, **kwargs):
+    if not (layer.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    if getattr(layer, "gradient_checkpointing", False):
+        raise RuntimeError("switch gradient checkpointing off: the layers are checkpointed by this plan")
+    if not saved:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    calls = Counter()
+
+    def policy(context, operator, *args, **kwargs):
+        key = str(operator)
+        calls[key] += 1
+        keep = key in saved and calls[key] - 1 in saved[key][1]
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    for key, (count, _) in saved.items():
+        if calls[key] != count:
+            raise RuntimeError(
+                f"{{name}} calls {{key}} {{calls[key]}} times, and the plan was made for {{count}}: "
+                "export it again for this model, these inputs and this version of torch"
+            )
+    return result
+'''
+
+
+def plan_text(exported: ExportedPlan, schedule: Schedule, target: Target) -> str:
+    """The text of a plan's file."""
+    layers, saved = _tables(exported.step, exported.found.plan)
+    data = "\n".join(
+        [
+            "# Layers that are wrapped, and which of SAVED each has.",
+            f"LAYERS = {literal(layers)}",
+            "",
+            "# By operator: how often a layer calls it, and which of these calls, from 0 on, are saved.",
+            "# All else is recomputed.",
+            f"SAVED = {literal(saved)}",
+            "",
+            "# Bytes and milliseconds.",
+            f"PREDICTED = {literal(predicted(exported, schedule))}",
+            "",
+        ]
+    )
+    head = "".join(f"# {line}\n" for line in _facts(exported, schedule))
+    lines = _USE[target].rstrip().splitlines()
+    use = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return f"{head}#\n{use}#\n{_notes(exported.step, exported.found.plan)}{_CODE.format(data=data)}"
+
+
+def predicted(exported: ExportedPlan, schedule: Schedule) -> dict[str, Any]:
+    """Figures of the plan, beside those of the schedule and of plain training."""
+    return {
+        "budget_bytes": exported.budget_bytes,
+        "peak_bytes": exported.found.peak_bytes,
+        "latency_ms": round(exported.found.latency_ms, 3),
+        "plain_peak_bytes": exported.plain.peak_bytes,
+        "plain_latency_ms": round(exported.plain.latency_ms, 3),
+        "schedule_peak_bytes": schedule.peak_bytes,
+        "schedule_latency_ms": round(schedule.latency_ms, 3),
+    }
+
+
+def _tables(
+    step: EagerStep, plan: CheckpointPlan
+) -> tuple[dict[str, int], tuple[dict[str, tuple[int, tuple[int, ...]]], ...]]:
+    """The wrapped layers with their kind, and for each kind what is saved."""
+    kinds: list[dict[str, tuple[int, tuple[int, ...]]]] = []
+    layers: dict[str, int] = {}
+    for number, saved in plan.items():
+        block = step.blocks[number]
+        counts = Counter(call.name for call in step.calls[block.start : block.end])
+        places: dict[str, list[int]] = {}
+        for at in sorted(saved):
+            places.setdefault(step.calls[at].name, []).append(step.calls[at].occurrence)
+        kind = {name: (counts[name], tuple(of)) for name, of in sorted(places.items())}
+        if kind not in kinds:
+            kinds.append(kind)
+        layers[block.path] = kinds.index(kind)
+    return layers, tuple(kinds)
+
+
+def _facts(exported: ExportedPlan, schedule: Schedule) -> Iterator[str]:
+    found, plain, step = exported.found, exported.plain, exported.step
+    shapes = ", ".join("×".join(map(str, spec.shape)) or "number" for spec in step.inputs.values())
+    saved = sum(map(len, found.plan.values()))
+    yield f"A checkpoint plan of {told(schedule.name)} on inputs of {shapes}, in plain PyTorch."
+    yield "Written by `monetlite export`; it needs torch alone."
+    yield ""
+    yield f"budget      {format_bytes(exported.budget_bytes)}"
+    yield (
+        f"this plan   {format_bytes(found.peak_bytes)}, {format_ms(found.latency_ms)}: "
+        f"{len(found.plan)} of {len(step.blocks)} layers wrapped, {saved} results saved in them"
+    )
+    yield f"schedule    {format_bytes(schedule.peak_bytes)}, {format_ms(schedule.latency_ms)}: run by monetlite"
+    yield f"plain       {format_bytes(plain.peak_bytes)}, {format_ms(plain.latency_ms)}"
+    yield f"Peak of a training step and its time, predicted for {step.device} with torch {torch.__version__}."
+
+
+def _notes(step: EagerStep, plan: CheckpointPlan) -> str:
+    """Known effects of checkpointing on this model."""
+    calls = [call for number in plan for call in step.calls[step.blocks[number].start : step.blocks[number].end]]
+    notes = []
+    if any(None in call.changes for call in calls):
+        notes += [
+            "Buffers that wrapped layers change (running statistics of batch norm) are changed twice in a step,",
+            "once more in the recomputation. Gradients are not affected.",
+        ]
+    if any(call.draws for call in calls):
+        notes += [
+            "Dropout draws the same numbers again: the generator's state is put back for a recomputation",
+            "(preserve_rng_state, which is on).",
+        ]
+    if any(plan.values()):
+        notes.append("A saved result may not be changed in place. Each forward pass has one backward pass.")
+    return "".join(f"# {line}\n" for line in notes)
+
+
+def told(text: str) -> str:
+    """Text for a comment: on one line, without characters that a terminal acts on."""
+    return "".join(item if item.isprintable() else ascii(item)[1:-1] for item in text)
+
+
+def literal(data: Mapping[str, Any] | tuple[Any, ...]) -> str:
+    """Data as Python writes it down."""
+    return pprint.pformat(data, width=110, sort_dicts=False)

@@ -1,0 +1,156 @@
+"""Files of exported plans: run without monetlite, hold data alone, and are refused where they don't fit."""
+
+import ast
+import copy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from commands import run
+from layered_models import Transformer, transformer
+from test_checkpoint_plans import plan_module, random_plan, schedule
+
+import monetlite
+from monetlite.checking.trainee import default_loss
+from monetlite.core.options import PricingOptions
+from monetlite.exporting.eager_step import record_step
+from monetlite.exporting.exported_plan import export_plan, price_step
+from monetlite.exporting.plan_file import Target, plan_text
+
+HERE = Path(__file__).parent.parent
+OWN_MODEL = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+from layered_models import transformer
+
+def build():
+    return transformer(0.1)
+"""
+WITHOUT_MONETLITE = """
+import copy, sys
+sys.modules["monetlite"] = None
+sys.path[:0] = [{here!r}, {folder!r}]
+import torch
+from layered_models import transformer
+import plan
+
+model, (tokens,) = transformer(0.1)
+wrapped = plan.apply(copy.deepcopy(model))
+found = []
+for item in (model, wrapped):
+    torch.manual_seed(1)
+    item(tokens)["loss"].backward()
+    found.append({{name: parameter.grad for name, parameter in item.named_parameters()}})
+assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+assert not any(name.startswith("monetlite.") for name in sys.modules)
+print(len(plan.LAYERS), "layers")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model and a schedule of it."""
+    folder = tmp_path_factory.mktemp("exported")
+    (folder / "own.py").write_text(OWN_MODEL)
+    model, inputs = transformer(0.1)
+    found = monetlite.optimize(model, inputs, "70%", device="cpu", time_limit=1)
+    found.save(folder / "own.yaml")
+    return folder
+
+
+def export(folder, *options):
+    return run(
+        "export",
+        folder / "own.yaml",
+        "--model",
+        f"{folder / 'own.py'}:build",
+        "--output",
+        folder / "plan.py",
+        *options,
+    )
+
+
+def test_a_plan_runs_where_monetlite_cant_be_imported(folder):
+    found = export(folder, "--to", "checkpoint", "--json", "--force")
+    assert found.exit_code == 0, found.output
+    code = WITHOUT_MONETLITE.format(here=str(HERE), folder=str(folder))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("layers\n")
+
+
+def test_a_file_is_replaced_only_by_force(folder):
+    (folder / "plan.py").write_text("mine")
+    refused = export(folder, "--to", "checkpoint")
+    assert refused.exit_code == 2
+    assert "--force" in refused.output
+    assert (folder / "plan.py").read_text() == "mine"
+    found = export(folder, "--to", "transformers", "--force")
+    assert found.exit_code == 0, found.output
+    assert "this plan" in found.output
+    assert "Trainer(model=model" in (folder / "plan.py").read_text()
+
+
+def test_costs_of_another_machine_are_refused(folder):
+    refused = export(folder, "--to", "checkpoint", "--force", "--device", "t4")
+    assert refused.exit_code == 2
+    assert "on the machine that trains" in refused.output
+
+
+@pytest.mark.parametrize("target", Target)
+def test_a_file_has_literals_and_functions_alone_whatever_names_say(target):
+    model, inputs = transformer()
+    exported = export_plan(model, inputs, 10**9, PricingOptions())
+    hostile = 'x"""\nimport os; os.system("touch hacked")\n# \x1b[2J\r\\'
+    block = replace(exported.step.blocks[0], path=hostile)
+    step = replace(exported.step, blocks=(block, *exported.step.blocks[1:]))
+    found = replace(exported.found, plan={0: frozenset()})
+    text = plan_text(replace(exported, step=step, found=found), schedule(hostile), target)
+    tree = ast.parse(text)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert {alias.name for node in imports for alias in node.names} == {
+        "functools", "Counter", "torch", "CheckpointPolicy", "checkpoint", "create_selective_checkpoint_contexts",
+    }  # fmt: skip
+    data = [node for node in tree.body if isinstance(node, ast.Assign)]
+    assert ast.literal_eval(data[0].value) == {hostile: 0}
+    assert all(isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.FunctionDef) for node in tree.body)
+    assert all(item.isprintable() for item in text.replace("\n", ""))
+
+
+@pytest.fixture(scope="module")
+def planned():
+    model, inputs = transformer()
+    priced = price_step(record_step(model, inputs, default_loss), PricingOptions())
+    return model, inputs, plan_module(priced, random_plan(priced, 1))
+
+
+def test_a_plan_is_undone(planned):
+    model, _, plan = planned
+    copied = copy.deepcopy(model)
+    assert plan["apply"](copied) is copied
+    with pytest.raises(ValueError, match="replaced already"):
+        plan["apply"](copied)
+    assert not any("forward" in vars(module) for module in plan["remove"](copied).modules())
+
+
+def test_other_models_are_refused(planned):
+    _, (tokens,), plan = planned
+    with pytest.raises(ValueError, match="another model"):
+        plan["apply"](Transformer(layers=1))
+    other = Transformer()
+    for layer in other.layers:
+        layer.up = torch.nn.Identity()
+        layer.down = torch.nn.Identity()
+    plan["apply"](other.train())
+    with pytest.raises(RuntimeError, match="times, and the plan was made for"):
+        other(tokens)
+
+
+def test_evaluation_is_plain(planned):
+    model, (tokens,), plan = planned
+    wrapped = plan["apply"](copy.deepcopy(model)).eval()
+    with torch.no_grad():
+        assert torch.equal(wrapped(tokens)["loss"], copy.deepcopy(model).eval()(tokens)["loss"])
