@@ -194,7 +194,7 @@ def _gradients(graph: OperatorGraph) -> list[int]:
 
 
 def _with_state(graph: OperatorGraph, kind: OptimizerKind) -> Resident:
-    """What is resident with an optimizer's state."""
+    """Resident bytes of a step, an optimizer's state among them."""
     values = [graph.values[index] for index in _gradients(graph)]
     state_bytes = sum(kind.state_bytes(value.size_bytes, math.prod(value.shape)) for value in values)
     return replace(graph.resident, optimizer=state_bytes)
