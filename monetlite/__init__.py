@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `x as x` exports a name
     from monetlite.planning.compile_budget import compile_within as compile_within
     from monetlite.planning.pipeline import optimize as optimize
     from monetlite.planning.pipeline import profile as profile
+    from monetlite.runtime.backward_updates import step_in_backward as step_in_backward
     from monetlite.runtime.in_place import release as release
     from monetlite.runtime.in_place import schedule_of as schedule_of
     from monetlite.runtime.in_place import within as within
@@ -46,6 +47,7 @@ _HOME = {
     "schedule_of": "monetlite.runtime.in_place",
     "simulate": "monetlite.core.simulate",
     "solve": "monetlite.planning.budgets",
+    "step_in_backward": "monetlite.runtime.backward_updates",
     "sweep": "monetlite.planning.budgets",
     "trace": "monetlite.tracing",
     "verify": "monetlite.checking.verification",

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "examples"
 SHOWN = re.compile(r"<!-- lines of: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 NEEDS = {"lora": "peft", "accelerate_loop": "accelerate", "lightning_module": "lightning", "trainer": "accelerate"}
-BY_TEST = {"plain", "within_budget", "torchrun_ddp", "model"}
+BY_TEST = {"plain", "within_budget", "step_in_backward", "torchrun_ddp", "model"}
 
 
 @pytest.fixture
@@ -53,6 +53,8 @@ def test_the_same_losses_as_the_plain_loop(run):
     schedule = monetlite.schedule_of(within["model"])
     assert schedule.peak_bytes <= schedule.budget_bytes
     assert within["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    in_backward, _ = run("step_in_backward")
+    assert in_backward["losses"] == pytest.approx(plain["losses"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in BY_TEST))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
@@ -25,6 +26,7 @@ from monetlite.profiling.memory_use import (
 )
 from monetlite.profiling.meters import MAX_PAGE_FAULTS
 from monetlite.profiling.step_additions import make_optimizer
+from monetlite.runtime.backward_updates import BackwardUpdates
 from monetlite.runtime.reserved_memory import reserved_within
 from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.tracing.model_outputs import has_loss
@@ -59,6 +61,7 @@ class Trainee:
         device: `cpu` or `cuda`.
         training: False for forward passes without gradients.
         accumulate: keep gradients between steps.
+        step_in_backward: have the optimizer update each parameter when its gradient arrives.
         holds_outputs: keep outputs beside the model's loss until the step ends.
         autocast: dtype of `torch.autocast` around forward and loss; empty for none.
         optimizer: name of an optimizer.
@@ -74,6 +77,7 @@ class Trainee:
     _: KW_ONLY
     training: bool = True
     accumulate: bool = False
+    step_in_backward: bool = False
     holds_outputs: bool = False
     autocast: str = ""
     optimizer: InitVar[str | None] = None
@@ -98,7 +102,7 @@ class Trainee:
     def step(self) -> torch.Tensor:
         """Run forward and backward from cleared gradients, and return the loss."""
         self.clear()
-        with torch.set_grad_enabled(self.training):
+        with torch.set_grad_enabled(self.training), self._updating():
             dtype = getattr(torch, self.autocast or "bfloat16")
             with torch.autocast(self.device, dtype, enabled=bool(self.autocast)):
                 output = self.model(*self.args, **self.kwargs)
@@ -113,21 +117,23 @@ class Trainee:
     def run(self) -> None:
         """Take a step, with the optimizer's."""
         self.step()
-        if self.stepper is not None:
+        if self.stepper is not None and not self.step_in_backward:
             self.stepper.step()
 
     def snapshot(self, seed: int) -> Snapshot:
         """Take a step from a seed, and return its results."""
-        with forked_state(self.device), self._limited():
+        inputs = ((f"input {number}", item) for number, item in enumerate(self.inputs))
+        named = [*self.model.named_parameters(), *inputs]
+        gradients: dict[str, torch.Tensor] = {}
+        with forked_state(self.device), self._limited(), self._noting(named, gradients):
             torch.manual_seed(seed)
             before = rng_state(self.device)
             loss = self.step()
             after = rng_state(self.device)
-        inputs = ((f"input {number}", item) for number, item in enumerate(self.inputs))
-        named = [*self.model.named_parameters(), *inputs]
         return Snapshot(
             loss=on_cpu(loss),
-            gradients={name: taken_gradient(tensor) for name, tensor in named if tensor.grad is not None},
+            gradients=gradients
+            | {name: taken_gradient(tensor) for name, tensor in named if tensor.grad is not None},
             buffers={name: on_cpu(tensor) for name, tensor in self.model.named_buffers()},
             random_state=after,
             drew=not torch.equal(before, after),
@@ -198,6 +204,35 @@ class Trainee:
                 tensor.grad = None
             elif tensor.requires_grad:
                 tensor.grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.zero_()
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Have the optimizer step in the backward pass, if it is to."""
+        if not self.step_in_backward or self.stepper is None:
+            yield
+            return
+        updates = BackwardUpdates(self.stepper)
+        try:
+            yield
+        finally:
+            updates.remove()
+
+    @contextlib.contextmanager
+    def _noting(
+        self, named: Sequence[tuple[str, torch.Tensor]], gradients: dict[str, torch.Tensor]
+    ) -> Iterator[None]:
+        """Note gradients before the optimizer takes them in the backward pass."""
+        hooks = []
+        if self.step_in_backward:
+            for name, tensor in named:
+                if tensor.requires_grad:
+                    note = functools.partial(_note_gradient, gradients, name)
+                    hooks.append(tensor.register_hook(note))  # type: ignore[no-untyped-call]  # torch has no types for it
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _limited(self) -> contextlib.AbstractContextManager[None]:
         """Keep what the allocator reserves within the limit, if there is one."""
@@ -330,6 +365,10 @@ def off_by(fraction: float, seed: int) -> Callable[[str, torch.Tensor], torch.Te
         return weights.addcmul(weights, signs.to(weights), value=fraction)
 
     return change
+
+
+def _note_gradient(gradients: dict[str, torch.Tensor], name: str, gradient: torch.Tensor) -> None:
+    gradients[name] = on_cpu(gradient)
 
 
 def taken_gradient(tensor: torch.Tensor) -> torch.Tensor:

@@ -119,6 +119,7 @@ def verify_own(
             loss or default_loss,
             device,
             accumulate=schedule.accumulate,
+            step_in_backward=schedule.step_in_backward,
             holds_outputs=schedule.outputs == ALL_OUTPUTS,
             autocast=schedule.autocast,
             optimizer=schedule.optimizer,

@@ -127,7 +127,7 @@ pricing_options = with_options(
         help=f"{ESTIMATED} (a100-40gb, rtx-4090, t4, …). By default the GPU if there is one, else an estimate for "
         f"{DEFAULT_ESTIMATE}.",
     ),
-    options_of(PricingOptions, "optimizer", "accumulate"),
+    options_of(PricingOptions, "optimizer", "accumulate", "step_in_backward"),
     autocast_option(),
 )
 

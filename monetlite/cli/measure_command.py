@@ -68,7 +68,10 @@ MODE_LIST = CommaList(
 )
 
 
-OPERATORS_ONLY, WHOLE_ONLY = ("accumulate", "layout", "outputs", "top"), ("modes", "repeats", "warmup")
+OPERATORS_ONLY, WHOLE_ONLY = (
+    ("accumulate", "step_in_backward", "layout", "outputs", "top"),
+    ("modes", "repeats", "warmup"),
+)
 """Parameters of `--operators`, and of measuring without it."""
 _top_option = click.option(
     "--top", type=click.IntRange(min=1), default=15, show_default=True, help="Operators to list."
@@ -104,7 +107,7 @@ _layout_option = options_of(
     output_option("Write the table too: a .md, .json or .csv file. With --operators: a file for solve --profile."),
     click.option("--operators", is_flag=True, help="Show what each operator of a training step costs instead."),
     _top_option,
-    options_of(PricingOptions, "accumulate"),
+    options_of(PricingOptions, "accumulate", "step_in_backward"),
     _layout_option,
     options_of(PricingOptions, "outputs"),
     rare=OPERATORS_ONLY,

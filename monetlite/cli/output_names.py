@@ -35,6 +35,7 @@ def schedule_name(choice: ModelChoice, budget: str, pricing: PricingOptions, sol
         f"autocast-{choice.autocast}" if choice.autocast else None,
         pricing.optimizer,
         "accumulate" if pricing.accumulate else None,
+        "step-in-backward" if pricing.step_in_backward else None,
         "reserved" if solving.reserved else None,
         f"within{solving.tolerance:g}" if solving.tolerance else None,
         pricing.layout,
@@ -61,6 +62,7 @@ def name_from_profile(
         device=profile.device,
         optimizer=profile.optimizer,
         accumulate=profile.accumulate,
+        step_in_backward=profile.step_in_backward,
         layout=layout,
         outputs=graph.outputs,
     )

@@ -28,7 +28,17 @@ from monetlite.core.options import PricingOptions, SolvingOptions
 FIRST_BATCH = 32
 """Batch to begin from."""
 MAX_BATCH_SECONDS = 120.0
-_RARE = ("profiles", "layout", "outputs", "accumulate", "implementations", "solver", "seed", "multiple_of")
+_RARE = (
+    "profiles",
+    "layout",
+    "outputs",
+    "accumulate",
+    "step_in_backward",
+    "implementations",
+    "solver",
+    "seed",
+    "multiple_of",
+)
 _multiple_option = click.option(
     "--multiple-of",
     type=click.IntRange(min=1),

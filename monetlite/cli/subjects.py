@@ -101,6 +101,7 @@ def price_layouts(
                 device,
                 optimizer=pricing.optimizer,
                 accumulate=pricing.accumulate,
+                step_in_backward=pricing.step_in_backward,
                 tolerance=None if solving is None else solving.tolerance,
                 progress=progress,
             )
@@ -148,7 +149,8 @@ def load_profiles(
 
 def _step(profile: Profile) -> tuple[object, ...]:
     graph = profile.graph
-    return graph.name, graph.inputs, graph.outputs, profile.device, profile.optimizer, profile.accumulate
+    counted = profile.optimizer, profile.accumulate, profile.step_in_backward
+    return graph.name, graph.inputs, graph.outputs, profile.device, *counted
 
 
 def _described(profile: Profile) -> str:
@@ -211,6 +213,7 @@ def open_schedule(
         device=device or _device_of(schedule, path, terminal),
         optimizer=schedule.optimizer,
         accumulate=schedule.accumulate,
+        step_in_backward=schedule.step_in_backward,
         outputs=schedule.outputs,
     )
     # As plain training runs it, and last in the schedule's layout.

@@ -84,6 +84,7 @@ class Profile:
     environment: Mapping[str, str] = field(default_factory=dict)
     optimizer: str | None = None
     accumulate: bool = False
+    step_in_backward: bool = False
     source: ModelSource | None = None
     """The model's name and sizes, if another machine can build the same from them."""
 
@@ -197,6 +198,7 @@ class ProfileFile(Document, frozen=True, kw_only=True, tag="monetlite-profile"):
     outputs: Literal["all", "loss"] = ALL_OUTPUTS
     optimizer: str | None = None
     accumulate: bool
+    step_in_backward: bool = False
     costs: _CostSource
     resident: Resident
     values: Annotated[tuple[_ValueRow, ...], _MAX_ITEMS]

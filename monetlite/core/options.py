@@ -26,7 +26,8 @@ class PricingOptions:
     """Options of pricing: device, layout, what the step returns, and what it counts.
 
     Raises:
-        ModelError: an unknown optimizer or layout, or unknown outputs.
+        ModelError: an unknown optimizer or layout, unknown outputs, or `step_in_backward` without an optimizer or
+            with `accumulate`.
     """
 
     device: str | None = _option(
@@ -37,6 +38,11 @@ class PricingOptions:
         False,
         "Count gradients that exist when a training step begins: gradient accumulation, or "
         "zero_grad(set_to_none=False).",
+    )
+    step_in_backward: bool = _option(
+        False,
+        "Count each gradient only until its parameter is updated, in a training script that calls "
+        "monetlite.step_in_backward(optimizer).",
     )
     layout: str | None = _option(
         None,
@@ -54,6 +60,13 @@ class PricingOptions:
     def __post_init__(self) -> None:
         if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             raise ModelError(f"optimizer {self.optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
+        if self.step_in_backward and self.optimizer is None:
+            raise ModelError("step_in_backward counts an optimizer's step: say which, such as optimizer='adamw'")
+        if self.step_in_backward and self.accumulate:
+            raise ModelError(
+                "step_in_backward updates each parameter when its gradient arrives, so no gradients are left to "
+                "accumulate; leave one of the two out"
+            )
         if self.layout not in (None, *LAYOUTS):
             raise ModelError(f"layout {self.layout!r} is unknown; there are {', '.join(LAYOUTS)}")
         if self.outputs not in (LOSS_ONLY, ALL_OUTPUTS):

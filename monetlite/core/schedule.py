@@ -50,7 +50,7 @@ class Schedule:
         lower_bound_ms: no schedule within the budget is faster than this.
         status: optimal or feasible; solver: the method that found it; seconds: the time that took.
         device, kind, environment: of the costs; optimizer: whose state is counted, if any; accumulate: gradients of
-            earlier batches are counted.
+            earlier batches are counted; step_in_backward: each gradient is counted until its parameter is updated.
         tolerance: largest tolerance of an implementation that it may use; layout: of images (see `trace`).
         autocast: the dtype of `torch.autocast` around it, if on.
         smallest_proven_bytes: nothing fits below this; smallest_reached_bytes: the smallest peak known.
@@ -79,6 +79,7 @@ class Schedule:
     environment: Mapping[str, str] = field(default_factory=dict)
     optimizer: str | None = None
     accumulate: bool = False
+    step_in_backward: bool = False
     tolerance: float = 0.0
     layout: str = AS_TRACED
     autocast: str = ""
@@ -176,6 +177,9 @@ class ScheduleFile(Document, frozen=True, kw_only=True, tag="monetlite-schedule"
     inputs: Annotated[dict[str, TensorSpec], Meta(description="layouts of the input tensors")]
     optimizer: Annotated[str | None, Meta(description="whose state the peak counts")] = None
     accumulate: Annotated[bool, Meta(description="whether the peak counts gradients of earlier batches")] = False
+    step_in_backward: Annotated[
+        bool, Meta(description="whether the peak counts each gradient only until its parameter is updated")
+    ] = False
     tolerance: Annotated[
         float,
         Meta(ge=0, lt=1, description="the most that an implementation's result may differ from the default's"),

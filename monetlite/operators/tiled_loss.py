@@ -7,11 +7,16 @@ memory for the logits of one tile (Liger Kernel, Hsu et al., arXiv:2410.10989). 
 states add up to the weight's gradient in another order than one product does.
 
 `tile_loss` finds head and loss in a captured graph: a matrix product, element-wise operators with numbers (a soft
-cap, a scale, a conversion), and the cross-entropy of the result.
+cap, a scale, a conversion), and the cross-entropy of the result. Where the model leaves out some of the logits (the
+last of each sequence), their targets are ignored ones instead. Where it divides the loss by a number that is known
+in the forward pass (of items), the gradients are made of that quotient: scaled by one afterwards, they are not
+rounded once more.
 """
 
+import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +26,7 @@ from torch import Tensor, fx
 from monetlite.core.graph import Argument, Call, Implementation
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import fake_mode
+from monetlite.fx.torch_internals.torch_aot import is_tangent
 from monetlite.operators.cross_entropy import cross_entropy_backward, cross_entropy_backward_
 from monetlite.operators.implementations import TracedKernel, alternatives_for, function, slices, tensor_at
 
@@ -30,7 +36,17 @@ TILES = (2, 4, 8, 16, 32, 64)
 MIN_TILE_ROWS = 32
 BY_CLASS, BY_FEATURE = "by_class", "by_feature"
 """Orders of a weight's gradient: (classes, features), or (features, classes)."""
-_VIEWS = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.detach.default", "aten.alias.default"})
+_VIEWS = frozenset(
+    {
+        "aten.view.default",
+        "aten._unsafe_view.default",
+        "aten.detach.default",
+        "aten.alias.default",
+        "aten.clone.default",
+    }
+)
+"""Views, and copies, which have the same rows."""
+_SLICE, _SLICE_BACK = "aten.slice.Tensor", "aten.slice_backward.default"
 _PRODUCTS = {"aten.mm.default": (0, 1, None), "aten.addmm.default": (1, 2, 0)}
 """Positions of rows, matrix and bias."""
 _TRANSPOSE = "aten.t.default"
@@ -92,6 +108,7 @@ def linear_cross_entropy(
     steps: Iterable[tuple[str, Any]],
     wanted: tuple[bool, str | None, bool],
     tiles: int,
+    scales: Iterable[tuple[str, Any]] = (),
 ) -> tuple[Tensor | None, ...]:
     """Cross-entropy of the logits `rows @ matrix + bias`, and its gradients, some rows at a time.
 
@@ -106,9 +123,11 @@ def linear_cross_entropy(
         wanted: whether a gradient is wanted for rows; the order of the one for the matrix, None if it isn't
             wanted; whether one is wanted for the bias.
         tiles: number of tiles.
+        scales: what is done with the loss afterwards: (`mul`, number) or (`div`, number). Numbers may be tensors of
+            one number.
 
     Returns:
-        The loss; its gradients for rows, matrix and bias, of shape (1, classes).
+        The loss, before `scales`; gradients after them for rows, matrix and bias, of shape (1, classes).
     """
     of_rows, order, of_bias = wanted
     loss = torch.zeros((), dtype=torch.float32, device=rows.device)
@@ -119,7 +138,9 @@ def linear_cross_entropy(
         total = (weight[target.where(kept, 0)] * kept).sum()
     gradient = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if of_rows else None
     for_matrix = for_bias = None
-    one = torch.ones((), dtype=torch.float32, device=rows.device)
+    slope_of_loss = torch.ones((), dtype=torch.float32, device=rows.device)
+    for name, by in scales:
+        slope_of_loss = slope_of_loss * by if name == "mul" else slope_of_loss / by
     for some in slices(rows.shape[0], max(1, -(-rows.shape[0] // tiles))):
         hidden, targets = rows[some], target[some]
         logits = hidden @ matrix if bias is None else torch.addmm(bias, hidden, matrix)
@@ -132,7 +153,7 @@ def linear_cross_entropy(
         del logits
         loss += torch.ops.aten.nll_loss_forward.default(log_probabilities, targets, weight, SUM, ignore_index)[0]
         rest = (targets, weight, reduction, ignore_index, total.to(dtype), 1, dtype)
-        slope = cross_entropy_backward_(one.to(dtype), log_probabilities, *rest)
+        slope = cross_entropy_backward_(slope_of_loss.to(dtype), log_probabilities, *rest)
         del log_probabilities
         while undo:
             slope = undo.pop()(slope)
@@ -179,7 +200,7 @@ def in_tiles(kernel: TracedKernel) -> Iterator[Implementation]:
     count = tensor_at(kernel.call, 0).spec.shape[0]
     for tiles in TILES:
         if count // tiles >= MIN_TILE_ROWS:
-            args: tuple[Argument, ...] = (*kernel.args[:-1], tiles)
+            args: tuple[Argument, ...] = (*kernel.args[:9], tiles, *kernel.args[10:])
             yield kernel.implement(f"tiles_{tiles}", linear_cross_entropy, args=args)
 
 
@@ -189,13 +210,18 @@ class _HeadAndLoss:
 
     Attributes:
         product: makes the logits.
-        steps: between the logits and the loss.
+        steps: between the logits and the loss; `slice` is one of them.
+        scales: of the loss, as `linear_cross_entropy` takes them; incoming: the gradient of what comes of them.
+        before: the node that all of this has to stand before.
         inside: all nodes that go.
         rows, matrix, bias: nodes that make the gradients.
     """
 
     product: fx.Node
     steps: list[tuple[str, Any]]
+    scales: list[tuple[str, Any]]
+    incoming: Any
+    before: fx.Node
     inside: set[fx.Node] = field(default_factory=set)
     rows: fx.Node | None = None
     matrix: fx.Node | None = None
@@ -212,11 +238,26 @@ def has_loss_of_rows(graph: fx.Graph) -> bool:
 def tile_loss(graph: fx.Graph) -> None:
     """Replace heads with their losses, in a graph that `operators.merge` has been through, by one kernel each."""
     for node in list(graph.nodes):
-        if node.target is cross_entropy_backward and (found := _find(node)) is not None:
+        if node.target is cross_entropy_backward and (found := _find(node, _Order(graph))) is not None:
             _replace(graph, node, found)
 
 
-def _find(backward: Any) -> _HeadAndLoss | None:
+class _Order:
+    """The order of a graph's nodes, and those that depend on gradients of outputs."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.position = {node: number for number, node in enumerate(graph.nodes)}
+        self.backward: set[fx.Node] = set()
+        for node in graph.nodes:
+            if is_tangent(node) or not self.backward.isdisjoint(node.all_input_nodes):
+                self.backward.add(node)
+
+    def is_before(self, node: fx.Node, other: fx.Node) -> bool:
+        """True for a node of the forward pass before another node."""
+        return node not in self.backward and self.position[node] < self.position[other]
+
+
+def _find(backward: Any, order: _Order) -> _HeadAndLoss | None:
     """The head and the loss that a gradient is of; None if they have another form, or something else reads them."""
     _, probabilities, target, _, reduction, _, total, *_ = backward.args
     softmax, loss = storages.base(probabilities), total.args[0]
@@ -231,13 +272,34 @@ def _find(backward: Any) -> _HeadAndLoss | None:
         step = _step(node)
         if step is None:
             return None
+        if step[0] == "slice" and any(name == "slice" for name, _ in steps):
+            return None
         forward.add(node)
         steps += [step] if step[0] else []
         node = node.args[0]
     if node.meta["val"].dtype == torch.float16:  # gradients would vanish before they are scaled
         return None
-    found = _HeadAndLoss(product=node, steps=steps[::-1])
+    readers = [user for item in loss.users if item.args[1] == 0 for user in item.users]
+    before = min((backward, *readers), key=order.position.__getitem__)
+    incoming, scales = _scales(backward.args[0], before, order)
+    found = _HeadAndLoss(product=node, steps=steps[::-1], scales=scales, incoming=incoming, before=before)
     return found if not node.kwargs and _encloses(found, forward, backward, total) else None
+
+
+def _scales(incoming: Any, before: fx.Node, order: _Order) -> tuple[Any, list[tuple[str, Any]]]:
+    """The gradient of the scaled loss, and the scales that are known before a node, the last one first."""
+    scales: list[tuple[str, Any]] = []
+    while str(incoming.target) in _BY_NUMBER and len(incoming.args) == 2 and not incoming.kwargs:
+        inner, by = incoming.args
+        is_number = isinstance(by, (int, float)) or (
+            isinstance(by, fx.Node) and by.meta["val"].dim() == 0 and order.is_before(by, before)
+        )
+        if inner not in order.backward or not is_number:
+            break
+        scales.append((_BY_NUMBER[str(incoming.target)], by))
+        incoming = inner
+    # Going forward, the last to be undone is the first.
+    return incoming, scales[::-1]
 
 
 def _step(node: Any) -> tuple[str, Any] | None:
@@ -245,9 +307,13 @@ def _step(node: Any) -> tuple[str, Any] | None:
     name = str(node.target)
     if node.op != "call_function":
         return None
-    if name in _VIEWS:
+    if name in _VIEWS and node.kwargs.get("memory_format", torch.contiguous_format) is torch.contiguous_format:
         same = node.meta["val"].shape[-1:] == node.args[0].meta["val"].shape[-1:]
         return ("", None) if same else None
+    if name == _SLICE:
+        return _slice(node, node.args[0].meta["val"].shape, *node.args[1:])
+    if name == _SLICE_BACK:
+        return _slice(node, node.meta["val"].shape, *node.args[2:])
     if name in _BY_NUMBER and isinstance(node.args[1], (int, float)):
         return _BY_NUMBER[name], float(node.args[1])
     if name == "aten.tanh.default":
@@ -257,6 +323,18 @@ def _step(node: Any) -> tuple[str, Any] | None:
         if here.device == before.device and here.is_floating_point():
             return "to", str(here.dtype).removeprefix("torch.")
     return None
+
+
+def _slice(
+    node: Any, shape: Sequence[int], dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[str, Any] | None:
+    """The step that leaves out some logits, by the dimension and the numbers left out before and after."""
+    dim, start, end = dim % len(shape), start or 0, sys.maxsize if end is None else end
+    if node.kwargs or dim == len(shape) - 1 or step != 1 or {type(start), type(end)} != {int}:
+        return None  # numbers that vary with the sizes among them
+    if start < 0 or 0 <= end < shape[dim]:
+        return None
+    return "slice", (tuple(shape[:-1]), dim, start, -end if end < 0 else 0)
 
 
 def _encloses(found: _HeadAndLoss, forward: set[fx.Node], backward: fx.Node, total: fx.Node) -> bool:
@@ -343,15 +421,19 @@ def _is_transpose(node: Any, other: Any) -> bool:
 
 
 def _replace(graph: fx.Graph, backward: Any, found: _HeadAndLoss) -> None:
-    incoming, _, target, weight, reduction, ignore_index, total, *_ = backward.args
+    _, _, target, weight, reduction, ignore_index, total, *_ = backward.args
     loss: Any = total.args[0]
+    steps = [step for step in found.steps if step[0] != "slice"]
+    if len(steps) < len(found.steps):
+        target = _ignoring(graph, found, target, ignore_index)
     rows, matrix, bias = (
         None if at is None else found.product.args[at] for at in _PRODUCTS[str(found.product.target)]
     )
     wanted = (found.rows is not None, found.order, found.bias is not None)
-    args = (rows, matrix, bias, target, weight, reduction, ignore_index, tuple(found.steps), wanted, 1)
+    args = (rows, matrix, bias, target, weight, reduction, ignore_index, tuple(steps), wanted, 1)
+    args = (*args, tuple(found.scales)) if found.scales else args
     made = [found.rows, found.matrix, found.bias]
-    with graph.inserting_before(loss):
+    with graph.inserting_before(found.before):
         fused = graph.call_function(linear_cross_entropy, args)
         fused.meta.update(loss.meta)
         items = [graph.call_function(operator.getitem, (fused, at)) for at in range(4)]
@@ -368,10 +450,30 @@ def _replace(graph: fx.Graph, backward: Any, found: _HeadAndLoss) -> None:
             graph.erase_node(item)
             continue
         with graph.inserting_before(node):
-            scaled = graph.call_function(torch.ops.aten.mul.Tensor, (item, incoming))
+            scaled = graph.call_function(torch.ops.aten.mul.Tensor, (item, found.incoming))
         scaled.meta.update(node.meta)
         node.replace_all_uses_with(scaled)
     gone = found.inside | set(loss.users) | {node for node in made if node is not None}
     for node in reversed(list(graph.nodes)):
         if node in gone:
             graph.erase_node(node)
+
+
+def _ignoring(graph: fx.Graph, found: _HeadAndLoss, target: fx.Node, ignore_index: int) -> fx.Node:
+    """Targets for all logits, of targets for those that are not left out: the others are ignored."""
+    _, dim, first, last = next(value for name, value in found.steps if name == "slice")
+    (back,) = (node for node in found.inside if str(node.target) == _SLICE_BACK)
+    *shape, _ = back.args[1]  # where sizes vary, they are so here, and plain numbers in `meta`
+    sizes = [size - first - last if at == dim else size for at, size in enumerate(shape)]
+    padding = [0, 0] * (len(shape) - 1 - dim) + [first, last]
+    with graph.inserting_before(found.before):
+        for function, *args in (
+            (torch.ops.aten.view.default, sizes),
+            (torch.ops.aten.constant_pad_nd.default, padding, ignore_index),
+            (torch.ops.aten.view.default, [math.prod(shape)]),
+        ):
+            made = graph.call_function(function, (target, *args))
+            with fake_mode(target):
+                made.meta.update({**target.meta, "val": function(target.meta["val"], *args)})
+            target = made
+    return target

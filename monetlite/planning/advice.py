@@ -228,7 +228,10 @@ class LeastPeak:
             )
 
         costs = tuple(
-            tuple(priced(cost, step_share if operator.family == OPTIMIZER_STEP else work_share) for cost in of)
+            tuple(
+                priced(cost, step_share if operator.family in (OPTIMIZER_STEP, DELIVERY) else work_share)
+                for cost in of
+            )
             for operator, of in zip(graph.operators, self.profile.costs, strict=True)
         )
         return simulate(replace(self.profile, graph=graph, costs=costs), self.steps).peak_bytes

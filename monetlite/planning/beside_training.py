@@ -30,9 +30,10 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import parse_budget
 from monetlite.planning.budgets import solve_layouts
-from monetlite.planning.pipeline import measured_here, price, with_additions
+from monetlite.planning.pipeline import measured_here, price
 from monetlite.profiling.measured import Measurement
 from monetlite.profiling.memory_use import is_profiling
+from monetlite.profiling.step_additions import with_additions
 
 ROUGH_SECONDS = 2.5
 """Time for the first costs."""

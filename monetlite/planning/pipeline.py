@@ -32,6 +32,7 @@ def optimize(
     device: str | None = None,
     optimizer: str | None = None,
     accumulate: bool = False,
+    step_in_backward: bool = False,
     tolerance: float = 0.0,
     layout: str | None = None,
     outputs: str = LOSS_ONLY,
@@ -53,6 +54,8 @@ def optimize(
             where the model is.
         optimizer: counts the state and step of `"sgd"`, `"momentum"`, `"adam"`, `"adamw"` or `"adamw8bit"`.
         accumulate: counts gradients that exist when a training step begins.
+        step_in_backward: counts each gradient only until its parameter is updated, in a training script that calls
+            `monetlite.step_in_backward(optimizer)`.
         tolerance: how far an operator's result may be from the default implementation's, as a fraction of the
             largest sum of magnitudes on the way. 0: only implementations that make the same bits. 1e-5: also
             float32 sums in another order. 1e-4: also normalisations differentiated from their output. 4e-3: also
@@ -84,7 +87,12 @@ def optimize(
         SolverError: the solver is not installed.
     """
     pricing = PricingOptions(
-        device=device, optimizer=optimizer, accumulate=accumulate, layout=layout, outputs=outputs
+        device=device,
+        optimizer=optimizer,
+        accumulate=accumulate,
+        step_in_backward=step_in_backward,
+        layout=layout,
+        outputs=outputs,
     )
     solving = SolvingOptions(
         tolerance=tolerance,
@@ -134,6 +142,7 @@ def profile(
     *,
     optimizer: str | None = None,
     accumulate: bool = False,
+    step_in_backward: bool = False,
     tolerance: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
@@ -146,6 +155,7 @@ def profile(
         optimizer: `"sgd"`, `"momentum"`, `"adam"`, `"adamw"` or `"adamw8bit"`, to count its state and its step.
         accumulate: count gradients that exist when the step begins: gradient accumulation, or
             `zero_grad(set_to_none=False)`.
+        step_in_backward: count each gradient only until its parameter is updated.
         tolerance: price only what can be chosen within this tolerance (see `optimize`), which is quicker.
         progress: called with (calls measured, calls in all) while measuring.
 
@@ -159,7 +169,9 @@ def profile(
 
         if problem := attention_problem(graph, device):
             warnings.warn(problem, stacklevel=2)
-    options = PricingOptions(device=device, optimizer=optimizer, accumulate=accumulate)
+    options = PricingOptions(
+        device=device, optimizer=optimizer, accumulate=accumulate, step_in_backward=step_in_backward
+    )
     return price(graph, options, None if tolerance is None else SolvingOptions(tolerance=tolerance), progress)
 
 
@@ -184,6 +196,8 @@ def price(
         made = estimate_profile(graph, options.device or graph.device)
         if tolerance is not None:
             made = made.within(tolerance)
+    from monetlite.profiling.step_additions import with_additions
+
     return with_additions(made, options)
 
 
@@ -202,15 +216,6 @@ def measured_here(graph: OperatorGraph, options: PricingOptions) -> str | None:
             f"move the model and the inputs there before tracing, or name a device to estimate"
         )
     return device
-
-
-def with_additions(profile: Profile, options: PricingOptions) -> Profile:
-    """A profile with what the options count beside the model's operators."""
-    from monetlite.profiling.step_additions import with_accumulation, with_optimizer
-
-    if options.optimizer is not None:
-        profile = with_optimizer(profile, options.optimizer)
-    return with_accumulation(profile) if options.accumulate else profile
 
 
 def noteworthy_bytes(budget_bytes: int) -> float:

@@ -4,7 +4,7 @@ import importlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from monetlite.core.costs import Cost, Profile
 from monetlite.core.errors import ModelError
@@ -16,6 +16,7 @@ from monetlite.core.graph import (
     Operator,
     OperatorGraph,
     Phase,
+    Resident,
     ValueKind,
 )
 
@@ -31,8 +32,8 @@ class OptimizerKind:
     Attributes:
         made_by: its class, by its full name. settings: those that are not the default.
         state: copies that it keeps between steps.
-        foreach: copies that its multi-tensor step, the default on a GPU, holds while it runs. On a CPU it steps
-            parameter by parameter, and the largest one counts that often.
+        foreach: copies that its multi-tensor step, torch's default on a GPU, holds while it runs.
+        looped: copies of one parameter that its step holds on a CPU, where torch goes parameter by parameter.
         eight_bit: the copies have 8 bits and a float32 for each block of a copy, but for small parameters.
     """
 
@@ -40,7 +41,12 @@ class OptimizerKind:
     settings: Mapping[str, float] = field(default_factory=dict)
     state: int
     foreach: int
+    looped: int
     eight_bit: bool = False
+
+    def copies(self, device: str) -> int:
+        """Copies that its step on a device holds of the parameters that it updates together."""
+        return self.looped if device == "cpu" else self.foreach
 
     def state_bytes(self, size_bytes: int, elements: int) -> int:
         """Bytes that it keeps of a parameter between steps."""
@@ -57,14 +63,16 @@ Versions before 0.44 shared one among 2048."""
 
 
 OPTIMIZERS = {
-    "sgd": OptimizerKind(made_by="torch.optim.SGD", state=0, foreach=0),
-    "momentum": OptimizerKind(made_by="torch.optim.SGD", settings={"momentum": 0.9}, state=1, foreach=0),
-    "adam": OptimizerKind(made_by="torch.optim.Adam", state=2, foreach=1),
-    "adamw": OptimizerKind(made_by="torch.optim.AdamW", state=2, foreach=1),
-    "adamw8bit": OptimizerKind(made_by="bitsandbytes.optim.AdamW8bit", state=2, foreach=0, eight_bit=True),
+    "sgd": OptimizerKind(made_by="torch.optim.SGD", state=0, foreach=0, looped=0),
+    "momentum": OptimizerKind(made_by="torch.optim.SGD", settings={"momentum": 0.9}, state=1, foreach=0, looped=0),
+    "adam": OptimizerKind(made_by="torch.optim.Adam", state=2, foreach=1, looped=2),
+    "adamw": OptimizerKind(made_by="torch.optim.AdamW", state=2, foreach=1, looped=2),
+    "adamw8bit": OptimizerKind(
+        made_by="bitsandbytes.optim.AdamW8bit", state=2, foreach=0, looped=0, eight_bit=True
+    ),
 }
 """State: the momentum buffer of SGD; exp_avg and exp_avg_sq of Adam and AdamW, whose step makes the square root of
-the latter. 8-bit AdamW steps in place."""
+the latter, and on a CPU a quotient of it. 8-bit AdamW steps in place."""
 
 
 def make_optimizer(
@@ -89,6 +97,25 @@ def make_optimizer(
     return made
 
 
+class Counted(Protocol):
+    """Anything that says what is counted beside the model's operators: options, or a schedule."""
+
+    @property
+    def optimizer(self) -> str | None: ...
+    @property
+    def accumulate(self) -> bool: ...
+    @property
+    def step_in_backward(self) -> bool: ...
+
+
+def with_additions(profile: Profile, counted: Counted) -> Profile:
+    """Add to a profile what is counted beside the model's operators."""
+    if counted.optimizer is not None:
+        add = with_step_in_backward if counted.step_in_backward else with_optimizer
+        profile = add(profile, counted.optimizer)
+    return with_accumulation(profile) if counted.accumulate else profile
+
+
 def with_optimizer(profile: Profile, name: str) -> Profile:
     """Add an optimizer's state to a profile, and its step at the end.
 
@@ -96,9 +123,8 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
         ModelError: an unknown name.
     """
     kind, graph = _kind(name), profile.graph
-    gradients = [index for index, value in enumerate(graph.values) if value.kind is ValueKind.PARAM_GRAD]
+    gradients = _gradients(graph)
     sizes = [graph.values[index].size_bytes for index in gradients]
-    elements = [math.prod(graph.values[index].shape) for index in gradients]
     moment_bytes = sum(sizes) if profile.device != "cpu" else max(sizes, default=0)
     step = Operator(
         name="optimizer.step",
@@ -112,11 +138,66 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
         graph=replace(
             graph,
             operators=(*graph.operators, step),
-            resident=replace(graph.resident, optimizer=sum(map(kind.state_bytes, sizes, elements))),
+            resident=_with_state(graph, kind),
         ),
-        costs=(*profile.costs, (Cost(latency_ms=0.0, workspace_bytes=kind.foreach * moment_bytes),)),
+        costs=(
+            *profile.costs,
+            (Cost(latency_ms=0.0, workspace_bytes=kind.copies(profile.device) * moment_bytes),),
+        ),
         optimizer=name,
     )
+
+
+def with_step_in_backward(profile: Profile, name: str) -> Profile:
+    """Add an optimizer's state to a profile, and its steps where gradients are delivered.
+
+    A parameter is updated as soon as autograd has its gradient, which is freed then: a gradient is in memory from
+    its making to its delivery. Those of one delivery are there together, with the workspace for one of them.
+
+    Raises:
+        ModelError: an unknown name; a gradient that no optimizer takes, or that has to be scaled.
+    """
+    kind, graph = _kind(name), profile.graph
+    if graph.autocast == "float16":
+        raise ModelError(
+            "autocast to float16 needs GradScaler, which looks at all gradients before any parameter is updated, "
+            "so step_in_backward can't be used; autocast to bfloat16 needs no scaling"
+        )
+    if any(spec.requires_grad for spec in graph.inputs.values()):
+        raise ModelError(
+            "an input requires a gradient, which stays in memory; step_in_backward counts gradients as freed at "
+            "once. Leave it out, or detach the input"
+        )
+    gradients = set(_gradients(graph))
+
+    def step_bytes(operator: Operator) -> int:
+        (delivery,) = operator.implementations
+        updated = gradients.intersection((*delivery.reads, *delivery.writes))
+        largest = max((graph.values[index].size_bytes for index in updated), default=0)
+        return kind.copies(profile.device) * largest
+
+    costs = tuple(
+        (Cost(latency_ms=0.0, workspace_bytes=step_bytes(operator)),) if operator.family == DELIVERY else of
+        for operator, of in zip(graph.operators, profile.costs, strict=True)
+    )
+    values = tuple(
+        replace(value, kind=ValueKind.GRADIENT) if index in gradients else value
+        for index, value in enumerate(graph.values)
+    )
+    graph = replace(graph, values=values, resident=_with_state(graph, kind))
+    return replace(profile, graph=graph, costs=costs, optimizer=name, step_in_backward=True)
+
+
+def _gradients(graph: OperatorGraph) -> list[int]:
+    """The gradients that autograd keeps, one for each trained parameter."""
+    return [index for index, value in enumerate(graph.values) if value.kind is ValueKind.PARAM_GRAD]
+
+
+def _with_state(graph: OperatorGraph, kind: OptimizerKind) -> Resident:
+    """Resident bytes of a step, an optimizer's state among them."""
+    values = [graph.values[index] for index in _gradients(graph)]
+    state_bytes = sum(kind.state_bytes(value.size_bytes, math.prod(value.shape)) for value in values)
+    return replace(graph.resident, optimizer=state_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +237,7 @@ def with_accumulation(profile: Profile) -> Profile:
     without a copy.
     """
     graph = profile.graph
-    gradients = {index for index, value in enumerate(graph.values) if value.kind is ValueKind.PARAM_GRAD}
+    gradients = set(_gradients(graph))
     copies = {value for operator in graph.operators if operator.family == DELIVERY for value in operator.writes}
     values = tuple(
         replace(value, kind=ValueKind.GRADIENT, size_bytes=0 if index in copies else value.size_bytes)

@@ -107,6 +107,8 @@ def _summary(page: ExplanationWriter, analysis: Analysis) -> None:
         extras.append(f"the state and step of {schedule.optimizer} are counted")
     if schedule.accumulate:
         extras.append("gradients of earlier batches are counted")
+    if schedule.step_in_backward:
+        extras.append("each gradient is counted until its parameter is updated")
     if schedule.autocast:
         extras.append(f"autocast to {schedule.autocast} is on")
     if layout := LAYOUTS_IN_WORDS[schedule.layout]:

@@ -24,8 +24,8 @@ OURS = "monetlite"
 CONTEXT_BYTES = 5 * 10**8
 """Memory of a CUDA context: a guess. It differs between GPUs, and between versions of CUDA."""
 _TOLD = (
-    "operators fingerprint device optimizer accumulate tolerance layout autocast budget_bytes peak_bytes "
-    "reserved_bytes latency_ms plain_peak_bytes plain_latency_ms overhead lower_bound_ms gap status "
+    "operators fingerprint device optimizer accumulate step_in_backward tolerance layout autocast budget_bytes "
+    "peak_bytes reserved_bytes latency_ms plain_peak_bytes plain_latency_ms overhead lower_bound_ms gap status "
     "smallest_proven_bytes smallest_reached_bytes solver seconds"
 )
 

@@ -34,6 +34,7 @@ from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, break_reason, ta
 from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
+from monetlite.profiling.step_additions import with_additions
 from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.captured_piece import CapturedPiece
@@ -336,8 +337,6 @@ class PiecewiseTraining:
     def _peak_bytes(self, schedule: Schedule) -> int:
         """The peak of a schedule as the pieces run it."""
         assert self._priced is not None
-        from monetlite.planning.pipeline import with_additions
-
         profile = with_additions(self._priced.profile, self._pricing)
         steps = self._priced.in_order(schedule.choices.steps(profile.graph))
         return simulate(profile, steps).peak_bytes

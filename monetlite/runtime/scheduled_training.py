@@ -27,6 +27,7 @@ from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs
 from monetlite.operators.program_calls import GuardFailed
+from monetlite.runtime.backward_updates import refuse_without_updates
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import Unplanned, delivering_backend
 from monetlite.runtime.guarded_outputs import guard_outputs
@@ -187,6 +188,8 @@ class ScheduledTraining:
             self._warn_of_shapes()
         _refuse_shards(self.model)
         refuse_uninitialized(self.model)
+        if plans.updates_in_backward:
+            refuse_without_updates(self.model)
         plans.look_at(call)
         serving = plans.serving(call)
         if not serving and plans.budget is None:
@@ -228,7 +231,8 @@ class ScheduledTraining:
             plans.schedule = plans.solve(call) if plans.wait else None
             return self._capture(call)
         except TraceError as error:
-            if self.whole or self.compile or split_options(plans.options)[1].reserved:
+            pricing, solving = split_options(plans.options)
+            if self.whole or self.compile or solving.reserved or pricing.step_in_backward:
                 raise
             assert plans.budget is not None
             options = split_options(plans.options)

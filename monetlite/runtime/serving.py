@@ -17,7 +17,7 @@ from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import storage_key
-from monetlite.profiling.step_additions import with_accumulation, with_optimizer
+from monetlite.profiling.step_additions import with_additions
 
 CONSTANTS = (bool, int, float, complex, str, bytes)
 """Types of arguments whose values a program is compiled for. Dynamo's guards notice a change of any other."""
@@ -137,11 +137,9 @@ def plain_if_smaller(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ..
 
 def values_bytes(schedule: Schedule, graph: OperatorGraph, steps: Sequence[Step]) -> int:
     """The peak of values alone, with the optimizer and the earlier gradients that the schedule counts."""
-    profile = without_costs(graph)
-    if schedule.optimizer is not None:
-        profile, steps = with_optimizer(profile, schedule.optimizer), (*steps, (len(graph.operators), 0))
-    if schedule.accumulate:
-        profile = with_accumulation(profile)
+    profile = with_additions(without_costs(graph), schedule)
+    added = range(len(graph.operators), len(profile.graph.operators))
+    steps = (*steps, *((index, 0) for index in added))
     return simulate(profile, steps).peak_bytes - graph.resident.total
 
 

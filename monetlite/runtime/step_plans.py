@@ -122,6 +122,11 @@ class StepPlans:
         vars(self).update(state)
         self._begin()
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """True if the plans count parameters as updated in the backward pass."""
+        return bool(self.options.get("step_in_backward")) or any(item.step_in_backward for item in self.schedules)
+
     @contextlib.contextmanager
     def capturing(self, call: Arguments) -> Iterator[None]:
         """Have the steps that are captured in a block be those of a call."""

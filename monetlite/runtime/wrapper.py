@@ -61,7 +61,7 @@ class MONeTWrapper(nn.Module):
         budget: in place of a schedule, or beside: solve for a schedule when the first step is taken, for the
             inputs that it has, and again whenever inputs are larger than any before or the model has changed.
         options: with a budget, further arguments of `monetlite.optimize`: device, optimizer, accumulate,
-            tolerance, layout, outputs, implementations, reserved, time_limit, solver, seed.
+            step_in_backward, tolerance, layout, outputs, implementations, reserved, time_limit, solver, seed.
         compile: have Inductor compile the programs. The peak is then an estimate, and results differ in their last
             bits.
         wait: with a budget, wait in the first step until all operators are measured and the best schedule is found.

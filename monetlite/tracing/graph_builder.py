@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -246,15 +248,22 @@ class GraphBuilder:
     def plan_deliveries(self, backward: Sequence[fx.Node], *, at_once: bool = False) -> None:
         """Find the backward kernel after which each gradient is final and nothing reads its parameter any more.
 
-        An optimizer that steps as soon as it has a gradient may then change the parameter. With `at_once` all are
-        handed over after the last kernel.
+        An optimizer that steps as soon as it has a gradient may then change the parameter. So nothing that a later
+        kernel reads may have to be computed again from it either. With `at_once` all are handed over after the last
+        kernel.
         """
         position = {node: at for at, node in enumerate(backward)}
+        bits = {node: 1 << number for number, node in enumerate(self.reach.primals)}
+        for node in self.reach.graph.nodes:
+            if node not in bits and node not in self.reach.backward:
+                bits[node] = reduce(or_, (bits.get(read, 0) for read in node.all_input_nodes), 0)
         last_read: dict[fx.Node, int] = {}
-        for at, node in enumerate(backward):
-            for read in node.all_input_nodes:
-                if isinstance(read.meta.get("val"), torch.Tensor):
-                    last_read[storages.base(read)] = at
+        seen = 0  # from the last kernel on
+        for at, node in reversed(list(enumerate(backward))):
+            needed = reduce(or_, (bits.get(read, 0) for read in node.all_input_nodes), 0)
+            new, seen = needed & ~seen, needed | seen
+            if new:
+                last_read.update((primal, at) for primal in self.reach.primals if new & bits[primal])
         for node, primals in self.gradient_of.items():
             made = storages.base(node)
             kernel = made.args[0] if storages.is_item(made) else made

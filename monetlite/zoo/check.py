@@ -113,13 +113,18 @@ class Checker:
         layout = "as_traced" if plain else schedule.layout
         priced = schedule.device if schedule.kind == "estimated" else ""
         form = (schedule.autocast, layout, priced or None, schedule.outputs)
-        key = (schedule.source, *form, schedule.optimizer, schedule.accumulate)
+        counted = schedule.optimizer, schedule.accumulate, schedule.step_in_backward
+        key = (schedule.source, *form, *counted)
         if key not in self._profiles:
             assert schedule.source is not None
             graph = traced(schedule.source, *form)
             self._profiles[key] = (
                 profile(
-                    graph, find_device(priced).name, optimizer=schedule.optimizer, accumulate=schedule.accumulate
+                    graph,
+                    find_device(priced).name,
+                    optimizer=schedule.optimizer,
+                    accumulate=schedule.accumulate,
+                    step_in_backward=schedule.step_in_backward,
                 )
                 if priced
                 else without_costs(graph)

@@ -109,6 +109,7 @@ def file_name(schedule: Schedule) -> str:
         format_bytes(schedule.budget_bytes).replace(" ", ""),
         *filter(None, (source.dtype, schedule.autocast, schedule.optimizer)),
         *(["accumulate"] if schedule.accumulate else []),
+        *(["step-in-backward"] if schedule.step_in_backward else []),
         *([f"within{schedule.tolerance:g}"] if schedule.tolerance else []),
     ]
     name = f"{schedule.device}/{'_'.join(parts)}.yaml"

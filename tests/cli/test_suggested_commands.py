@@ -106,6 +106,7 @@ def test_names_of_files_tell_options_apart():
         {"device": "cpu"},
         {"optimizer": "adamw"},
         {"accumulate": True},
+        {"optimizer": "adam", "step_in_backward": True},
         {"layout": "channels_last"},
         {"tolerance": 1e-5},
         {"tolerance": 1e-4},
@@ -121,7 +122,8 @@ def test_names_of_files_tell_options_apart():
         )
         return schedule_name(choice, budget, pricing, solving)
 
-    options = [{}, *changes, *(one | other for one, other in combinations(changes, 2))]
+    pairs = [one | other for one, other in combinations(changes, 2)]
+    options = [{}, *changes, *(item for item in pairs if not {"accumulate", "step_in_backward"} <= item.keys())]
     distinct = {tuple(sorted({"spec": "hf:gpt2", **item}.items())) for item in options}
     assert len({name(**dict(item)) for item in distinct}) == len(distinct)
     assert name(spec="hf:gpt2", budget="50%") != name(spec="hf:gpt2", budget="50GB")

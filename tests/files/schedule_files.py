@@ -42,6 +42,7 @@ def full_schedule(**changes) -> Schedule:
         "autocast": "bfloat16",
         "outputs": "loss",
         "accumulate": True,
+        "step_in_backward": True,
         "smallest_proven_bytes": 10**9,
         "smallest_reached_bytes": 2 * 10**9,
         "reserved_bytes": 3 * 10**9,

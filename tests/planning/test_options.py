@@ -36,7 +36,7 @@ def keywords(function, *, without=()):
 def test_functions_take_every_option_with_its_default():
     assert keywords(monetlite.optimize, without=("starts", "runs_here")) == PRICING | SOLVING
     # The device stands second, the layout is the graph's, and without a tolerance everything is priced.
-    graph_options = {name: PRICING[name] for name in ("optimizer", "accumulate")}
+    graph_options = {name: PRICING[name] for name in ("optimizer", "accumulate", "step_in_backward")}
     assert keywords(monetlite.profile, without=("progress", "tolerance")) == graph_options
     assert inspect.signature(monetlite.profile).parameters["device"].default is PRICING["device"]
 
@@ -79,6 +79,7 @@ OTHERS = {
     "device": "t4",
     "optimizer": "adam",
     "accumulate": True,
+    "step_in_backward": True,
     "layout": "channels_last",
     "outputs": "all",
     "tolerance": 1e-3,
@@ -90,12 +91,14 @@ OTHERS = {
 }
 
 
-def test_the_wrapper_and_the_backend_pass_every_option_on(monkeypatch):
+@pytest.mark.parametrize("left_out", ["accumulate", "step_in_backward"])
+def test_the_wrapper_and_the_backend_pass_every_option_on(left_out, monkeypatch):
     assert set(OTHERS) == set(PRICING | SOLVING)
     assert all(value != (PRICING | SOLVING)[name] for name, value in OTHERS.items())
-    pricing, solving = split_options(OTHERS)
-    assert vars(pricing) | vars(solving) == OTHERS
-    options = compile_options({"budget": "1GB", **OTHERS})
+    others = OTHERS | {left_out: False}
+    pricing, solving = split_options(others)
+    assert vars(pricing) | vars(solving) == others
+    options = compile_options({"budget": "1GB", **others})
     assert (options.pricing, options.solving) == (pricing, solving)
     given = []
 
@@ -104,8 +107,10 @@ def test_the_wrapper_and_the_backend_pass_every_option_on(monkeypatch):
         raise ModelError("enough is known")
 
     monkeypatch.setattr("monetlite.planning.pipeline.solve_model", solve_model)
+    model = nn.Linear(2, 2)
+    monetlite.step_in_backward(torch.optim.SGD(model.parameters()))
     with pytest.raises(ModelError, match="enough is known"):
-        monetlite.MONeTWrapper(nn.Linear(2, 2), budget="1GB", **OTHERS)(torch.ones(1, 2))
+        monetlite.MONeTWrapper(model, budget="1GB", **others)(torch.ones(1, 2))
     assert given == [("1GB", pricing, solving)]
 
 
@@ -114,6 +119,11 @@ def test_the_wrapper_and_the_backend_pass_every_option_on(monkeypatch):
     [
         ({"colour": "red"}, "there is no option 'colour'; there are accumulate, "),
         ({"optimizer": "lion"}, "optimizer 'lion' is unknown; there are sgd"),
+        ({"step_in_backward": True}, "say which, such as optimizer='adamw'"),
+        (
+            {"optimizer": "sgd", "step_in_backward": True, "accumulate": True},
+            "no gradients are left to accumulate; leave one of the two out",
+        ),
         ({"layout": "rows"}, "layout 'rows' is unknown; there are as_traced"),
         ({"tolerance": 1.5}, r"tolerance 1.5 is not a fraction"),
         ({"implementations": "some"}, "implementations 'some' is neither 'all' nor"),

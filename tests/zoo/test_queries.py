@@ -27,6 +27,7 @@ def shared(model="resnet50", batch=184, device="p100", budget=6, overhead=0.1, *
         "autocast": "",
         "tolerance": 0.0,
         "accumulate": False,
+        "step_in_backward": False,
     }
     return full_schedule(**(facts | changes))
 

@@ -121,6 +121,7 @@ def _details(analysis: Analysis) -> list[tuple[str, str]]:
     training = [
         f"{schedule.optimizer} state counted" if schedule.optimizer else "no optimizer state counted",
         "gradients of earlier batches counted" if schedule.accumulate else "",
+        "each gradient counted until its parameter is updated" if schedule.step_in_backward else "",
         f"autocast to {schedule.autocast}" if schedule.autocast else "",
         LAYOUTS_IN_WORDS[schedule.layout],
     ]
