@@ -3,8 +3,8 @@
 A language model's MLPs, projections and normalisations compute each token's result from that token alone. What they
 make on the way is often the largest that a layer holds. Run some rows at a time, forward and backward, it is there
 for those rows only; the backward pass makes it again from the chain's inputs. Sums over rows (gradients of weights)
-are added tile by tile, in another order than plain training's. The same was proposed for long sequences as tiled MLP
-(Bekman et al., Arctic Long Sequence Training, arXiv:2506.13996).
+are added tile by tile, in another order than plain training's. For MLPs of long sequences this is TiledMLP (Bekman
+et al., Arctic Long Sequence Training, arXiv:2506.13996).
 
 A chain is data: the steps of a captured graph, with the operators that plain training runs.
 `monetlite.tracing.row_chains` finds them.
@@ -71,26 +71,13 @@ class ChainStep:
         return self.target in PRODUCTS or self.width == 1
 
 
-@dataclass(frozen=True)
-class ChainResult:
-    """A result of a chain.
-
-    Attributes:
-        slot: that has it; None if it isn't wanted.
-        like: position of the row whose leading dimensions it has; None if it has one, or is a sum.
-        shape: of a sum.
-    """
-
-    slot: int | None
-    like: int | None
-    shape: tuple[int, ...] | None
-
-
 def _is_operand(item: Any, kind: str) -> bool:
     return isinstance(item, list | tuple) and len(item) > 1 and item[0] == kind
 
 
-def _needed(steps: Sequence[Any], given: Sequence[Any], results: Sequence[Any]) -> list[tuple[ChainStep, list[int]]]:
+def _needed(
+    steps: Sequence[Any], given: Sequence[Any], results: Sequence[Any]
+) -> list[tuple[ChainStep, list[int]]]:
     """The steps that results need, in order, each with the slots that are no longer needed after it."""
     wanted = {slot for slot, *_ in results if slot is not None}
     chosen: list[ChainStep] = []
@@ -110,8 +97,7 @@ def _needed(steps: Sequence[Any], given: Sequence[Any], results: Sequence[Any]) 
 
 def _over(step: ChainStep, dying: Sequence[int], made: dict[int, tuple[int, str]]) -> int | None:
     """Position of an operand of a step that its result may be written over."""
-    _, name, overload = step.target.split(".") if not step.sums else ("", "", "")
-    if overload not in traits_of(step.target).in_place:
+    if step.target.rpartition(".")[2] not in traits_of(step.target).in_place:
         return None
     for position in (0, 1) if traits_of(step.target).commutative else (0,):
         operand = step.args[position] if position < len(step.args) else None
@@ -140,85 +126,104 @@ def _call(step: ChainStep, over: int | None, operand: Callable[[Any], Any]) -> T
 _IN_PLACE = {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar", "aten.mul.Scalar": "aten.mul_.Tensor"}
 
 
-def _shape(call: Call) -> tuple[int, list[tuple[ChainStep, list[int]]], list[int]]:
-    """Of a call: its number of rows, the steps that run, and the widths of its slots."""
-    rows, _, steps, results, _, _, _ = call.args
-    assert isinstance(rows, tuple)
-    assert isinstance(steps, tuple)
-    assert isinstance(results, tuple)
-    widths = {at: row.spec.shape[-1] for at, row in enumerate(rows) if isinstance(row, TensorRef)}
-    first = next(row for row in rows if isinstance(row, TensorRef))
-    return math.prod(first.spec.shape[:-1]), _needed(steps, rows, results), widths  # type: ignore[return-value]
+@dataclass(frozen=True)
+class _Work:
+    """What a call does on a device that nobody has measured.
+
+    Attributes:
+        count: number of rows; tiles: number of tiles.
+        steps: that run, each with the slots that die at it.
+        widths: of rows that are given, by slot.
+        results: slots of the results.
+        dtype: of the first row.
+    """
+
+    count: int
+    tiles: int
+    steps: list[tuple[ChainStep, list[int]]]
+    widths: dict[int, int]
+    results: set[int]
+    dtype: str
+
+    @classmethod
+    def of(cls, call: Call) -> "_Work":
+        arguments: Any = call.args
+        rows, _, steps, results, _, tiles, _ = arguments
+        given = {at: row.spec for at, row in enumerate(rows) if row is not None}
+        first = next(iter(given.values()))
+        return cls(
+            count=math.prod(first.shape[:-1]),
+            tiles=tiles,
+            steps=_needed(steps, rows, results),
+            widths={at: spec.shape[-1] for at, spec in given.items()},
+            results={slot for slot, *_ in results},
+            dtype=first.dtype,
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that the steps hold for one row, at most; results of a single tile are no workspace."""
+        sizes: dict[int, int] = {}
+        made: dict[int, tuple[int, str]] = {}
+        live = most = 0
+        for step, dying in self.steps:
+            over = _over(step, dying, made)
+            if not step.sums:
+                is_result = self.tiles == 1 and step.slot in self.results
+                sizes[step.slot] = 0 if is_result else step.width * _item_bytes(step.dtype)
+                made[step.slot] = (step.width, step.dtype)
+                taken = None if over is None else step.args[over][1]
+                live += sizes[step.slot] - (0 if taken is None else sizes.get(taken, 0))
+                most = max(most, live)
+                dying = [slot for slot in dying if slot != taken]
+            live -= sum(sizes.get(slot, 0) for slot in dying)
+        return most
 
 
-def _operations(call: Call) -> tuple[int, int]:
-    """Multiplications of a call's products, and elements that its other steps move, for one row."""
-    _, steps, widths = _shape(call)
-    known: Any = dict(widths) if isinstance(widths, dict) else {}
-    products = moved = 0
-    for step, _ in steps:
-        known[step.slot] = step.width
-        widest = [known[slot] for slot in step.operands]
-        if step.target in PRODUCTS:
-            products += widest[0] * step.width
-        elif step.target == OUTER:
-            products += widest[0] * widest[1]
-        else:
-            moved += sum(widest) + (0 if step.sums else step.width)
-    return products, moved
+def _item_bytes(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
 
 
 def _like(call: Call) -> Call:
     """A product of as many operations; if there are none, a copy of as many elements."""
-    count, _, _ = _shape(call)
-    products, moved = _operations(call)
-    first = next(ref for ref in call.tensors())
+    work = _Work.of(call)
+    widths = dict(work.widths)
+    products = moved = 0
+    for step, _ in work.steps:
+        read = [widths[slot] for slot in step.operands]
+        widths[step.slot] = step.width
+        if step.target in PRODUCTS:
+            products += read[0] * step.width
+        elif step.target == OUTER:
+            products += math.prod(read)
+        else:
+            moved += sum(read) + (0 if step.sums else step.width)
 
     def tensor(name: str, *shape: int) -> TensorRef:
         stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-        return TensorRef(node=name, value=None, spec=TensorSpec(shape=shape, stride=stride, dtype=first.spec.dtype))
+        return TensorRef(node=name, value=None, spec=TensorSpec(shape=shape, stride=stride, dtype=work.dtype))
 
     if not products:
-        return Call(target="aten.neg.default", args=(tensor("moved", count, max(1, moved // 2)),), outputs=("made",))
-    width = max(step.width for step, _ in _shape(call)[1])
+        rows = tensor("moved", work.count, max(1, moved // 2))
+        return Call(target="aten.neg.default", args=(rows,), outputs=("made",))
+    width = max(step.width for step, _ in work.steps)
     depth = max(1, products // width)
-    args = (tensor("rows", count, depth), tensor("matrix", depth, width))
+    args = (tensor("rows", work.count, depth), tensor("matrix", depth, width))
     return Call(target="aten.mm.default", args=args, outputs=("made",))
 
 
 def _tile_bytes(call: Call) -> int:
-    """The most that the steps of a tile hold at a time, and sums of 16-bit products in float32."""
-    count, steps, _ = _shape(call)
-    tiles = call.args[5]
-    results = call.args[3]
-    assert isinstance(tiles, int)
-    assert isinstance(results, tuple)
-    rows = -(-count // tiles)
-    sizes: dict[int, int] = {}
-    made: dict[int, tuple[int, str]] = {}
-    most = live = sums = 0
-    written = {slot for slot, *_ in results if tiles == 1}  # type: ignore[misc]
-    for step, dying in steps:
-        item_bytes = int(getattr(torch, step.dtype).itemsize)
-        over = _over(step, dying, made)
-        if step.sums:
-            left, right = (sizes.get(slot, 0) for slot in (step.operands * 2)[:2])
-            sums += 0 if item_bytes >= 4 or tiles == 1 else 4 * max(left, right) // max(1, rows * item_bytes)
-            own = 0
-        else:
-            own = 0 if step.slot in written else rows * step.width * item_bytes
-            made[step.slot] = (step.width, step.dtype)
-        live += own if over is None else 0
-        most = max(most, live)
-        sizes[step.slot] = own
-        live -= sum(sizes.get(slot, 0) for slot in dying if over is None or step.args[over][1] != slot)
-    return most + sums
+    """What the steps of a tile hold at a time, and sums of 16-bit products in float32."""
+    work = _Work.of(call)
+    arguments: Any = call.args
+    narrow = {step.slot for step, _ in work.steps if step.sums and _item_bytes(step.dtype) < 4}
+    shapes = (shape for slot, _, shape in arguments[3] if slot in narrow and work.tiles > 1)
+    return work.row_bytes * -(-work.count // work.tiles) + 4 * sum(map(math.prod, shapes))
 
 
 def _launches(call: Call) -> int:
-    tiles = call.args[5]
-    assert isinstance(tiles, int)
-    return tiles * (len(_shape(call)[1]) + 1)
+    work = _Work.of(call)
+    return work.tiles * (len(work.steps) + 1)
 
 
 @function("row_chain", like=_like, workspace_bytes=_tile_bytes, launches=_launches)
@@ -237,8 +242,9 @@ def row_chain(
         rows: of shape (..., width), contiguous; None for those that the steps make again.
         wholes: what all rows share: matrices, weights, biases.
         steps: the fields of each `ChainStep`.
-        results: the fields of each `ChainResult`.
-        own: number of results that are the chain's; those after them are of steps on the way, for its backward pass.
+        results: of each result, its slot, or None if it isn't wanted; the row whose leading dimensions it has, or
+            None if it has one; its shape if it is a sum.
+        own: number of results that are the chain's; those after them are made on the way, for its backward pass.
         tiles: number of tiles.
         over: (position of a result, row whose memory it takes), or None.
 
@@ -277,7 +283,7 @@ def row_chain(
                 layouts[step.slot] = (step.width, step.dtype)
             for slot in dying:
                 slots.pop(slot, None)
-        for position, (slot, like, shape) in enumerate(results):
+        for position, (slot, _, shape) in enumerate(results):
             if slot is None or shape is not None:
                 continue
             tile = slots[slot]
@@ -335,7 +341,7 @@ def in_tiles(kernel: TracedKernel) -> Iterator[Implementation]:
         forms["products"] = (_without(rows, light), results, False)
         forms["tiles"] = (_without(rows, every), results, True)
     elif own < len(results):
-        by_slot = {step.slot: step for step in map(_as_step, steps)}
+        by_slot = {item[0]: ChainStep(*item) for item in steps}
         kept = tuple(
             item if at < own or by_slot[item[0]].kept else (None, *item[1:]) for at, item in enumerate(results)
         )
@@ -367,10 +373,6 @@ def in_tiles(kernel: TracedKernel) -> Iterator[Implementation]:
                 yield replace(
                     _offered(kernel, f"{name}_{suffix}".strip("_"), own_args, outputs), overwrites=(value,)
                 )
-
-
-def _as_step(item: Any) -> ChainStep:
-    return ChainStep(*item)
 
 
 def _without(rows: Any, left_out: set[int]) -> Any:

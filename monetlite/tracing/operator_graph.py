@@ -52,8 +52,10 @@ from monetlite.tracing.step_inputs import (
     tensors_in_order,
 )
 
-_DIFFERS = {CHANNELS_LAST: has_images, TILED_LOSS: has_loss_of_rows, TILED_ROWS: has_rows}
-"""For each layout, whether a captured graph differs in it."""
+OF_ROWS = {TILED_LOSS: has_loss_of_rows, TILED_ROWS: has_rows}
+"""For each layout of rows, whether a captured graph may differ in it."""
+_DIFFERS = {CHANNELS_LAST: has_images, **OF_ROWS}
+"""The same for each layout."""
 
 
 def trace(

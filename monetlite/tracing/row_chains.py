@@ -10,46 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from monetlite.fx import storages
-from monetlite.fx.torch_internals.torch_dispatch import OpOverload
-from monetlite.operators import is_random
-from monetlite.operators.row_chain import DTYPE, OUTER, PRODUCTS, ROW, SUM, WHOLE, WIDENED, row_chain
+from monetlite.operators.row_chain import OUTER, PRODUCTS, ROW, SUM, WHOLE, WIDENED, row_chain
+from monetlite.tracing.row_kernels import REDUCTIONS, RowKernel, parse, row_count
 
-_RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.detach.default", "aten.alias.default"})
-_TRANSPOSES = frozenset({"aten.t.default", "aten.transpose.int", "aten.permute.default"})
-_REDUCTIONS = ("aten.sum.dim_IntList", "aten.mean.dim")
 _ADD = "aten.add.Tensor"
 _WAYS_BACK = 64
 """Pointwise kernels to look back over."""
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """A row-wise kernel, in the form of a step: rows are ("row", node), and what all share ("whole", node)."""
-
-    node: fx.Node
-    target: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...] = ()
-
-    def _named(self, *kinds: str) -> list[fx.Node]:
-        items = [*self.args, *(value for _, value in self.kwargs)]
-        return [item[1] for item in items if isinstance(item, tuple) and item and item[0] in kinds]
-
-    @property
-    def rows(self) -> list[fx.Node]:
-        return self._named(ROW, WIDENED)
-
-    @property
-    def wholes(self) -> list[fx.Node]:
-        return self._named(WHOLE)
-
-    @property
-    def width(self) -> int:
-        return int(self.node.meta["val"].shape[-1])
 
 
 @dataclass
@@ -57,17 +26,18 @@ class _Chain:
     """A chain: its kernels, forward and backward, in order; those made for the backward part alone among the latter."""
 
     count: int
-    forward: dict[fx.Node, _Kernel] = field(default_factory=dict)
-    backward: dict[fx.Node, _Kernel] = field(default_factory=dict)
+    forward: dict[fx.Node, RowKernel] = field(default_factory=dict)
+    backward: dict[fx.Node, RowKernel] = field(default_factory=dict)
 
-    def find(self, node: fx.Node) -> _Kernel | None:
+    def find(self, node: fx.Node) -> RowKernel | None:
         return self.forward.get(node) or self.backward.get(node)
 
 
 def has_rows(graph: fx.Graph) -> bool:
-    """True if a graph may have chains: products with a matrix, and sums over a row's elements or a cross-entropy."""
+    """True if a graph may have chains: that of a language model, or one with attention."""
     targets = {str(node.target) for node in graph.nodes}
-    return "aten._log_softmax.default" in targets and not targets.isdisjoint(PRODUCTS)
+    attends = any("scaled_dot_product" in target for target in targets)
+    return not targets.isdisjoint(PRODUCTS) and (attends or "aten._log_softmax.default" in targets)
 
 
 def chain_rows(graph: fx.Graph, forward_outputs: int) -> None:
@@ -110,26 +80,35 @@ class _Finder:
             chain.forward[kernel.node] = kernel
         self._grow_back(chain)
         kernels = chain.forward.values()
-        works = any(kernel.target in (*PRODUCTS, *_REDUCTIONS) for kernel in kernels)
+        works = any(kernel.target in (*PRODUCTS, *REDUCTIONS) for kernel in kernels)
         if len(kernels) <= len(ends) or not works:
             return None
         chain.forward = dict(sorted(chain.forward.items(), key=lambda item: self.order[item[0]]))
         self._add_backward(chain)
         return chain if chain.backward else None
 
-    def _ends(self, last: fx.Node) -> list[tuple[_Kernel, int]] | None:
+    def parse(self, node: fx.Node) -> RowKernel | None:
+        """A kernel as a step on rows; None if it isn't row-wise, or reads what the step changes in place."""
+        if any(storages.base(item) in self.reach.mutated for item in node.all_input_nodes):
+            return None
+        return parse(node)
+
+    def _ends(self, last: fx.Node) -> list[tuple[RowKernel, int]] | None:
         """A kernel that a chain may end with, and products of the same rows; each with its number of rows."""
         kernel = self.parse(last)
         if kernel is None or self._is_residual(kernel) or kernel.target == SUM or not kernel.rows:
             return None
-        count = _count(last)
+        count = row_count(last)
         if kernel.target not in PRODUCTS:
             return [(kernel, count)]
         beside = [self.parse(node) for node in self.readers(kernel.rows[0]) if node in self.reach.forward]
         same = [
             item
             for item in beside
-            if item is not None and item.target in PRODUCTS and item.rows == kernel.rows and item.node not in self.taken
+            if item is not None
+            and item.target in PRODUCTS
+            and item.rows == kernel.rows
+            and item.node not in self.taken
         ]
         return [(item, count) for item in same] if len(same) == len(beside) else [(kernel, count)]
 
@@ -139,20 +118,22 @@ class _Finder:
             node = waiting.pop(0)
             if node in chain.forward or node in self.taken or node not in self.reach.forward:
                 continue
-            beside = [reader for reader in self.readers(node) if reader in self.reach.forward or reader.op == "output"]
+            beside = [
+                reader for reader in self.readers(node) if reader in self.reach.forward or reader.op == "output"
+            ]
             if any(reader not in chain.forward for reader in beside):
                 continue
             kernel = self.parse(node)
-            if kernel is None or _count(node) != chain.count or self._is_residual(kernel):
+            if kernel is None or row_count(node) != chain.count or self._is_residual(kernel):
                 continue
             chain.forward[node] = kernel
             waiting += kernel.rows
             # A row that was read by this kernel, too, may now be read by the chain alone.
             waiting += [row for other in chain.forward.values() for row in other.rows]
 
-    def _is_residual(self, kernel: _Kernel) -> bool:
+    def _is_residual(self, kernel: RowKernel) -> bool:
         """True for a sum that joins a branch to the stream that it came from."""
-        if kernel.target != _ADD or len(kernel.rows) != 2 or len({_count(row) for row in kernel.rows}) > 1:
+        if kernel.target != _ADD or len(kernel.rows) != 2 or len({row_count(row) for row in kernel.rows}) > 1:
             return False
         if any(row.meta["val"].shape[-1] != kernel.width for row in kernel.rows):
             return False
@@ -166,7 +147,7 @@ class _Finder:
         while waiting and len(seen) < _WAYS_BACK:
             node = waiting.pop()
             kernel = self.parse(node)
-            if kernel is None or kernel.target in (*PRODUCTS, *_REDUCTIONS):
+            if kernel is None or kernel.target in (*PRODUCTS, *REDUCTIONS):
                 found.add(node)
                 continue
             waiting += [row for row in kernel.rows if row not in seen]
@@ -191,13 +172,13 @@ class _Finder:
             if all(reader in chain.forward or reader in self.reach.backward for reader in self._mandatory(node))
         }
         there = {*chain.forward, *(row for kernel in chain.forward.values() for row in kernel.rows)}
-        beside: dict[fx.Node, _Kernel] = {}
+        beside: dict[fx.Node, RowKernel] = {}
         """Kernels that only the backward pass needs, of what the chain has without a gradient."""
         for node in self.order:
             if node in self.taken or node in self.reach.forward or not storages.is_kernel(node):
                 continue
             kernel = self.parse(node)
-            if kernel is None or not kernel.rows or any(_count(row) != chain.count for row in kernel.rows):
+            if kernel is None or not kernel.rows or any(row_count(row) != chain.count for row in kernel.rows):
                 continue
             if node not in self.reach.backward:
                 if there.issuperset(kernel.rows) and kernel.target not in (OUTER, SUM):
@@ -226,129 +207,12 @@ class _Finder:
             if reader.op == "output" or reader in self.reach.forward or reader in self.reach.backward
         ]
 
-    def _add_with_operands(self, chain: _Chain, kernel: _Kernel, beside: dict[fx.Node, _Kernel]) -> None:
+    def _add_with_operands(self, chain: _Chain, kernel: RowKernel, beside: dict[fx.Node, RowKernel]) -> None:
         """Add a backward kernel, and before it what is made for it without a gradient."""
         for row in kernel.rows:
             if row in beside and row not in chain.backward:
                 self._add_with_operands(chain, beside[row], beside)
         chain.backward[kernel.node] = kernel
-
-    def parse(self, node: fx.Node) -> _Kernel | None:
-        """A kernel as a step on rows; None if it isn't row-wise, or its layout isn't."""
-        target = str(node.target)
-        made = node.meta.get("val")
-        if not isinstance(node.target, OpOverload) or not isinstance(made, torch.Tensor) or not made.dim():
-            return None
-        if any(storages.base(item) in self.reach.mutated for item in node.all_input_nodes):
-            return None
-        if target == "aten.mm.default" and not node.kwargs:
-            return _outer(node) or _product(node)
-        if not made.is_contiguous() or is_random(node):
-            return None
-        if target == "aten.addmm.default":
-            return None if node.kwargs else _product(node)
-        if target in _REDUCTIONS:
-            return _reduction(node)
-        if torch.Tag.pointwise in node.target.tags or target == "aten._to_copy.default":
-            return _pointwise(node)
-        return None
-
-
-def _count(node: fx.Node) -> int:
-    tensor = node.meta["val"]
-    return int(tensor.numel() // max(1, tensor.shape[-1])) if tensor.dim() else 1
-
-
-def _as_rows(node: Any) -> fx.Node | None:
-    """The tensor whose rows a tensor has, in its order, without views in between; None if it isn't contiguous."""
-    if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
-        return None
-    if not node.meta["val"].dim() or not node.meta["val"].is_contiguous():
-        return None
-    while str(node.target) in _RESHAPES:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        there = source.meta["val"]
-        if not there.dim() or there.shape[-1] != node.meta["val"].shape[-1] or not there.is_contiguous():
-            return None if storages.is_view(node) and not _is_tensor_of_its_own(node) else node
-        node = source
-    return node
-
-
-def _is_tensor_of_its_own(node: fx.Node) -> bool:
-    """True for a view that can be handed over as it is: lowering rebuilds it."""
-    return node.meta["val"].is_contiguous()
-
-
-def _product(node: fx.Node) -> _Kernel | None:
-    *bias, left, matrix = node.args
-    rows = _as_rows(left)
-    if rows is None or not isinstance(matrix, fx.Node) or not node.meta["val"].is_contiguous():
-        return None
-    args = (*((WHOLE, item) for item in bias), (ROW, rows), (WHOLE, matrix))
-    return _Kernel(node=node, target=str(node.target), args=args)
-
-
-def _outer(node: fx.Node) -> _Kernel | None:
-    """A product that sums over rows: of a transposed tensor of rows, and one of rows."""
-    left, right = node.args
-    if not isinstance(left, fx.Node) or str(left.target) not in _TRANSPOSES or left.meta["val"].dim() != 2:
-        return None
-    one, other = _as_rows(left.args[0]), _as_rows(right)
-    if one is None or other is None or one.op == "placeholder" or other.op == "placeholder":
-        return None
-    return _Kernel(node=node, target=OUTER, args=((ROW, one), (ROW, other)))
-
-
-def _reduction(node: fx.Node) -> _Kernel | None:
-    source, dims, *rest = node.args
-    rows = _as_rows(source)
-    if rows is None or node.kwargs or not isinstance(source, fx.Node) or not isinstance(dims, Sequence) or not dims:
-        return None
-    dimensions = source.meta["val"].dim()
-    over = sorted(int(dim) % dimensions for dim in dims)  # type: ignore[call-overload]
-    target = str(node.target)
-    if over == [dimensions - 1] and rest == [True] and dimensions > 1:
-        return _Kernel(node=node, target=target, args=((ROW, rows), (-1,), True))
-    if over == list(range(dimensions - 1)) and over and target == _REDUCTIONS[0]:
-        return _Kernel(node=node, target=SUM, args=((ROW, rows),))
-    return None
-
-
-def _pointwise(node: fx.Node) -> _Kernel | None:
-    shape = tuple(node.meta["val"].shape)
-    if any(name not in ("approximate", "dtype", "alpha") for name in node.kwargs):
-        return None
-    args = [_operand(item, shape) for item in node.args]
-    kwargs = [(name, _operand(item, shape)) for name, item in node.kwargs.items()]
-    if any(item is NotImplemented for item in (*args, *(value for _, value in kwargs))):
-        return None
-    return _Kernel(node=node, target=str(node.target), args=tuple(args), kwargs=tuple(kwargs))
-
-
-def _operand(item: Any, shape: tuple[int, ...]) -> Any:
-    """An operand of a pointwise kernel with a result of this shape; NotImplemented if it isn't the rows' or shared."""
-    if isinstance(item, torch.dtype):
-        return (DTYPE, str(item).removeprefix("torch."))
-    if not isinstance(item, fx.Node):
-        return item if item is None or isinstance(item, (bool, int, float, str)) else NotImplemented
-    tensor = item.meta.get("val")
-    if not isinstance(tensor, torch.Tensor):
-        return NotImplemented
-    here = tuple(tensor.shape)
-    if not here or (here[-1] in (1, shape[-1]) and all(size == 1 for size in here[:-1]) and here != shape):
-        return (WHOLE, item)
-    if here not in (shape, (*shape[:-1], 1)):
-        return NotImplemented
-    if str(item.target) == "aten.expand.default":
-        narrow = item.args[0]
-        assert isinstance(narrow, fx.Node)
-        rows = _as_rows(narrow)
-        if rows is not None and tuple(narrow.meta["val"].shape) == (*here[:-1], 1):
-            return (WIDENED, rows, here[-1])
-        return NotImplemented
-    rows = _as_rows(item)
-    return NotImplemented if rows is None else (ROW, rows)
 
 
 def _replace(graph: fx.Graph, finder: _Finder, chain: _Chain) -> bool:
@@ -407,7 +271,7 @@ def _place(
     finder: _Finder,
     inside: set[fx.Node],
 ) -> fx.Node | None:
-    """The node before which a kernel stands: the first that reads one of its results; None if an operand is later."""
+    """The first node that reads one of a kernel's results, before which it stands; None if an operand is later."""
     users = [reader for node in results for reader in finder.readers(node) if reader not in inside]
     if not users:
         return None
@@ -439,12 +303,12 @@ class _Program:
         known: nodes that are given as rows, though kernels make them.
     """
 
-    def __init__(self, kernels: Iterable[_Kernel], known: Sequence[fx.Node]) -> None:
+    def __init__(self, kernels: Iterable[RowKernel], known: Sequence[fx.Node]) -> None:
         self.kernels = list(kernels)
         own = {kernel.node for kernel in self.kernels}
         read = dict.fromkeys(row for kernel in self.kernels for row in kernel.rows)
         given = [node for node in read if node not in own]
-        self.rows = tuple([*given, *(node for node in known if node in read)])
+        self.rows = (*given, *(node for node in known if node in read))
         self.wholes = tuple(dict.fromkeys(whole for kernel in self.kernels for whole in kernel.wholes))
         self.slots = {node: at for at, node in enumerate(self.rows)}
         for kernel in self.kernels:

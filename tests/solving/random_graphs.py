@@ -96,6 +96,8 @@ def _variants(
     variants = [(reads, writes, ())] * rng.choice([1, 1, 2, 3])
     if reads and again and rng.random() < 0.3:
         variants = [*variants, (reads, writes, (rng.choice(reads),))]
+    if len(writes) > 1:  # one that leaves out what only some readers read
+        variants = [*variants, (reads, writes[:1], ())]
     return variants
 
 
