@@ -23,7 +23,8 @@ from monetlite.fx.torch_internals.torch_dispatch import named_operator
 from monetlite.operators.implementations import TracedKernel, alternatives_for, function, slices
 from monetlite.operators.traits import traits_of
 
-TILES = (2, 4, 8)
+TILES, PRODUCT_TILES = (2, 4, 8), (4,)
+"""Tiles of chains that make everything again, and of those that keep their products."""
 MIN_TILE_ROWS = 32
 TOLERANCE = 1e-5
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
@@ -353,8 +354,8 @@ def in_tiles(kernel: TracedKernel) -> Iterator[Implementation]:
     seen: set[Any] = set()
     count = math.prod(next(row for row in rows if row is not None).spec.shape[:-1])
     for form, (given, wanted, tiled) in forms.items():
-        for tiles in (1, *TILES):
-            if (tiled and tiles == 1) or (tiles > 1 and (not form or count // tiles < MIN_TILE_ROWS)):
+        for tiles in TILES if tiled else (1, *PRODUCT_TILES) if form else (1,):
+            if tiles > 1 and count // tiles < MIN_TILE_ROWS:
                 continue
             name = "_".join(filter(None, (form if not tiled else "", f"tiles_{tiles}" if tiles > 1 else "")))
             key = (given, wanted, tiles)
@@ -368,11 +369,10 @@ def in_tiles(kernel: TracedKernel) -> Iterator[Implementation]:
             )
             if name:
                 yield _offered(kernel, name, args, outputs)
-            for suffix, over, value in _overwritable(kernel, given, wanted, again):
+            for over, value in _overwritable(kernel, given, wanted, again):
                 own_args = (*args[:-1], over)
-                yield replace(
-                    _offered(kernel, f"{name}_{suffix}".strip("_"), own_args, outputs), overwrites=(value,)
-                )
+                item = _offered(kernel, "_".join(filter(None, (name, "inplace"))), own_args, outputs)
+                yield replace(item, overwrites=(value,))
 
 
 def _without(rows: Any, left_out: set[int]) -> Any:
@@ -386,21 +386,15 @@ def _offered(kernel: TracedKernel, name: str, args: Any, outputs: Any) -> Implem
 
 def _overwritable(
     kernel: TracedKernel, rows: Any, results: Any, again: Sequence[ChainStep]
-) -> Iterator[tuple[str, tuple[int, int], int]]:
-    """Gradients that come in, and the result that may take their memory: (suffix, over, value)."""
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """A result of rows and a gradient that comes in, whose memory it may take: (over, value)."""
     made_again = {step.slot for step in again}
-    gradients = [
-        at
-        for at, row in enumerate(rows)
-        if isinstance(row, TensorRef)
-        and at not in made_again
-        and row.value is not None
-        and kernel.values[row.value].kind is ValueKind.GRADIENT
-    ]
-    for position, (slot, _, shape) in enumerate(results):
-        if slot is None or shape is not None:
+    for at, row in enumerate(rows):
+        if not isinstance(row, TensorRef) or row.value is None or at in made_again:
             continue
-        for number, at in enumerate(gradients):
-            if overwrites := kernel.over(rows[at], position):
-                yield "inplace" if number == 0 else f"inplace_{number + 1}", (position, at), overwrites[0]
-        return
+        if kernel.values[row.value].kind is not ValueKind.GRADIENT:
+            continue
+        for position, (slot, _, shape) in enumerate(results):
+            if slot is not None and shape is None and (overwrites := kernel.over(row, position)):
+                yield (position, at), overwrites[0]
+                return

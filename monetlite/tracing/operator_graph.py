@@ -79,8 +79,8 @@ def trace(
             other operators there than on a CPU.
         meta_device: the device that tensors on the meta device stand for.
         layout: `"as_traced"`; `"channels_last"` to have images with their channels innermost throughout the step,
-            whatever the model and its inputs have; or `"tiled_loss"` to have the head and loss of a language model
-            in tiles of rows.
+            whatever the model and its inputs have; `"tiled_loss"` to have the head and loss of a language model
+            in tiles of rows; or `"tiled_rows"` to have its MLPs, projections and norms in tiles of rows, too.
         outputs: what the caller gets of a model that computes its loss: `"loss"` for the loss and outputs of up to
             two dimensions, or `"all"`.
 

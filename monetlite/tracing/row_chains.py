@@ -1,8 +1,8 @@
-"""Row chains in a captured graph: MLPs, projections and normalisations, each as one kernel forward and one backward.
+"""Row chains in a captured graph: MLPs, projections and norms, each as one kernel forward and one backward.
 
-A chain ends at a product or a pointwise kernel, and grows back over row-wise kernels that only it reads: down to the
-residual stream, which is also read beside it. Its backward part is what reads the values inside of it or multiplies by
-its matrices, what is made of that alone, and the sums that take it into the residual stream's gradient.
+A chain ends at a product or a pointwise kernel, and grows back over row-wise kernels that only it reads: down to
+the residual stream, which is also read beside it. Its backward part is what reads the values inside of it or
+multiplies by its matrices, what is made of that alone, and the sums with the residual stream's gradient.
 """
 
 import operator
@@ -23,7 +23,7 @@ _WAYS_BACK = 64
 
 @dataclass
 class _Chain:
-    """A chain: its kernels, forward and backward, in order; those made for the backward part alone among the latter."""
+    """A chain: its kernels, in order. Those made for the backward part alone are among `backward`."""
 
     count: int
     forward: dict[fx.Node, RowKernel] = field(default_factory=dict)
