@@ -2,10 +2,12 @@
 
     python scripts/bench_language.py [--models gpt2 llama qwen3 gemma2 t5] [--budget 65%] [--rounds 9]
         [--time-limit 20] [--tolerance 1e-5] [--smallest] [--output FILE.md]
+    python scripts/bench_language.py --models long --batch 1 --length 8192 --budget 50%
 
 Peaks and step times are measured in one run, in turn; ratios are of medians. The loss tiled by hand is what trainers
 offer: head and cross-entropy some rows at a time, with their gradients made in the forward pass. `--smallest` also
-looks for the smallest budget with and without tiles.
+looks for the smallest budget with and without tiles. `long` has two layers and few words, so that what one layer
+makes on the way is most of a long sequence's memory.
 """
 
 import argparse
@@ -30,6 +32,43 @@ ROWS = 128
 """Rows of a tile of the loss tiled by hand."""
 BY_HAND = "a loss tiled by hand"
 WIDTH, HEADS, LAYERS = 384, 6, 6
+LONG_WORDS = 1000
+
+
+class LongLayer(nn.Module):
+    """A layer as Llama has it, with causal attention that takes no mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.query, self.key, self.value, self.result = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.before(x)
+        heads = (
+            layer(hidden).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.result(mixed.transpose(1, 2).flatten(2))
+        hidden = self.after(x)
+        made: torch.Tensor = x + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
+        return made
+
+
+class LongSequences(nn.Module):
+    """Two layers, and a head of few words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Embedding(LONG_WORDS, WIDTH)
+        self.layers = nn.Sequential(LongLayer(), LongLayer(), nn.RMSNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, LONG_WORDS, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.layers(self.body(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.roll(-1, 1).flatten())}
 
 
 def models() -> dict[str, Callable[[], nn.Module]]:
@@ -51,6 +90,7 @@ def models() -> dict[str, Callable[[], nn.Module]]:
         "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**grouped, vocab_size=32000)),
         "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**grouped, vocab_size=50000)),
         "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**grouped, vocab_size=50000)),
+        "long": LongSequences,
         "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**shared)),
         "t5": lambda: transformers.T5ForConditionalGeneration(
             transformers.T5Config(
@@ -104,7 +144,8 @@ class TiledByHand(nn.Module):
 def rows_of(name: str, model: nn.Module, args: argparse.Namespace) -> Iterator[str]:
     """The rows of the table for a model."""
     generator = torch.Generator().manual_seed(args.seed)
-    ids = torch.randint(3, 30000, (args.batch, args.length), generator=generator)
+    words = LONG_WORDS if name == "long" else 30000
+    ids = torch.randint(3, words, (args.batch, args.length), generator=generator)
     inputs = {"input_ids": ids, "labels": ids}
     plain = Trainee(copy.deepcopy(model), (), inputs, default_loss, "cpu")
     plain_bytes = plain.memory().peak_bytes

@@ -29,15 +29,17 @@ OPTIMIZER_STEP = "monetlite.optimizer_step"
 AS_TRACED: Literal["as_traced"] = "as_traced"
 CHANNELS_LAST: Literal["channels_last"] = "channels_last"
 TILED_LOSS: Literal["tiled_loss"] = "tiled_loss"
-"""Layouts of a step: as the model has it, its images with the channels innermost throughout, or a language model's
-head and loss in tiles of rows."""
+TILED_ROWS: Literal["tiled_rows"] = "tiled_rows"
+"""Layouts of a step: as the model has it; its images with the channels innermost throughout; a language model's
+head and loss in tiles of rows; or these and its MLPs, projections and normalisations, each as one operator."""
 LAYOUTS_IN_WORDS = {
     AS_TRACED: "",
     CHANNELS_LAST: "images in channels-last",
     TILED_LOSS: "head and loss in tiles of rows",
+    TILED_ROWS: "head and loss, MLPs, projections and norms in tiles of rows",
 }
 LAYOUTS = tuple(LAYOUTS_IN_WORDS)
-Layout: TypeAlias = Literal["as_traced", "channels_last", "tiled_loss"]
+Layout: TypeAlias = Literal["as_traced", "channels_last", "tiled_loss", "tiled_rows"]
 
 
 LOSS_ONLY: Literal["loss"] = "loss"

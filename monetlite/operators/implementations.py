@@ -129,7 +129,9 @@ class TracedKernel:
         if run is not None:
             of_call["target"] = run if isinstance(run, str) else name_of(run)
         call = replace(self.call, **of_call)
-        return Implementation(name=name, reads=reads_of(call), writes=self.default.writes, call=call, **changes)
+        made = [name for name in self.call.outputs if name is not None]
+        writes = (value for value, name in zip(self.default.writes, made, strict=True) if name in call.outputs)
+        return Implementation(name=name, reads=reads_of(call), writes=tuple(writes), call=call, **changes)
 
     def implement_over(
         self,

@@ -26,8 +26,11 @@ from monetlite.reporting.analysis_tensors import (
     largest_tensors,
     peak_step_of,
 )
+from monetlite.reporting.analysis_tiles import tiled_runs
 from monetlite.reporting.explanation_writer import ExplanationWriter, TerminalWriter
 
+HEAD_AND_LOSS = "linear_cross_entropy"
+"""Family of the operator that is both."""
 MAX_NAMES = 4
 """Names in a list within a sentence."""
 MAX_ROWS = 8
@@ -49,6 +52,7 @@ def explanation_facts(analysis: Analysis, around: Around) -> dict[str, Any]:
         "latency_ms": scheduled.latency_ms,
         "plain_latency_ms": plain.latency_ms,
         "tensors": [_numbered(asdict(tensor)) for tensor in largest_tensors(scheduled)],
+        "tiles": [asdict(runs) for runs in tiled_runs(scheduled)],
         "overhead_ms": scheduled.latency_ms - plain.latency_ms,
         "overhead": [asdict(share) for share in overhead_shares(analysis)],
         "smallest_proven_bytes": schedule.smallest_proven_bytes,
@@ -79,6 +83,7 @@ def write_explanation(page: ExplanationWriter, analysis: Analysis, around: Aroun
     _summary(page, analysis)
     _peak(page, peak)
     _tensors(page, largest_tensors(analysis.scheduled))
+    _tiles(page, analysis)
     _overhead(page, analysis)
     _limit(page, analysis.schedule, peak, around.limit)
     if around.more is not None:
@@ -222,6 +227,21 @@ def _listed(names: Iterable[str]) -> str:
     rest = len(distinct) - MAX_NAMES
     listed = ", ".join(distinct[:MAX_NAMES])
     return f"{listed} and {rest} more" if rest > 0 else listed
+
+
+def _tiles(page: ExplanationWriter, analysis: Analysis) -> None:
+    groups = tiled_runs(analysis.scheduled)
+    if not groups:
+        return
+    page.heading("What runs in tiles of rows")
+    for item in groups:
+        what = "Head and loss" if item.family == HEAD_AND_LOSS else item.modules or "The model"
+        part = "backward" if item.backward else "forward"
+        whole, tiled = format_bytes(item.whole_bytes), format_bytes(item.tiled_bytes)
+        page.say(
+            f"{what}, {part}, in {item.tiles} tiles: {tiled} at a time in place of {whole}, for "
+            f"{item.extra_ms / analysis.plain.latency_ms:+.1%} of plain training's step."
+        )
 
 
 def _overhead(page: ExplanationWriter, analysis: Analysis) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import TraceError
-from monetlite.core.graph import AS_TRACED, TILED_LOSS, OperatorGraph
+from monetlite.core.graph import AS_TRACED, OperatorGraph
 from monetlite.core.schedule import Schedule
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
@@ -21,10 +21,9 @@ from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode, without_
 from monetlite.fx.torch_internals.torch_symbols import captured_value, largest
 from monetlite.fx.varying_sizes import SIZES, agreeing, graph_at, input_sizes
 from monetlite.operators import cudnn
-from monetlite.operators.tiled_loss import has_loss_of_rows
 from monetlite.runtime.call_sizes import Dimensions
 from monetlite.tracing.capture import Joint
-from monetlite.tracing.operator_graph import Traced
+from monetlite.tracing.operator_graph import OF_ROWS, Traced
 from monetlite.tracing.step_inputs import Arguments
 
 MAX_LIMITS = 4
@@ -109,8 +108,9 @@ class VaryingStep:
 
     def in_layouts(self, limits: Limits, layouts: Sequence[str]) -> dict[str, Traced]:
         """The step at these sizes in those of the layouts that differ, and that images have no part in."""
-        tiled = TILED_LOSS in layouts and has_loss_of_rows(self._joint.graph.graph)
-        return {layout: self.traced_at(limits, layout) for layout in (AS_TRACED, *([TILED_LOSS] if tiled else []))}
+        graph = self._joint.graph.graph
+        differing = [layout for layout in layouts if layout in OF_ROWS and OF_ROWS[layout](graph)]
+        return {layout: self.traced_at(limits, layout) for layout in (AS_TRACED, *differing)}
 
     def traced_at(self, limits: Limits, layout: str = AS_TRACED) -> Traced:
         """The step at these sizes, with implementations that serve others, too.

@@ -25,6 +25,7 @@ from monetlite.core.graph import (
     LAYOUTS,
     LOSS_ONLY,
     TILED_LOSS,
+    TILED_ROWS,
     OperatorGraph,
     Phase,
 )
@@ -41,6 +42,7 @@ from monetlite.tracing.capture import Joint, capture, copied
 from monetlite.tracing.channels_last import channels_last, has_images
 from monetlite.tracing.graph_builder import GraphBuilder
 from monetlite.tracing.names import Namer, source_of
+from monetlite.tracing.row_chains import chain_rows, has_rows
 from monetlite.tracing.step_inputs import (
     Inputs,
     autocast_dtype,
@@ -50,8 +52,10 @@ from monetlite.tracing.step_inputs import (
     tensors_in_order,
 )
 
-_DIFFERS = {CHANNELS_LAST: has_images, TILED_LOSS: has_loss_of_rows}
-"""For each layout, whether a captured graph differs in it."""
+OF_ROWS = {TILED_LOSS: has_loss_of_rows, TILED_ROWS: has_rows}
+"""For each layout of rows, whether a captured graph may differ in it."""
+_DIFFERS = {CHANNELS_LAST: has_images, **OF_ROWS}
+"""The same for each layout."""
 
 
 def trace(
@@ -75,8 +79,8 @@ def trace(
             other operators there than on a CPU.
         meta_device: the device that tensors on the meta device stand for.
         layout: `"as_traced"`; `"channels_last"` to have images with their channels innermost throughout the step,
-            whatever the model and its inputs have; or `"tiled_loss"` to have the head and loss of a language model
-            in tiles of rows.
+            whatever the model and its inputs have; `"tiled_loss"` to have the head and loss of a language model
+            in tiles of rows; or `"tiled_rows"` to have its MLPs, projections and norms in tiles of rows, too.
         outputs: what the caller gets of a model that computes its loss: `"loss"` for the loss and outputs of up to
             two dimensions, or `"all"`.
 
@@ -172,8 +176,10 @@ def build_graph(
         joint = channels_last(joint)
     graph = joint.graph.graph
     merge(graph)
-    if layout == TILED_LOSS:
+    if layout in (TILED_LOSS, TILED_ROWS):
         tile_loss(graph)
+    if layout == TILED_ROWS:
+        chain_rows(graph, joint.forward_outputs)
     effects = _draws(graph) | {node for node in graph.nodes if traits_of(str(node.target)).checks}
     late = frozenset(itertools.filterfalse(is_forward, effects))
     reach = storages.Reachability(graph, joint.forward_outputs, effects=effects, late_effects=late)

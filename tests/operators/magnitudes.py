@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from monetlite.core.graph import Call
+from monetlite.operators import resolve
 
 
 def magnitudes(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> list[torch.Tensor]:
@@ -102,6 +103,14 @@ def _gradient(gradient, source, *_rest, **_keywords):
     return [gradient.double().abs() + 0 * source.double()]
 
 
+def _row_chain(*arguments):
+    """The largest element of each result: norms keep rows of a chain of the order of one."""
+    made = resolve("monetlite.row_chain")(*arguments)
+    return [
+        None if item is None else torch.full_like(item, item.abs().amax(), dtype=torch.float64) for item in made
+    ]
+
+
 _BY_KERNEL = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -109,4 +118,5 @@ _BY_KERNEL = {
     "native_layer_norm_backward": _layer_norm_backward,
     "gelu_backward": _gradient,
     "silu_backward": _gradient,
+    "row_chain": _row_chain,
 }

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "monetlite.changed": "of other libraries' operators; tests/runtime/test_custom_kernels.py",
     "monetlite.changed_": "the same",
     "monetlite.linear_cross_entropy": "in a layout of its own; tests/operators/test_tiled_loss.py",
+    "monetlite.row_chain": "in a layout of its own; tests/operators/test_row_chain.py",
     "monetlite.dropout": "what is traced, for probabilities that native_dropout rounds in another way",
     **{
         target: "needs cuDNN"

@@ -36,22 +36,27 @@ def random_profile(
         if rng.random() < 0.2:
             writes.append(builder.value(ValueKind.ACTIVATION))
         rerunnable = not (once_only and rng.random() < 0.12)
-        builder.operator(Phase.FORWARD, _variants(rng, sources, tuple(writes), again=True), rerunnable=rerunnable)
+        variants = _variants(rng, sources, tuple(writes), again=True)
+        # What only the backward part reads, an implementation may leave out.
+        saves = len(writes) > 1 and rerunnable and rng.random() < 0.5
+        if saves:
+            variants.append((sources, (writes[0],), ()))
+        builder.operator(Phase.FORWARD, variants, rerunnable=rerunnable)
         masks: tuple[int, ...] = ()
         if optional and rng.random() < 0.35:
             mask = builder.value(ValueKind.INTERMEDIATE, largest=max(1, largest_bytes // 6))
-            source = rng.choice([*sources, *writes])
+            source = rng.choice([*sources, *writes[: 1 if saves else None]])
             rerunnable = not (once_only and rng.random() < 0.1)
             builder.operator(Phase.FORWARD, [((source,), (mask,), ())], optional=True, rerunnable=rerunnable)
             masks = (mask,)
             if rng.random() < 0.25:
                 # Made from the mask, as backward operators that read no gradient are.
                 more = builder.value(ValueKind.INTERMEDIATE, largest=max(1, largest_bytes // 6))
-                reads = tuple(sorted({mask, *rng.sample([*sources, *writes], 1)}))
+                reads = tuple(sorted({mask, *rng.sample([*sources, *writes[: 1 if saves else None]], 1)}))
                 builder.operator(Phase.FORWARD, [(reads, (more,), ())], optional=True)
                 masks = (more,) if rng.random() < 0.5 else (mask, more)
         forward.append((sources, tuple(writes), masks))
-        results.extend(writes)
+        results.extend(writes[: 1 if saves else None])
     if rng.random() < 0.95:
         _backward(builder, forward)
     return builder.profile()

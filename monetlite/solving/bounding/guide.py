@@ -39,10 +39,12 @@ def _steps(relaxation: Relaxation, solution: Floats) -> Iterator[Step]:
     touched: set[int] = set()
     ran: set[int] = set()
 
-    def cheapest(operator: int) -> Option:
-        if not problem.options[operator]:
+    def cheapest(operator: int, wanted: int | None = None) -> Option:
+        """The fastest option of an operator that writes a value, if one is wanted."""
+        able = [option for option in problem.options[operator] if wanted is None or wanted in option.writes]
+        if not able:
             raise _NoWay
-        return min(problem.options[operator], key=lambda o: o.again_ms if operator in ran else o.first_ms)
+        return min(able, key=lambda o: o.again_ms if operator in ran else o.first_ms)
 
     def run(operator: int, option: Option) -> Iterator[Step]:
         """Run an operator, and before it everything that makes its missing inputs."""
@@ -60,7 +62,7 @@ def _steps(relaxation: Relaxation, solution: Floats) -> Iterator[Step]:
             makers = [maker for maker in problem.producers[missing[0]] if maker in problem.extra_set]
             if not makers or len(waiting) > len(problem.options):
                 raise _NoWay
-            waiting.append((makers[0], cheapest(makers[0])))
+            waiting.append((makers[0], cheapest(makers[0], missing[0])))
 
     chosen = [
         max(options, key=lambda item: solution[item[1]] if item[1] >= 0 else 1.0)[0]

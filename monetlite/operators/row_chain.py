@@ -1,0 +1,400 @@
+"""Row chains: operators that treat each row of a sequence by itself, run as one operator, in tiles of rows.
+
+A language model's MLPs, projections and normalisations compute each token's result from that token alone. What they
+make on the way is often the largest that a layer holds. Run some rows at a time, forward and backward, it is there
+for those rows only; the backward pass makes it again from the chain's inputs. Sums over rows (gradients of weights)
+are added tile by tile, in another order than plain training's. For MLPs of long sequences this is TiledMLP (Bekman
+et al., Arctic Long Sequence Training, arXiv:2506.13996).
+
+A chain is data: the steps of a captured graph, with the operators that plain training runs.
+`monetlite.tracing.row_chains` finds them.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monetlite.core.graph import Call, Implementation, TensorRef, TensorSpec, ValueKind
+from monetlite.fx.torch_internals.torch_dispatch import named_operator
+from monetlite.operators.implementations import TracedKernel, alternatives_for, function, slices
+from monetlite.operators.traits import traits_of
+
+TILES, PRODUCT_TILES = (2, 4, 8), (4,)
+"""Tiles of chains that make everything again, and of those that keep their products."""
+MIN_TILE_ROWS = 32
+TOLERANCE = 1e-5
+PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+"""Of a row and a matrix."""
+OUTER, SUM = "outer", "sum"
+"""Sums over all rows: of the outer products of two rows, and of a row's elements."""
+ROW, WHOLE, WIDENED, DTYPE = "row", "whole", "widened", "dtype"
+"""Operands of a step: a slot of the chain; something that all rows share; a slot's single column, so many times; a
+dtype by name."""
+
+
+@dataclass(frozen=True)
+class ChainStep:
+    """One step of a chain.
+
+    Attributes:
+        slot: number of its result. Slots below the number of rows are theirs: the step makes such a row again.
+        target: ATen overload, `OUTER` or `SUM`.
+        args, kwargs: with operands as ("row", slot), ("whole", position), ("widened", slot, width) and
+            ("dtype", name).
+        width, dtype: of a row of the result.
+    """
+
+    slot: int
+    target: str
+    args: Any
+    kwargs: Any
+    width: int
+    dtype: str
+
+    @property
+    def sums(self) -> bool:
+        """True if the result is of all rows together."""
+        return self.target in (OUTER, SUM)
+
+    @property
+    def operands(self) -> list[int]:
+        """Slots that it reads."""
+        given = [*self.args, *(value for _, value in self.kwargs)]
+        return [item[1] for item in given if _is_operand(item, ROW) or _is_operand(item, WIDENED)]
+
+    @property
+    def kept(self) -> bool:
+        """True for what takes long to make again, or is small: products and statistics."""
+        return self.target in PRODUCTS or self.width == 1
+
+
+def _is_operand(item: Any, kind: str) -> bool:
+    return isinstance(item, list | tuple) and len(item) > 1 and item[0] == kind
+
+
+def _needed(
+    steps: Sequence[Any], given: Sequence[Any], results: Sequence[Any]
+) -> list[tuple[ChainStep, list[int]]]:
+    """The steps that results need, in order, each with the slots that are no longer needed after it."""
+    wanted = {slot for slot, *_ in results if slot is not None}
+    chosen: list[ChainStep] = []
+    for step in (ChainStep(*item) for item in reversed(steps)):
+        if step.slot in wanted and (step.slot >= len(given) or given[step.slot] is None):
+            chosen.append(step)
+            wanted.update(step.operands)
+    last = {slot for slot, *_ in results}
+    planned: list[tuple[ChainStep, list[int]]] = []
+    for step in chosen:
+        operands = set(step.operands)
+        is_input = {slot for slot in operands if slot < len(given) and given[slot] is not None}
+        planned.append((step, sorted(operands - last - is_input)))
+        last |= operands
+    return planned[::-1]
+
+
+def _over(step: ChainStep, dying: Sequence[int], made: dict[int, tuple[int, str]]) -> int | None:
+    """Position of an operand of a step that its result may be written over."""
+    if step.target.rpartition(".")[2] not in traits_of(step.target).in_place:
+        return None
+    for position in (0, 1) if traits_of(step.target).commutative else (0,):
+        operand = step.args[position] if position < len(step.args) else None
+        if _is_operand(operand, ROW) and operand[1] in dying and made.get(operand[1]) == (step.width, step.dtype):
+            return position
+    return None
+
+
+def _call(step: ChainStep, over: int | None, operand: Callable[[Any], Any]) -> Tensor:
+    """Run a step on the rows of a tile."""
+    args = [operand(item) for item in step.args]
+    kwargs = {name: operand(item) for name, item in step.kwargs}
+    target = step.target
+    if over is not None:
+        _, name, overload = target.split(".")
+        if name.endswith("_backward"):
+            target, kwargs = f"aten.{name}.grad_input", {**kwargs, "grad_input": args[over]}
+        elif over == 0:
+            target = _IN_PLACE.get(target, f"aten.{name}_.{overload}")
+        else:
+            target, kwargs = f"aten.{name}.out", {**kwargs, "out": args[over]}
+    made: Tensor = named_operator(target)(*args, **kwargs)
+    return made
+
+
+_IN_PLACE = {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar", "aten.mul.Scalar": "aten.mul_.Tensor"}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a call does on a device that nobody has measured.
+
+    Attributes:
+        count: number of rows; tiles: number of tiles.
+        steps: that run, each with the slots that die at it.
+        widths: of rows that are given, by slot.
+        results: slots of the results.
+        dtype: of the first row.
+    """
+
+    count: int
+    tiles: int
+    steps: list[tuple[ChainStep, list[int]]]
+    widths: dict[int, int]
+    results: set[int]
+    dtype: str
+
+    @classmethod
+    def of(cls, call: Call) -> "_Work":
+        arguments: Any = call.args
+        rows, _, steps, results, _, tiles, _ = arguments
+        given = {at: row.spec for at, row in enumerate(rows) if row is not None}
+        first = next(iter(given.values()))
+        return cls(
+            count=math.prod(first.shape[:-1]),
+            tiles=tiles,
+            steps=_needed(steps, rows, results),
+            widths={at: spec.shape[-1] for at, spec in given.items()},
+            results={slot for slot, *_ in results},
+            dtype=first.dtype,
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that the steps hold for one row, at most; results of a single tile are no workspace."""
+        sizes: dict[int, int] = {}
+        made: dict[int, tuple[int, str]] = {}
+        live = most = 0
+        for step, dying in self.steps:
+            over = _over(step, dying, made)
+            if not step.sums:
+                is_result = self.tiles == 1 and step.slot in self.results
+                sizes[step.slot] = 0 if is_result else step.width * _item_bytes(step.dtype)
+                made[step.slot] = (step.width, step.dtype)
+                taken = None if over is None else step.args[over][1]
+                live += sizes[step.slot] - (0 if taken is None else sizes.get(taken, 0))
+                most = max(most, live)
+                dying = [slot for slot in dying if slot != taken]
+            live -= sum(sizes.get(slot, 0) for slot in dying)
+        return most
+
+
+def _item_bytes(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
+
+
+def _like(call: Call) -> Call:
+    """A product of as many operations; if there are none, a copy of as many elements."""
+    work = _Work.of(call)
+    widths = dict(work.widths)
+    products = moved = 0
+    for step, _ in work.steps:
+        read = [widths[slot] for slot in step.operands]
+        widths[step.slot] = step.width
+        if step.target in PRODUCTS:
+            products += read[0] * step.width
+        elif step.target == OUTER:
+            products += math.prod(read)
+        else:
+            moved += sum(read) + (0 if step.sums else step.width)
+
+    def tensor(name: str, *shape: int) -> TensorRef:
+        stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+        return TensorRef(node=name, value=None, spec=TensorSpec(shape=shape, stride=stride, dtype=work.dtype))
+
+    if not products:
+        rows = tensor("moved", work.count, max(1, moved // 2))
+        return Call(target="aten.neg.default", args=(rows,), outputs=("made",))
+    width = max(step.width for step, _ in work.steps)
+    depth = max(1, products // width)
+    args = (tensor("rows", work.count, depth), tensor("matrix", depth, width))
+    return Call(target="aten.mm.default", args=args, outputs=("made",))
+
+
+def _tile_bytes(call: Call) -> int:
+    """What the steps of a tile hold at a time, and sums of 16-bit products in float32."""
+    work = _Work.of(call)
+    arguments: Any = call.args
+    narrow = {step.slot for step, _ in work.steps if step.sums and _item_bytes(step.dtype) < 4}
+    shapes = (shape for slot, _, shape in arguments[3] if slot in narrow and work.tiles > 1)
+    return work.row_bytes * -(-work.count // work.tiles) + 4 * sum(map(math.prod, shapes))
+
+
+def _launches(call: Call) -> int:
+    work = _Work.of(call)
+    return work.tiles * (len(work.steps) + 1)
+
+
+@function("row_chain", like=_like, workspace_bytes=_tile_bytes, launches=_launches)
+def row_chain(
+    rows: Sequence[Tensor | None],
+    wholes: Sequence[Tensor],
+    steps: Sequence[Any],
+    results: Sequence[Any],
+    own: int,
+    tiles: int,
+    over: Sequence[int] | None,
+) -> tuple[Tensor | None, ...]:
+    """Run a chain of row-wise operators, some rows at a time.
+
+    Args:
+        rows: of shape (..., width), contiguous; None for those that the steps make again.
+        wholes: what all rows share: matrices, weights, biases.
+        steps: the fields of each `ChainStep`.
+        results: of each result, its slot, or None if it isn't wanted; the row whose leading dimensions it has, or
+            None if it has one; its shape if it is a sum.
+        own: number of results that are the chain's; those after them are made on the way, for its backward pass.
+        tiles: number of tiles.
+        over: (position of a result, row whose memory it takes), or None.
+
+    Returns:
+        The results, in order; None for those that aren't wanted.
+    """
+    flat = [None if row is None else row.reshape(-1, row.shape[-1]) for row in rows]
+    first = next(row for row in flat if row is not None)
+    planned = _needed(steps, rows, results)
+    count = first.shape[0]
+    taken = dict([over]) if over is not None else {}
+    sums: dict[int, Tensor] = {}
+    dtypes: dict[int, torch.dtype] = {}
+    made: dict[int, Tensor] = {}
+    vectors = [item.reshape(-1) if item.dim() and item.dim() != 2 else item for item in wholes]
+    for some in slices(count, max(1, -(-count // tiles))):
+        slots = {at: row[some] for at, row in enumerate(flat) if row is not None}
+        layouts: dict[int, tuple[int, str]] = {}
+
+        def operand(item: Any, slots: dict[int, Tensor] = slots) -> Any:
+            if not isinstance(item, list | tuple) or len(item) < 2:
+                return item
+            kind, of, *rest = item
+            if kind == ROW:
+                return slots[of]
+            if kind == WIDENED:
+                return slots[of].expand(-1, rest[0])
+            return getattr(torch, of) if kind == DTYPE else vectors[of]
+
+        for step, dying in planned:
+            if step.sums:
+                dtypes[step.slot] = getattr(torch, step.dtype)
+                _add(sums, step, [operand(item) for item in step.args], tiles)
+            else:
+                slots[step.slot] = _call(step, _over(step, dying, layouts), operand)
+                layouts[step.slot] = (step.width, step.dtype)
+            for slot in dying:
+                slots.pop(slot, None)
+        for position, (slot, _, shape) in enumerate(results):
+            if slot is None or shape is not None:
+                continue
+            tile = slots[slot]
+            if position in taken:
+                target = flat[taken[position]]
+                assert target is not None
+                target[some].copy_(tile)
+            elif tiles == 1:
+                made[position] = tile
+            else:
+                if position not in made:
+                    made[position] = torch.empty((count, tile.shape[1]), dtype=tile.dtype, device=tile.device)
+                made[position][some].copy_(tile)
+        del slots, operand
+    found: list[Tensor | None] = []
+    for position, (slot, like, shape) in enumerate(results):
+        if slot is None:
+            found.append(None)
+        elif shape is not None:
+            found.append(sums[slot].to(dtypes[slot]).view(shape))
+        elif position in taken:
+            found.append(rows[taken[position]])
+        else:
+            lead = (count,) if like is None else rows[like].shape[:-1]  # type: ignore[union-attr]
+            found.append(made[position].view(*lead, -1))
+    return tuple(found)
+
+
+def _add(sums: dict[int, Tensor], step: ChainStep, operands: Sequence[Tensor], tiles: int) -> None:
+    """Add a tile's part of a sum over all rows: in float32, if there are several tiles."""
+    total = sums.get(step.slot)
+    if step.target == OUTER:
+        left, right = operands
+        if total is not None and total.dtype == left.dtype:
+            total.addmm_(left.t(), right)
+            return
+        part = left.t() @ right
+    else:
+        part = operands[0].sum(0)
+    if total is not None:
+        total.add_(part)
+    else:
+        sums[step.slot] = part if tiles == 1 else part.to(torch.promote_types(part.dtype, torch.float32))
+
+
+@alternatives_for("monetlite.row_chain")
+def in_tiles(kernel: TracedKernel) -> Iterator[Implementation]:
+    """The chain with less kept of what is made on the way, in tiles, and over a gradient that comes in."""
+    rows, wholes, steps, results, own, _, _ = kernel.args
+    again = [ChainStep(*item) for item in steps if item[0] < len(rows)]
+    forms: dict[str, tuple[Any, Any, bool]] = {"": (rows, results, False)}
+    if again:
+        light = {step.slot for step in again if not step.kept}
+        every = {step.slot for step in again}
+        forms["products"] = (_without(rows, light), results, False)
+        forms["tiles"] = (_without(rows, every), results, True)
+    elif own < len(results):
+        by_slot = {item[0]: ChainStep(*item) for item in steps}
+        kept = tuple(
+            item if at < own or by_slot[item[0]].kept else (None, *item[1:]) for at, item in enumerate(results)
+        )
+        none = tuple(item if at < own else (None, *item[1:]) for at, item in enumerate(results))
+        forms["products"] = (rows, kept, False)
+        forms["tiles"] = (rows, none, True)
+    else:
+        forms["tiles"] = (rows, results, True)
+    seen: set[Any] = set()
+    count = math.prod(next(row for row in rows if row is not None).spec.shape[:-1])
+    for form, (given, wanted, tiled) in forms.items():
+        for tiles in TILES if tiled else (1, *PRODUCT_TILES) if form else (1,):
+            if tiles > 1 and count // tiles < MIN_TILE_ROWS:
+                continue
+            name = "_".join(filter(None, (form if not tiled else "", f"tiles_{tiles}" if tiles > 1 else "")))
+            key = (given, wanted, tiles)
+            if key in seen:
+                continue
+            seen.add(key)
+            args = (given, wholes, steps, wanted, own, tiles, None)
+            outputs = tuple(
+                output if item[0] is not None else None
+                for output, item in zip(kernel.call.outputs, wanted, strict=True)
+            )
+            if name:
+                yield _offered(kernel, name, args, outputs)
+            for over, value in _overwritable(kernel, given, wanted, again):
+                own_args = (*args[:-1], over)
+                item = _offered(kernel, "_".join(filter(None, (name, "inplace"))), own_args, outputs)
+                yield replace(item, overwrites=(value,))
+
+
+def _without(rows: Any, left_out: set[int]) -> Any:
+    return tuple(None if at in left_out else row for at, row in enumerate(rows))
+
+
+def _offered(kernel: TracedKernel, name: str, args: Any, outputs: Any) -> Implementation:
+    tolerance = TOLERANCE if args[5] > 1 else 0.0
+    return kernel.implement(name, args=args, outputs=outputs, tolerance=tolerance)
+
+
+def _overwritable(
+    kernel: TracedKernel, rows: Any, results: Any, again: Sequence[ChainStep]
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """A result of rows and a gradient that comes in, whose memory it may take: (over, value)."""
+    made_again = {step.slot for step in again}
+    for at, row in enumerate(rows):
+        if not isinstance(row, TensorRef) or row.value is None or at in made_again:
+            continue
+        if kernel.values[row.value].kind is not ValueKind.GRADIENT:
+            continue
+        for position, (slot, _, shape) in enumerate(results):
+            if slot is not None and shape is None and (overwrites := kernel.over(row, position)):
+                yield (position, at), overwrites[0]
+                return
