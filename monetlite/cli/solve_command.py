@@ -101,7 +101,7 @@ def solve_command(
             find_largest_batch(terminal, choice, budget, pricing, solving, multiple_of)
         return
     only_for("solve --max-batch", "multiple_of")
-    layouts = layouts_to_try(pricing.layout, solving.tolerance)
+    layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
     if profiles:
         given = {"model": choice.spec, **vars(choice), **vars(pricing)}
         defaults = ("spec", "layout", *(["outputs"] if source_of("outputs") is ParameterSource.DEFAULT else []))

@@ -31,13 +31,29 @@ CHANNELS_LAST: Literal["channels_last"] = "channels_last"
 TILED_LOSS: Literal["tiled_loss"] = "tiled_loss"
 """Layouts of a step: as the model has it, its images with the channels innermost throughout, or a language model's
 head and loss in tiles of rows."""
+LAYOUTS = (AS_TRACED, CHANNELS_LAST, TILED_LOSS)
+COMPILED_LAYOUTS = {
+    AS_TRACED: "compiled",
+    CHANNELS_LAST: "compiled_channels_last",
+    TILED_LOSS: "compiled_tiled_loss",
+}
+"""For each layout, the one in which regions of operators are compiled, too."""
 LAYOUTS_IN_WORDS = {
     AS_TRACED: "",
     CHANNELS_LAST: "images in channels-last",
     TILED_LOSS: "head and loss in tiles of rows",
+    "compiled": "regions compiled by Inductor",
+    "compiled_channels_last": "regions compiled by Inductor, images in channels-last",
+    "compiled_tiled_loss": "regions compiled by Inductor, head and loss in tiles of rows",
 }
-LAYOUTS = tuple(LAYOUTS_IN_WORDS)
-Layout: TypeAlias = Literal["as_traced", "channels_last", "tiled_loss"]
+Layout: TypeAlias = Literal[
+    "as_traced", "channels_last", "tiled_loss", "compiled", "compiled_channels_last", "compiled_tiled_loss"
+]
+
+
+def uncompiled_layout(layout: str) -> str:
+    """The layout without its regions."""
+    return next((plain for plain, compiled in COMPILED_LAYOUTS.items() if compiled == layout), layout)
 
 
 LOSS_ONLY: Literal["loss"] = "loss"

@@ -18,7 +18,7 @@ from monetlite.operators.implementations import TracedKernel, alternatives, find
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-from monetlite.operators import batch_norm, changing, convolution, cross_entropy, dropout, elementwise, random  # noqa: E402 (after all of them are there)
+from monetlite.operators import batch_norm, changing, convolution, cross_entropy, dropout, elementwise, random, taking_apart  # noqa: E402 (after all of them are there)
 from monetlite.operators.random import is_random  # noqa: E402
 
 
@@ -28,6 +28,11 @@ def merge(graph: fx.Graph) -> None:
     elementwise.remove_copies(graph)
     cross_entropy.merge_backward(graph)
     dropout.round_as_plain_training(graph)
+
+
+def take_apart(graph: fx.Graph) -> None:
+    """Have the parts of batch norms and dropouts, in a graph that has been through `merge`, as kernels."""
+    taking_apart.take_apart(graph)
 
 
 def split(call: Call) -> Iterator[tuple[str, Call]]:

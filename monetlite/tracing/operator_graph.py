@@ -22,18 +22,19 @@ from monetlite.core.graph import (
     ALL_OUTPUTS,
     AS_TRACED,
     CHANNELS_LAST,
-    LAYOUTS,
+    LAYOUTS_IN_WORDS,
     LOSS_ONLY,
     TILED_LOSS,
     OperatorGraph,
     Phase,
+    uncompiled_layout,
 )
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_forward
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload
-from monetlite.operators import is_random, merge
+from monetlite.operators import is_random, merge, take_apart
 from monetlite.operators.implementations import find_function, target_of
 from monetlite.operators.tiled_loss import has_loss_of_rows, tile_loss
 from monetlite.operators.traits import traits_of
@@ -41,6 +42,7 @@ from monetlite.tracing.capture import Joint, capture, copied
 from monetlite.tracing.channels_last import channels_last, has_images
 from monetlite.tracing.graph_builder import GraphBuilder
 from monetlite.tracing.names import Namer, source_of
+from monetlite.tracing.regions import form_regions
 from monetlite.tracing.step_inputs import (
     Inputs,
     autocast_dtype,
@@ -50,7 +52,7 @@ from monetlite.tracing.step_inputs import (
     tensors_in_order,
 )
 
-_DIFFERS = {CHANNELS_LAST: has_images, TILED_LOSS: has_loss_of_rows}
+_DIFFERS = {AS_TRACED: lambda _: True, CHANNELS_LAST: has_images, TILED_LOSS: has_loss_of_rows}
 """For each layout, whether a captured graph differs in it."""
 
 
@@ -107,8 +109,8 @@ def trace_layouts(
     The step is captured once. The first layout is always among those that are traced.
     """
     inputs = split_inputs(example_inputs)
-    if unknown := [layout for layout in layouts if layout not in LAYOUTS]:
-        raise TraceError(f"layout {unknown[0]!r} is unknown; there are {', '.join(LAYOUTS)}")
+    if unknown := [layout for layout in layouts if layout not in LAYOUTS_IN_WORDS]:
+        raise TraceError(f"layout {unknown[0]!r} is unknown; there are {', '.join(LAYOUTS_IN_WORDS)}")
     if not model.training:
         raise TraceError("the model is in evaluation mode; call model.train() before tracing a training step")
     here = device_of(model, inputs, meta_device)
@@ -135,7 +137,7 @@ def in_layouts(joint: Joint, layouts: Sequence[str]) -> dict[str, Joint]:
 
     Building an operator graph changes the joint graph, so each layout has its own.
     """
-    differing = [layout for layout in layouts[1:] if _DIFFERS[layout](joint.graph.graph)]
+    differing = [layout for layout in layouts[1:] if _DIFFERS[uncompiled_layout(layout)](joint.graph.graph)]
     return {layouts[0]: joint, **{layout: copied(joint) for layout in differing}}
 
 
@@ -168,15 +170,18 @@ def build_graph(
     Raises:
         TraceError: a kernel whose memory can't be planned.
     """
-    if layout == CHANNELS_LAST:
+    plain = uncompiled_layout(layout)
+    if plain == CHANNELS_LAST:
         joint = channels_last(joint)
     graph = joint.graph.graph
     merge(graph)
-    if layout == TILED_LOSS:
+    if plain == TILED_LOSS:
         tile_loss(graph)
-    effects = _draws(graph) | {node for node in graph.nodes if traits_of(str(node.target)).checks}
-    late = frozenset(itertools.filterfalse(is_forward, effects))
-    reach = storages.Reachability(graph, joint.forward_outputs, effects=effects, late_effects=late)
+    if layout != plain:
+        take_apart(graph)
+        joint = form_regions(joint, _reach(joint))
+        graph = joint.graph.graph
+    reach = _reach(joint)
     kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
     for node in kernels:
         _refuse_unplannable(node)
@@ -210,6 +215,14 @@ def build_graph(
         outputs=outputs,
     )
     return Traced(graph=built, joint=joint)
+
+
+def _reach(joint: Joint) -> storages.Reachability:
+    """What outputs of a joint graph need, and what has effects."""
+    graph = joint.graph.graph
+    effects = _draws(graph) | {node for node in graph.nodes if traits_of(str(node.target)).checks}
+    late = frozenset(itertools.filterfalse(is_forward, effects))
+    return storages.Reachability(graph, joint.forward_outputs, effects=effects, late_effects=late)
 
 
 def _draws(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -12,10 +12,14 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from monetlite.fx.torch_internals.patching import patched
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode, without_modes
 
 
 def torch_random() -> AbstractContextManager[None]:
@@ -41,6 +45,58 @@ def compile_program(program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
     with torch_random():
         return compile_fx_inner(program, list(inputs))
+
+
+def compile_alone(
+    function: Callable[..., Any],
+    inputs: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]],
+    strides: Sequence[tuple[int, ...]],
+) -> Callable[[list[Any]], Any]:
+    """Compile a function of tensors that draws no random numbers and changes nothing.
+
+    Args:
+        function: returns a flat tuple of tensors.
+        inputs: shape, strides, dtype and device of each of its tensors.
+        strides: of its results.
+
+    Returns:
+        A function of one list, without any check of its contents.
+    """
+    with without_modes(), torch.no_grad():
+        mode = FakeTensorMode()
+        with mode:
+            fakes = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for shape, stride, dtype, device in inputs
+            ]
+        # Our functions look things up in tables, which are real tensors.
+        with mode, patch.object(mode, "allow_non_fake_inputs", True):
+            traced = make_fx(torch.func.functionalize(function), decompositions())(*fakes)
+            _in_strides(traced, strides)
+        from torch._inductor import config
+
+        with patched(config.patch(size_asserts=False, alignment_asserts=False)):
+            compiled: Callable[[list[Any]], Any] = compile_program(traced, fakes)
+        return compiled
+
+
+def _in_strides(program: fx.GraphModule, strides: Sequence[tuple[int, ...]]) -> None:
+    """Have a program return results in these strides."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    output = program.graph.output_node()
+    made: list[Any] = list(output.args[0])  # type: ignore[arg-type]  # a flat tuple
+    with program.graph.inserting_before(output):
+        for at, (node, stride) in enumerate(zip(made, strides, strict=True)):
+            value = node.meta["val"]
+            if value.dim() > 2 or value.stride() != stride:
+                made[at] = program.graph.call_function(force_stride_order, (node, stride))
+                made[at].meta["val"] = torch.empty_strided(
+                    value.shape, stride, dtype=value.dtype, device=value.device
+                )
+    output.args = (tuple(made),)
+    output.meta["user_visible_output_idxs"] = list(range(len(made)))
+    program.recompile()
 
 
 def output_strides(compiled: Any) -> list[tuple[int, ...] | None]:
