@@ -89,7 +89,7 @@ def _in_strides(program: fx.GraphModule, strides: Sequence[tuple[int, ...]]) -> 
     with program.graph.inserting_before(output):
         for at, (node, stride) in enumerate(zip(made, strides, strict=True)):
             value = node.meta["val"]
-            if value.dim() > 2 or value.stride() != stride:
+            if value.stride() != stride:
                 made[at] = program.graph.call_function(force_stride_order, (node, stride))
                 made[at].meta["val"] = torch.empty_strided(
                     value.shape, stride, dtype=value.dtype, device=value.device
