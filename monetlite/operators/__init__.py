@@ -18,8 +18,9 @@ from monetlite.operators.implementations import TracedKernel, alternatives, find
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-from monetlite.operators import batch_norm, changing, convolution, cross_entropy, dropout, elementwise, random, taking_apart  # noqa: E402 (after all of them are there)
+from monetlite.operators import batch_norm, changing, convolution, cross_entropy, dropout, elementwise, random  # noqa: E402 (after all of them are there)
 from monetlite.operators.random import is_random  # noqa: E402
+from monetlite.operators.taking_apart import take_apart  # noqa: E402
 
 
 def merge(graph: fx.Graph) -> None:
@@ -28,11 +29,6 @@ def merge(graph: fx.Graph) -> None:
     elementwise.remove_copies(graph)
     cross_entropy.merge_backward(graph)
     dropout.round_as_plain_training(graph)
-
-
-def take_apart(graph: fx.Graph) -> None:
-    """Have the parts of batch norms and dropouts, in a graph that has been through `merge`, as kernels."""
-    taking_apart.take_apart(graph)
 
 
 def split(call: Call) -> Iterator[tuple[str, Call]]:
@@ -77,4 +73,14 @@ def returns_tensor(call: Call) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
-__all__ = ["TracedKernel", "again", "alternatives", "is_random", "merge", "resolve", "returns_tensor", "split"]
+__all__ = [
+    "TracedKernel",
+    "again",
+    "alternatives",
+    "is_random",
+    "merge",
+    "resolve",
+    "returns_tensor",
+    "split",
+    "take_apart",
+]

@@ -10,25 +10,30 @@ compiled once, measured once, and found in Inductor's cache on disk by the next 
 
 import hashlib
 import json
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-from monetlite.core.graph import Implementation, TensorRef
+from monetlite.core.graph import Implementation, TensorRef, TorchConstant
 from monetlite.fx import storages
-from monetlite.fx.call_encoding import spec_of
+from monetlite.fx.call_encoding import decode_argument, encode_arguments, spec_of
 from monetlite.fx.direct_calls import as_function
-from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.operators.implementations import FUNCTIONS, PREFIX, TracedKernel, function, target_of
 
 TOLERANCE = 1e-5
 """Of what Inductor computes: sums in another order, functions by other approximations, fused roundings."""
 WAYS = "monetlite_ways"
 """Key of a region's node's `meta`: its `Way`s."""
+Over: TypeAlias = tuple[int, int]
+"""Positions of a result and of the argument that it overwrites."""
+TEXTS: dict[str, str] = {}
+"""Descriptions of compiled regions, by the target of their calls."""
+_ITEM = "item"
 _compiling = threading.Lock()
 
 
@@ -41,21 +46,27 @@ class Way:
         run: registered function.
         args: nodes of the captured graph.
         tolerance: see `Implementation`.
-        over: position of the argument that the first result overwrites, where one is.
+        over: the result that overwrites an argument, if one does.
     """
 
     name: str
     run: Callable[..., Any]
     args: tuple[fx.Node, ...]
     tolerance: float = 0.0
-    over: int | None = None
+    over: Over | None = None
 
 
 def implement(kernel: TracedKernel, way: Way, args: tuple[TensorRef, ...]) -> Implementation | None:
     """The implementation of a region's kernel that a way is; None if it can't overwrite what it would."""
-    overwrites = () if way.over is None else kernel.over(args[way.over])
-    if way.over is not None and not overwrites:
-        return None
+    overwrites: tuple[int, ...] = ()
+    if way.over is not None:
+        result, position = way.over
+        source, written = args[position].value, kernel.default.writes[result]
+        if source is None or kernel.values[source].held:
+            return None
+        if kernel.values[source].size_bytes != kernel.values[written].size_bytes:
+            return None
+        overwrites = (source,)
     return kernel.implement(way.name, way.run, args=args, tolerance=way.tolerance, overwrites=overwrites)
 
 
@@ -63,24 +74,28 @@ def one_by_one(program: fx.GraphModule) -> Callable[..., Any]:
     """The registered function that runs a region's operators in order, each value freed after its last use."""
     kernels = [node for node in program.graph.nodes if storages.is_kernel(node)]
     moved = sum(_bytes(item) for node in kernels for item in (*node.all_input_nodes, *storages.results(node)))
-    ends = [*program.graph.find_nodes(op="placeholder"), *program.graph.output_node().all_input_nodes]
     costing = {
-        "passes": moved / max(1, sum(map(_bytes, ends))),
+        "passes": moved / max(1, moved_bytes(program)),
         "launches": lambda _: len(kernels),
         "workspace_bytes": lambda _: _inner_bytes(program),
     }
-    return _registered("region", program, lambda: as_function(_copied(program)), **costing)
+    return _registered("region", described(program), lambda: as_function(_copied(program)), **costing)
 
 
-def compiled(program: fx.GraphModule) -> Callable[..., Any]:
-    """The registered function that runs a region as Inductor compiles it, when it is first called."""
-    return _registered("compiled_region", program, lambda: _compile(program))
+def compiled(program: fx.GraphModule, over: Over | None = None) -> Callable[..., Any]:
+    """The registered function that runs a region as Inductor compiles it, when it is first called.
+
+    Args:
+        over: the result that overwrites an argument, if one does.
+    """
+    text = described(program, over)
+    return _registered("compiled_region" if over is None else "compiled_region_", text, lambda: compile_text(text))
 
 
 def _registered(
-    kind: str, program: fx.GraphModule, make: Callable[[], Callable[[list[Any]], Any]], **costing: Any
+    kind: str, text: str, make: Callable[[], Callable[[list[Any]], Any]], **costing: Any
 ) -> Callable[..., Any]:
-    name = f"{kind}.{_digest(program)}"
+    name = f"{kind}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if PREFIX + name in FUNCTIONS:
         return FUNCTIONS[PREFIX + name].run
     made: Callable[[list[Any]], Any] | None = None
@@ -94,23 +109,90 @@ def _registered(
         return results
 
     run.__name__ = run.__qualname__ = name.replace(".", "_")  # by which generated code calls it
+    if kind.startswith("compiled"):
+        TEXTS[PREFIX + name] = text
     return function(name, **costing)(run)
 
 
-def _compile(program: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """A region's program, compiled.
+def compile_text(text: str) -> Callable[[list[Any]], Any]:
+    """Compile a region from its description.
 
     It is traced on tensors of its own, so that nothing of the capture that it was found in stays alive.
     """
     from monetlite.fx.torch_internals.torch_inductor import compile_alone
+    from monetlite.operators import resolve
 
-    def described(node: fx.Node) -> tuple[Any, ...]:
-        value = node.meta["val"]
-        return tuple(value.shape), tuple(value.stride()), value.dtype, value.device
+    region = json.loads(text)
+    inputs = [
+        (tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device))
+        for shape, stride, dtype, device in region["inputs"]
+    ]
 
-    inputs = [described(node) for node in program.graph.find_nodes(op="placeholder")]
-    results = [described(node)[1] for node in program.graph.output_node().args[0]]  # type: ignore[union-attr]  # a flat tuple
-    return compile_alone(lambda *args: program(*args), inputs, results)
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        values: list[Any] = list(tensors)
+
+        def value(argument: Any) -> Any:
+            if isinstance(argument, list):
+                return [value(item) for item in argument]
+            if not isinstance(argument, dict):
+                return argument
+            ((kind, content),) = argument.items()
+            if kind == "node":
+                return values[content]
+            return decode_argument(TorchConstant(kind=kind, name=content), lambda _: None)
+
+        for target, args, kwargs in region["calls"]:
+            arguments = [value(item) for item in args]
+            if target == _ITEM:
+                values.append(operator.getitem(*arguments))
+            else:
+                call: Any = resolve(target)
+                values.append(call(*arguments, **{name: value(item) for name, item in kwargs.items()}))
+        results = [values[number] for number in region["results"]]
+        if region["over"] is not None:
+            result, argument = region["over"]
+            made = results[result]
+            results[result] = tensors[argument].view(made.shape).copy_(made)
+        return tuple(results)
+
+    return compile_alone(run, inputs, [tuple(stride) for stride in region["strides"]])
+
+
+def described(program: fx.GraphModule, over: Over | None = None) -> str:
+    """All that a region computes, as text: operators, constants, and layouts of operands and results."""
+    numbers: dict[fx.Node, int] = {}
+
+    def plain(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return {"node": numbers[argument]}
+        if isinstance(argument, (list, tuple)):
+            return [plain(item) for item in argument]
+        encoded = encode_arguments(argument, lambda _: None)
+        return {encoded.kind: encoded.name} if isinstance(encoded, TorchConstant) else encoded
+
+    calls = []
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            target = _ITEM if storages.is_item(node) else target_of(node)
+            kwargs = {name: plain(item) for name, item in node.kwargs.items()}
+            calls.append([target, [plain(item) for item in node.args], kwargs])
+        numbers[node] = len(numbers)
+    results = program.graph.output_node().all_input_nodes
+    return json.dumps(
+        {
+            "inputs": [_layout(node) for node in program.graph.find_nodes(op="placeholder")],
+            "calls": calls,
+            "results": [numbers[node] for node in results],
+            "strides": [_layout(node)[1] for node in results],
+            "over": over,
+        }
+    )
+
+
+def _layout(node: fx.Node) -> tuple[list[int], list[int], str, str]:
+    value = node.meta["val"]
+    spec = spec_of(value)
+    return list(map(int, spec.shape)), list(map(int, spec.stride)), spec.dtype, str(value.device)
 
 
 def _copied(program: fx.GraphModule) -> fx.GraphModule:
@@ -119,24 +201,36 @@ def _copied(program: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(program, graph)
 
 
-def _digest(program: fx.GraphModule) -> str:
-    """Digest of all that a region computes: operators, constants, and layouts of its operands and results."""
-    numbers = {node: number for number, node in enumerate(program.graph.nodes)}
+def moved_bytes(program: fx.GraphModule) -> int:
+    """Bytes that a region reads and writes."""
+    ends = (*program.graph.find_nodes(op="placeholder"), *program.graph.output_node().all_input_nodes)
+    return sum(map(_bytes, ends))
 
-    def text(argument: Any) -> str:
-        return f"%{numbers[argument]}" if isinstance(argument, fx.Node) else repr(argument)
 
-    lines: list[Any] = []
-    for node in program.graph.nodes:
-        arguments = pytree.tree_leaves((node.args, node.kwargs))
-        shape = [len(item) for item in node.args if isinstance(item, (list, tuple))]
-        lines.append([node.op, "" if node.op == "placeholder" else target_of(node), shape, list(map(text, arguments))])
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            spec = spec_of(value)
-            lines[-1] += [list(map(int, spec.shape)), list(map(int, spec.stride)), spec.dtype, value.device.type]
-        lines[-1].append(sorted(node.kwargs))
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
+def over_first(program: fx.GraphModule, args: Sequence[fx.Node]) -> Over | None:
+    """The largest result of a region that can take an argument's memory, and that argument; None if none can.
+
+    Args:
+        program: of the region.
+        args: nodes that it is called with; inputs of the model can't be overwritten.
+    """
+    found: list[tuple[int, Over]] = []
+    for result, made in enumerate(program.graph.output_node().all_input_nodes):
+        for position, (node, given) in enumerate(
+            zip(args, program.graph.find_nodes(op="placeholder"), strict=True)
+        ):
+            if node.op == "call_function" and _is_like(given.meta["val"], made.meta["val"]):
+                found.append((_bytes(made), (result, position)))
+    return max(found, key=lambda item: item[0])[1] if found else None
+
+
+def _is_like(given: Tensor, made: Tensor) -> bool:
+    """True for an argument in whose memory a result can be, as a view of it."""
+    alike = (given.dtype, given.numel()) == (made.dtype, made.numel())
+    return alike and (
+        (given.shape, given.stride()) == (made.shape, made.stride())
+        or (given.is_contiguous() and made.is_contiguous())
+    )
 
 
 def _bytes(node: fx.Node | None) -> int:

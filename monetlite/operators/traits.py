@@ -176,9 +176,9 @@ _record("nll_loss_backward nll_loss2d_forward nll_loss2d_backward index_copy sca
 _record(
     "native_layer_norm native_layer_norm_backward _softmax _log_softmax _safe_softmax _softmax_backward_data "
     "_log_softmax_backward_data native_batch_norm_backward native_group_norm native_group_norm_backward "
-    "_fused_rms_norm _fused_rms_norm_backward native_dropout_backward sum mean var_mean amax amin any all clone cat "
-    "_to_copy copy constant_pad_nd slice_backward select_backward expand_copy full full_like zeros zeros_like ones "
-    "ones_like arange scalar_tensor new_zeros new_ones new_full",
+    "_fused_rms_norm _fused_rms_norm_backward native_dropout_backward sum mean var_mean amax amin any all clone "
+    "cat _to_copy copy constant_pad_nd slice_backward select_backward expand_copy full full_like zeros zeros_like "
+    "ones ones_like arange scalar_tensor new_zeros new_ones new_full",
     fusible=True,
 )
 _record("_assert_async", checks=True)

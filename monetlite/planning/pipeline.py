@@ -101,9 +101,7 @@ def optimize(
         "solver": solver,
         "seed": seed,
     }
-    return solve_model(
-        model, example_inputs, budget, *split_options(options), starts=starts, runs_here=runs_here
-    )
+    return solve_model(model, example_inputs, budget, *split_options(options), starts=starts, runs_here=runs_here)
 
 
 def solve_model(

@@ -14,7 +14,7 @@ forward region can also be run from what that region was computed from.
 
 import heapq
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -26,13 +26,24 @@ from monetlite.fx import storages
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.operators import is_random
-from monetlite.operators.regions import TOLERANCE, WAYS, Way, compiled, one_by_one, results_of
+from monetlite.operators.regions import (
+    TOLERANCE,
+    WAYS,
+    Way,
+    compiled,
+    moved_bytes,
+    one_by_one,
+    over_first,
+    results_of,
+)
 from monetlite.operators.taking_apart import FUSIBLE
 from monetlite.operators.traits import traits_of
 from monetlite.tracing.capture import Joint
 
 SMALL = 16
 """A result is small if it has at most a 16th of the elements of what it is computed from."""
+NEGLIGIBLE_SHARE = 1e-3
+"""Regions that move less than this share of the bytes that all regions move are not compiled."""
 MIN_KERNELS = 2
 """Fewer operators are no region: they stay with the implementations that they have."""
 
@@ -217,10 +228,11 @@ class _Regions:
             kernel = _kernel(node)
             computed = kernel in own or kernel in self._constants
             is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
-            if not computed and is_tensor and not storages.is_view(node) and storages.base(node) is node:
-                if node.op != "call_function" or forward or self._is_there(node, sources):
-                    inputs[node] = None
-                    return
+            is_base = is_tensor and not storages.is_view(node) and storages.base(node) is node
+            given = node.op != "call_function" or forward
+            if not computed and is_base and (given or self._is_there(node, sources)):
+                inputs[node] = None
+                return
             for item in node.all_input_nodes:
                 add(item)
             inside.add(node)
@@ -260,6 +272,7 @@ class _Regions:
                     new[item].meta = dict(item.meta)
             else:
                 new[unit] = graph.node_copy(unit, new.__getitem__)
+        self._negligible_bytes = NEGLIGIBLE_SHARE * sum(moved_bytes(program) for program, _ in forms.values())
         for region, node in made.items():
             node.meta[WAYS] = list(self._ways(region, forms[region], new))
         return replace(self._joint, graph=fx.GraphModule(self._joint.graph, graph))
@@ -268,9 +281,13 @@ class _Regions:
         self, region: _Region, form: tuple[fx.GraphModule, tuple[fx.Node, ...]], new: dict[fx.Node, fx.Node]
     ) -> Iterator[Way]:
         program, inputs = form
-        yield Way(
-            name="compiled", run=compiled(program), args=tuple(new[item] for item in inputs), tolerance=TOLERANCE
-        )
+        if moved_bytes(program) < self._negligible_bytes:
+            return
+        args = tuple(new[item] for item in inputs)
+        yield Way(name="compiled", run=compiled(program), args=args, tolerance=TOLERANCE)
+        if (over := over_first(program, args)) is not None:
+            run = compiled(program, over)
+            yield Way(name="compiled_inplace", run=run, args=args, tolerance=TOLERANCE, over=over)
         if sources := self._sources(region):
             program, others = self._program(region, sources)
             if set(others) != set(inputs):
@@ -282,8 +299,12 @@ class _Regions:
         """The forward regions whose results a backward region reads."""
         if self._phase(region.kernels[0]) != 2:
             return []
-        kernels = {_kernel(item) for item in self._program(region)[1]}
-        return list({id(item): item for kernel in kernels if (item := self._region_of.get(kernel)) and self._phase(kernel) == 0}.values())
+        found: dict[_Region, None] = {}
+        for item in self._program(region)[1]:
+            source = self._region_of.get(_kernel(item))
+            if source is not None and self._phase(_kernel(item)) == 0:
+                found[source] = None
+        return list(found)
 
     def _in_order(self, inputs: dict[_Region, tuple[fx.Node, ...]]) -> Iterator["fx.Node | _Region"]:
         """Regions and all other nodes, each after what it reads, else in the order in which they were."""
@@ -350,11 +371,7 @@ class _Regions:
 
 def storages_read(node: fx.Node) -> Iterator[fx.Node]:
     """The base tensors that a kernel reads."""
-    for item in node.all_input_nodes:
-        if isinstance(item.meta.get("val"), torch.Tensor) or item.op == "get_attr":
-            yield storages.base(item)
-        elif item.meta.get("val") is not None and storages.is_view(item):
-            yield storages.base(item)
+    return map(storages.base, node.all_input_nodes)
 
 
 def _kernel(node: fx.Node) -> fx.Node:
