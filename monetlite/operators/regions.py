@@ -11,7 +11,6 @@ compiled once, measured once, and found in Inductor's cache on disk by the next 
 import hashlib
 import json
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,6 +22,7 @@ from monetlite.core.graph import Implementation, TensorRef, TorchConstant
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import decode_argument, encode_arguments, spec_of
 from monetlite.fx.direct_calls import as_function
+from monetlite.fx.torch_internals.patching import patched
 from monetlite.operators.implementations import FUNCTIONS, PREFIX, TracedKernel, function, target_of
 
 TOLERANCE = 1e-5
@@ -32,9 +32,8 @@ WAYS = "monetlite_ways"
 Over: TypeAlias = tuple[int, int]
 """Positions of a result and of the argument that it overwrites."""
 TEXTS: dict[str, str] = {}
-"""Descriptions of compiled regions, by the target of their calls."""
+"""Descriptions of regions that are still to be compiled in this process, by the target of their calls."""
 _ITEM = "item"
-_compiling = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +102,9 @@ def _registered(
     def run(*tensors: Tensor) -> tuple[Tensor, ...]:
         nonlocal made
         if made is None:
-            with _compiling:
+            with patched():  # compiling changes torch's state
                 made = make()
+            TEXTS.pop(PREFIX + name, None)
         results: tuple[Tensor, ...] = made(list(tensors))
         return results
 

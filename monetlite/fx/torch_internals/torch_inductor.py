@@ -5,6 +5,9 @@
 | `compile_fx_inner`, `output_strides` | compiles a program of ours, and says in which strides its results come |
 | `select_decomp_table` | operators that Inductor knows, for a program traced into those |
 | `force_stride_order`, `user_visible_output_idxs` | results in captured strides; views would fail |
+| `cache_dir` | folder of compiled code; regions would be compiled anew by processes beside this one |
+| `user_visible_output_idxs` | results of a region in captured strides; anchors after it would fail |
+| `size_asserts`, `alignment_asserts` | checks of arguments, which a program need not make |
 | `fallback_random` | torch's own random numbers; dropout would draw others than plain training |
 | `compile_fx`, `aot_eager_decomp_partition` | `torch.compile` as others use it, to compare with |
 """
@@ -37,6 +40,13 @@ def decompositions() -> Any:
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
+
+
+def cache_folder() -> str:
+    """The folder in which Inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 def compile_program(program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
