@@ -24,7 +24,7 @@ _COMMAND = "from monetlite.operators.region_compiler import serve; serve()"
 def compile_ahead(targets: Iterable[str], progress: Callable[[int, int], None] | None = None) -> None:
     """Compile the regions among some targets of calls, unless there are too few for that to pay.
 
-    Those that are in the cache are left out. A region that can't be compiled is left for its first call, which raises
+    Those that are in the cache are left out. One that can't be compiled is left for its first call, which raises
     the error.
 
     Args:

@@ -17,8 +17,8 @@ from monetlite.core.errors import MonetliteError, ProfileError
 from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
 from monetlite.operators.program_calls import compacting
-from monetlite.operators.region_compiler import compile_ahead
 from monetlite.operators.random import REPLAY, drawn_call, forked_state
+from monetlite.operators.region_compiler import compile_ahead
 from monetlite.operators.traits import family_of, traits_of
 from monetlite.profiling.arguments import depends_on_contents, make_arguments
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed

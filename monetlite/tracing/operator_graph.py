@@ -78,7 +78,8 @@ def trace(
         meta_device: the device that tensors on the meta device stand for.
         layout: `"as_traced"`; `"channels_last"` to have images with their channels innermost throughout the step,
             whatever the model and its inputs have; or `"tiled_loss"` to have the head and loss of a language model
-            in tiles of rows.
+            in tiles of rows. `"compiled"`, `"compiled_channels_last"` and `"compiled_tiled_loss"` are the same with
+            regions that can be compiled.
         outputs: what the caller gets of a model that computes its loss: `"loss"` for the loss and outputs of up to
             two dimensions, or `"all"`.
 
