@@ -23,12 +23,22 @@ from monetlite.cli.subjects import load_profiles, price_layouts
 from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile
 from monetlite.core.interrupts import interrupts_kept
-from monetlite.core.options import PricingOptions, SolvingOptions
+from monetlite.core.options import PricingOptions, SolvingOptions, allowing_compiled
 
 FIRST_BATCH = 32
 """Batch to begin from."""
 MAX_BATCH_SECONDS = 120.0
-_RARE = ("profiles", "layout", "outputs", "accumulate", "implementations", "solver", "seed", "multiple_of")
+_RARE = (
+    "profiles",
+    "layout",
+    "compile",
+    "outputs",
+    "accumulate",
+    "implementations",
+    "solver",
+    "seed",
+    "multiple_of",
+)
 _multiple_option = click.option(
     "--multiple-of",
     type=click.IntRange(min=1),
@@ -57,7 +67,7 @@ _multiple_option = click.option(
         help="Peak of the whole step: 6GB (10⁹ bytes), 6GiB (2³⁰), 6000MB, or 50% of plain training's peak.",
     ),
     pricing_options,
-    options_of(PricingOptions, "layout", "outputs"),
+    options_of(PricingOptions, "layout", "compile", "outputs"),
     options_of(SolvingOptions),
     output_option("Schedule file; by default MODEL_BATCH_BUDGET.yaml here, with the other options in its name."),
     click.option(
@@ -87,6 +97,7 @@ def solve_command(
     from monetlite.planning.budgets import layouts_to_try, solve_layouts
     from monetlite.reporting import text_solve
 
+    solving = allowing_compiled(pricing, solving)
     if not profiles and choice.spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")
     if source_of("solver") is ParameterSource.COMMANDLINE:
@@ -94,7 +105,7 @@ def solve_command(
 
         check_solver(solving.solver)
     if max_batch:
-        only_for("solve without --max-batch", "profiles", "layout", "output", "force")
+        only_for("solve without --max-batch", "profiles", "layout", "compile", "output", "force")
         if source_of("time_limit") is ParameterSource.DEFAULT:
             solving = replace(solving, time_limit=MAX_BATCH_SECONDS)
         with interrupts_kept():
@@ -104,7 +115,12 @@ def solve_command(
     layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
     if profiles:
         given = {"model": choice.spec, **vars(choice), **vars(pricing)}
-        defaults = ("spec", "layout", *(["outputs"] if source_of("outputs") is ParameterSource.DEFAULT else []))
+        defaults = (
+            "spec",
+            "layout",
+            "compile",
+            *(["outputs"] if source_of("outputs") is ParameterSource.DEFAULT else []),
+        )
         said = {name: given[name] for name in given if name not in defaults}
         costs, batch, description = load_profiles(profiles, pricing.layout, said)
         target = output or name_from_profile(costs[0], batch, budget, pricing.layout, solving)

@@ -133,4 +133,11 @@ def split_options(
         raise ModelError(f"there is no option {min(unknown)!r}; there are {known}")
     prices = PricingOptions(**{name: value for name, value in options.items() if name in pricing})
     solve = SolvingOptions(**{name: value for name, value in options.items() if name in solving})
-    return prices, replace(solve, tolerance=max(solve.tolerance, REORDERED_SUMS)) if prices.compile else solve
+    return prices, allowing_compiled(prices, solve)
+
+
+def allowing_compiled(pricing: PricingOptions, solving: SolvingOptions) -> SolvingOptions:
+    """Options of solving with the tolerance that compiled regions need, where they are asked for."""
+    if not pricing.compile:
+        return solving
+    return replace(solving, tolerance=max(solving.tolerance, REORDERED_SUMS))

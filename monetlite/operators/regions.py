@@ -5,7 +5,7 @@ bits of plain training. Compiled by Inductor, they are a loop or two, and what t
 stored. Both are functions that calls name, by a digest of the program and its sizes: equal regions of a model are
 compiled once, measured once, and found in Inductor's cache on disk by the next process.
 
-`monetlite.tracing.regions` finds regions in a captured graph.
+`monetlite.tracing.region_finder` finds regions in a captured graph.
 """
 
 import hashlib

@@ -42,7 +42,7 @@ from monetlite.tracing.capture import Joint, capture, copied
 from monetlite.tracing.channels_last import channels_last, has_images
 from monetlite.tracing.graph_builder import GraphBuilder
 from monetlite.tracing.names import Namer, source_of
-from monetlite.tracing.regions import form_regions
+from monetlite.tracing.region_finder import form_regions
 from monetlite.tracing.step_inputs import (
     Inputs,
     autocast_dtype,
@@ -219,7 +219,7 @@ def build_graph(
 
 
 def _reach(joint: Joint) -> storages.Reachability:
-    """What outputs of a joint graph need, and what has effects."""
+    """Nodes that the results of a joint graph need, and those that have effects."""
     graph = joint.graph.graph
     effects = _draws(graph) | {node for node in graph.nodes if traits_of(str(node.target)).checks}
     late = frozenset(itertools.filterfalse(is_forward, effects))

@@ -80,6 +80,7 @@ OTHERS = {
     "optimizer": "adam",
     "accumulate": True,
     "layout": "channels_last",
+    "compile": True,
     "outputs": "all",
     "tolerance": 1e-3,
     "implementations": "default",

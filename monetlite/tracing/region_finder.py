@@ -49,7 +49,7 @@ MIN_KERNELS = 2
 
 
 def form_regions(joint: Joint, reach: storages.Reachability) -> Joint:
-    """The same step with each region as one node, whose `meta` has its ways to run (`regions.WAYS`)."""
+    """The same step with each region as one node, whose `meta` has its ways to run (`operators.regions.WAYS`)."""
     return _Regions(joint, reach).rewritten()
 
 
