@@ -39,6 +39,7 @@ def schedule_name(choice: ModelChoice, budget: str, pricing: PricingOptions, sol
         "reserved" if solving.reserved else None,
         f"within{solving.tolerance:g}" if solving.tolerance else None,
         pricing.layout,
+        "compiled" if pricing.compile else None,
         None if pricing.outputs == LOSS_ONLY else f"{pricing.outputs}-outputs",
         None if solving.implementations == ALL_IMPLEMENTATIONS else f"{solving.implementations}-implementations",
     ]

@@ -23,7 +23,7 @@ from monetlite.cli.subjects import load_profiles, price_layouts
 from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile
 from monetlite.core.interrupts import interrupts_kept
-from monetlite.core.options import PricingOptions, SolvingOptions
+from monetlite.core.options import PricingOptions, SolvingOptions, allowing_compiled
 
 FIRST_BATCH = 32
 """Batch to begin from."""
@@ -31,6 +31,7 @@ MAX_BATCH_SECONDS = 120.0
 _RARE = (
     "profiles",
     "layout",
+    "compile",
     "outputs",
     "accumulate",
     "step_in_backward",
@@ -67,7 +68,7 @@ _multiple_option = click.option(
         help="Peak of the whole step: 6GB (10⁹ bytes), 6GiB (2³⁰), 6000MB, or 50% of plain training's peak.",
     ),
     pricing_options,
-    options_of(PricingOptions, "layout", "outputs"),
+    options_of(PricingOptions, "layout", "compile", "outputs"),
     options_of(SolvingOptions),
     output_option("Schedule file; by default MODEL_BATCH_BUDGET.yaml here, with the other options in its name."),
     click.option(
@@ -97,6 +98,7 @@ def solve_command(
     from monetlite.planning.budgets import layouts_to_try, solve_layouts
     from monetlite.reporting import text_solve
 
+    solving = allowing_compiled(pricing, solving)
     if not profiles and choice.spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")
     if source_of("solver") is ParameterSource.COMMANDLINE:
@@ -104,17 +106,22 @@ def solve_command(
 
         check_solver(solving.solver)
     if max_batch:
-        only_for("solve without --max-batch", "profiles", "layout", "output", "force")
+        only_for("solve without --max-batch", "profiles", "layout", "compile", "output", "force")
         if source_of("time_limit") is ParameterSource.DEFAULT:
             solving = replace(solving, time_limit=MAX_BATCH_SECONDS)
         with interrupts_kept():
             find_largest_batch(terminal, choice, budget, pricing, solving, multiple_of)
         return
     only_for("solve --max-batch", "multiple_of")
-    layouts = layouts_to_try(pricing.layout, solving.tolerance)
+    layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
     if profiles:
         given = {"model": choice.spec, **vars(choice), **vars(pricing)}
-        defaults = ("spec", "layout", *(["outputs"] if source_of("outputs") is ParameterSource.DEFAULT else []))
+        defaults = (
+            "spec",
+            "layout",
+            "compile",
+            *(["outputs"] if source_of("outputs") is ParameterSource.DEFAULT else []),
+        )
         said = {name: given[name] for name in given if name not in defaults}
         costs, batch, description = load_profiles(profiles, pricing.layout, said)
         target = output or name_from_profile(costs[0], batch, budget, pricing.layout, solving)

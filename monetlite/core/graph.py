@@ -32,14 +32,39 @@ TILED_LOSS: Literal["tiled_loss"] = "tiled_loss"
 TILED_ROWS: Literal["tiled_rows"] = "tiled_rows"
 """Layouts of a step: as the model has it; its images with the channels innermost throughout; a language model's
 head and loss in tiles of rows; or these and its MLPs, projections and normalisations, each as one operator."""
+LAYOUTS = (AS_TRACED, CHANNELS_LAST, TILED_LOSS, TILED_ROWS)
+COMPILED_LAYOUTS = {
+    AS_TRACED: "compiled",
+    CHANNELS_LAST: "compiled_channels_last",
+    TILED_LOSS: "compiled_tiled_loss",
+    TILED_ROWS: "compiled_tiled_rows",
+}
+"""For each layout, the one in which regions of operators are compiled, too."""
 LAYOUTS_IN_WORDS = {
     AS_TRACED: "",
     CHANNELS_LAST: "images in channels-last",
     TILED_LOSS: "head and loss in tiles of rows",
     TILED_ROWS: "head and loss, MLPs, projections and norms in tiles of rows",
+    "compiled": "regions compiled by Inductor",
+    "compiled_channels_last": "regions compiled by Inductor, images in channels-last",
+    "compiled_tiled_loss": "regions compiled by Inductor, head and loss in tiles of rows",
+    "compiled_tiled_rows": "regions compiled by Inductor; head, loss, MLPs, projections, norms in tiles of rows",
 }
-LAYOUTS = tuple(LAYOUTS_IN_WORDS)
-Layout: TypeAlias = Literal["as_traced", "channels_last", "tiled_loss", "tiled_rows"]
+Layout: TypeAlias = Literal[
+    "as_traced",
+    "channels_last",
+    "tiled_loss",
+    "tiled_rows",
+    "compiled",
+    "compiled_channels_last",
+    "compiled_tiled_loss",
+    "compiled_tiled_rows",
+]
+
+
+def uncompiled_layout(layout: str) -> str:
+    """The layout without its regions."""
+    return next((plain for plain, compiled in COMPILED_LAYOUTS.items() if compiled == layout), layout)
 
 
 LOSS_ONLY: Literal["loss"] = "loss"

@@ -6,13 +6,15 @@ explanations from here, and every layer passes the two objects on whole.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import ALL_OUTPUTS, LAYOUTS, LOSS_ONLY
 
+REORDERED_SUMS = 1e-5
+"""Tolerance from which another order of sums is allowed: other layouts, and regions that Inductor compiles."""
 ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS = "all", "default"
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw8bit")
 
@@ -49,6 +51,11 @@ class PricingOptions:
         "Images with channels innermost, or head and loss of a language model in tiles; by default all are tried "
         "that the tolerance allows.",
         LAYOUTS,
+    )
+    compile: bool = _option(
+        False,
+        "Have Inductor compile what lies between matrix products, convolutions and attention, where that is faster "
+        "or smaller. Implies a tolerance of 1e-5.",
     )
     outputs: str = _option(
         LOSS_ONLY,
@@ -137,7 +144,13 @@ def split_options(
     if unknown := set(options) - pricing - solving:
         known = ", ".join(sorted({*pricing, *solving, *others}))
         raise ModelError(f"there is no option {min(unknown)!r}; there are {known}")
-    return (
-        PricingOptions(**{name: value for name, value in options.items() if name in pricing}),
-        SolvingOptions(**{name: value for name, value in options.items() if name in solving}),
-    )
+    prices = PricingOptions(**{name: value for name, value in options.items() if name in pricing})
+    solve = SolvingOptions(**{name: value for name, value in options.items() if name in solving})
+    return prices, allowing_compiled(prices, solve)
+
+
+def allowing_compiled(pricing: PricingOptions, solving: SolvingOptions) -> SolvingOptions:
+    """Options of solving with the tolerance that compiled regions need, where they are asked for."""
+    if not pricing.compile:
+        return solving
+    return replace(solving, tolerance=max(solving.tolerance, REORDERED_SUMS))

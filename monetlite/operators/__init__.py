@@ -20,6 +20,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 from monetlite.operators import batch_norm, changing, convolution, cross_entropy, dropout, elementwise, random  # noqa: E402 (after all of them are there)
 from monetlite.operators.random import is_random  # noqa: E402
+from monetlite.operators.taking_apart import take_apart  # noqa: E402
 
 
 def merge(graph: fx.Graph) -> None:
@@ -72,4 +73,14 @@ def returns_tensor(call: Call) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
-__all__ = ["TracedKernel", "again", "alternatives", "is_random", "merge", "resolve", "returns_tensor", "split"]
+__all__ = [
+    "TracedKernel",
+    "again",
+    "alternatives",
+    "is_random",
+    "merge",
+    "resolve",
+    "returns_tensor",
+    "split",
+    "take_apart",
+]

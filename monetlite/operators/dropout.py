@@ -58,6 +58,13 @@ def round_as_plain_training(graph: fx.Graph) -> None:
                 user.args = (*user.args[:2], scale)
 
 
+def scale_of(node: fx.Node) -> float:
+    """The factor by which a dropout of a graph that has been through `round_as_plain_training` scales."""
+    dtype, probability = node.meta["val"][0].dtype, node.args[1]
+    assert isinstance(probability, float)
+    return (_scale if node.target is dropout else _native_scale)(dtype, probability)
+
+
 def _draws(probability: object, training: object) -> bool:
     return training is True and isinstance(probability, float) and 0 < probability < 1
 

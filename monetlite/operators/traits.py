@@ -35,6 +35,8 @@ class Traits:
         by_storage: it finds elements of its first operand by position in the storage.
         kept_whole: torch splits it into smaller operators during capture, which plain training doesn't run.
         fractions: its operands are probabilities, rates or deviations. A GPU ends the process where they are not.
+        fusible: Inductor makes loops of it that it joins with those around it, though it is not computed element by
+            element alone.
         checks: it raises an error if the model's assertion fails, and computes nothing.
     """
 
@@ -55,6 +57,7 @@ class Traits:
     by_storage: bool = False
     kept_whole: bool = False
     fractions: bool = False
+    fusible: bool = False
     checks: bool = False
 
 
@@ -170,6 +173,14 @@ _record(
     fractions=True,
 )
 _record("nll_loss_backward nll_loss2d_forward nll_loss2d_backward index_copy scatter_reduce take put")  # `is_known`
+_record(
+    "native_layer_norm native_layer_norm_backward _softmax _log_softmax _safe_softmax _softmax_backward_data "
+    "_log_softmax_backward_data native_batch_norm_backward native_group_norm native_group_norm_backward "
+    "_fused_rms_norm _fused_rms_norm_backward native_dropout_backward sum mean var_mean amax amin any all clone "
+    "cat _to_copy copy constant_pad_nd slice_backward select_backward expand_copy full full_like zeros zeros_like "
+    "ones ones_like arange scalar_tensor new_zeros new_ones new_full",
+    fusible=True,
+)
 _record("_assert_async", checks=True)
 
 

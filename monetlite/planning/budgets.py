@@ -9,9 +9,9 @@ from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError, ScheduleMismatch
 from monetlite.core.files.documents import common_fields
-from monetlite.core.graph import AS_TRACED, LAYOUTS
+from monetlite.core.graph import AS_TRACED, COMPILED_LAYOUTS, LAYOUTS, uncompiled_layout
 from monetlite.core.interrupts import interrupts_kept
-from monetlite.core.options import SolvingOptions
+from monetlite.core.options import REORDERED_SUMS, SolvingOptions
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
@@ -21,8 +21,6 @@ from monetlite.planning.advice import LeastPeak
 if TYPE_CHECKING:
     from monetlite.solving.incumbent import Solution
 
-REORDERED_SUMS = 1e-5
-"""Smallest tolerance that allows sums in another order."""
 TRIAL_SHARE = 0.15
 """Share of the time limit for which each layout is tried."""
 
@@ -123,16 +121,24 @@ def solve_budget(
     return as_schedule(profile, budget_bytes, solution, options.tolerance)
 
 
-def layouts_to_try(layout: str | None, tolerance: float) -> list[str]:
-    """The layouts that a person's choices leave open, beginning with the model's own, which is always priced."""
+def layouts_to_try(layout: str | None, tolerance: float, compile: bool = False) -> list[str]:
+    """The layouts that a person's choices leave open, beginning with the model's own, which is always priced.
+
+    Args:
+        layout, tolerance: as in `monetlite.optimize`.
+        compile: each layout with its regions compiled, too.
+    """
     if layout not in (None, AS_TRACED) and tolerance < REORDERED_SUMS:
         raise ModelError(
             f"layout {layout!r} adds in another order than the model as it is, which tolerance "
             f"{tolerance:g} rules out; allow {REORDERED_SUMS:g} or more"
         )
     if layout is None:
-        return [AS_TRACED] if tolerance < REORDERED_SUMS else list(LAYOUTS)
-    return list(dict.fromkeys((AS_TRACED, layout)))
+        wanted = [AS_TRACED] if tolerance < REORDERED_SUMS else list(LAYOUTS)
+    else:
+        wanted = [layout]
+    compiled = [COMPILED_LAYOUTS[item] for item in wanted] if compile else []
+    return list(dict.fromkeys((AS_TRACED, *wanted, *compiled)))
 
 
 def solve_layouts(
@@ -160,7 +166,7 @@ def solve_layouts(
     plain = simulate(profiles[0], plain_steps(profiles[0].graph))
     budget_bytes = parse_budget(budget, plain.peak_bytes)
     # A layout that changes nothing is not among the profiles.
-    wanted = [item for item in profiles if layout in (None, item.graph.layout)] or profiles[:1]
+    wanted = [item for item in profiles if layout in (None, uncompiled_layout(item.graph.layout))] or profiles[:1]
     distinct = list({item.graph.fingerprint: item for item in reversed(wanted)}.values())[::-1]
 
     def run(item: Profile, seconds: float, found: Iterable[Schedule] = ()) -> Schedule:

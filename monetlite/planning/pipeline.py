@@ -8,7 +8,7 @@ from monetlite.core.costs import Profile
 from monetlite.core.errors import DeviceError
 from monetlite.core.graph import LOSS_ONLY, OperatorGraph, ValueKind
 from monetlite.core.interrupts import interrupts_kept
-from monetlite.core.options import ALL_IMPLEMENTATIONS, PricingOptions, SolvingOptions
+from monetlite.core.options import ALL_IMPLEMENTATIONS, PricingOptions, SolvingOptions, split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.planning.budgets import layouts_to_try, solve_layouts
@@ -35,6 +35,7 @@ def optimize(
     step_in_backward: bool = False,
     tolerance: float = 0.0,
     layout: str | None = None,
+    compile: bool = False,
     outputs: str = LOSS_ONLY,
     implementations: str = ALL_IMPLEMENTATIONS,
     reserved: bool = False,
@@ -62,6 +63,9 @@ def optimize(
             activations kept as bfloat16 for their gradient.
         layout: `"as_traced"` or `"channels_last"`; by default both are tried where `tolerance` allows another order
             of sums, and the faster schedule is returned.
+        compile: has Inductor compile what lies between matrix products, convolutions and attention, each region
+            by itself, where that is faster or takes less memory. Results are within 1e-5, so `tolerance` is at
+            least that.
         outputs: what a model that computes its loss returns in training: `"loss"` for the loss and outputs of up to
             two dimensions, or `"all"`, such as the logits of every token, which then stay in memory until the step
             ends.
@@ -86,23 +90,22 @@ def optimize(
         ModelError: an option that is out of range.
         SolverError: the solver is not installed.
     """
-    pricing = PricingOptions(
-        device=device,
-        optimizer=optimizer,
-        accumulate=accumulate,
-        step_in_backward=step_in_backward,
-        layout=layout,
-        outputs=outputs,
-    )
-    solving = SolvingOptions(
-        tolerance=tolerance,
-        implementations=implementations,
-        reserved=reserved,
-        time_limit=time_limit,
-        solver=solver,
-        seed=seed,
-    )
-    return solve_model(model, example_inputs, budget, pricing, solving, starts=starts, runs_here=runs_here)
+    options = {
+        "device": device,
+        "optimizer": optimizer,
+        "accumulate": accumulate,
+        "step_in_backward": step_in_backward,
+        "layout": layout,
+        "compile": compile,
+        "outputs": outputs,
+        "tolerance": tolerance,
+        "implementations": implementations,
+        "reserved": reserved,
+        "time_limit": time_limit,
+        "solver": solver,
+        "seed": seed,
+    }
+    return solve_model(model, example_inputs, budget, *split_options(options), starts=starts, runs_here=runs_here)
 
 
 def solve_model(
@@ -125,7 +128,7 @@ def solve_model(
 
     runs_on = None if runs_here else pricing.device
     with on_its_gpu(model, example_inputs):
-        layouts = layouts_to_try(pricing.layout, solving.tolerance)
+        layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
         graphs = trace_layouts(model, example_inputs, layouts, device=runs_on, outputs=pricing.outputs)
         profiles = [price(graph, pricing, solving) for graph in graphs]
         profiles = profiles if step is None else list(map(step, profiles))

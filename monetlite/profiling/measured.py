@@ -18,6 +18,7 @@ from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
 from monetlite.operators.program_calls import compacting
 from monetlite.operators.random import REPLAY, drawn_call, forked_state
+from monetlite.operators.region_compiler import compile_ahead
 from monetlite.operators.traits import family_of, traits_of
 from monetlite.profiling.arguments import depends_on_contents, make_arguments
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
@@ -124,6 +125,11 @@ class Measurement:
         try:
             with steady_heap() if self._meter.device == "cpu" else contextlib.nullcontext():
                 if not self._rechecked:
+                    compile_ahead(
+                        candidate.call.target
+                        for signature, candidate in self._candidates.items()
+                        if self._cache.get(signature) is None
+                    )
                     _recheck(self._candidates, self._cache, self._meter)
                     self._rechecked = True
                 while self._waiting and time.monotonic() < end:

@@ -28,6 +28,7 @@ from monetlite.operators.batch_norm import reading_the_batch
 from monetlite.operators.implementations import name_of
 from monetlite.operators.normalization import is_invertible, require_invertible
 from monetlite.operators.program_calls import compacting, deliver, require
+from monetlite.operators.region_compiler import compile_ahead
 from monetlite.tracing.operator_graph import Traced
 
 _DELIVER = name_of(deliver)
@@ -66,6 +67,7 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     for node, primal in reach.gradients:
         primals_of.setdefault(node.name, []).append(primal)
 
+    compile_ahead(run.call.target for run in (*forward_runs, *backward_runs))
     backward_runs = _delivered_when_final(joint, backward_runs, primals_of)
     sizes = list(input_sizes(joint.graph).values())
     there = [*sizes, *tangents]

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from torch import fx, nn
 
 from monetlite.core.errors import ModelError, ScheduleMismatch, TraceError
-from monetlite.core.graph import LOSS_ONLY
+from monetlite.core.graph import COMPILED_LAYOUTS, LOSS_ONLY
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
@@ -101,10 +101,15 @@ class ScheduledTraining:
         if given and budget is not None:
             options = {"outputs": given[0].outputs, **options}
         outputs = options.get("outputs") or (given[0].outputs if given else LOSS_ONLY)
-        self.model, self.compile, self.whole = model, compile, whole
+        if compile and budget is not None:
+            options = {**options, "compile": True}
+        regions = budget is not None or any(item.layout in COMPILED_LAYOUTS.values() for item in given)
+        self.model, self.compile, self.whole = model, compile and not regions, whole
         # Inductor's programs and what the allocator reserves are too costly to plan twice.
         wait = wait or compile or solving.reserved
         self.plans = StepPlans(model, given, budget=budget, options=options, outputs=outputs, wait=wait)
+        if compile:
+            self.plans.sizes.fix("what Inductor compiles is for fixed sizes")
         self._begin()
 
     def _begin(self) -> None:

@@ -231,7 +231,7 @@ class StepPlans:
         assert self.budget is not None
         assert self._example is not None
         pricing, solving = split_options(self.options)
-        layouts = layouts_to_try(pricing.layout, solving.tolerance)
+        layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
         traced = {layout: self.build(own, layout)[0] for layout, own in in_layouts(joint, layouts).items()}
         return self._first_plan(traced, self._example, self.budget)
 
@@ -404,7 +404,7 @@ class StepPlans:
         from monetlite.planning.budgets import layouts_to_try
 
         pricing, solving = split_options(self.options)
-        traced = step.in_layouts(limits, layouts_to_try(pricing.layout, solving.tolerance))
+        traced = step.in_layouts(limits, layouts_to_try(pricing.layout, solving.tolerance, pricing.compile))
         planned_step = self._first_plan(traced, step.example_at(limits), budget, limits, settle=settle)
         assert self.schedule is not None
         step.schedules[limits] = self.schedule

@@ -304,7 +304,7 @@ def _solve(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) ->
 
     assert options.budget is not None
     pricing, solving = options.pricing, options.solving
-    graphs = [graph_in(layout) for layout in layouts_to_try(pricing.layout, solving.tolerance)]
+    graphs = [graph_in(layout) for layout in layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)]
     # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones.
     with without_modes():
         profiles = [price(graph, pricing, solving) for graph in graphs]

@@ -62,8 +62,9 @@ class MONeTWrapper(nn.Module):
             inputs that it has, and again whenever inputs are larger than any before or the model has changed.
         options: with a budget, further arguments of `monetlite.optimize`: device, optimizer, accumulate,
             step_in_backward, tolerance, layout, outputs, implementations, reserved, time_limit, solver, seed.
-        compile: have Inductor compile the programs. The peak is then an estimate, and results differ in their last
-            bits.
+        compile: with a budget, have Inductor compile regions of operators (see `monetlite.optimize`). With a
+            schedule that was solved without, have it compile the programs whole: the peak is then an estimate.
+            Results differ in their last bits.
         wait: with a budget, wait in the first step until all operators are measured and the best schedule is found.
             By default the first step runs by a schedule found within seconds of its capture. A better one, which is
             looked for beside training, takes its place between two steps. The results are the same.

@@ -1,6 +1,6 @@
 """The operators and values of a traced step, from the kernels of its joint graph."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
@@ -35,6 +35,7 @@ from monetlite.operators.implementations import (
 from monetlite.operators.program_calls import deliver
 from monetlite.operators.random import STATE as RNG_STATE
 from monetlite.operators.random import note_state, replayed
+from monetlite.operators.regions import WAYS, implement
 from monetlite.operators.traits import family_of, traits_of
 from monetlite.tracing.names import Namer, source_of
 
@@ -158,7 +159,7 @@ class GraphBuilder:
             )
             for value in _values(part):
                 self.reader_calls.setdefault(value, []).append(part)
-            implementations = [default, *alternatives(kernel)]
+            implementations = [default, *alternatives(kernel), *self._ways(kernel, node)]
             if random_state is not None:
                 others = [_drawn_again(item, random_state, random_device) for item in implementations[1:]]
                 implementations[1:] = others
@@ -172,6 +173,13 @@ class GraphBuilder:
                 optional=optional,
                 rerunnable=phase is Phase.FORWARD and (rerun is not None or not (changes or is_random(node))),
             )
+
+    def _ways(self, kernel: TracedKernel, node: fx.Node) -> Iterator[Implementation]:
+        """Other ways to run a region."""
+        for way in node.meta.get(WAYS, ()):
+            item = implement(kernel, way, encode_arguments(way.args, self.value_of))
+            if item is not None:
+                yield item
 
     def _add_operator(
         self, node: fx.Node | None, name: str, family: str, *implementations: Implementation, **facts: Any

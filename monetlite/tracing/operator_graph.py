@@ -22,19 +22,20 @@ from monetlite.core.graph import (
     ALL_OUTPUTS,
     AS_TRACED,
     CHANNELS_LAST,
-    LAYOUTS,
+    LAYOUTS_IN_WORDS,
     LOSS_ONLY,
     TILED_LOSS,
     TILED_ROWS,
     OperatorGraph,
     Phase,
+    uncompiled_layout,
 )
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_forward
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload
-from monetlite.operators import is_random, merge
+from monetlite.operators import is_random, merge, take_apart
 from monetlite.operators.implementations import find_function, target_of
 from monetlite.operators.tiled_loss import has_loss_of_rows, tile_loss
 from monetlite.operators.traits import traits_of
@@ -42,6 +43,7 @@ from monetlite.tracing.capture import Joint, capture, copied
 from monetlite.tracing.channels_last import channels_last, has_images
 from monetlite.tracing.graph_builder import GraphBuilder
 from monetlite.tracing.names import Namer, source_of
+from monetlite.tracing.region_finder import form_regions
 from monetlite.tracing.row_chains import chain_rows, has_rows
 from monetlite.tracing.step_inputs import (
     Inputs,
@@ -54,7 +56,7 @@ from monetlite.tracing.step_inputs import (
 
 OF_ROWS = {TILED_LOSS: has_loss_of_rows, TILED_ROWS: has_rows}
 """For each layout of rows, whether a captured graph may differ in it."""
-_DIFFERS = {CHANNELS_LAST: has_images, **OF_ROWS}
+_DIFFERS = {AS_TRACED: lambda _: True, CHANNELS_LAST: has_images, **OF_ROWS}
 """The same for each layout."""
 
 
@@ -81,6 +83,8 @@ def trace(
         layout: `"as_traced"`; `"channels_last"` to have images with their channels innermost throughout the step,
             whatever the model and its inputs have; `"tiled_loss"` to have the head and loss of a language model
             in tiles of rows; or `"tiled_rows"` to have its MLPs, projections and norms in tiles of rows, too.
+            `"compiled"`, `"compiled_channels_last"`, `"compiled_tiled_loss"` and `"compiled_tiled_rows"` are the
+            same with regions that can be compiled.
         outputs: what the caller gets of a model that computes its loss: `"loss"` for the loss and outputs of up to
             two dimensions, or `"all"`.
 
@@ -111,8 +115,8 @@ def trace_layouts(
     The step is captured once. The first layout is always among those that are traced.
     """
     inputs = split_inputs(example_inputs)
-    if unknown := [layout for layout in layouts if layout not in LAYOUTS]:
-        raise TraceError(f"layout {unknown[0]!r} is unknown; there are {', '.join(LAYOUTS)}")
+    if unknown := [layout for layout in layouts if layout not in LAYOUTS_IN_WORDS]:
+        raise TraceError(f"layout {unknown[0]!r} is unknown; there are {', '.join(LAYOUTS_IN_WORDS)}")
     if not model.training:
         raise TraceError("the model is in evaluation mode; call model.train() before tracing a training step")
     here = device_of(model, inputs, meta_device)
@@ -139,7 +143,7 @@ def in_layouts(joint: Joint, layouts: Sequence[str]) -> dict[str, Joint]:
 
     Building an operator graph changes the joint graph, so each layout has its own.
     """
-    differing = [layout for layout in layouts[1:] if _DIFFERS[layout](joint.graph.graph)]
+    differing = [layout for layout in layouts[1:] if _DIFFERS[uncompiled_layout(layout)](joint.graph.graph)]
     return {layouts[0]: joint, **{layout: copied(joint) for layout in differing}}
 
 
@@ -172,17 +176,20 @@ def build_graph(
     Raises:
         TraceError: a kernel whose memory can't be planned.
     """
-    if layout == CHANNELS_LAST:
+    plain = uncompiled_layout(layout)
+    if plain == CHANNELS_LAST:
         joint = channels_last(joint)
     graph = joint.graph.graph
     merge(graph)
-    if layout in (TILED_LOSS, TILED_ROWS):
+    if plain in (TILED_LOSS, TILED_ROWS):
         tile_loss(graph)
-    if layout == TILED_ROWS:
+    if plain == TILED_ROWS:
         chain_rows(graph, joint.forward_outputs)
-    effects = _draws(graph) | {node for node in graph.nodes if traits_of(str(node.target)).checks}
-    late = frozenset(itertools.filterfalse(is_forward, effects))
-    reach = storages.Reachability(graph, joint.forward_outputs, effects=effects, late_effects=late)
+    if layout != plain:
+        take_apart(graph)
+        joint = form_regions(joint, _reach(joint))
+        graph = joint.graph.graph
+    reach = _reach(joint)
     kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
     for node in kernels:
         _refuse_unplannable(node)
@@ -216,6 +223,14 @@ def build_graph(
         outputs=outputs,
     )
     return Traced(graph=built, joint=joint)
+
+
+def _reach(joint: Joint) -> storages.Reachability:
+    """Nodes that the results of a joint graph need, and those that have effects."""
+    graph = joint.graph.graph
+    effects = _draws(graph) | {node for node in graph.nodes if traits_of(str(node.target)).checks}
+    late = frozenset(itertools.filterfalse(is_forward, effects))
+    return storages.Reachability(graph, joint.forward_outputs, effects=effects, late_effects=late)
 
 
 def _draws(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -81,6 +81,7 @@ OTHERS = {
     "accumulate": True,
     "step_in_backward": True,
     "layout": "channels_last",
+    "compile": True,
     "outputs": "all",
     "tolerance": 1e-3,
     "implementations": "default",

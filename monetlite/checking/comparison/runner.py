@@ -27,7 +27,7 @@ from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.costs import Profile
 from monetlite.core.errors import BudgetError, DeviceError, InfeasibleBudget, ModelError
 from monetlite.core.interrupts import interrupts_kept
-from monetlite.core.options import DEFAULT_IMPLEMENTATIONS, SolvingOptions
+from monetlite.core.options import DEFAULT_IMPLEMENTATIONS, REORDERED_SUMS, SolvingOptions
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -135,7 +135,9 @@ def compare(
     if device not in ("cpu", "cuda"):
         raise DeviceError(f"device {device!r}: steps are measured on 'cpu' or 'cuda'")
     say = progress or (lambda _: None)
-    layouts = layouts_to_try(None, tolerance)
+    # Where Inductor takes part, monetlite also compiles regions, within the tolerance of those.
+    compiles = Peer.INDUCTOR in chosen
+    layouts = layouts_to_try(None, max(tolerance, REORDERED_SUMS) if compiles else tolerance, compiles)
     with forked_state(device):
         where = environment(device)
         bench = Bench(model, args, kwargs, loss or default_loss, device, autocast=autocast, seed=seed)
@@ -143,7 +145,8 @@ def compare(
         example = Arguments(bench.plain.args, bench.plain.kwargs)
         with torch.autocast(device, getattr(torch, autocast or "bfloat16"), enabled=bool(autocast)):
             graphs = trace_layouts(bench.plain.model, example, layouts)
-        profiles = [profile(graph, device, tolerance=tolerance) for graph in graphs]
+        priced = max(tolerance, REORDERED_SUMS) if compiles else tolerance
+        profiles = [profile(graph, device, tolerance=priced) for graph in graphs]
         say(f"measuring {TITLES[Peer.PLAIN]}")
         plain = bench.enter(Contender(peer=Peer.PLAIN))
         plain_bytes = plain.run.peak_bytes or simulate(profiles[0], plain_steps(profiles[0].graph)).peak_bytes
@@ -203,8 +206,12 @@ def _solve(
     budget_bytes: int,
     options: SolvingOptions,
     starts: Iterable[Schedule],
+    *,
+    compiled: bool = False,
 ) -> Schedule:
     """The fastest schedule that a method can choose, of profiles of which the first is as plain training runs.
+
+    With `compiled`, profiles with compiled regions are among them, and sums may be in another order.
 
     Checkmate stores and recomputes, every operator running as it was traced. Gist has compact intermediates that
     lose nothing, and no recomputation.
@@ -217,24 +224,26 @@ def _solve(
             schedule = solve_budget(restrict_gist(plain.within(0.0)).profile, budget_bytes, exact)
             graph = plain.graph  # the schedule serves this one, of which less may be chosen there
             return replace(schedule, fingerprint=graph.fingerprint, structure=graph.structure)
+        if compiled:
+            options = replace(options, tolerance=max(options.tolerance, REORDERED_SUMS))
+        else:
+            allowed = layouts_to_try(None, options.tolerance)
+            profiles = [item for item in profiles if item.graph.layout in allowed]
         return solve_layouts(profiles, budget_bytes, options, starts=starts)
 
 
-def scheduled(
-    peer: Peer, schedule: Schedule, asked_bytes: int, *, compiled: bool = False, with_defaults: bool = False
-) -> Contender:
+def scheduled(peer: Peer, schedule: Schedule, asked_bytes: int, *, compiled: bool = False) -> Contender:
     """A model that trains by a schedule, for a budget that the schedule's own may be a little below.
 
     Args:
         peer: whose schedule it is. schedule: its schedule. asked_bytes: the budget.
-        compiled: run it by Inductor, which rounds as Inductor does.
-        with_defaults: say in the setting that the schedule has only default implementations.
+        compiled: its regions may be compiled, which rounds as Inductor does.
     """
     return Contender(
         peer=peer,
-        setting=_setting(asked_bytes, compiled, with_defaults),
+        setting=_setting(asked_bytes, compiled),
         label=f"{TITLES[peer]}, compiled" if compiled else "",
-        prepare=lambda model: MONeTWrapper(model, schedule, compile=compiled),
+        prepare=lambda model: MONeTWrapper(model, schedule),
         asked_bytes=asked_bytes,
         limit_bytes=None if schedule.reserved_bytes is None else max(asked_bytes, schedule.reserved_bytes),
     )
@@ -350,7 +359,7 @@ class _Contest:
         asked = sorted({*self.budgets_bytes, *peaks})
         compiled = sorted({run.peak_bytes or 0 for run in rivals if run.peer is Peer.INDUCTOR})
         for number, budget_bytes in enumerate(asked):
-            self.to_solve = len(asked) - number + 2 * len(compiled)
+            self.to_solve = len(asked) - number + len(compiled)
             if found and found[-1][0] >= NEAR * budget_bytes:
                 continue
             starts = [schedule for _, schedule in found[-2:]]
@@ -363,17 +372,13 @@ class _Contest:
             if entrant.schedule is not None:
                 found.append((budget_bytes, entrant.schedule))
         for number, budget_bytes in enumerate(compiled):
-            self.to_solve = 2 * (len(compiled) - number)
+            self.to_solve = len(compiled) - number
             starts = [schedule for within, schedule in found if within <= budget_bytes]
-            # Of all implementations, and of those that Inductor fuses best.
-            for with_defaults in (False, True):
-                entrant = self._scheduled(
-                    Peer.MONETLITE, budget_bytes, starts, compiled=True, with_defaults=with_defaults
-                )
-                if entrant.run.failure:
-                    self.tried.append(entrant.run)
-                else:
-                    added.append(entrant)
+            entrant = self._scheduled(Peer.MONETLITE, budget_bytes, starts, compiled=True)
+            if entrant.run.failure:
+                self.tried.append(entrant.run)
+            else:
+                added.append(entrant)
         self.to_solve = 0
         self.shown += [*reversed(added), *refused[-1:]]
 
@@ -384,7 +389,6 @@ class _Contest:
         starts: Sequence[Schedule] = (),
         *,
         compiled: bool = False,
-        with_defaults: bool = False,
     ) -> Entrant:
         """Solve within a budget and measure; again for less, where the measured peak is more than the budget."""
         within_bytes = budget_bytes
@@ -392,18 +396,17 @@ class _Contest:
         for attempt in range(RETRIES + 1):
             self.tell(f"solving for {TITLES[peer]} within {format_bytes(within_bytes)}")
             try:
-                method = Peer.CHECKMATE if with_defaults else peer
-                schedule = _solve(method, self.profiles, within_bytes, self.options, starts)
+                schedule = _solve(peer, self.profiles, within_bytes, self.options, starts, compiled=compiled)
             except Exception as error:
                 refused = isinstance(error, InfeasibleBudget)
                 if refused and entrant is not None:
                     break  # over the budget, as its figures say; nothing takes less
-                setting = _setting(budget_bytes, compiled, with_defaults)
+                setting = _setting(budget_bytes, compiled)
                 run = PeerRun(peer=peer, setting=setting, asked_bytes=budget_bytes, failure=_why(error))
                 entrant = Entrant(run=run, refused=refused)
                 self.show(entrant)
                 return entrant
-            contender = scheduled(peer, schedule, budget_bytes, compiled=compiled, with_defaults=with_defaults)
+            contender = scheduled(peer, schedule, budget_bytes, compiled=compiled)
             entrant = self.enter(contender)
             if entrant.run.failure:
                 break
@@ -411,15 +414,13 @@ class _Contest:
             excess_bytes = (entrant.run.peak_bytes or 0) - budget_bytes
             if excess_bytes <= 0:
                 break
-            # A compiled step's peak does not fall by as much as the schedule's does.
             within_bytes = schedule.peak_bytes - (attempt + 1) * excess_bytes
         assert entrant is not None
         return entrant
 
 
-def _setting(budget_bytes: int, compiled: bool, with_defaults: bool) -> str:
-    words = [f"budget {format_bytes(budget_bytes)}"]
-    return ", ".join([*words, *["default implementations"] * with_defaults, *["compiled"] * compiled])
+def _setting(budget_bytes: int, compiled: bool) -> str:
+    return f"budget {format_bytes(budget_bytes)}{', compiled' if compiled else ''}"
 
 
 def _and_less(entrant: Entrant) -> Entrant:

@@ -5,6 +5,9 @@
 | `compile_fx_inner`, `output_strides` | compiles a program of ours, and says in which strides its results come |
 | `select_decomp_table` | operators that Inductor knows, for a program traced into those |
 | `force_stride_order`, `user_visible_output_idxs` | results in captured strides; views would fail |
+| `cache_dir` | folder of compiled code; regions would be compiled anew by processes beside this one |
+| `user_visible_output_idxs` | results of a region in captured strides; anchors after it would fail |
+| `size_asserts`, `alignment_asserts` | checks of arguments, which a program need not make |
 | `fallback_random` | torch's own random numbers; dropout would draw others than plain training |
 | `compile_fx`, `aot_eager_decomp_partition` | `torch.compile` as others use it, to compare with |
 """
@@ -12,10 +15,14 @@
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from monetlite.fx.torch_internals.patching import patched
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode, without_modes
 
 
 def torch_random() -> AbstractContextManager[None]:
@@ -35,12 +42,71 @@ def decompositions() -> Any:
     return select_decomp_table()
 
 
+def cache_folder() -> str:
+    """The folder in which Inductor keeps what it compiled."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
 def compile_program(program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """Compile a program of operators that Inductor knows; returns a function of one list."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     with torch_random():
         return compile_fx_inner(program, list(inputs))
+
+
+def compile_alone(
+    function: Callable[..., Any],
+    inputs: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]],
+    strides: Sequence[tuple[int, ...]],
+) -> Callable[[list[Any]], Any]:
+    """Compile a function of tensors that draws no random numbers and changes nothing.
+
+    Args:
+        function: returns a flat tuple of tensors.
+        inputs: shape, strides, dtype and device of each of its tensors.
+        strides: of its results.
+
+    Returns:
+        A function of one list, without any check of its contents.
+    """
+    with without_modes(), torch.no_grad():
+        mode = FakeTensorMode()
+        with mode:
+            fakes = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for shape, stride, dtype, device in inputs
+            ]
+        # Our functions look things up in tables, which are real tensors.
+        with mode, patch.object(mode, "allow_non_fake_inputs", True):
+            traced = make_fx(torch.func.functionalize(function), decompositions())(*fakes)
+            _in_strides(traced, strides)
+        from torch._inductor import config
+
+        with patched(config.patch(size_asserts=False, alignment_asserts=False)):
+            compiled: Callable[[list[Any]], Any] = compile_program(traced, fakes)
+        return compiled
+
+
+def _in_strides(program: fx.GraphModule, strides: Sequence[tuple[int, ...]]) -> None:
+    """Have a program return results in these strides."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    output = program.graph.output_node()
+    made: list[Any] = list(output.args[0])  # type: ignore[arg-type]  # a flat tuple
+    with program.graph.inserting_before(output):
+        for at, (node, stride) in enumerate(zip(made, strides, strict=True)):
+            value = node.meta["val"]
+            if value.stride() != stride:
+                made[at] = program.graph.call_function(force_stride_order, (node, stride))
+                made[at].meta["val"] = torch.empty_strided(
+                    value.shape, stride, dtype=value.dtype, device=value.device
+                )
+    output.args = (tuple(made),)
+    output.meta["user_visible_output_idxs"] = list(range(len(made)))
+    program.recompile()
 
 
 def output_strides(compiled: Any) -> list[tuple[int, ...] | None]:

@@ -1,0 +1,386 @@
+"""Regions of a joint graph: the operators between its anchors, each region as one node.
+
+Anchors are operators that Inductor would call as they are (products, convolutions, attention, look-ups), that draw
+random numbers or have effects. All others belong to regions, forward and backward apart. A region is the operators
+that are connected without an anchor in between and as many anchors deep: an operator is one anchor deeper than
+anchors that it reads, and as deep as its deepest neighbour. So no path leads out of a region and back, and regions
+can be put in order.
+
+A forward region writes what anchors or other regions of the forward pass read, results of the model, and what is
+small (statistics of a normalisation). What only the backward pass reads is computed again inside the regions that
+read it: that costs a few operations an element of what is read anyway. A backward region that reads a result of a
+forward region can also be run from what that region was computed from.
+"""
+
+import heapq
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from monetlite.fx import storages
+from monetlite.fx.torch_internals import torch_pytree as pytree
+from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
+from monetlite.operators import is_random
+from monetlite.operators.regions import (
+    TOLERANCE,
+    WAYS,
+    Way,
+    compiled,
+    moved_bytes,
+    one_by_one,
+    over_first,
+    results_of,
+)
+from monetlite.operators.taking_apart import FUSIBLE
+from monetlite.operators.traits import traits_of
+from monetlite.tracing.capture import Joint
+
+SMALL = 16
+"""A result is small if it has at most a 16th of the elements of what it is computed from."""
+NEGLIGIBLE_SHARE = 1e-3
+"""Regions that move less than this share of the bytes that all regions move are not compiled."""
+MIN_KERNELS = 2
+"""Fewer operators are no region: they stay with the implementations that they have."""
+
+
+def form_regions(joint: Joint, reach: storages.Reachability) -> Joint:
+    """The same step with each region as one node, whose `meta` has its ways to run (`operators.regions.WAYS`)."""
+    return _Regions(joint, reach).rewritten()
+
+
+@dataclass(eq=False)
+class _Region:
+    """Kernels of a region, in order, and the tensors that it writes."""
+
+    kernels: list[fx.Node]
+    writes: dict[fx.Node, None] = field(default_factory=dict)
+
+
+class _Regions:
+    """Finds the regions of a joint graph, and rewrites it."""
+
+    def __init__(self, joint: Joint, reach: storages.Reachability) -> None:
+        self._joint, self._reach = joint, reach
+        self._graph = joint.graph.graph
+        self._order = {node: at for at, node in enumerate(self._graph.nodes)}
+        self._kernels = [node for node in self._graph.nodes if node in reach.needed and storages.is_kernel(node)]
+        self._returned = {storages.base(item) for item in reach.output if item is not None}
+        self._device = self._kernels[0].meta["val"] if self._kernels else None
+        self._fused = {node for node in self._kernels if self._is_fusible(node)}
+        self._constants = {
+            node for node in self._fused if not any(True for _ in storages_read(node)) and self._is_free(node)
+        }
+        self._regions = self._found()
+        self._region_of = {kernel: item for item in self._regions for kernel in item.kernels}
+        self._find_writes()
+
+    def _is_fusible(self, node: fx.Node) -> bool:
+        target = node.target
+        tensors = [
+            item
+            for of in (node, *node.all_input_nodes)
+            for item in pytree.tree_leaves(of.meta.get("val"))
+            if isinstance(item, torch.Tensor)
+        ]
+        if (
+            is_random(node)
+            or node in self._reach.effects
+            or not tensors
+            or any(item.op == "get_attr" or item.meta.get("val") is None for item in node.all_input_nodes)
+            or any(storages.base(item) in self._reach.mutated for item in node.all_input_nodes)
+            or any(item.dtype.is_complex or item.layout is not torch.strided for item in tensors)
+            or len({item.device for item in tensors}) > 1
+        ):
+            return False
+        if not isinstance(target, OpOverload):
+            return target in FUSIBLE
+        if schema_of(target).is_mutable:
+            return False
+        return torch.Tag.pointwise in target.tags or traits_of(str(target)).fusible
+
+    def _is_free(self, node: fx.Node) -> bool:
+        return node not in self._returned
+
+    def _phase(self, node: fx.Node) -> int:
+        """0: forward; 1: only the backward pass needs it, at any time; 2: backward."""
+        return 2 if node in self._reach.backward else int(node not in self._reach.forward)
+
+    def _found(self) -> list[_Region]:
+        """The regions, by the depth of their operators."""
+        depth: dict[fx.Node, int] = {}
+        parent: dict[fx.Node, fx.Node] = {}
+        nearest: dict[tuple[fx.Node, int], fx.Node] = {}
+        last_effect: dict[int, fx.Node] = {}
+
+        def root(node: fx.Node) -> fx.Node:
+            while parent[node] is not node:
+                parent[node] = parent[parent[node]]
+                node = parent[node]
+            return node
+
+        for node in self._kernels:
+            phase, fused = self._phase(node), node in self._fused
+            before = [item for item in _producers(node) if item in depth and self._phase(item) == phase]
+            if is_random(node) or node in self._reach.effects:
+                # What has effects stays in order.
+                before += [last_effect[phase]] if phase in last_effect else []
+                last_effect[phase] = node
+            before = [item for item in before if item not in self._constants]
+            depth[node] = max((depth[item] + (fused and item not in self._fused) for item in before), default=0)
+            if not fused or phase == 1 or node in self._constants:
+                continue
+            parent[node] = node
+            for item in before:
+                if item in self._fused and depth[item] == depth[node]:
+                    parent[root(item)] = root(node)
+                elif item not in self._fused and depth[item] == depth[node] - 1:
+                    # They read the same, which a loop reads once.
+                    other = nearest.setdefault((item, depth[node]), node)
+                    parent[root(other)] = root(node)
+        members: dict[fx.Node, list[fx.Node]] = {}
+        for node in parent:
+            members.setdefault(root(node), []).append(node)
+        return [_Region(kernels=kernels) for kernels in members.values() if len(kernels) >= MIN_KERNELS]
+
+    @cached_property
+    def _readers(self) -> dict[fx.Node, set[fx.Node]]:
+        """Kernels that read a tensor or a view of it."""
+        found: dict[fx.Node, set[fx.Node]] = {}
+        for node in self._kernels:
+            for item in storages_read(node):
+                found.setdefault(item, set()).add(node)
+        return found
+
+    def _find_writes(self) -> None:
+        """Note the tensors of each region that others read as they are."""
+        for region in self._regions:
+            own = set(region.kernels)
+            forward = self._phase(region.kernels[0]) == 0
+            for kernel in region.kernels:
+                for item in storages.results(kernel):
+                    if item is None or item not in self._reach.needed:
+                        continue
+                    others = self._readers.get(item, set()) - own
+                    if forward:
+                        others = {node for node in others if not self._reads_by_itself(node)}
+                    if others or item in self._returned:
+                        region.writes[item] = None
+
+    def _reads_by_itself(self, node: fx.Node) -> bool:
+        """True for a kernel that is run inside of those that read it, or that can compute what it reads."""
+        if self._phase(node) == 2:
+            return node in self._region_of
+        return self._phase(node) == 1 and self._is_inlined(node)
+
+    def _is_inlined(self, node: fx.Node) -> bool:
+        """True for an optional operator that only backward regions read: it is run inside of those."""
+        return (
+            node in self._fused
+            and node not in self._returned
+            and all(
+                reader in self._region_of if self._phase(reader) == 2 else self._is_inlined(reader)
+                for item in storages.results(node)
+                if item is not None
+                for reader in self._readers.get(item, ())
+            )
+        )
+
+    def _is_there(self, tensor: fx.Node, sources: Iterable[_Region] = ()) -> bool:
+        """True for a tensor that a backward region reads; others it computes inside.
+
+        Args:
+            tensor: a base tensor.
+            sources: regions whose large results are computed inside.
+        """
+        kernel = _kernel(tensor)
+        if kernel not in self._fused or self._phase(kernel) == 2:
+            return True
+        region = self._region_of.get(kernel)
+        if kernel in self._constants or (self._phase(kernel) == 1 and self._is_inlined(kernel)):
+            return False
+        if region is None:
+            return True
+        if self._is_small(kernel, tensor):
+            region.writes[tensor] = None
+            return True
+        return tensor in region.writes and region not in sources
+
+    def _is_small(self, kernel: fx.Node, tensor: fx.Node) -> bool:
+        largest = max((item.meta["val"].numel() for item in storages_read(kernel)), default=0)
+        return SMALL * tensor.meta["val"].numel() <= largest
+
+    def _program(
+        self, region: _Region, sources: Iterable[_Region] = ()
+    ) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
+        """A region's program with all that it computes inside, and the tensors that it reads."""
+        own, forward = set(region.kernels), self._phase(region.kernels[0]) == 0
+        inside: set[fx.Node] = set()
+        inputs: dict[fx.Node, None] = {}
+
+        def add(node: fx.Node) -> None:
+            if node in inside or node in inputs:
+                return
+            kernel = _kernel(node)
+            computed = kernel in own or kernel in self._constants
+            is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+            is_base = is_tensor and not storages.is_view(node) and storages.base(node) is node
+            given = node.op != "call_function" or forward
+            if not computed and is_base and (given or self._is_there(node, sources)):
+                inputs[node] = None
+                return
+            for item in node.all_input_nodes:
+                add(item)
+            inside.add(node)
+
+        for item in region.writes:
+            add(item)
+        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        for number, item in enumerate(inputs):
+            new[item] = graph.placeholder(f"input_{number}")
+            new[item].meta["val"] = item.meta["val"]
+        for node in sorted(inside, key=self._order.__getitem__):
+            new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].meta = {"val": node.meta["val"]}
+        graph.output(tuple(new[item] for item in region.writes))
+        return fx.GraphModule(torch.nn.Module(), graph), tuple(inputs)
+
+    def rewritten(self) -> Joint:
+        """The joint graph with a node for each region."""
+        # Backward regions come first: they say what small values they need of forward regions.
+        for region in self._regions:
+            if self._phase(region.kernels[0]) == 2:
+                self._program(region, self._sources(region))
+                self._program(region)
+        forms = {region: self._program(region) for region in self._regions}
+        new: dict[fx.Node, fx.Node] = {}
+        graph = fx.Graph()
+        made: dict[_Region, fx.Node] = {}
+        for unit in self._in_order({region: inputs for region, (_, inputs) in forms.items()}):
+            if isinstance(unit, _Region):
+                program, inputs = forms[unit]
+                node = graph.call_function(one_by_one(program), tuple(new[item] for item in inputs))
+                largest = max(unit.writes, key=lambda item: item.meta["val"].numel())
+                node.meta = {**_kernel(largest).meta, "val": results_of(tuple(unit.writes))}
+                made[unit] = node
+                for position, item in enumerate(unit.writes):
+                    new[item] = graph.call_function(operator.getitem, (node, position))
+                    new[item].meta = dict(item.meta)
+            else:
+                new[unit] = graph.node_copy(unit, new.__getitem__)
+        self._negligible_bytes = NEGLIGIBLE_SHARE * sum(moved_bytes(program) for program, _ in forms.values())
+        for region, node in made.items():
+            node.meta[WAYS] = list(self._ways(region, forms[region], new))
+        return replace(self._joint, graph=fx.GraphModule(self._joint.graph, graph))
+
+    def _ways(
+        self, region: _Region, form: tuple[fx.GraphModule, tuple[fx.Node, ...]], new: dict[fx.Node, fx.Node]
+    ) -> Iterator[Way]:
+        program, inputs = form
+        if moved_bytes(program) < self._negligible_bytes:
+            return
+        args = tuple(new[item] for item in inputs)
+        yield Way(name="compiled", run=compiled(program), args=args, tolerance=TOLERANCE)
+        if (over := over_first(program, args)) is not None:
+            run = compiled(program, over)
+            yield Way(name="compiled_inplace", run=run, args=args, tolerance=TOLERANCE, over=over)
+        if sources := self._sources(region):
+            program, others = self._program(region, sources)
+            if set(others) != set(inputs):
+                args = tuple(new[item] for item in others)
+                yield Way(name="from_inputs", run=one_by_one(program), args=args)
+                yield Way(name="compiled_from_inputs", run=compiled(program), args=args, tolerance=TOLERANCE)
+
+    def _sources(self, region: _Region) -> list[_Region]:
+        """The forward regions whose results a backward region reads."""
+        if self._phase(region.kernels[0]) != 2:
+            return []
+        found: dict[_Region, None] = {}
+        for item in self._program(region)[1]:
+            source = self._region_of.get(_kernel(item))
+            if source is not None and self._phase(_kernel(item)) == 0:
+                found[source] = None
+        return list(found)
+
+    def _in_order(self, inputs: dict[_Region, tuple[fx.Node, ...]]) -> Iterator["fx.Node | _Region"]:
+        """Regions and all other nodes, each after what it reads, else in the order in which they were."""
+        units: dict[fx.Node, fx.Node | _Region] = {}
+        for node in self._graph.nodes:
+            region = self._region_of.get(_kernel(node))
+            if region is None or storages.base(node) is not node:
+                units[node] = node
+            elif node in region.writes:
+                units[node] = region
+        alive = self._alive(inputs, units)
+        reads: dict[fx.Node | _Region, set[fx.Node | _Region]] = {}
+        place: dict[fx.Node | _Region, int] = {}
+        before: fx.Node | None = None
+        for node in self._graph.nodes:
+            unit = units.get(node)
+            if unit is None or node not in alive:
+                continue
+            place.setdefault(unit, self._order[node])
+            read = inputs[unit] if isinstance(unit, _Region) else tuple(node.all_input_nodes)
+            reads[unit] = {units[item] for item in read}
+            if storages.is_kernel(node) and (is_random(node) or node in self._reach.effects):
+                reads[unit] |= {before} if before is not None else set()
+                before = node
+        readers: dict[fx.Node | _Region, list[fx.Node | _Region]] = {}
+        for unit, read in reads.items():
+            for item in read:
+                readers.setdefault(item, []).append(unit)
+        waiting = {unit: len(read) for unit, read in reads.items()}
+        ready = [(place[unit], at, unit) for at, (unit, count) in enumerate(waiting.items()) if not count]
+        heapq.heapify(ready)
+        count = len(waiting)
+        while ready:
+            _, _, unit = heapq.heappop(ready)
+            yield unit
+            for reader in readers.get(unit, ()):
+                waiting[reader] -= 1
+                if not waiting[reader]:
+                    heapq.heappush(ready, (place[reader], count, reader))
+                    count += 1
+
+    def _alive(self, inputs: dict[_Region, tuple[fx.Node, ...]], units: dict[fx.Node, Any]) -> set[fx.Node]:
+        """Nodes that are still there once each region computes all that it needs."""
+        alive: set[fx.Node] = set()
+        waiting = [*self._graph.find_nodes(op="placeholder"), self._graph.output_node()]
+        waiting += [node for node in self._kernels if node in self._reach.effects]
+        for region in self._regions:
+            for source in self._sources(region):
+                waiting += source.writes
+        while waiting:
+            node = waiting.pop()
+            if node in alive:
+                continue
+            alive.add(node)
+            unit = units[node]
+            if isinstance(unit, _Region):
+                alive.update(unit.writes)
+                waiting += inputs[unit]
+                waiting += self._program(unit, self._sources(unit))[1]
+            else:
+                waiting += node.all_input_nodes
+        return alive
+
+
+def storages_read(node: fx.Node) -> Iterator[fx.Node]:
+    """The base tensors that a kernel reads."""
+    return map(storages.base, node.all_input_nodes)
+
+
+def _kernel(node: fx.Node) -> fx.Node:
+    """The kernel (or input) that writes the storage of a tensor node."""
+    base = storages.base(node)
+    return base.args[0] if storages.is_item(base) else base  # type: ignore[return-value]  # an item's first argument is a node
+
+
+def _producers(node: fx.Node) -> Iterator[fx.Node]:
+    """The kernels whose results a kernel reads."""
+    for item in storages_read(node):
+        yield _kernel(item)

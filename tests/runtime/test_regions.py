@@ -1,0 +1,239 @@
+"""Regions of operators: the step that plain training runs, one by one and compiled, whatever is recomputed."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import assert_same, step, tiny_transformer, twin
+from step_lists import (
+    free_profile,
+    recompute_everything,
+    recompute_with_any_reads,
+    schedule_of,
+    with_random_implementations,
+)
+from torch import nn
+
+import monetlite
+from monetlite.core.graph import Phase, ValueKind
+from monetlite.operators import resolve
+from monetlite.operators.regions import TEXTS, compile_text
+from monetlite.profiling.arguments import make_arguments
+from monetlite.tracing import trace_layouts
+
+CLOSE = 1e-4
+"""Largest difference of a gradient, as a share of its largest element, through a few layers."""
+
+
+class Mixed(nn.Module):
+    """Dropout, normalisation, an activation, a residual connection and a copy between two products."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm, self.drop = nn.LayerNorm(16), nn.Dropout(0.3)
+
+    def forward(self, x):
+        inner = torch.tanh(self.first(self.norm(x))) * 2 + 1
+        return x + self.drop(self.second(inner)).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, bias=False)
+        self.second = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.norms[0](self.first(x)))
+        x = nn.functional.hardtanh(x + self.norms[1](self.second(x)), 0, 6)
+        return self.head(x.mean((2, 3)))
+
+
+def mixed():
+    return nn.Sequential(Mixed(), Mixed()), (torch.randn(12, 5, 16),)
+
+
+def images():
+    return Images(), (torch.randn(4, 3, 12, 12),)
+
+
+def compiled_graph(model, inputs, layout="compiled"):
+    return trace_layouts(model, inputs, ["as_traced", layout], outputs="all")[1]
+
+
+def assert_close(found, expected):
+    """The same step, but for rounding, in running statistics as well."""
+    for name, buffer in expected.buffers.items():
+        torch.testing.assert_close(found.buffers[name], buffer, rtol=1e-5, atol=1e-6)
+    assert_same(replace(found, buffers={}), replace(expected, buffers={}), within=CLOSE)
+
+
+def regions(graph):
+    return [operator for operator in graph.operators if operator.family == "region"]
+
+
+def uncompiled(graph):
+    return graph.restricted(lambda item: "compiled" not in item.name and item.guard is None)
+
+
+def distinct(graph):
+    """Targets of compiled regions, each once."""
+    calls = [item.call.target for operator in regions(graph) for item in operator.implementations]
+    return {target for target in calls if "compiled_region" in target}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "vit", "images"])
+def test_one_by_one_they_are_plain_training(kind):
+    model, inputs = images() if kind == "images" else tiny_transformer(kind)
+    graph = uncompiled(compiled_graph(model, inputs))
+    assert len(regions(graph)) >= 3
+    steps = recompute_with_any_reads(graph, random.Random(0), 0.6)
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps))
+    assert_close(step(wrapper, inputs), step(model, inputs))
+
+
+@pytest.mark.parametrize("make", [mixed, images])
+def test_compiled_they_are_plain_training_but_for_rounding(make):
+    model, inputs = make()
+    graph = compiled_graph(model, inputs)
+    used: Counter[str] = Counter()
+    for seed in range(3):
+        rng = random.Random(seed)
+        steps = with_random_implementations(graph, recompute_with_any_reads(graph, rng, 0.5), rng)
+        used += Counter(graph.operators[index].implementations[choice].name for index, choice in steps)
+        wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps))
+        assert_close(step(wrapper, inputs), step(twin(model), inputs))
+    assert {"compiled", "compiled_inplace"} <= used.keys()
+
+
+def test_results_are_within_the_tolerance_and_laid_out_as_captured():
+    model, inputs = mixed()
+    graph = compiled_graph(model, inputs)
+    for operator in regions(graph):
+        by_name = {item.name: item for item in operator.implementations}
+        if "compiled" not in by_name:
+            continue
+        args, _ = make_arguments(by_name["default"].call, "cpu")
+        expected = resolve(by_name["default"].call.target)(*args)
+        for name in ("compiled", "compiled_inplace"):
+            if name in by_name:
+                given = [item.clone() for item in args]
+                found = resolve(by_name[name].call.target)(*given)
+                for one, other in zip(found, expected, strict=True):
+                    assert one.stride() == other.stride()
+                    assert one.untyped_storage().nbytes() == one.nbytes
+                    largest = other.abs().max()
+                    assert (one - other).abs().max() <= 1e-5 * max(1.0, largest), operator.name
+                storages = {item.untyped_storage().data_ptr() for item in given}
+                over = [item for item in found if item.untyped_storage().data_ptr() in storages]
+                assert len(over) == (name == "compiled_inplace")
+
+
+def test_equal_layers_share_what_is_compiled():
+    counts = []
+    for layers in (3, 5):
+        model = nn.Sequential(*[Mixed() for _ in range(layers)])
+        counts.append(len(distinct(compiled_graph(model, (torch.randn(12, 5, 16),)))))
+    assert counts[0] == counts[1]
+
+
+def test_only_what_the_forward_pass_or_anchors_read_is_written():
+    model, inputs = tiny_transformer("gpt2")
+    plain, graph = trace_layouts(model, inputs, ["as_traced", "compiled"])
+
+    def activation_bytes(of):
+        return sum(item.size_bytes for item in of.values if item.kind is ValueKind.ACTIVATION)
+
+    assert activation_bytes(graph) < 0.7 * activation_bytes(plain)
+    backward = [item for item in regions(graph) if item.phase is Phase.BACKWARD]
+    assert any(item.find("from_inputs") for item in backward)
+
+
+class Pointwise(nn.Module):
+    """A chain of random operators on a few tensors, with products in between."""
+
+    OPERATORS = (
+        torch.add,
+        torch.mul,
+        lambda a, b: torch.tanh(a) - b,
+        lambda a, b: torch.where(b > 0, a, b),
+        lambda a, b: a * b.sigmoid().mean(-1, keepdim=True),
+        lambda a, b: nn.functional.layer_norm(a + b, (8,)),
+        lambda a, b: (a.softmax(-1) + b).transpose(0, 1).contiguous().transpose(0, 1),
+        lambda a, b: nn.functional.dropout(a, 0.5) + b,
+        lambda a, b: torch.cat([a[:, :3], b[:, 3:]], 1),
+        lambda a, b: nn.functional.gelu(a) / (1 + b.abs()),
+    )
+
+    def __init__(self, choices):
+        super().__init__()
+        self.choices = choices
+        self.products = nn.ModuleList(nn.Linear(8, 8) for _ in choices)
+
+    def forward(self, x):
+        known = [x, self.products[0](x)]
+        for product, (operator, one, other) in zip(self.products, self.choices, strict=True):
+            a, b = known[one % len(known)], known[other % len(known)]
+            known.append(product(a) if operator == len(self.OPERATORS) else self.OPERATORS[operator](a, b))
+        return known[-1] + known[-2]
+
+
+CHOICES = st.lists(
+    st.tuples(st.integers(0, len(Pointwise.OPERATORS)), st.integers(0, 9), st.integers(0, 9)),
+    min_size=2,
+    max_size=9,
+)
+
+
+@given(choices=CHOICES, seed=st.integers(0, 99))
+@settings(max_examples=12, deadline=None)
+def test_random_graphs_one_by_one(choices, seed):
+    torch.manual_seed(seed)
+    model, inputs = Pointwise(choices), (torch.randn(6, 8, requires_grad=True),)
+    graph = uncompiled(compiled_graph(model, inputs))
+    steps = recompute_with_any_reads(graph, random.Random(seed), 0.5)
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps))
+    assert_same(step(wrapper, inputs), step(model, inputs), within=CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_graphs_compiled(seed):
+    rng = random.Random(seed)
+    choices = [(rng.randrange(len(Pointwise.OPERATORS) + 1), rng.randrange(9), rng.randrange(9)) for _ in range(7)]
+    torch.manual_seed(seed)
+    model, inputs = Pointwise(choices), (torch.randn(6, 8),)
+    graph = compiled_graph(model, inputs)
+    steps = with_random_implementations(graph, recompute_everything(graph), rng)
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps))
+    assert_same(step(wrapper, inputs), step(model, inputs), within=CLOSE)
+
+
+def test_a_description_is_all_that_a_region_needs():
+    graph = compiled_graph(*mixed())
+    target = sorted(distinct(graph))[0]
+    call = next(
+        item.call for operator in regions(graph) for item in operator.implementations if item.call.target == target
+    )
+    args, _ = make_arguments(call, "cpu")
+    found = compile_text(TEXTS[target])([item.clone() for item in args])
+    for one, other in zip(found, resolve(target)(*[item.clone() for item in args]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_optimize_chooses_them_where_asked(tmp_path):
+    model, inputs = nn.Sequential(Mixed(), Mixed()), (torch.randn(12, 5, 16),)
+    schedule = monetlite.optimize(
+        model, inputs, "95%", device="rtx-4090", runs_here=True, compile=True, time_limit=2
+    )
+    assert schedule.layout == "compiled"
+    assert schedule.tolerance == 1e-5
+    schedule.save(tmp_path / "schedule.yaml")
+    wrapper = monetlite.MONeTWrapper(twin(model), tmp_path / "schedule.yaml")
+    assert_same(step(wrapper, inputs), step(model, inputs), within=CLOSE)
