@@ -97,7 +97,7 @@ def stays_by_brute_force(graph, steps, value):
     writes = [set(graph.operators[index].implementations[choice].writes) for index, choice in steps]
     begins = [at for at in range(len(steps)) if value in writes[at]]
     found = []
-    for begin, following in zip(begins, [*begins[1:], len(steps)], strict=True):
+    for begin, following in zip(begins, [*begins, len(steps)][1:], strict=True):
         # A step that reads a value and writes it anew reads the version before.
         until = range(begin + 1, min(following + 1, len(steps)))
         readers = [at for at in until if value in reads[at]]

@@ -101,7 +101,7 @@ def _over(step: ChainStep, dying: Sequence[int], made: dict[int, tuple[int, str]
     if step.target.rpartition(".")[2] not in traits_of(step.target).in_place:
         return None
     for position in (0, 1) if traits_of(step.target).commutative else (0,):
-        operand = step.args[position] if position < len(step.args) else None
+        operand: Any = step.args[position] if position < len(step.args) else None
         if _is_operand(operand, ROW) and operand[1] in dying and made.get(operand[1]) == (step.width, step.dtype):
             return position
     return None
@@ -128,8 +128,8 @@ _IN_PLACE = {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar", "aten.mul.Scalar": "a
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What a call does on a device that nobody has measured.
+class _ChainWork:
+    """The work of a call on a device that nobody has measured.
 
     Attributes:
         count: number of rows; tiles: number of tiles.
@@ -147,7 +147,7 @@ class _Work:
     dtype: str
 
     @classmethod
-    def of(cls, call: Call) -> "_Work":
+    def of(cls, call: Call) -> "_ChainWork":
         arguments: Any = call.args
         rows, _, steps, results, _, tiles, _ = arguments
         given = {at: row.spec for at, row in enumerate(rows) if row is not None}
@@ -187,7 +187,7 @@ def _item_bytes(dtype: str) -> int:
 
 def _like(call: Call) -> Call:
     """A product of as many operations; if there are none, a copy of as many elements."""
-    work = _Work.of(call)
+    work = _ChainWork.of(call)
     widths = dict(work.widths)
     products = moved = 0
     for step, _ in work.steps:
@@ -214,8 +214,8 @@ def _like(call: Call) -> Call:
 
 
 def _tile_bytes(call: Call) -> int:
-    """What the steps of a tile hold at a time, and sums of 16-bit products in float32."""
-    work = _Work.of(call)
+    """Bytes that the steps of a tile hold at a time, and sums of 16-bit products in float32."""
+    work = _ChainWork.of(call)
     arguments: Any = call.args
     narrow = {step.slot for step, _ in work.steps if step.sums and _item_bytes(step.dtype) < 4}
     shapes = (shape for slot, _, shape in arguments[3] if slot in narrow and work.tiles > 1)
@@ -223,7 +223,7 @@ def _tile_bytes(call: Call) -> int:
 
 
 def _launches(call: Call) -> int:
-    work = _Work.of(call)
+    work = _ChainWork.of(call)
     return work.tiles * (len(work.steps) + 1)
 
 
@@ -235,7 +235,7 @@ def row_chain(
     results: Sequence[Any],
     own: int,
     tiles: int,
-    over: Sequence[int] | None,
+    over: tuple[int, int] | None,
 ) -> tuple[Tensor | None, ...]:
     """Run a chain of row-wise operators, some rows at a time.
 
@@ -256,7 +256,7 @@ def row_chain(
     first = next(row for row in flat if row is not None)
     planned = _needed(steps, rows, results)
     count = first.shape[0]
-    taken = dict([over]) if over is not None else {}
+    taken: dict[int, int] = {} if over is None else {over[0]: over[1]}
     sums: dict[int, Tensor] = {}
     dtypes: dict[int, torch.dtype] = {}
     made: dict[int, Tensor] = {}
@@ -308,8 +308,9 @@ def row_chain(
         elif position in taken:
             found.append(rows[taken[position]])
         else:
-            lead = (count,) if like is None else rows[like].shape[:-1]  # type: ignore[union-attr]
-            found.append(made[position].view(*lead, -1))
+            beside = made[position] if like is None else rows[like]
+            assert beside is not None
+            found.append(made[position].view(*beside.shape[:-1], -1))
     return tuple(found)
 
 

@@ -35,7 +35,7 @@ class TiledRuns:
 
 
 def tiled_runs(scheduled: StepAnalysis) -> tuple[TiledRuns, ...]:
-    """What runs in tiles, the largest saving first."""
+    """Operators that run in tiles, the largest saving first."""
     graph, costs = scheduled.graph, scheduled.profile.costs
 
     def at_a_time(item: Implementation, workspace_bytes: int) -> int:

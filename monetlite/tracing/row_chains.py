@@ -64,7 +64,7 @@ class _Finder:
         self._read: dict[fx.Node, list[fx.Node]] = {}
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
-        """What reads a node's storage, by way of views too: kernels and the output."""
+        """Readers of a node's storage, by way of views too: kernels and the output."""
         found: list[fx.Node] = []
         for user in node.users:
             found += self.readers(user) if storages.is_view(user) or storages.is_item(user) else [user]
@@ -200,7 +200,7 @@ class _Finder:
                 there.add(node)
 
     def _mandatory(self, node: fx.Node) -> list[fx.Node]:
-        """What reads a node's storage in the forward or the backward pass, and the output."""
+        """Readers of a node's storage in the forward or the backward pass, and the output."""
         return [
             reader
             for reader in self.readers(node)

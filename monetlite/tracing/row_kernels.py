@@ -73,10 +73,11 @@ def row_count(node: fx.Node) -> int:
     return int(tensor.numel() // max(1, tensor.shape[-1])) if tensor.dim() else 1
 
 
-def _as_rows(node: Any) -> fx.Node | None:
+def _as_rows(item: Any) -> fx.Node | None:
     """The tensor whose rows a tensor has, in its order, without views in between; None if it isn't contiguous."""
-    if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+    if not isinstance(item, fx.Node) or not isinstance(item.meta.get("val"), torch.Tensor):
         return None
+    node: fx.Node = item
     if not node.meta["val"].dim() or not node.meta["val"].is_contiguous():
         return None
     while str(node.target) in _RESHAPES:
@@ -110,12 +111,13 @@ def _outer(node: fx.Node) -> RowKernel | None:
 
 
 def _reduction(node: fx.Node) -> RowKernel | None:
-    source, dims, *rest = node.args
+    arguments: Any = node.args
+    source, dims, *rest = arguments
     rows = _as_rows(source)
     if rows is None or node.kwargs or not isinstance(source, fx.Node) or not isinstance(dims, Sequence) or not dims:
         return None
     dimensions = source.meta["val"].dim()
-    over = sorted(int(dim) % dimensions for dim in dims)  # type: ignore[call-overload]
+    over = sorted(int(dim) % dimensions for dim in dims)
     target = str(node.target)
     if over == [dimensions - 1] and rest == [True] and dimensions > 1:
         return RowKernel(node=node, target=target, args=((ROW, rows), (-1,), True))
