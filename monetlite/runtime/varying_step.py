@@ -21,7 +21,7 @@ from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode, without_
 from monetlite.fx.torch_internals.torch_symbols import captured_value, largest
 from monetlite.fx.varying_sizes import SIZES, agreeing, graph_at, input_sizes
 from monetlite.operators import cudnn
-from monetlite.operators.tiled_loss import has_loss_of_rows
+from monetlite.operators.head_and_loss import has_loss_of_rows
 from monetlite.runtime.call_sizes import Dimensions
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.operator_graph import Traced
