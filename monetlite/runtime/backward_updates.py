@@ -141,8 +141,8 @@ class UsedGradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ModelError(
             f"{func} asks for a gradient that is gone: monetlite.step_in_backward(optimizer) has updated the "
-            "parameter and freed it. Clipping by the norm of all gradients (Trainer: max_grad_norm=0), GradScaler "
-            "and gradient accumulation need all gradients, so they can't be had together with it. After "
+            "parameter and freed it. Norms of all gradients (for clipping, or as transformers' Trainer logs them), "
+            "GradScaler and gradient accumulation need all gradients, so they can't be had together with it. After "
             "each backward pass, call optimizer.step()"
         )
 

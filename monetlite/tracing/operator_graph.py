@@ -36,8 +36,8 @@ from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_forward
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload
 from monetlite.operators import is_random, merge, take_apart
+from monetlite.operators.head_and_loss import has_loss_of_rows, tile_loss
 from monetlite.operators.implementations import find_function, target_of
-from monetlite.operators.tiled_loss import has_loss_of_rows, tile_loss
 from monetlite.operators.traits import traits_of
 from monetlite.tracing.capture import Joint, capture, copied
 from monetlite.tracing.channels_last import channels_last, has_images
