@@ -123,6 +123,7 @@ def compile_text(text: str) -> Callable[[list[Any]], Any]:
     from monetlite.operators import resolve
 
     region = json.loads(text)
+    over: Over | None = region["over"]
     inputs = [
         (tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device))
         for shape, stride, dtype, device in region["inputs"]
@@ -149,13 +150,24 @@ def compile_text(text: str) -> Callable[[list[Any]], Any]:
                 call: Any = resolve(target)
                 values.append(call(*arguments, **{name: value(item) for name, item in kwargs.items()}))
         results = [values[number] for number in region["results"]]
-        if region["over"] is not None:
-            result, argument = region["over"]
-            made = results[result]
-            results[result] = tensors[argument].view(made.shape).copy_(made)
+        if over is not None:
+            made = results.pop(over[0])
+            tensors[over[1]].view(made.shape).copy_(made)
         return tuple(results)
 
-    return compile_alone(run, inputs, [tuple(stride) for stride in region["strides"]])
+    strides = [tuple(stride) for stride in region["strides"]]
+    if over is None:
+        return compile_alone(run, inputs, strides)
+    result, argument = over
+    shape = region["shapes"][result]
+    changing = compile_alone(run, inputs, strides[:result] + strides[result + 1 :])
+
+    def run_over(args: list[Any]) -> tuple[Tensor, ...]:
+        overwritten = args[argument].view(shape)
+        made = list(changing(args))
+        return (*made[:result], overwritten, *made[result:])
+
+    return run_over
 
 
 def described(program: fx.GraphModule, over: Over | None = None) -> str:
@@ -183,6 +195,7 @@ def described(program: fx.GraphModule, over: Over | None = None) -> str:
             "inputs": [_layout(node) for node in program.graph.find_nodes(op="placeholder")],
             "calls": calls,
             "results": [numbers[node] for node in results],
+            "shapes": [_layout(node)[0] for node in results],
             "strides": [_layout(node)[1] for node in results],
             "over": over,
         }

@@ -212,7 +212,7 @@ class _Regions:
 
     def _is_small(self, kernel: fx.Node, tensor: fx.Node) -> bool:
         largest = max((item.meta["val"].numel() for item in storages_read(kernel)), default=0)
-        return SMALL * tensor.meta["val"].numel() <= largest
+        return bool(SMALL * tensor.meta["val"].numel() <= largest)
 
     def _program(
         self, region: _Region, sources: Iterable[_Region] = ()
@@ -330,10 +330,10 @@ class _Regions:
                 reads[unit] |= {before} if before is not None else set()
                 before = node
         readers: dict[fx.Node | _Region, list[fx.Node | _Region]] = {}
-        for unit, read in reads.items():
-            for item in read:
+        for unit, needed in reads.items():
+            for item in needed:
                 readers.setdefault(item, []).append(unit)
-        waiting = {unit: len(read) for unit, read in reads.items()}
+        waiting = {unit: len(needed) for unit, needed in reads.items()}
         ready = [(place[unit], at, unit) for at, (unit, count) in enumerate(waiting.items()) if not count]
         heapq.heapify(ready)
         count = len(waiting)

@@ -193,7 +193,7 @@ CHOICES = st.lists(
 
 
 @given(choices=CHOICES, seed=st.integers(0, 99))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_random_graphs_one_by_one(choices, seed):
     torch.manual_seed(seed)
     model, inputs = Pointwise(choices), (torch.randn(6, 8, requires_grad=True),)
