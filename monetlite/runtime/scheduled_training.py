@@ -48,12 +48,15 @@ from monetlite.tracing.capture import (
     too_many_programs,
     training_step,
 )
+from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
 from monetlite.tracing.step_inputs import (
     Arguments,
     on_its_gpu,
 )
 
+MANY_CALLS, MANY_OF_A_LINE = 2000, 50
+"""Calls in a captured model, and those that one line makes in one module, of which a person is told."""
 MANY_SOLVED = 8
 """Schedules that are solved for one model at training time, before a person is told how to need fewer."""
 _AMOUNT = re.compile(r"[\d.,]+\s*(%|b|[kmgt]i?b?)", re.IGNORECASE)
@@ -275,7 +278,12 @@ class ScheduledTraining:
 
     def _compiled(self) -> Callable[..., Any]:
         if self._step is None:
-            backend = delivering_backend(self._partition, self.compiler(), self.plans.keep)
+            deliver = delivering_backend(self._partition, self.compiler(), self.plans.keep)
+
+            def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+                _tell_of_loops(graph.graph)
+                return deliver(graph, inputs)
+
             self._step = compile_step(training_step(self.model, self.plans.outputs), backend)
         return self._step
 
@@ -298,6 +306,18 @@ class ScheduledTraining:
 
             steps = as_inductor_fuses(traced.graph, steps)
         return lower(traced, steps)
+
+
+def _tell_of_loops(graph: fx.Graph) -> None:
+    """Warn of a loop that makes capturing take minutes, before the longer part of that begins."""
+    line, calls = longest_loop(graph)
+    if len(graph.nodes) >= MANY_CALLS and calls >= MANY_OF_A_LINE:
+        warnings.warn(
+            f"a loop around {line} makes {calls} of {len(graph.nodes)} calls that are captured, each round anew. "
+            "This takes minutes. Marked with @torch.compiler.disable, the loop's function runs as it is, and the "
+            "rest of the model is planned in pieces",
+            stacklevel=6,
+        )
 
 
 def loaded(schedule: OneSchedule) -> Schedule:

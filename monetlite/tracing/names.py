@@ -1,5 +1,6 @@
 """Names people recognise: operators are called after the module that runs them (`layer1.0.conv1`)."""
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -100,6 +101,17 @@ def source_of(node: fx.Node) -> str:
     trace = node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or ""
     frames = _FRAME.findall(str(trace))
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+
+
+def longest_loop(graph: fx.Graph) -> tuple[str, int]:
+    """The line of the person's code that makes most calls in one module, and how many."""
+    lines = Counter(
+        (source_of(node), next(reversed(node.meta.get("nn_module_stack") or {"": None})))
+        for node in graph.nodes
+        if node.op.startswith("call_")
+    )
+    ((line, _), calls) = max(lines.items(), key=operator.itemgetter(1), default=(("", ""), 0))
+    return line, calls
 
 
 def _what(node: fx.Node) -> str:

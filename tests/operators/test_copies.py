@@ -67,7 +67,14 @@ def test_a_copy_in_a_buffer_can_be_changed_in_place():
         assert all(map(torch.equal, train(wrapper, x, lambda changed, _: changed.seen), expected))
 
 
+def phases(_, h):
+    """Complex numbers among the arguments, whose conjugates the gradients take."""
+    turned = torch.fft.fft(h) * 1j + (1 + 2j)
+    return (torch.exp(1j * h) * turned * torch.polar(h.abs() + 1, h)).abs()
+
+
 CONJUGATES = {
+    "numbers": phases,
     "copied": lambda _, h: torch.view_as_real(torch.view_as_complex(h.view(4, 3, 2)).conj().clone()).tanh(),
     "multiplied": lambda _, h: (torch.view_as_complex(h.view(4, 3, 2)).conj() * h.view(4, 3, 2)[..., 0]).abs(),
     "resolved": lambda _, h: torch.view_as_real(torch.view_as_complex(h.view(4, 3, 2)).conj().resolve_conj()),

@@ -112,6 +112,25 @@ def test_one_capture_serves_all_lengths(captures):
     assert [*programs] == [(56,), (96,)]  # with room for half as much again, up to what the model holds
 
 
+def test_the_first_plan_is_for_all_lengths_at_which_plain_training_fits():
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **{**PLANNING, "budget": "1GB"})
+    same_steps(wrapper, model, [tokens(4, length) for length in (21, 90, 40)])
+    (varying,) = wrapper._training.plans.varying.values()
+    assert [*varying.schedules] == [(96,)]
+    peaks = {}
+
+    def peak_bytes(graph):
+        (found,) = (spec.shape[1] for spec in graph.inputs.values())
+        peaks[found] = graph.resident.total + graph.resident.parameters + 1000 * found + 3 * found**2
+        return peaks[found]
+
+    fixed_bytes = varying._graph_at((20,)).resident.total + varying._graph_at((20,)).resident.parameters
+    (limit,) = varying.plain_limits((20,), int((fixed_bytes + 1000 * 60 + 3 * 60**2) / 0.95), peak_bytes)
+    assert 55 <= limit <= 62
+    assert varying.plain_limits((20,), fixed_bytes + 100, peak_bytes) == (20,)
+
+
 def test_even_lengths_vary_from_the_second_on(captures):
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)

@@ -194,14 +194,22 @@ def test_what_an_operator_says_of_its_arguments_is_passed_on():
         monetlite.trace(Wrong(), torch.randn(4, 8))
 
 
-def test_complex_constants_are_refused_with_what_to_do():
-    class Phases(nn.Module):
+def test_a_long_loop_is_told_before_its_capture_ends(monkeypatch):
+    class Scans(nn.Module):
         def __init__(self):
             super().__init__()
-            self.angles = nn.Parameter(torch.rand(8))
+            self.decay = nn.Parameter(torch.rand(8))
 
         def forward(self, x):
-            return torch.exp(1j * (x * self.angles)).abs().sum()
+            state, found = torch.zeros(8), []
+            for at in range(60):
+                state = torch.sigmoid(state * self.decay + x[at])  # here
+                found.append(state)
+            return torch.stack(found).sum()
 
-    with pytest.raises(TraceError, match=r"1j.*view_as_real"):
-        monetlite.trace(Phases(), torch.randn(4, 8))
+    monkeypatch.setattr("monetlite.runtime.scheduled_training.MANY_CALLS", 100)
+    wrapper = monetlite.MONeTWrapper(Scans(), budget="110%", device="rtx-4090", time_limit=1)
+    with pytest.warns(
+        UserWarning, match=r"a loop around .*test_reasons\.py:\d+ makes \d+ of .*torch.compiler.disable"
+    ):
+        wrapper(torch.randn(60, 8)).backward()

@@ -64,7 +64,7 @@ class CompiledCall:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What is known of all calls of the same `torch.compile`."""
+        """Knowledge of all calls of the same `torch.compile`."""
         found: dict[str, Any] = vars(self._compilation).setdefault("_monetlite", {})
         return found
 
@@ -77,7 +77,7 @@ def surround_calls(backend: Callable[..., Any], around: Callable[[], AbstractCon
         if name == "compiler_fn" and value is backend:
             object.__setattr__(compilation, "backend_ctx_ctor", lambda: _surrounded(compilation, around))
 
-    torch._TorchCompileWrapper.__setattr__ = set_attribute
+    torch._TorchCompileWrapper.__setattr__ = set_attribute  # type: ignore[method-assign]  # so that new ones have it
 
 
 @contextlib.contextmanager

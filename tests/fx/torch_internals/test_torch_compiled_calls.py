@@ -92,6 +92,8 @@ def test_functions_of_a_model_do_not_start_where_its_call_does(seen: Seen) -> No
     torch.compile(model, backend=seen)(x)
     assert seen.graphs
     assert not any(call.starts_here for call in seen.graphs)
+    torch._dynamo.reset()
+    seen.graphs.clear()
     stack = nn.Sequential(Layer(), Layer())
     stack.compile(backend=seen)
     stack(x)
