@@ -3,7 +3,7 @@
     python scripts/bench_readme_language.py [--repeats 9] [--time-limit 20] [--device cpu] [--peers ...]
         [--only picture|table] [--output FOLDER]
 
-Writes docs/images/gpt2_6GB.png (GPT-2, estimated for an RTX 4090; a minute of solving), and the table and figures
+Writes docs/images/gpt2_6GB.png (GPT-2, estimated for an RTX 4090), and the table and figures
 of `scripts/bench_compare.py --model gpt2_words` in docs/benchmarks; prints the rows for the README from them. The
 table takes about an hour on two quiet cores.
 """
