@@ -36,15 +36,21 @@ class EqualLayers:
         return 2 * self.period + 2 + (self.count - 2) % self.period
 
 
-def find_equal_layers(model: "nn.Module") -> EqualLayers | None:
-    """The longest list of equal layers in a model; None if there is none, or it is not longer than what tells it."""
+def find_layers(model: "nn.Module") -> str | None:
+    """Path of a model's list of layers; None if there is none, or there are several as long as each other."""
     from torch import nn
 
-    lists = {path: item for path, item in model.named_modules() if isinstance(item, nn.ModuleList) and len(item)}
-    path = max(lists, key=lambda path: len(lists[path]), default=None)
-    if path is None or sum(len(item) == len(lists[path]) for item in lists.values()) > 1:
-        return None  # an encoder and a decoder
-    kinds = [hash(tuple(_description(layer))) for layer in lists[path]]
+    counts = {path: len(item) for path, item in model.named_modules() if isinstance(item, nn.ModuleList)}
+    longest = [path for path, count in counts.items() if count == max(counts.values()) > 1]
+    return longest[0] if len(longest) == 1 else None
+
+
+def find_equal_layers(model: "nn.Module") -> EqualLayers | None:
+    """The equal layers of a model; None if there are none, or all of them are needed to tell what they do."""
+    path = find_layers(model)
+    if path is None:
+        return None
+    kinds = [hash(tuple(_description(layer))) for layer in model.get_submodule(path).children()]
     for period in range(1, len(kinds)):
         found = EqualLayers(path=path, count=len(kinds), period=period)
         if found.depth >= found.count:

@@ -179,9 +179,11 @@ class _Deepening:
         """A name with the number of the layer that it is of in the whole step, without a number of its own."""
         past = self.copies if self.group[at] == _REST else copy
         return self.of_layer.sub(
-            lambda found: f"{self.layers.path}.{int(found[2]) + past * self.layers.period}"
-            if int(found[2]) > self.layers.period
-            else found[0],
+            lambda found: (
+                f"{self.layers.path}.{int(found[2]) + past * self.layers.period}"
+                if int(found[2]) > self.layers.period
+                else found[0]
+            ),
             name,
         )
 
@@ -294,4 +296,3 @@ def _handed_over(profile: Profile) -> Profile:
 
 def _reads(delivery: Operator) -> tuple[int, ...]:
     return delivery.implementations[0].reads
-

@@ -105,8 +105,8 @@ def trace_layouts(
 ) -> list[OperatorGraph]:
     """Trace one training step in those of several layouts that differ; args and errors as in `trace`.
 
-    The step is captured once. The first layout is always among those that are traced. With `each_gradient` gradients
-    are handed over one by one.
+    The step is captured once. The first layout is always among those that are traced. With `each_gradient`
+    gradients are handed over one by one.
     """
     inputs = split_inputs(example_inputs)
     if unknown := [layout for layout in layouts if layout not in LAYOUTS]:
@@ -171,7 +171,8 @@ def build_graph(
 
     Args:
         joint: is changed.
-        model, inputs, meta_device, layout, each_gradient: as in `trace_layouts`; inputs are (positional, keyword) arguments.
+        model, inputs, meta_device, layout, each_gradient: as in `trace_layouts`; inputs are (positional, keyword)
+            arguments.
         autocast: name of the dtype that `torch.autocast` converted to during the capture; empty if it was off.
         outputs: what was captured of them, as in `trace`.
 
