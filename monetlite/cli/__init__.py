@@ -17,6 +17,7 @@ from monetlite.cli.check_command import check_command, verify_command
 from monetlite.cli.compare_command import compare_command
 from monetlite.cli.exits import EXIT_FAILED, INTERRUPTED, CommandInterrupted
 from monetlite.cli.export_command import export_command
+from monetlite.cli.fit_command import fit_command
 from monetlite.cli.measure_command import measure_command, profile_command
 from monetlite.cli.show_command import explain_command, plot_command, rescale_command, show_command
 from monetlite.cli.solve_command import max_batch_command, solve_command
@@ -30,7 +31,16 @@ def main() -> None:
     """Train PyTorch models within a memory budget."""
 
 
-NOW = (solve_command, show_command, check_command, measure_command, compare_command, export_command, zoo_command)
+NOW = (
+    fit_command,
+    solve_command,
+    show_command,
+    check_command,
+    measure_command,
+    compare_command,
+    export_command,
+    zoo_command,
+)
 BEFORE = (explain_command, plot_command, rescale_command, verify_command, profile_command, max_batch_command)
 """Old names, which work as before and are not listed."""
 for _command in (*NOW, *BEFORE):

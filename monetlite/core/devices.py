@@ -13,6 +13,9 @@ import yaml
 
 from monetlite.core.errors import DeviceError
 
+CONTEXT_BYTES = 5 * 10**8
+"""Memory of a CUDA context: a guess. It differs between GPUs, and between versions of CUDA."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:

@@ -9,8 +9,8 @@ from msgspec import Meta
 from monetlite.core.units import Positive
 
 Dtype: TypeAlias = Literal["float32", "float64", "bfloat16", "float16"]
-_SHAREABLE = r"^(?!.*\.(json|py)$)((hf|timm|torchvision):)?[A-Za-z0-9][A-Za-z0-9_.-]*$(?!\n)"
-_NAMES = "a built-in model, or hf:, timm: or torchvision: and a name"
+_SHAREABLE = r"^(?!.*\.(json|py)$)((hf|timm|torchvision):)?[A-Za-z0-9][A-Za-z0-9_.-]*(\+lora[1-9][0-9]*)?$(?!\n)"
+_NAMES = "a built-in model, or hf:, timm: or torchvision: and a name; +lora16 for adapters of rank 16"
 
 
 @dataclass(frozen=True, kw_only=True)

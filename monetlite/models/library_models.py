@@ -2,13 +2,15 @@
 
 `torchvision:NAME` and `timm:NAME` are any of their classification models. `hf:NAME` is a transformers model in the
 class that computes a loss. NAME is a model type (`gpt2`, `bert`, `llama`, `vit`, …), whose configuration's defaults
-are used, a size of one that many people train (`gpt2-medium`, `bert-large`, `vit-large`, `llama-1b`,
-`efficientnet-b0`), or the path of a `config.json` or of a folder with one, or a hub name whose configuration is
-already in the local cache. Nothing is downloaded, and no code from a hub is run.
+are used, a published model (`Qwen/Qwen3-8B` or `qwen3-8b`, of those in `published.yaml`), or the path of a
+`config.json` or of a folder with one, or a hub name whose configuration is already in the local cache.
+`hf:NAME+lora16` has peft's adapters of rank 16 on all its linear layers but the head, and everything else frozen.
+Nothing is downloaded, and no code from a hub is run.
 """
 
 import importlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -19,6 +21,7 @@ from monetlite.core.errors import ModelError
 from monetlite.core.spelling import close_matches
 from monetlite.models.built_model import DEFAULT_BATCH, BuildOptions, BuiltModel, finish
 from monetlite.models.library_names import names_in_source
+from monetlite.models.published import find_published, published_models
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,9 +58,7 @@ _HEADS = (
 )
 _LARGE = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
 _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    # As published: the numbers of the models' own configurations.
-    "gpt2-medium": ("gpt2", {"n_layer": 24, "n_embd": 1024, "n_head": 16}),
-    "gpt2-large": ("gpt2", {"n_layer": 36, "n_embd": 1280, "n_head": 20}),
+    # Names that are no model's own. The numbers are those of the published configurations.
     "bert-large": ("bert", _LARGE),
     "vit-large": ("vit", _LARGE),
     "llama-1b": (
@@ -86,6 +87,18 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_ADAPTED = re.compile(r"(.+)\+lora([1-9][0-9]{0,3})")
+
+
+def split_adapters(name: str) -> tuple[str, int]:
+    """A model's name without its adapters, and their rank; 0 if there are none.
+
+    >>> split_adapters("Qwen/Qwen3-8B+lora16")
+    ('Qwen/Qwen3-8B', 16)
+    """
+    found = _ADAPTED.fullmatch(name)
+    return (found[1], int(found[2])) if found else (name, 0)
+
 
 def require(package: str, spec: str) -> ModuleType:
     """Import an optional package."""
@@ -108,8 +121,9 @@ def check_library_name(library: str, name: str) -> None:
     """
     known = names_in_source(library)
     if library == "hf":
+        name, _ = split_adapters(name)
         path = os.path.expanduser(name)
-        if os.path.exists(path) or name in _SIZES:
+        if os.path.exists(path) or name in _SIZES or find_published(name):
             return
         if _looks_like_path(name):
             raise ModelError(
@@ -124,7 +138,8 @@ def check_library_name(library: str, name: str) -> None:
 def has_name(library: str, name: str) -> bool:
     """True if a library is installed and its source lists a model of this name."""
     try:
-        return name in (names_in_source(library) or ()) or (library == "hf" and name in _SIZES)
+        hf = library == "hf" and (name in _SIZES or find_published(name) is not None)
+        return hf or name in (names_in_source(library) or ())
     except ModelError:
         return False
 
@@ -133,14 +148,16 @@ def _unknown(library: str, name: str, known: Iterable[str]) -> ModelError:
     if library != "hf":
         kind = "classification model" if library == "torchvision" else "model"
         return ModelError(f"{library} has no {kind} {name!r}{close_matches(name, known, f'{library}:')}")
-    known = [*known, *_SIZES]
     last = name.rpartition("/")[2].lower()
+    hint = close_matches(last, published_models(), "hf:")
+    known = [*known, *_SIZES]
     prefixes = [kind for kind in known if last.startswith(kind)]
-    hint = f"; did you mean hf:{max(prefixes, key=len)}?" if prefixes else close_matches(last, known, "hf:")
+    if not hint:
+        hint = f"; did you mean hf:{max(prefixes, key=len)}?" if prefixes else close_matches(last, known, "hf:")
     return ModelError(
         f"hf:{name}: {name!r} is neither a model type of transformers {version('transformers')}, nor a local "
         f"path, nor in the local hub cache, and nothing is downloaded"
-        f"{hint or '; e.g. hf:gpt2, hf:bert-large, hf:llama-1b, hf:vit'}"
+        f"{hint or '; e.g. hf:gpt2, hf:Qwen/Qwen3-8B, hf:llama-3.1-8b, hf:vit'}"
     )
 
 
@@ -194,9 +211,13 @@ def build_transformers(name: str, options: BuildOptions) -> BuiltModel:
     """
     import torch
 
-    spec = f"hf:{name}"
+    base, rank = split_adapters(name)
+    published = None if os.path.exists(os.path.expanduser(base)) else find_published(base)
+    if published is not None:
+        base = published.short_name
+    spec = f"hf:{base}" + (f"+lora{rank}" if rank else "")
     transformers = require("transformers", spec)
-    config = _config(transformers, name)
+    config = _config(transformers, base)
     head = _head(config, spec)
     config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
@@ -206,6 +227,11 @@ def build_transformers(name: str, options: BuildOptions) -> BuiltModel:
     try:
         with options.device():
             model = getattr(transformers, head.auto_class).from_config(config)
+            title = type(model).__name__
+            if rank:
+                model, title = _adapted(model, rank, options, spec), f"{title} with LoRA of rank {rank}"
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(f"{spec} failed to build: {type(error).__name__}: {error}") from error
     (first,) = inputs.values()
@@ -213,8 +239,23 @@ def build_transformers(name: str, options: BuildOptions) -> BuiltModel:
     if not head.label_per_token:
         with options.device():
             labels = torch.randint(config.num_labels, (first.shape[0],))
-    title = type(model).__name__
     return finish(spec, model, {**inputs, "labels": labels}, options, title=title, returns="its loss")
+
+
+def _adapted(model: Any, rank: int, options: BuildOptions, spec: str) -> "nn.Module":
+    """A model with adapters in the dtype of its weights, and everything else frozen."""
+    peft = require("peft", spec)
+    if options.dtype is not None:
+        model = model.to(options.dtype)
+    settings = peft.LoraConfig(r=rank, target_modules="all-linear")
+    adapted: nn.Module = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+    for module in adapted.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            # peft does so itself where the adapters are not on the meta device.
+            dtype = module.get_base_layer().weight.dtype
+            module.lora_A.to(dtype)
+            module.lora_B.to(dtype)
+    return adapted
 
 
 def _config(transformers: Any, name: str) -> Any:
@@ -229,6 +270,8 @@ def _config(transformers: Any, name: str) -> Any:
         if name in _SIZES:
             model_type, sizes = _SIZES[name]
             return transformers.AutoConfig.for_model(model_type, **sizes)
+        if published := find_published(name):
+            return transformers.AutoConfig.for_model(**published.config)
         if not _looks_like_path(name):
             return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:

@@ -20,7 +20,7 @@ _EIGHT_BIT = (1 + 4 / 256) / 4
 """State of 8-bit Adam over that of Adam in float32."""
 _HALVED = {"float32": 0.5, "complex64": 0.5, "float64": 0.25}
 """Size in bfloat16 over the size in another dtype."""
-_LOSSES = ("log_softmax", "nll_loss", "cross_entropy")
+LOSS_FAMILIES = ("log_softmax", "nll_loss", "cross_entropy")
 """Families of a loss, begun with. Models compute it in float32, beside a copy of what they make in bfloat16."""
 
 
@@ -169,7 +169,7 @@ class LeastPeak:
         """The peak with weights, and without autocast everything, in bfloat16."""
         resident = self.graph.resident
         everything = not self.graph.autocast
-        losses = [operator for operator in self.graph.operators if operator.family.startswith(_LOSSES)]
+        losses = [operator for operator in self.graph.operators if operator.family.startswith(LOSS_FAMILIES)]
         wide = {value: 1.0 for operator in losses for value in operator.writes}
         wide = {value: 1.5 for operator in losses for value in operator.implementations[0].reads} | wide
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from monetlite.allocator import least_limit, reserve
 from monetlite.core.choices import DEFAULT
 from monetlite.core.costs import Profile
+from monetlite.core.devices import CONTEXT_BYTES
 from monetlite.core.graph import LAYOUTS_IN_WORDS
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import Timeline
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint  # imports the search
 
 OURS = "monetlite"
-CONTEXT_BYTES = 5 * 10**8
-"""Memory of a CUDA context: a guess. It differs between GPUs, and between versions of CUDA."""
 _TOLD = (
     "operators fingerprint device optimizer accumulate step_in_backward tolerance layout autocast budget_bytes "
     "peak_bytes reserved_bytes latency_ms plain_peak_bytes plain_latency_ms overhead lower_bound_ms gap status "

@@ -4,7 +4,8 @@ None of them knows a budget: `simulate` says what they need. The greedy baseline
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from monetlite.core.costs import Profile
@@ -48,6 +49,38 @@ def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = Non
         if segment_of.get(graph.writer[value], segment) != segment
     }
     return tuple(_replayed(graph, segment_of, crossing))
+
+
+def keep_only(profile: Profile, kept: Iterable[int]) -> tuple[Step, ...]:
+    """Keep only these values for the backward part; re-run all that is missing at once, when it is first read."""
+    return tuple(_replayed(profile.graph, dict.fromkeys(_mandatory(profile.graph), 0), set(kept)))
+
+
+def layer_checkpointing(profile: Profile, path: str, every: int = 1) -> tuple[Step, ...]:
+    """Every layer of a list, or every second, third, ..., under `torch.utils.checkpoint`; the rest runs plainly.
+
+    This is transformers' `activation_checkpointing_enable(every_n_layers=...)`.
+
+    Args:
+        profile: the graph and its costs.
+        path: of the list of layers among the model's modules.
+        every: the first layer of so many is checkpointed.
+    """
+    graph = profile.graph
+    of_layer = re.compile(rf"{re.escape(path)}\.(\d+)(\.|$)")
+    forward = _mandatory(graph)
+    layers = {index: of_layer.match(graph.operators[index].module) for index in forward}
+    segment_of = {index: int(found[1]) if found else -1 for index, found in layers.items()}
+    segment_of = {index: layer if layer >= 0 and layer % every == 0 else -1 for index, layer in segment_of.items()}
+    entering = {
+        value
+        for index, layer in segment_of.items()
+        for value in graph.operators[index].implementations[0].reads
+        if segment_of.get(graph.writer[value], layer) != layer
+    }
+    outside = {value for index, layer in segment_of.items() if layer < 0 for value in graph.operators[index].writes}
+    checkpointed = {index: layer for index, layer in segment_of.items() if layer >= 0}
+    return tuple(_replayed(graph, checkpointed, entering | outside))
 
 
 def module_boundaries(graph: OperatorGraph, depth: int = 2) -> list[int]:

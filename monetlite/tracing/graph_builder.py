@@ -44,6 +44,11 @@ DELIVERIES, MIN_DELIVERY_BYTES = 16, 2**20
 _NONE = Implementation(name="", reads=(), writes=())
 
 
+def least_delivery(gradient_bytes: int) -> int:
+    """Bytes of gradients from which they are handed over, where all of a step have so many."""
+    return max(MIN_DELIVERY_BYTES, gradient_bytes // DELIVERIES)
+
+
 @dataclass
 class GraphBuilder:
     """Collects operators and values while the nodes of a joint graph are added one by one."""
@@ -51,6 +56,8 @@ class GraphBuilder:
     reach: storages.Reachability
     namer: Namer
     device: str
+    each_gradient: bool = False
+    """Every gradient is handed over by itself."""
     operators: list[Operator] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     index_of: dict[fx.Node, int] = field(default_factory=dict)
@@ -287,7 +294,7 @@ class GraphBuilder:
         self._waiting += self._given if node is None else self._final.get(node, [])
         values = {self.index_of[storages.base(gradient)] for gradient in self._waiting}
         waiting_bytes = sum(self.values[value].size_bytes for value in values)
-        least = 0 if node is None else max(MIN_DELIVERY_BYTES, self.gradient_bytes // DELIVERIES)
+        least = 0 if node is None or self.each_gradient else least_delivery(self.gradient_bytes)
         if not values or waiting_bytes < least:
             return
         call = Call(target=name_of(deliver), args=encode_arguments(self._waiting, self.value_of), outputs=())

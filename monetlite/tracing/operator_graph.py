@@ -109,10 +109,12 @@ def trace_layouts(
     device: str | None = None,
     meta_device: str = "cpu",
     outputs: str = LOSS_ONLY,
+    each_gradient: bool = False,
 ) -> list[OperatorGraph]:
     """Trace one training step in those of several layouts that differ; args and errors as in `trace`.
 
-    The step is captured once. The first layout is always among those that are traced.
+    The step is captured once. The first layout is always among those that are traced. With `each_gradient`
+    gradients are handed over one by one.
     """
     inputs = split_inputs(example_inputs)
     if unknown := [layout for layout in layouts if layout not in LAYOUTS_IN_WORDS]:
@@ -131,7 +133,14 @@ def trace_layouts(
     autocast = autocast_dtype(here)
     graphs = [
         build_graph(
-            own, model, inputs, meta_device=meta_device, layout=layout, autocast=autocast, outputs=outputs
+            own,
+            model,
+            inputs,
+            meta_device=meta_device,
+            layout=layout,
+            autocast=autocast,
+            outputs=outputs,
+            each_gradient=each_gradient,
         ).graph
         for layout, own in in_layouts(joint, layouts).items()
     ]
@@ -164,12 +173,14 @@ def build_graph(
     layout: str = AS_TRACED,
     autocast: str = "",
     outputs: str = ALL_OUTPUTS,
+    each_gradient: bool = False,
 ) -> Traced:
     """Build the operator graph of a joint graph.
 
     Args:
         joint: is changed.
-        model, inputs, meta_device, layout: as in `trace`; inputs are (positional, keyword) arguments.
+        model, inputs, meta_device, layout, each_gradient: as in `trace_layouts`; inputs are (positional, keyword)
+            arguments.
         autocast: name of the dtype that `torch.autocast` converted to during the capture; empty if it was off.
         outputs: what was captured of them, as in `trace`.
 
@@ -194,7 +205,7 @@ def build_graph(
     for node in kernels:
         _refuse_unplannable(node)
     device = device_of(model, inputs, meta_device)
-    builder = GraphBuilder(reach=reach, namer=Namer(model, kernels), device=device)
+    builder = GraphBuilder(reach=reach, namer=Namer(model, kernels), device=device, each_gradient=each_gradient)
     backward = [node for node in kernels if node in reach.backward]
     optional = [node for node in kernels if node not in reach.forward and node not in reach.backward]
     for node in kernels:

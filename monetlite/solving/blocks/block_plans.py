@@ -17,8 +17,9 @@ from monetlite.core.graph import Implementation, Operator, Phase, Resident
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
 from monetlite.solving.annealing.compiled import GROUP_OPTIONS, OPERATOR_GROUPS, OPTION_EXTRA, Integers
-from monetlite.solving.annealing.flat_problem import flatten, keep_everything, read_least
+from monetlite.solving.annealing.flat_problem import encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace, round_down
+from monetlite.solving.baselines import keep_only
 from monetlite.solving.problem import Problem
 
 
@@ -182,7 +183,9 @@ class PlanSearch:
         tables = self.flat.tables
         self.turn_row = int(tables.groups[int(tables.operators[stretch.turn, OPERATOR_GROUPS]), GROUP_OPTIONS])
         self.roomy_bytes = 4 * self.flat.plain_peak_bytes
-        self.starts = [keep_everything(self.flat), read_least(self.flat)]
+        leaving = stretch.profile.graph.operators[stretch.turn].implementations[0].reads
+        checkpointed = encode(self.flat, keep_only(stretch.profile, leaving))
+        self.starts = [keep_everything(self.flat), read_least(self.flat), checkpointed]
         for start in self.starts:
             self._take(start, self.roomy_bytes)
 

@@ -105,25 +105,30 @@ class MasterProgram:
 
     def prices(self) -> dict[Place, Prices] | None:
         """Multipliers of the linear relaxation as each stretch sees them, by HiGHS; None if nothing fits."""
-        import cvxpy
+        from scipy.optimize import linprog
 
         matrix, limit, equal = self.rows.matrix(), np.array(self.rows.limit), np.array(self.rows.equal)
-        x = cvxpy.Variable(len(self.rows.cost_ms), nonneg=True)
-        rows = [matrix[~equal] @ x <= limit[~equal], matrix[equal] @ x == limit[equal]]
-        stated = cvxpy.Problem(cvxpy.Minimize(np.array(self.rows.cost_ms) @ x), rows)
-        stated.solve(solver="HIGHS", threads=1)  # type: ignore[no-untyped-call]  # cvxpy has no types for it
-        if stated.status != cvxpy.OPTIMAL:
+        # cvxpy's way to HiGHS prints a line on stdout.
+        found = linprog(
+            self.rows.cost_ms,
+            A_ub=matrix[~equal],
+            b_ub=limit[~equal],
+            A_eq=matrix[equal],
+            b_eq=limit[equal],
+            method="highs",
+        )
+        if found.status != 0:
             return None
         multipliers = np.zeros(len(limit))
-        multipliers[~equal], multipliers[equal] = rows[0].dual_value, rows[1].dual_value
+        multipliers[~equal], multipliers[equal] = -found.ineqlin.marginals, -found.eqlin.marginals
         of = multipliers[1:].reshape(-1, _ROWS)
-        found: dict[Place, Prices] = {}
+        prices: dict[Place, Prices] = {}
         for (start, end), _ in self.offered:
             later_ms = of[start, _BACKWARD] * self.later_bytes[end - 1] * self.scale
-            found[start, end] = Prices(
+            prices[start, end] = Prices(
                 kept=float(of[end - 1, _TOTAL]) * self.scale,
                 forward=float(of[start, _FORWARD]) * self.scale,
                 backward=float(of[start, _BACKWARD]) * self.scale,
                 worth_ms=float(-of[start:end, _COVER].sum() - later_ms),
             )
-        return found
+        return prices

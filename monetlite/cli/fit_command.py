@@ -1,0 +1,201 @@
+"""`monetlite fit`: whether a training fits a card, and the fastest setting that does, on one screen."""
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from monetlite.cli.command_options import (
+    DEFAULT_ESTIMATE,
+    ModelChoice,
+    autocast_option,
+    options_of,
+    size_options,
+    time_limit_option,
+)
+from monetlite.cli.exits import EXIT_INFEASIBLE, CommandExit
+from monetlite.cli.option_types import Budget, DeviceName, ModelName
+from monetlite.cli.running import command, source_of
+from monetlite.cli.subjects import build, chosen_device
+from monetlite.cli.terminal import Terminal
+from monetlite.core.devices import find_device
+from monetlite.core.options import PricingOptions, SolvingOptions
+from monetlite.core.units import parse_budget
+from monetlite.models.published import find_published
+
+if TYPE_CHECKING:
+    from monetlite.models import BuiltModel
+    from monetlite.planning.card_fit import CardMemory
+    from monetlite.planning.model_steps import ModelSteps
+    from monetlite.reporting.fit_lines import TrainingRequest
+
+DEFAULT_LENGTH = 2048
+MAX_RANK = 4096
+
+
+class FitModel(ModelName):
+    """A model by name; also a folder or `config.json` of a transformers model, and published ones without `hf:`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if os.path.isdir(text) or text.endswith(".json") or (":" not in text and find_published(text)):
+            text = f"hf:{text}"
+        return super().convert(text, param, ctx)
+
+
+@command(
+    "fit",
+    click.argument("spec", metavar="MODEL", type=FitModel()),
+    click.option(
+        "--gpu",
+        "device",
+        type=DeviceName(),
+        help="The card: rtx-4090, a100-80gb, t4, …; cuda for the one that is here, cpu for this machine's memory. "
+        f"By default the GPU if there is one, else {DEFAULT_ESTIMATE}.",
+    ),
+    click.option("--full", is_flag=True, help="Train all weights (the default)."),
+    click.option("--lora", type=click.IntRange(1, MAX_RANK), help="Train LoRA adapters of this rank alone (peft)."),
+    size_options(),
+    options_of(PricingOptions, "optimizer", default="adamw"),
+    options_of(PricingOptions, "accumulate"),
+    autocast_option(),
+    click.option(
+        "--budget", type=Budget(percent=False), help="Memory for the step in place of what the card has left: 20GB."
+    ),
+    options_of(
+        SolvingOptions,
+        "tolerance",
+        default=1e-5,
+        help="Largest relative difference of a result from plain training's; 0 leaves out what differs in bits.",
+    ),
+    time_limit_option(12.0, "Seconds of solving; tracing comes on top."),
+    rare=("input_size", "tolerance", "time_limit", "autocast"),
+)
+def fit_command(
+    terminal: Terminal,
+    choice: ModelChoice,
+    pricing: PricingOptions,
+    solving: SolvingOptions,
+    full: bool,
+    lora: int | None,
+    budget: str | None,
+) -> None:
+    """See whether a model trains on a card, what takes the memory, and the fastest setting that fits.
+
+    Nothing is downloaded or run. MODEL is hf:Qwen/Qwen3-8B or another published model, a folder with a config.json,
+    path/to/file.py:build, or any other name that --model takes.
+    """
+    choice = _adapted(choice, full, lora)
+    device = chosen_device(pricing.device, terminal, DEFAULT_ESTIMATE, "name a card to estimate")
+    import torch
+
+    from monetlite.planning.card_fit import fit_card
+    from monetlite.reporting.fit_lines import lines_to_paste
+    from monetlite.reporting.text_fit import fit_facts, print_fit
+
+    card = _card(device, None if budget is None else parse_budget(budget))
+    model, choice = _model(choice, replace(pricing, device=device), solving, terminal)
+    request = _request(model.built, choice, pricing)
+    dtype = getattr(torch, choice.autocast or "bfloat16")
+    with (
+        terminal.line(f"fitting {model.built.name} to {card.title}") as tell,
+        torch.autocast("cuda" if device == "cuda" else "cpu", dtype, enabled=choice.autocast is not None),
+    ):
+        description = model.built.description.partition("; input")[0]
+        answer = fit_card(model, card, solving, exact_only=solving.tolerance == 0, progress=tell)
+    lines = lines_to_paste(answer, request)
+    if terminal.as_json:
+        terminal.print_json(fit_facts(answer, description, lines))
+    else:
+        print_fit(terminal.console, answer, f"{description}, {request.dtype}", lines)
+    if answer.fastest is None:
+        raise CommandExit(EXIT_INFEASIBLE)
+
+
+def _adapted(choice: ModelChoice, full: bool, lora: int | None) -> ModelChoice:
+    """The model with adapters, if they were asked for."""
+    assert choice.spec is not None
+    if full and lora:
+        raise click.UsageError("--full and --lora exclude each other")
+    if lora and not choice.spec.startswith("hf:"):
+        raise click.UsageError(
+            f"--lora is for models of transformers (hf:...); let {choice.spec} return a model with adapters, and "
+            "leave the option out"
+        )
+    if lora and "+lora" in choice.spec:
+        raise click.UsageError(f"{choice.spec} names adapters already; leave --lora out")
+    return replace(choice, spec=f"{choice.spec}+lora{lora}") if lora else choice
+
+
+def _card(device: str, budget_bytes: int | None) -> "CardMemory":
+    from monetlite.planning.card_fit import CardMemory, card_memory
+
+    if device == "cuda":
+        import torch
+
+        total_bytes = torch.cuda.get_device_properties(0).total_memory
+        return CardMemory.of(device, torch.cuda.get_device_name(0), total_bytes, budget_bytes)
+    if device == "cpu":
+        from monetlite.profiling.memory_use import available_bytes
+
+        return CardMemory.of(device, "this machine's CPU", available_bytes() or 0, budget_bytes)
+    return card_memory(find_device(device), budget_bytes)
+
+
+def _model(
+    choice: ModelChoice, pricing: PricingOptions, solving: SolvingOptions, terminal: Terminal
+) -> "tuple[ModelSteps, ModelChoice]":
+    """The model on the meta device, at the sizes that were asked for or the command's own."""
+    from monetlite.core.errors import ModelError
+    from monetlite.planning.model_steps import ModelSteps
+
+    assert choice.spec is not None
+    if choice.spec.startswith("hf:") and choice.input_size is None:
+        own = choice
+        choice = replace(
+            choice,
+            batch=choice.batch or 1,
+            sequence_length=choice.sequence_length or DEFAULT_LENGTH,
+        )
+        try:
+            built = build(choice, terminal, meta=True)
+        except ModelError:
+            if source_of("sequence_length") is click.core.ParameterSource.COMMANDLINE:
+                raise
+            choice = own  # a model of images, or of shorter sequences
+            built = build(choice, terminal, meta=True)
+    else:
+        built = build(choice, terminal, meta=True)
+
+    def rebuild(batch: int | None, length: int | None) -> "BuiltModel":
+        sized = replace(choice, batch=batch or choice.batch, sequence_length=length or choice.sequence_length)
+        return build(sized, None, meta=True)
+
+    return ModelSteps(built=built, rebuild=rebuild, pricing=pricing, solving=solving), choice
+
+
+def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) -> "TrainingRequest":
+    """Facts that the lines to paste are made of."""
+    from monetlite.models.equal_layers import find_layers
+    from monetlite.models.library_models import split_adapters
+    from monetlite.reporting.fit_lines import TrainingRequest
+
+    assert choice.spec is not None
+    library, _, name = choice.spec.partition(":")
+    base, rank = split_adapters(name) if library == "hf" else ("", 0)
+    published = find_published(base)
+    model: Any = built.model.get_base_model() if rank else built.model  # type: ignore[operator]  # peft's
+    path = find_layers(built.model)
+    weights = {parameter.dtype for parameter in built.model.parameters()}
+    return TrainingRequest(
+        model_class=type(model).__name__ if library == "hf" else "",
+        loaded_from=published.hub_name if published else base if os.path.isdir(base) else "",
+        dtype=", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in weights)),
+        autocast=choice.autocast or "",
+        rank=rank,
+        optimizer=pricing.optimizer or "adamw",
+        accumulate=pricing.accumulate,
+        layers=0 if path is None else len(list(built.model.get_submodule(path).children())),
+        settings_by_new_name=library == "hf" and hasattr(model, "activation_checkpointing_enable"),
+    )

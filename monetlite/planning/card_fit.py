@@ -1,0 +1,390 @@
+"""Answers to "does my training fit this card, and what is the fastest setting?"."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from monetlite.allocator import reserve
+from monetlite.core.choices import Choices
+from monetlite.core.costs import Profile
+from monetlite.core.devices import CONTEXT_BYTES, Device, known_devices
+from monetlite.core.errors import MonetliteError
+from monetlite.core.graph import AS_TRACED, TILED_LOSS
+from monetlite.core.options import SolvingOptions
+from monetlite.core.simulate import simulate
+from monetlite.core.step_analysis import Holding, StepAnalysis
+from monetlite.core.steps import Step, plain_steps
+from monetlite.core.units import format_bytes
+from monetlite.models.equal_layers import find_layers
+from monetlite.planning.advice import LOSS_FAMILIES, LeastPeak, Setting
+from monetlite.planning.budgets import REORDERED_SUMS
+from monetlite.planning.model_steps import ModelSteps
+from monetlite.planning.size_costs import SizedStep, largest, telling_sizes
+
+if TYPE_CHECKING:
+    from monetlite.solving.incumbent import Solution
+
+GAPS_SHARE = 0.04
+"""Part of a card that is left to gaps between tensors. Computed for language models: at most 3% of the peak."""
+EVERY = (1, 2, 3, 4, 6, 8)
+"""Settings of `every_n_layers` that are tried, the leanest first."""
+HOPELESS = 1.02
+"""Budgets below this multiple of what any schedule needs are not searched."""
+MAX_BATCH, MAX_LENGTH = 2**14, 2**22
+LENGTHS = {False: 8, True: 128}
+"""Lengths are told in multiples of this, for short and for long sequences."""
+MAX_MISS = 0.01
+"""Relative error of a peak by its powers from which nothing is told of other sizes."""
+PLANS_SHARE, MIN_SECONDS = 0.6, 0.5
+"""Part of the time for plans of layers; the least time of a solve."""
+LOGITS = "logits and loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardMemory:
+    """Memory of a card, and the budget that is left of it.
+
+    Attributes:
+        name, title: of the card.
+        total_bytes: of the card. context_bytes: of CUDA itself. gaps_bytes: of gaps between tensors.
+        budget_bytes: for the training step, as given or what is left.
+    """
+
+    name: str
+    title: str
+    total_bytes: int
+    context_bytes: int
+    gaps_bytes: int
+    budget_bytes: int
+
+    @classmethod
+    def of(cls, name: str, title: str, total_bytes: int, budget_bytes: int | None = None) -> "CardMemory":
+        """The memory of a card, or of a machine where the name is `cpu`."""
+        context_bytes = 0 if name == "cpu" else CONTEXT_BYTES
+        gaps_bytes = int(GAPS_SHARE * total_bytes)
+        left = total_bytes - context_bytes - gaps_bytes
+        return cls(
+            name=name,
+            title=title,
+            total_bytes=total_bytes,
+            context_bytes=context_bytes,
+            gaps_bytes=gaps_bytes,
+            budget_bytes=budget_bytes or left,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to run the training step.
+
+    Attributes:
+        every: layers between those that are checkpointed; 0 for plain training, and for schedules.
+        tolerance: of a schedule; None for anything else.
+        profile, steps: its costs and its steps.
+    """
+
+    every: int = 0
+    tolerance: float | None = None
+    profile: Profile = field(repr=False)
+    steps: tuple[Step, ...] = field(repr=False)
+
+    @cached_property
+    def analysis(self) -> StepAnalysis:
+        return StepAnalysis(profile=self.profile, timeline=simulate(self.profile, self.steps))
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.analysis.peak_bytes
+
+    @property
+    def latency_ms(self) -> float:
+        return self.analysis.latency_ms
+
+    @cached_property
+    def reserved_bytes(self) -> int:
+        """Memory that torch's allocator reserves for it, with expandable segments."""
+        return reserve(self.profile, self.steps, expandable=True).peak_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeLimits:
+    """The largest sizes within the budget, each at the other one that was asked for; 0 where none fits.
+
+    Attributes:
+        batch: samples. length: tokens; None for a model of images, and where it is not known.
+    """
+
+    batch: int
+    length: int | None
+
+
+PLAINLY, CHECKPOINTED, PLANNED = "as it is", "checkpointing layers", "monetlite"
+"""Ways to train that have limits of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFit:
+    """The answer.
+
+    Attributes:
+        card: its memory.
+        batch, length: sizes that were asked for; no length for a model of images.
+        plain: training as it is.
+        checkpointed: the fastest setting of checkpointing layers that fits, or the leanest; None without layers.
+        planned: monetlite's schedules that fit: with the same bits, and with the loss in tiles.
+        proven_bytes: no schedule of either kind needs less.
+        leanest: the way with the smallest peak that is known.
+        helpful: changes that lower the smallest peak, where nothing fits.
+        larger_card: the smallest known card on which the leanest way fits, where nothing fits here; or None.
+        limits: the largest batch and length, by way to train; nothing where they are not known.
+    """
+
+    card: CardMemory
+    batch: int
+    length: int | None
+    plain: Way
+    checkpointed: Way | None
+    planned: tuple[Way, ...]
+    proven_bytes: int
+    leanest: Way
+    helpful: tuple[Setting, ...]
+    larger_card: CardMemory | None
+    limits: Mapping[str, SizeLimits] = field(default_factory=dict)
+
+    def fits(self, way: Way) -> bool:
+        return way.peak_bytes <= self.card.budget_bytes
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return (self.plain, *([self.checkpointed] if self.checkpointed else []), *self.planned)
+
+    @property
+    def fastest(self) -> Way | None:
+        """The fastest way that fits; the simplest of equally fast ones."""
+        return min(filter(self.fits, self.ways), key=lambda way: way.latency_ms, default=None)
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Memory at plain training's peak, by purpose."""
+        return memory_parts(self.plain.analysis)
+
+
+def memory_parts(analysis: StepAnalysis) -> dict[str, int]:
+    """Memory at the peak by the purposes that people ask for; activations apart from logits."""
+    held = analysis.peak_bytes_of
+    graph = analysis.graph
+    losses = [operator for operator in graph.operators if operator.family.startswith(LOSS_FAMILIES)]
+    touched = {value for operator in losses for value in (*operator.implementations[0].reads, *operator.writes)}
+    counts = {math.prod(graph.values[value].shape) for value in touched if len(graph.values[value].shape) > 1}
+    inner = (Holding.STORED, Holding.RECOMPUTED, Holding.GRADIENTS)
+    logits = sum(
+        graph.values[stay.value].size_bytes
+        for stay in analysis.held_at(analysis.timeline.peak_step)
+        if analysis.holding(stay) in inner and math.prod(graph.values[stay.value].shape) in counts
+    )
+    return {
+        "weights": held[Holding.WEIGHTS],
+        "gradients": held[Holding.WEIGHT_GRADIENTS],
+        "optimizer": held[Holding.OPTIMIZER],
+        "activations": sum(held[item] for item in inner) - logits,
+        LOGITS: logits,
+        "inputs, workspace": held[Holding.INPUTS] + held[Holding.WORKSPACE],
+    }
+
+
+def fit_card(
+    model: ModelSteps,
+    card: CardMemory,
+    solving: SolvingOptions,
+    *,
+    exact_only: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> CardFit:
+    """Find out whether a training step fits a card, and the fastest way to run it there.
+
+    Args:
+        model: to train.
+        card: to train on.
+        solving: the time limit is of all searches together.
+        exact_only: leave out what differs in bits.
+        progress: told what comes next.
+
+    Raises:
+        TraceError: the model can't be captured.
+    """
+    tell = progress or (lambda text: None)
+    tell("tracing")
+    profiles = model.priced()
+    path = find_layers(model.built.model)
+    exact = profiles[AS_TRACED].within(0.0)
+    tolerant = None if exact_only else profiles.get(TILED_LOSS)
+    plain = Way(profile=exact, steps=plain_steps(exact.graph))
+    tell("trying settings of checkpointing")
+    checkpointed = _checkpointed(exact, path, card.budget_bytes)
+    searches = [_Search(exact, 0.0, path, solving, card.budget_bytes)]
+    if tolerant is not None:
+        searches.append(_Search(tolerant, REORDERED_SUMS, path, solving, card.budget_bytes))
+    seconds = solving.time_limit / max(1, sum(search.possible for search in searches))
+    plain_fits = plain.peak_bytes <= card.budget_bytes
+    planned, lean = [], [way for way in (plain, checkpointed) if way]
+    for search in searches:
+        tell(f"planning within {format_bytes(card.budget_bytes)}, tolerance {search.tolerance:g}")
+        wanted = search.possible and not plain_fits
+        found, least = search.run(seconds if wanted else MIN_SECONDS, wanted=wanted)
+        lean.append(least)
+        planned += [found] if found and not plain_fits else []
+    leanest = min(lean, key=lambda way: way.peak_bytes)
+    answer = CardFit(
+        card=card,
+        batch=model.batch,
+        length=model.length,
+        plain=plain,
+        checkpointed=checkpointed,
+        planned=tuple(planned),
+        proven_bytes=min(search.proven_bytes for search in searches),
+        leanest=leanest,
+        helpful=(),
+        larger_card=None,
+    )
+    if answer.fastest is None:
+        answer = replace(
+            answer,
+            helpful=LeastPeak(leanest.profile, leanest.steps).settings(card.budget_bytes),
+            larger_card=_larger_card(leanest.peak_bytes),
+        )
+    tell("looking for the largest batch and length")
+    kinds = {PLAINLY: [plain], CHECKPOINTED: list(layer_ways(exact, path, (1,))), PLANNED: lean[-len(searches) :]}
+    return replace(answer, limits=_limits(answer, model, kinds))
+
+
+def layer_ways(profile: Profile, path: str | None, settings: Sequence[int] = EVERY) -> Iterator[Way]:
+    """Settings of checkpointing a model's layers; none without layers."""
+    from monetlite.solving.baselines import layer_checkpointing
+
+    for every in settings if path is not None else ():
+        yield Way(every=every, profile=profile, steps=layer_checkpointing(profile, path or "", every))
+
+
+def _checkpointed(profile: Profile, path: str | None, budget_bytes: int) -> Way | None:
+    """The fastest setting that fits, or the leanest one."""
+    found = None
+    for way in layer_ways(profile, path):
+        fits = way.peak_bytes <= budget_bytes
+        if fits or found is None:
+            found = way
+        if not fits:
+            break
+    return found
+
+
+class _Search:
+    """Schedules of one layout of the step."""
+
+    def __init__(
+        self, profile: Profile, tolerance: float, path: str | None, solving: SolvingOptions, budget_bytes: int
+    ) -> None:
+        from monetlite.solving.bounding.peak_bound import smallest_budget_bound
+        from monetlite.solving.problem import Problem
+
+        self.profile, self.tolerance, self.path = profile, tolerance, path
+        self.solving, self.budget_bytes = replace(solving, tolerance=tolerance), budget_bytes
+        self.proven_bytes = smallest_budget_bound(Problem.of(profile))
+
+    @property
+    def possible(self) -> bool:
+        return HOPELESS * self.proven_bytes <= self.budget_bytes
+
+    def run(self, seconds: float, *, wanted: bool) -> tuple[Way | None, Way]:
+        """The fastest schedule found within the budget, looked for if `wanted`, and the leanest one found."""
+        from monetlite.solving.annealing.compiling import is_cached
+        from monetlite.solving.baselines import layer_checkpointing, sqrt_checkpointing
+        from monetlite.solving.blocks.layer_plans import LayerPlans
+
+        known = [sqrt_checkpointing(self.profile)]
+        known += [] if self.path is None else [layer_checkpointing(self.profile, self.path)]
+        lean_bytes = min(self._way(steps).peak_bytes for steps in known)
+        fitting: list[tuple[Step, ...]] = []
+        planned = False
+        if self.path is not None and is_cached():
+            plans = LayerPlans(
+                self.profile,
+                self.path,
+                seconds=PLANS_SHARE * seconds,
+                solver=self.solving.solver,
+                seed=self.solving.seed,
+            )
+            planned = plans.deep is not None
+            fitting += filter(None, [plans.within(self.budget_bytes) if wanted else None])
+            known += filter(None, [plans.leanest(self.proven_bytes, lean_bytes)])
+        if wanted and not fitting and not planned:
+            found = self._solved(self.budget_bytes, (1 - PLANS_SHARE) * seconds, known)
+            fitting += filter(None, [found.steps])
+            known += filter(None, [found.smallest_reached_steps])
+        lean = min(map(self._way, [*known, *fitting]), key=lambda way: way.peak_bytes)
+        ways = [way for way in map(self._way, [*known, *fitting]) if way.peak_bytes <= self.budget_bytes]
+        return min(ways, key=lambda way: way.latency_ms, default=None), lean
+
+    def _solved(self, budget_bytes: int, seconds: float, starts: Sequence[tuple[Step, ...]]) -> "Solution":
+        from monetlite.solving import solve_profile
+
+        options = replace(self.solving, time_limit=max(MIN_SECONDS, seconds))
+        return solve_profile(self.profile, budget_bytes, options, starts=starts)
+
+    def _way(self, steps: tuple[Step, ...]) -> Way:
+        return Way(tolerance=self.tolerance, profile=self.profile, steps=steps)
+
+
+def _larger_card(peak_bytes: int) -> CardMemory | None:
+    """The smallest known card on which a peak fits."""
+    cards = [card_memory(device) for device in known_devices().values()]
+    fitting = [card for card in cards if card.budget_bytes >= peak_bytes]
+    return min(fitting, key=lambda card: card.total_bytes, default=None)
+
+
+def card_memory(device: Device, budget_bytes: int | None = None) -> CardMemory:
+    """Memory of a known card."""
+    return CardMemory.of(device.name, device.title, device.memory_bytes, budget_bytes)
+
+
+def _limits(answer: CardFit, model: ModelSteps, kinds: Mapping[str, Sequence[Way]]) -> dict[str, SizeLimits]:
+    """The largest batch and length of each kind of way, by any of its ways."""
+    steps = _sized_steps(answer, model)
+    budget_bytes, length = answer.card.budget_bytes, answer.length or 0
+    longest = getattr(getattr(model.built.model, "config", None), "max_position_embeddings", None) or MAX_LENGTH
+    unit = LENGTHS[length >= 8 * LENGTHS[True]]
+
+    def limit(way: Way) -> SizeLimits | None:
+        sized = steps[way.profile.graph.layout]
+        peak = sized.peak(Choices.of_steps(way.profile.graph, way.steps).steps(sized.profile.graph))
+        if abs(peak(answer.batch, length) - way.peak_bytes) > MAX_MISS * way.peak_bytes:
+            return None
+        batch = largest(lambda count: peak(count, length) <= budget_bytes, MAX_BATCH)
+        if not sized.sizes.length:
+            return SizeLimits(batch=batch, length=None)
+        count = largest(lambda count: peak(answer.batch, count * unit) <= budget_bytes, longest // unit)
+        return SizeLimits(batch=batch, length=count * unit)
+
+    found = {}
+    for kind, ways in kinds.items():
+        known = [limits for way in ways if steps and (limits := limit(way)) is not None]
+        if known:
+            lengths = [limits.length for limits in known if limits.length is not None]
+            most = max(lengths, default=None)
+            found[kind] = SizeLimits(batch=max(limits.batch for limits in known), length=most)
+    return found
+
+
+def _sized_steps(answer: CardFit, model: ModelSteps) -> dict[str, SizedStep]:
+    """The step at telling sizes, by layout; nothing if the model has none."""
+    tensors = (*model.built.model.parameters(), *model.built.model.buffers())
+    sizes = telling_sizes({size for tensor in tensors for size in tensor.shape}, answer.length)
+    if sizes is None:
+        return {}
+    try:
+        profiles = model.priced(sizes.batch, sizes.length or None)
+    except MonetliteError:
+        return {}  # a model of a person's own that takes no batch
+    exact = {AS_TRACED: profiles[AS_TRACED].within(0.0)}
+    return {layout: SizedStep(profile, sizes) for layout, profile in (profiles | exact).items()}

@@ -1,0 +1,121 @@
+"""Priced training steps of one model at several sizes, for questions that take many."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from monetlite.core.costs import Profile
+from monetlite.core.graph import AS_TRACED, TILED_LOSS, Resident
+from monetlite.core.options import PricingOptions, SolvingOptions
+from monetlite.models.equal_layers import EqualLayers, find_equal_layers, shorten
+from monetlite.planning.batch_costs import Unlike
+from monetlite.planning.depth_costs import at_full_depth
+from monetlite.planning.pipeline import price, with_additions
+
+if TYPE_CHECKING:
+    from monetlite.models import BuiltModel
+
+
+@dataclass
+class ModelSteps:
+    """A model on the meta device, whose step is traced and priced where it is asked for.
+
+    Of a transformers model with equal layers few are traced, which says what all are.
+
+    Attributes:
+        built: the model with its inputs.
+        rebuild: builds it again at a batch and a length.
+        pricing: device, optimizer and accumulation; the device is given.
+        solving: says which implementations are priced.
+    """
+
+    built: "BuiltModel"
+    rebuild: "Callable[[int | None, int | None], BuiltModel]"
+    pricing: PricingOptions
+    solving: SolvingOptions
+    layers: EqualLayers | None = field(init=False)
+    """Equal layers, of which few are traced."""
+
+    def __post_init__(self) -> None:
+        self.layers = find_equal_layers(self.built.model) if self.built.name.startswith("hf:") else None
+        self._whole: Resident | None = None
+        self._asked = self.built
+
+    @property
+    def batch(self) -> int:
+        return self._asked.batch
+
+    @property
+    def length(self) -> int | None:
+        """Tokens of a sequence; None for a model of images, or one whose inputs are not known as tokens."""
+        inputs = self._asked.example_inputs
+        if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
+            return None
+        return int(inputs["input_ids"].shape[1])
+
+    def priced(self, batch: int | None = None, length: int | None = None) -> dict[str, Profile]:
+        """Costs in every layout that differs, by layout; by default at the sizes that were asked for.
+
+        Raises:
+            TraceError: the model can't be captured.
+            ModelError: it can't be built at these sizes.
+        """
+        if self.layers is not None:
+            try:
+                return self._of_few_layers(self.layers, batch, length)
+            except Unlike:
+                self.layers = None
+                self.built = self.rebuild(None, None)
+        if batch is None and length is None:
+            return self._traced(self.built, self.built.example_inputs)
+        built = self.rebuild(batch, length)
+        return self._traced(built, built.example_inputs)
+
+    def _of_few_layers(self, layers: EqualLayers, batch: int | None, length: int | None) -> dict[str, Profile]:
+        from monetlite.tracing.step_inputs import resident_bytes, split_inputs, tensors_in_order
+
+        inputs = self._resized(batch or self.batch, length or self.length)
+        model = self.built.model
+        if self._whole is None:
+            self._whole = resident_bytes(model, [])
+            shorten(model, layers)
+        own = resident_bytes(model, tensors_in_order(model, *split_inputs(inputs)))
+        resident = replace(self._whole, inputs=own.inputs)
+        return self._traced(self.built, inputs, lambda profile: at_full_depth(profile, layers, resident))
+
+    def _resized(self, batch: int, length: int | None) -> Any:
+        """Inputs of another batch and length: those of text are (N, tokens)."""
+        import torch
+
+        from monetlite.fx.torch_internals.torch_pytree import tree_map_only
+
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != self.batch:
+                return tensor
+            tokens = tensor.dim() == 2 and tensor.shape[1] == self.length
+            shape = (batch, length or 0) if tokens else (batch, *tensor.shape[1:])
+            return tensor.new_empty(shape)
+
+        return tree_map_only(torch.Tensor, resized, self._asked.example_inputs)
+
+    def _traced(
+        self, built: "BuiltModel", inputs: Any, whole: Callable[[Profile], Profile] | None = None
+    ) -> dict[str, Profile]:
+        from monetlite.tracing import trace_layouts
+
+        device = self.pricing.device
+        graphs = trace_layouts(
+            built.model,
+            inputs,
+            (AS_TRACED, TILED_LOSS) if self.solving.tolerance > 0 else (AS_TRACED,),
+            device=device,
+            meta_device="cuda" if device == "cuda" else "cpu",
+            each_gradient=whole is not None,
+        )
+        found = {}
+        for graph in graphs:
+            options = PricingOptions(device=device)
+            profile = price(replace(graph, name=built.name), options, self.solving)
+            profile = with_additions(profile if whole is None else whole(profile), self.pricing)
+            found[graph.layout] = replace(profile, source=built.source)
+        return found

@@ -1,0 +1,165 @@
+"""Lines to paste into a training script: the fastest setting that fits, for libraries that people train with."""
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from monetlite.planning.card_fit import CardFit, Way
+from monetlite.profiling.step_additions import OPTIMIZERS
+
+_WIDTH = 79
+_TRAINER_NAMES = {"sgd": "sgd", "adamw": "adamw_torch", "adamw8bit": "adamw_8bit"}
+"""transformers' names of optimizers whose memory is the one that was counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRequest:
+    """A training as it was asked for, in the words of a script.
+
+    Attributes:
+        model_class: of a transformers model; empty for a model of their own.
+        loaded_from: the name or path that `from_pretrained` takes; empty where there is none.
+        dtype: of the weights. autocast: of `torch.autocast`, or empty.
+        rank: of LoRA adapters; 0 without.
+        optimizer: by the name that commands know. accumulate: over several batches.
+        layers: of the model's list, or 0.
+        settings_by_new_name: the installed transformers calls its setting `activation_checkpointing`.
+    """
+
+    model_class: str
+    loaded_from: str
+    dtype: str
+    autocast: str
+    rank: int
+    optimizer: str
+    accumulate: bool
+    layers: int
+    settings_by_new_name: bool
+
+
+def lines_to_paste(answer: CardFit, request: TrainingRequest) -> dict[str, list[str]]:
+    """Lines by the library that they are for, for the fastest way that fits; nothing where none does."""
+    way = answer.fastest
+    if way is None:
+        return {}
+    lines = {"plain loop": [*_loading(request), *_scheduling(answer, way, request), *_optimizer(request)]}
+    if request.model_class:
+        lines["Trainer"] = list(_trainer(answer, way, request))
+        if request.model_class.endswith("ForCausalLM"):
+            lines["TRL"] = list(_trl(answer, way, request))
+    lines["Lightning"] = list(_lightning(answer, way, request))
+    if request.model_class.endswith("ForCausalLM") and answer.length:
+        lines["torchtitan"] = list(_torchtitan(answer, request))
+    return lines
+
+
+def _loading(request: TrainingRequest) -> Iterator[str]:
+    if request.model_class and request.loaded_from:
+        yield f"from transformers import {request.model_class}"
+        arguments = [f'"{request.loaded_from}"', f'dtype="{request.dtype}"']
+        yield from _call(f"model = {request.model_class}.from_pretrained", arguments)
+    if request.rank:
+        yield "from peft import LoraConfig, get_peft_model"
+        yield f'lora = LoraConfig(r={request.rank}, target_modules="all-linear")'
+        yield "model = get_peft_model(model, lora, autocast_adapter_dtype=False)"
+
+
+def _scheduling(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
+    if way.tolerance is not None:
+        options = [f'optimizer="{request.optimizer}"']
+        options += [f"tolerance={way.tolerance:g}"] if way.tolerance else []
+        options += ["accumulate=True"] if request.accumulate else []
+        yield "import monetlite"
+        yield from _call("model = monetlite.within", ["model", f'"{budget_text(answer)}"', *options])
+    elif way.every and request.model_class and request.settings_by_new_name:
+        yield f"model.activation_checkpointing_enable(every_n_layers={way.every})"
+    elif way.every and request.model_class:
+        yield "model.gradient_checkpointing_enable()"
+    elif way.every:
+        yield f"# torch.utils.checkpoint around every {ordinal(way.every)} layer"
+
+
+def budget_text(answer: CardFit) -> str:
+    """The budget as people write it, never more than it is."""
+    return f"{answer.card.budget_bytes // 10**7 / 100:g}GB"
+
+
+def ordinal(every: int) -> str:
+    return {1: "", 2: "2nd", 3: "3rd"}.get(every, f"{every}th")
+
+
+def _optimizer(request: TrainingRequest) -> Iterator[str]:
+    kind = OPTIMIZERS[request.optimizer]
+    settings = [f"{name}={value:g}" for name, value in {"lr": 1e-4, **kind.settings}.items()]
+    yield f"import {kind.made_by.partition('.')[0]}"
+    yield from _call(f"optimizer = {kind.made_by}", ["model.parameters()", *settings])
+
+
+def _call(function: str, arguments: list[str]) -> list[str]:
+    """A call in as many lines as it takes, none much longer than a terminal is wide."""
+    whole = f"{function}({', '.join(arguments)})"
+    if len(whole) <= _WIDTH:
+        return [whole]
+    inner = textwrap.wrap(f"{', '.join(arguments)},", _WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+    return [f"{function}(", *(f"    {line}" for line in inner), ")"]
+
+
+def _arguments(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
+    """Settings that `TrainingArguments` and TRL's configurations share."""
+    yield f"per_device_train_batch_size={answer.batch}"
+    if request.optimizer in _TRAINER_NAMES:
+        yield f'optim="{_TRAINER_NAMES[request.optimizer]}"'
+    if request.accumulate:
+        yield "gradient_accumulation_steps=2"
+    if request.autocast:
+        yield "bf16=True" if request.autocast == "bfloat16" else "fp16=True"
+    if way.every and request.settings_by_new_name:
+        yield "activation_checkpointing=True"
+        yield f'activation_checkpointing_kwargs={{"every_n_layers": {way.every}}}'
+    elif way.every:
+        yield "gradient_checkpointing=True"
+
+
+def _trainer_arguments(request: TrainingRequest) -> list[str]:
+    own = [] if request.optimizer in _TRAINER_NAMES else ["optimizers=(optimizer, None)"]
+    return ["model=model", "args=args", "train_dataset=data", *own]
+
+
+def _trainer(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
+    yield from _call("args = TrainingArguments", list(_arguments(answer, way, request)))
+    yield from _call("trainer = Trainer", _trainer_arguments(request))
+
+
+def _trl(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
+    """TRL turns on checkpointing, autocast and a loss of its own, which the figures don't count."""
+    own = [*_arguments(answer, way, request), f"max_length={answer.length}", 'loss_type="nll"']
+    own += [] if way.every else ["gradient_checkpointing=False"]
+    own += [] if request.autocast else ["bf16=False"]
+    yield from _call("args = SFTConfig", own)
+    yield from _call("trainer = SFTTrainer", _trainer_arguments(request))
+
+
+def _lightning(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
+    yield "self.network = model  # in your LightningModule's __init__, made as above"
+    options = []
+    if request.autocast:
+        options.append('precision="bf16-mixed"' if request.autocast == "bfloat16" else 'precision="16-mixed"')
+    if request.accumulate:
+        options.append("accumulate_grad_batches=2")
+    yield f"trainer = lightning.Trainer({', '.join([*options, 'max_epochs=1'])})"
+
+
+def _torchtitan(answer: CardFit, request: TrainingRequest) -> Iterator[str]:
+    """torchtitan builds its own model: the best of its settings that are Trainer's, too."""
+    every = answer.checkpointed.every if answer.checkpointed and answer.fits(answer.checkpointed) else 0
+    if answer.fits(answer.plain):
+        mode = "none"
+    elif not every:
+        yield "# checkpointing its layers is not enough on this card"
+        return
+    else:
+        # It checkpoints the last layer of so many, transformers the first: as many only where they divide.
+        every = max(number for number in range(1, every + 1) if request.layers % number == 0)
+        mode = "full" if every == 1 else f"selective --activation_checkpoint.selective_ac_option={every}"
+    yield f"--training.local_batch_size={answer.batch} --training.seq_len={answer.length}"
+    yield f"--activation_checkpoint.mode={mode}"

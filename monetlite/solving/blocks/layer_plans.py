@@ -1,0 +1,136 @@
+"""Schedules of a model of many layers within seconds: one plan for each layer, and no bound.
+
+A solve of the whole step goes on from blocks to everything else, and proves how good that is. Here the blocks are
+the layers of the model, so that a plan keeps what checkpointing a layer keeps, or more. Plans are looked for once;
+then any budget is a small boolean program.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from monetlite.core.blocks import Block, find_blocks
+from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.graph import DELIVERY, OperatorGraph, Phase
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
+from monetlite.solving.blocks.deep_step import MIN_BLOCKS, DeepStep
+from monetlite.solving.program import check_solver
+
+_MASTERS, _MASTER_SECONDS, _MASTER_GAP = 4, 1.0, 1e-3
+"""Programs for one budget, each for less memory until their schedule fits; the most time for each; their gap."""
+_SWEEPS = ((1, 0.3), (2, 0.2), (4, 0.2))
+"""Layers in a row for which plans are looked for, and parts of the time for that."""
+_PRICING_SHARE = 0.3
+"""Part of the time for plans that the first budget asks for."""
+_NARROW = 0.02
+"""Relative width at which the smallest budget is known well enough."""
+
+
+class LayerPlans:
+    """Plans for the layers of a step.
+
+    Args:
+        profile: the step and its costs. path: of the list of layers among the model's modules.
+        seconds: about how long to look for plans. solver: of the boolean programs. seed: of the search.
+    """
+
+    def __init__(self, profile: Profile, path: str, *, seconds: float, solver: str, seed: int) -> None:
+        self.profile = profile
+        self.solver = check_solver(solver)
+        self.own = [at for at, item in enumerate(profile.graph.operators) if item.family != DELIVERY]
+        """Operators that are planned. Deliveries take no time, and would make equal layers differ."""
+        bare = _only(profile, self.own)
+        self.blocks = tuple(layer_blocks(bare.graph, path))
+        self.deep = None
+        if len(self.blocks) >= MIN_BLOCKS:
+            self.deep = DeepStep(bare, self.blocks, seed)
+            for length, share in _SWEEPS:
+                self.deep.sweep(length, share * seconds, _over(share * seconds))
+        self._pricing_seconds = _PRICING_SHARE * seconds
+
+    def within(self, budget_bytes: int) -> tuple[Step, ...] | None:
+        """The fastest schedule that the plans make within a budget; None if they make none."""
+        if self.deep is None:
+            return None
+        if self._pricing_seconds > 0:
+            self.deep.price(budget_bytes, self._pricing_seconds, _over(self._pricing_seconds))
+            self._pricing_seconds = 0.0
+        asked_bytes = budget_bytes
+        for _ in range(_MASTERS):
+            program = self.deep.program(asked_bytes)
+            chosen = program.solve(self.solver, time.monotonic() + _MASTER_SECONDS, _MASTER_GAP)
+            if chosen is None:
+                return None
+            steps = tuple(self._with_deliveries(self.deep.steps(chosen)))
+            try:
+                # Gradients that pass several blocks are in no row.
+                excess_bytes = simulate(self.profile, steps).peak_bytes - budget_bytes
+            except IllegalSchedule:
+                return None
+            if excess_bytes <= 0:
+                return steps
+            asked_bytes -= excess_bytes
+        return None
+
+    def _with_deliveries(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Steps of the whole graph, with deliveries where they stand in the order of backward operators."""
+        operators = self.profile.graph.operators
+        waiting = [at for at, item in enumerate(operators) if item.family == DELIVERY][::-1]
+        for at, choice in steps:
+            index = self.own[at]
+            while waiting and operators[index].phase is Phase.BACKWARD and waiting[-1] < index:
+                yield waiting.pop(), 0
+            yield index, choice
+        yield from ((at, 0) for at in reversed(waiting))
+
+    def leanest(self, least_bytes: int, most_bytes: int) -> tuple[Step, ...] | None:
+        """The schedule within the smallest budget that the plans can keep to, between two that are given."""
+        found = None
+        low, high = least_bytes, most_bytes
+        while high - low > _NARROW * high:
+            middle = (low + high) // 2
+            steps = self.within(middle)
+            if steps is None:
+                low = middle
+            else:
+                found, high = steps, simulate(self.profile, steps).peak_bytes
+        return found
+
+
+def _over(seconds: float) -> Callable[[], bool]:
+    """True once so many seconds have passed."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end
+
+
+def _only(profile: Profile, operators: list[int]) -> Profile:
+    """A profile of some of the operators."""
+    graph = replace(profile.graph, operators=tuple(profile.graph.operators[at] for at in operators))
+    return replace(profile, graph=graph, costs=tuple(profile.costs[at] for at in operators))
+
+
+def layer_blocks(graph: OperatorGraph, path: str) -> Iterator[Block]:
+    """The blocks of a step, joined where they begin in one layer."""
+    of_layer = re.compile(rf"{re.escape(path)}\.(\d+)(\.|$)")
+    waiting: list[Block] = []
+    layer = -1
+    for block in find_blocks(graph):
+        found = (of_layer.match(graph.operators[index].module) for index in block.forward)
+        first = next((int(match[1]) for match in found if match), layer)
+        if first != layer and layer >= 0:
+            yield _joined(graph, waiting)
+            waiting = []
+        layer = first
+        waiting.append(block)
+    yield _joined(graph, waiting)
+
+
+def _joined(graph: OperatorGraph, blocks: list[Block]) -> Block:
+    return Block(
+        graph=graph,
+        forward=tuple(sorted(index for block in blocks for index in block.forward)),
+        backward=tuple(sorted(index for block in blocks for index in block.backward)),
+    )

@@ -1,0 +1,142 @@
+"""`monetlite fit`: the answer agrees with what solve says, and what can't be has an answer that helps."""
+
+import json
+
+import pytest
+from commands import run
+
+from monetlite.core.devices import find_device
+from monetlite.planning.card_fit import CardMemory, card_memory
+from monetlite.planning.size_costs import TellingSizes, largest, telling_sizes
+
+NARROW = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "num_hidden_layers": 8,
+}
+FIT = ("--gpu", "rtx-4090", "--batch", "2", "--sequence-length", "128", "--time-limit", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("narrow")
+    (path / "config.json").write_text(json.dumps(NARROW))
+    return path
+
+
+@pytest.fixture(scope="module")
+def roomy(folder):
+    result = run("fit", folder, *FIT, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def tight(folder, roomy):
+    """The same on a card that is too small for plain training."""
+    budget = int(0.75 * roomy["ways"][0]["peak_bytes"])
+    result = run("fit", folder, *FIT, "--budget", f"{budget}B", "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_what_fits_as_it_is_needs_nothing(roomy):
+    assert roomy["fits_as_it_is"]
+    assert roomy["fastest"] == "as it is"
+    assert roomy["budget_bytes"] == roomy["card_bytes"] - roomy["context_bytes"] - roomy["gaps_bytes"]
+    assert sum(roomy["memory"].values()) == roomy["ways"][0]["peak_bytes"]
+    assert not any("monetlite" in line for lines in roomy["lines"].values() for line in lines)
+    plain, checkpointed, planned = roomy["largest"].values()
+    assert plain["batch"] <= checkpointed["batch"] <= planned["batch"]
+    assert set(roomy["lines"]) == {"plain loop", "Trainer", "TRL", "Lightning", "torchtitan"}
+
+
+def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_path):
+    assert not tight["fits_as_it_is"]
+    fastest = next(way for way in tight["ways"] if way["way"] == tight["fastest"])
+    assert fastest["fits"]
+    assert fastest["peak_bytes"] <= tight["budget_bytes"]
+    assert all(fastest["latency_ms"] <= way["latency_ms"] for way in tight["ways"] if way["fits"])
+    options = ("--device", "rtx-4090", "--optimizer", "adamw", "--batch", "2", "--sequence-length", "128")
+    budget = ("--budget", f"{tight['budget_bytes']}B", "--time-limit", "3", "--tolerance", "1e-5")
+    solved = run("solve", "--model", f"hf:{folder}", *options, *budget, "--output", tmp_path / "s.yaml", "--json")
+    assert solved.exit_code == 0, solved.output
+    found = json.loads(solved.stdout)
+    assert found["plain_peak_bytes"] == tight["ways"][0]["peak_bytes"]
+    assert found["plain_latency_ms"] == pytest.approx(tight["ways"][0]["latency_ms"])
+    assert fastest["latency_ms"] <= 1.1 * found["latency_ms"]
+
+
+def test_the_largest_batch_is_the_largest(roomy, folder):
+    """Plain training's peak at that batch, traced, is within the budget, and at the next one it is not."""
+    batch = 6
+    at = json.loads(run("fit", folder, *FIT[:2], "--batch", batch, *FIT[4:], "--json").stdout)
+    budget = at["ways"][0]["peak_bytes"]
+    found = json.loads(run("fit", folder, *FIT, "--budget", f"{budget}B", "--json").stdout)
+    assert found["largest"]["as it is"]["batch"] == batch
+
+
+def test_the_screen_is_one(folder, tight):
+    found = run("fit", folder, *FIT, "--budget", f"{tight['budget_bytes']}B", columns=80)
+    assert found.exit_code == 0
+    lines = found.stdout.splitlines()
+    assert lines[0].startswith("It fits the GeForce RTX 4090 with monetlite, +")
+    assert max(map(len, lines)) <= 80
+    assert any("monetlite.within" in line for line in lines)
+    assert "estimated, not measured" in found.stdout
+
+
+def test_what_does_not_fit_gets_advice(folder, tight):
+    found = run("fit", folder, *FIT, "--budget", "3MB", columns=80)
+    assert found.exit_code == 3
+    assert "It does not fit" in found.stdout
+    for word in ("To make it fit:", "(proven)", "LoRA", "a card with"):
+        assert word in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("Qwen/Qwen3-8", "--gpu", "t4"), ("no model", "hf:")),
+        (("hf:Qwen/Qwen3-9B", "--gpu", "t4"), ("did you mean hf:qwen3-8b",)),
+        (("hf:gpt2", "--gpu", "rtx-5099"), ("no figures", "rtx-4090", "Known")),
+        (("hf:gpt2", "--gpu", "t4", "--full", "--lora", "4"), ("exclude each other",)),
+        (("resnet18", "--gpu", "t4", "--lora", "4"), ("models of transformers",)),
+        (("hf:gpt2", "--gpu", "t4", "--sequence-length", "9999"), ("1024 positions",)),
+    ],
+)
+def test_a_mistake_is_told(arguments, words):
+    found = run("fit", *arguments)
+    assert found.exit_code == 2
+    assert all(word in found.stderr for word in words), found.stderr
+
+
+def test_the_budget_is_what_the_card_has_left():
+    card = card_memory(find_device("rtx-4090"))
+    assert card.budget_bytes == card.total_bytes - card.context_bytes - card.gaps_bytes < 24 * 2**30
+    assert card_memory(find_device("rtx-4090"), 10**9).budget_bytes == 10**9
+    assert CardMemory.of("cpu", "CPU", 10**9).context_bytes == 0
+
+
+def test_sizes_that_tell_are_no_factor_of_the_models():
+    assert telling_sizes([4096, 11 * 64, 61 * 2], 8192) == TellingSizes(batch=13, length=128 * 59, factor=59)
+    assert telling_sizes([64], None) == TellingSizes(batch=11)
+    sizes = TellingSizes(batch=13, length=128 * 59, factor=59)
+    assert sizes.power(13 * 128 * 59 * 6) == (1, 1)
+    assert sizes.power(59 * 59) == (0, 2)
+    assert sizes.power(0) == (0, 0)
+
+
+def test_the_largest_number_that_fits():
+    assert [largest(lambda count, most=most: count <= most, 100) for most in (0, 1, 2, 37, 1000)] == [
+        0,
+        1,
+        2,
+        37,
+        100,
+    ]

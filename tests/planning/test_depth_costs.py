@@ -1,0 +1,118 @@
+"""A step of all layers from a trace of few is the traced step of all: operators, names, sizes and costs."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from monetlite.core.options import PricingOptions
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
+from monetlite.models import build_model
+from monetlite.models.equal_layers import EqualLayers, find_equal_layers, find_layers, shorten
+from monetlite.planning.batch_costs import Unlike
+from monetlite.planning.depth_costs import at_full_depth
+from monetlite.planning.pipeline import price, with_additions
+from monetlite.tracing import trace, trace_layouts
+from monetlite.tracing.step_inputs import resident_bytes, split_inputs, tensors_in_order
+
+NARROW = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "qwen3+lora4": ({**NARROW, "num_hidden_layers": 6, "dtype": "bfloat16"}, 1),
+    "gpt2": ({"vocab_size": 96, "n_embd": 32, "n_head": 4, "n_positions": 64, "n_layer": 6}, 1),
+    "gemma2": ({**NARROW, "num_hidden_layers": 9, "sliding_window": 8}, 2),
+}
+PRICING = PricingOptions(device="rtx-4090")
+
+
+@pytest.fixture
+def built(request, tmp_path):
+    import json
+
+    kind = request.param
+    model_type = kind.partition("+")[0]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **MODELS[kind][0]}))
+    return build_model(f"hf:{tmp_path}{kind[len(model_type) :]}", batch=2, sequence_length=32, meta=True)
+
+
+@pytest.mark.parametrize("built", MODELS, indirect=True)
+@pytest.mark.parametrize("accumulate", [False])
+def test_a_step_of_few_layers_tells_that_of_all(built, accumulate, request):
+    layers = find_equal_layers(built.model)
+    assert layers is not None
+    assert layers.period == MODELS[request.node.callspec.params["built"]][1]
+    assert layers.depth < layers.count
+    inputs = built.example_inputs
+    resident = resident_bytes(built.model, tensors_in_order(built.model, *split_inputs(inputs)))
+    whole = price(trace(built.model, inputs, device="rtx-4090"), PRICING)
+    shorten(built.model, layers)
+    (few,) = trace_layouts(built.model, inputs, ["as_traced"], device="rtx-4090", each_gradient=True)
+    found = at_full_depth(price(few, PRICING), layers, resident)
+    assert found.graph.fingerprint == whole.graph.fingerprint
+    assert found.graph.values == whole.graph.values
+    assert found.graph.resident == whole.graph.resident
+    assert found.costs == whole.costs
+    for one, other in zip(found.graph.operators, whole.graph.operators, strict=True):
+        assert (one.name, one.module, one.phase) == (other.name, other.module, other.phase)
+        for mine, theirs in itertools.zip_longest(one.implementations, other.implementations):
+            assert (mine.reads, mine.writes, mine.overwrites) == (theirs.reads, theirs.writes, theirs.overwrites)
+    for more in ({"optimizer": "adamw"}, {"optimizer": "adamw8bit", "accumulate": True}):
+        options = replace(PRICING, **more)
+        bare = [replace(item, graph=replace(item.graph)) for item in (found, whole)]
+        one, other = (with_additions(item, options) for item in bare)
+        assert (
+            simulate(one, plain_steps(one.graph)).memory_bytes
+            == simulate(other, plain_steps(other.graph)).memory_bytes
+        )
+
+
+class Shortcut(nn.Module):
+    """Every layer's output is read again at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))
+
+    def forward(self, x):
+        found = []
+        for layer in self.layers:
+            x = layer(x)
+            found.append(x)
+        return sum(found)
+
+
+def test_layers_that_are_read_from_elsewhere_are_refused():
+    model, inputs = Shortcut(), torch.randn(4, 8)
+    layers = find_equal_layers(model)
+    assert layers == EqualLayers(path="layers", count=6, period=1)
+    shorten(model, layers)
+    (few,) = trace_layouts(model, inputs, ["as_traced"], each_gradient=True)
+    with pytest.raises(Unlike):
+        at_full_depth(price(few, PRICING), layers, few.resident)
+
+
+def test_layers_that_differ_are_not_equal():
+    def model(widths):
+        found = nn.Module()
+        found.layers = nn.ModuleList(nn.Linear(8, width) for width in widths)
+        return found
+
+    assert find_equal_layers(model([8] * 9)).depth == 4
+    assert find_equal_layers(model([3] + [8, 4] * 5)) == EqualLayers(path="layers", count=11, period=2)
+    assert find_equal_layers(model([8] * 8 + [9])) is None
+    assert find_equal_layers(model([8] * 4)) is None
+    assert find_layers(model([8] * 4)) == "layers"
+    assert find_layers(nn.Linear(2, 2)) is None
+    frozen = model([8] * 9)
+    frozen.layers[5].requires_grad_(False)
+    assert find_equal_layers(frozen) is None
