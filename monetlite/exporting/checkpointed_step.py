@@ -25,7 +25,7 @@ from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import plain_steps
 from monetlite.exporting.eager_step import OUTSIDE_BLOCKS, EagerCall, EagerStep
 from monetlite.operators.random import state_bytes
-from monetlite.planning.pipeline import with_additions
+from monetlite.profiling.step_additions import with_additions
 
 CheckpointPlan: TypeAlias = Mapping[int, frozenset[int]]
 """For each wrapped block, the calls whose results are saved; other blocks are not wrapped."""

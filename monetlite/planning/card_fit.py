@@ -12,14 +12,13 @@ from monetlite.core.costs import Profile
 from monetlite.core.devices import CONTEXT_BYTES, Device, known_devices
 from monetlite.core.errors import MonetliteError
 from monetlite.core.graph import AS_TRACED, TILED_LOSS
-from monetlite.core.options import SolvingOptions
+from monetlite.core.options import REORDERED_SUMS, SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes
 from monetlite.models.equal_layers import find_layers
 from monetlite.planning.advice import LOSS_FAMILIES, LeastPeak, Setting
-from monetlite.planning.budgets import REORDERED_SUMS
 from monetlite.planning.model_steps import ModelSteps
 from monetlite.planning.size_costs import SizedStep, largest, telling_sizes
 

@@ -10,7 +10,8 @@ from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.models.equal_layers import EqualLayers, find_equal_layers, shorten
 from monetlite.planning.batch_costs import Unlike
 from monetlite.planning.depth_costs import at_full_depth
-from monetlite.planning.pipeline import price, with_additions
+from monetlite.planning.pipeline import price
+from monetlite.profiling.step_additions import with_additions
 
 if TYPE_CHECKING:
     from monetlite.models import BuiltModel

@@ -388,7 +388,7 @@ class StepPlans:
         pricing, _ = split_options(self.options)
 
         def peak_bytes(graph: OperatorGraph) -> int:
-            from monetlite.planning.pipeline import with_additions
+            from monetlite.profiling.step_additions import with_additions
 
             profile = with_additions(self.outside.counted(without_costs(graph)), pricing)
             return simulate(profile, plain_steps(profile.graph)).peak_bytes

@@ -14,7 +14,8 @@ from monetlite.models import build_model
 from monetlite.models.equal_layers import EqualLayers, find_equal_layers, find_layers, shorten
 from monetlite.planning.batch_costs import Unlike
 from monetlite.planning.depth_costs import at_full_depth
-from monetlite.planning.pipeline import price, with_additions
+from monetlite.planning.pipeline import price
+from monetlite.profiling.step_additions import with_additions
 from monetlite.tracing import trace, trace_layouts
 from monetlite.tracing.step_inputs import resident_bytes, split_inputs, tensors_in_order
 
