@@ -75,7 +75,7 @@ class CardMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class FitSetting:
     """One way to run the training step.
 
     Attributes:
@@ -143,24 +143,24 @@ class CardFit:
     card: CardMemory
     batch: int
     length: int | None
-    plain: Way
-    checkpointed: Way | None
-    planned: tuple[Way, ...]
+    plain: FitSetting
+    checkpointed: FitSetting | None
+    planned: tuple[FitSetting, ...]
     proven_bytes: int
-    leanest: Way
+    leanest: FitSetting
     helpful: tuple[Setting, ...]
     larger_card: CardMemory | None
     limits: Mapping[str, SizeLimits] = field(default_factory=dict)
 
-    def fits(self, way: Way) -> bool:
+    def fits(self, way: FitSetting) -> bool:
         return way.peak_bytes <= self.card.budget_bytes
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[FitSetting, ...]:
         return (self.plain, *([self.checkpointed] if self.checkpointed else []), *self.planned)
 
     @property
-    def fastest(self) -> Way | None:
+    def fastest(self) -> FitSetting | None:
         """The fastest way that fits; the simplest of equally fast ones."""
         return min(filter(self.fits, self.ways), key=lambda way: way.latency_ms, default=None)
 
@@ -219,7 +219,7 @@ def fit_card(
     path = find_layers(model.built.model)
     exact = profiles[AS_TRACED].within(0.0)
     tolerant = None if exact_only else profiles.get(TILED_LOSS)
-    plain = Way(profile=exact, steps=plain_steps(exact.graph))
+    plain = FitSetting(profile=exact, steps=plain_steps(exact.graph))
     tell("trying settings of checkpointing")
     checkpointed = _checkpointed(exact, path, card.budget_bytes)
     searches = [_Search(exact, 0.0, path, solving, card.budget_bytes)]
@@ -258,15 +258,15 @@ def fit_card(
     return replace(answer, limits=_limits(answer, model, kinds))
 
 
-def layer_ways(profile: Profile, path: str | None, settings: Sequence[int] = EVERY) -> Iterator[Way]:
+def layer_ways(profile: Profile, path: str | None, settings: Sequence[int] = EVERY) -> Iterator[FitSetting]:
     """Settings of checkpointing a model's layers; none without layers."""
     from monetlite.solving.baselines import layer_checkpointing
 
     for every in settings if path is not None else ():
-        yield Way(every=every, profile=profile, steps=layer_checkpointing(profile, path or "", every))
+        yield FitSetting(every=every, profile=profile, steps=layer_checkpointing(profile, path or "", every))
 
 
-def _checkpointed(profile: Profile, path: str | None, budget_bytes: int) -> Way | None:
+def _checkpointed(profile: Profile, path: str | None, budget_bytes: int) -> FitSetting | None:
     """The fastest setting that fits, or the leanest one."""
     found = None
     for way in layer_ways(profile, path):
@@ -295,7 +295,7 @@ class _Search:
     def possible(self) -> bool:
         return HOPELESS * self.proven_bytes <= self.budget_bytes
 
-    def run(self, seconds: float, *, wanted: bool) -> tuple[Way | None, Way]:
+    def run(self, seconds: float, *, wanted: bool) -> tuple[FitSetting | None, FitSetting]:
         """The fastest schedule found within the budget, looked for if `wanted`, and the leanest one found."""
         from monetlite.solving.annealing.compiling import is_cached
         from monetlite.solving.baselines import layer_checkpointing, sqrt_checkpointing
@@ -331,8 +331,8 @@ class _Search:
         options = replace(self.solving, time_limit=max(MIN_SECONDS, seconds))
         return solve_profile(self.profile, budget_bytes, options, starts=starts)
 
-    def _way(self, steps: tuple[Step, ...]) -> Way:
-        return Way(tolerance=self.tolerance, profile=self.profile, steps=steps)
+    def _way(self, steps: tuple[Step, ...]) -> FitSetting:
+        return FitSetting(tolerance=self.tolerance, profile=self.profile, steps=steps)
 
 
 def _larger_card(peak_bytes: int) -> CardMemory | None:
@@ -347,14 +347,14 @@ def card_memory(device: Device, budget_bytes: int | None = None) -> CardMemory:
     return CardMemory.of(device.name, device.title, device.memory_bytes, budget_bytes)
 
 
-def _limits(answer: CardFit, model: ModelSteps, kinds: Mapping[str, Sequence[Way]]) -> dict[str, SizeLimits]:
+def _limits(answer: CardFit, model: ModelSteps, kinds: Mapping[str, Sequence[FitSetting]]) -> dict[str, SizeLimits]:
     """The largest batch and length of each kind of way, by any of its ways."""
     steps = _sized_steps(answer, model)
     budget_bytes, length = answer.card.budget_bytes, answer.length or 0
     longest = getattr(getattr(model.built.model, "config", None), "max_position_embeddings", None) or MAX_LENGTH
     unit = LENGTHS[length >= 8 * LENGTHS[True]]
 
-    def limit(way: Way) -> SizeLimits | None:
+    def limit(way: FitSetting) -> SizeLimits | None:
         sized = steps[way.profile.graph.layout]
         peak = sized.peak(Choices.of_steps(way.profile.graph, way.steps).steps(sized.profile.graph))
         if abs(peak(answer.batch, length) - way.peak_bytes) > MAX_MISS * way.peak_bytes:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from monetlite.planning.card_fit import CardFit, Way
+from monetlite.planning.card_fit import CardFit, FitSetting
 from monetlite.profiling.step_additions import OPTIMIZERS
 
 _WIDTH = 79
@@ -64,7 +64,7 @@ def _loading(request: TrainingRequest) -> Iterator[str]:
         yield "model = get_peft_model(model, lora, autocast_adapter_dtype=False)"
 
 
-def _scheduling(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
+def _scheduling(answer: CardFit, way: FitSetting, request: TrainingRequest) -> Iterator[str]:
     if way.tolerance is not None:
         options = [f'optimizer="{request.optimizer}"']
         options += [f"tolerance={way.tolerance:g}"] if way.tolerance else []
@@ -104,7 +104,7 @@ def _call(function: str, arguments: list[str]) -> list[str]:
     return [f"{function}(", *(f"    {line}" for line in inner), ")"]
 
 
-def _arguments(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
+def _arguments(answer: CardFit, way: FitSetting, request: TrainingRequest) -> Iterator[str]:
     """Settings that `TrainingArguments` and TRL's configurations share."""
     yield f"per_device_train_batch_size={answer.batch}"
     if request.optimizer in _TRAINER_NAMES:
@@ -125,12 +125,12 @@ def _trainer_arguments(request: TrainingRequest) -> list[str]:
     return ["model=model", "args=args", "train_dataset=data", *own]
 
 
-def _trainer(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
+def _trainer(answer: CardFit, way: FitSetting, request: TrainingRequest) -> Iterator[str]:
     yield from _call("args = TrainingArguments", list(_arguments(answer, way, request)))
     yield from _call("trainer = Trainer", _trainer_arguments(request))
 
 
-def _trl(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
+def _trl(answer: CardFit, way: FitSetting, request: TrainingRequest) -> Iterator[str]:
     """TRL turns on checkpointing, autocast and a loss of its own, which the figures don't count."""
     own = [*_arguments(answer, way, request), f"max_length={answer.length}", 'loss_type="nll"']
     own += [] if way.every else ["gradient_checkpointing=False"]
@@ -139,7 +139,7 @@ def _trl(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
     yield from _call("trainer = SFTTrainer", _trainer_arguments(request))
 
 
-def _lightning(answer: CardFit, way: Way, request: TrainingRequest) -> Iterator[str]:
+def _lightning(answer: CardFit, way: FitSetting, request: TrainingRequest) -> Iterator[str]:
     yield "self.network = model  # in your LightningModule's __init__, made as above"
     options = []
     if request.autocast:

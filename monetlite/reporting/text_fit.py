@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.planning.card_fit import PLANNED, CardFit, CardMemory, Way
+from monetlite.planning.card_fit import PLANNED, CardFit, CardMemory, FitSetting
 from monetlite.reporting.fit_lines import ordinal
 from monetlite.reporting.text_tables import facts_table, figures_table
 
@@ -42,7 +42,7 @@ def fit_facts(answer: CardFit, description: str, lines: Mapping[str, list[str]])
     }
 
 
-def _way_facts(answer: CardFit, way: Way) -> dict[str, Any]:
+def _way_facts(answer: CardFit, way: FitSetting) -> dict[str, Any]:
     return {
         "way": way_name(way),
         "every_n_layers": way.every or None,
@@ -55,7 +55,7 @@ def _way_facts(answer: CardFit, way: Way) -> dict[str, Any]:
     }
 
 
-def way_name(way: Way) -> str:
+def way_name(way: FitSetting) -> str:
     if way.every:
         return f"checkpoint every {ordinal(way.every)} layer".replace("  ", " ")
     if way.tolerance is None:
