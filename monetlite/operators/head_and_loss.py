@@ -268,7 +268,7 @@ def _replace(graph: fx.Graph, backward: Any, found: _HeadAndLoss) -> None:
         None if at is None else found.product.args[at] for at in _PRODUCTS[str(found.product.target)]
     )
     wanted = (found.rows is not None, found.order, found.bias is not None)
-    args = (rows, matrix, bias, target, weight, reduction, ignore_index, tuple(steps), wanted, 1)
+    args: tuple[Any, ...] = (rows, matrix, bias, target, weight, reduction, ignore_index, tuple(steps), wanted, 1)
     args = (*args, tuple(found.scales)) if found.scales else args
     made = [found.rows, found.matrix, found.bias]
     with graph.inserting_before(found.before):
@@ -301,7 +301,8 @@ def _ignoring(graph: fx.Graph, found: _HeadAndLoss, target: fx.Node, ignore_inde
     """Targets for all logits, of targets for those that are not left out: the others are ignored."""
     _, dim, first, last = next(value for name, value in found.steps if name == "slice")
     (back,) = (node for node in found.inside if str(node.target) == _SLICE_BACK)
-    *shape, _ = back.args[1]  # where sizes vary, they are so here, and plain numbers in `meta`
+    sizes_of_logits: Any = back.args[1]
+    *shape, _ = sizes_of_logits  # where sizes vary, they are so here, and plain numbers in `meta`
     sizes = [size - first - last if at == dim else size for at, size in enumerate(shape)]
     padding = [0, 0] * (len(shape) - 1 - dim) + [first, last]
     with graph.inserting_before(found.before):

@@ -138,7 +138,7 @@ class UsedGradient(torch.Tensor):
         return parameter.detach().as_subclass(cls)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]  # torch calls it so
         raise ModelError(
             f"{func} asks for a gradient that is gone: monetlite.step_in_backward(optimizer) has updated the "
             "parameter and freed it. Norms of all gradients (for clipping, or as transformers' Trainer logs them), "
