@@ -80,7 +80,8 @@ def recompute_with_any_reads(graph: OperatorGraph, rng: random.Random, share: fl
 
     def choose(index: int) -> int:
         items = graph.operators[index].implementations
-        return rng.choice([0, *(choice for choice, item in enumerate(items) if not item.overwrites)])
+        others = [at for at, item in enumerate(items) if not item.overwrites and item.writes == items[0].writes]
+        return rng.choice([0, *others])
 
     return recompute(graph, lambda _: rng.random() < share, choose)
 
@@ -110,7 +111,7 @@ def with_random_implementations(
 
 
 def _illegal(graph: OperatorGraph, steps: list[Step]) -> list[int]:
-    """Positions of steps that read what is not in memory, or overwrite what is read later."""
+    """Positions of steps that read what is not in memory, leave out what is read, or overwrite what is read later."""
     next_read: dict[int, int] = {}
     broken: list[int] = []
     for at in range(len(steps) - 1, -1, -1):
@@ -130,11 +131,14 @@ def _illegal(graph: OperatorGraph, steps: list[Step]) -> list[int]:
         for value in item.reads:
             last.setdefault(value, at)
     version: dict[int, int] = {}
+    maker: dict[int, int] = {}
     for at, (index, choice) in enumerate(steps):
         item = graph.operators[index].implementations[choice]
-        if any(value not in version or lives_until[version[value], value] < at for value in item.reads):
-            broken.append(at)
+        for value in item.reads:
+            if value not in version or lives_until[version[value], value] < at:
+                broken += [at, maker[value]] if value in maker else [at]
         version.update(dict.fromkeys(item.writes, at))
+        maker.update(dict.fromkeys(graph.operators[index].writes, at))
     return broken
 
 
