@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 from commands import run
 
+import monetlite.tracing
 from monetlite.core.devices import find_device
 from monetlite.planning.card_fit import CardMemory, card_memory
 from monetlite.planning.size_costs import TellingSizes, largest, telling_sizes
@@ -20,6 +22,26 @@ NARROW = {
     "num_hidden_layers": 8,
 }
 FIT = ("--gpu", "rtx-4090", "--batch", "2", "--sequence-length", "128", "--time-limit", "2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once():
+    """A model is traced once at each size."""
+    known, trace = {}, monetlite.tracing.trace_layouts
+
+    def traced(model, inputs, layouts, **options):
+        shapes = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda tensor: (tensor.shape, tensor.dtype), inputs
+        )
+        dtypes = [(tensor.dtype, tensor.requires_grad) for tensor in model.parameters()]
+        key = repr((model, dtypes, shapes, layouts, options))
+        if key not in known:
+            known[key] = trace(model, inputs, layouts, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(monetlite.tracing, "trace_layouts", traced)
+        yield
 
 
 @pytest.fixture(scope="module")
