@@ -111,7 +111,7 @@ def with_random_implementations(
 
 
 def _illegal(graph: OperatorGraph, steps: list[Step]) -> list[int]:
-    """Positions of steps that read what isn't in memory, leave out what is read, or overwrite what is read later."""
+    """Positions of steps that read what isn't in memory, or leave out or overwrite what is read later."""
     next_read: dict[int, int] = {}
     broken: list[int] = []
     for at in range(len(steps) - 1, -1, -1):
