@@ -81,7 +81,8 @@ def _scheduling(answer: CardFit, way: FitSetting, request: TrainingRequest) -> I
 
 def budget_text(answer: CardFit) -> str:
     """The budget as people write it, never more than it is."""
-    return f"{answer.card.budget_bytes // 10**7 / 100:g}GB"
+    unit, size = ("GB", 10**9) if answer.card.budget_bytes >= 10**9 else ("MB", 10**6)
+    return f"{answer.card.budget_bytes * 100 // size / 100:g}{unit}"
 
 
 def ordinal(every: int) -> str:
@@ -160,6 +161,8 @@ def _torchtitan(answer: CardFit, request: TrainingRequest) -> Iterator[str]:
     else:
         # It checkpoints the last layer of so many, transformers the first: as many only where they divide.
         every = max(number for number in range(1, every + 1) if request.layers % number == 0)
-        mode = "full" if every == 1 else f"selective --activation_checkpoint.selective_ac_option={every}"
+        mode = "full" if every == 1 else "selective"
     yield f"--training.local_batch_size={answer.batch} --training.seq_len={answer.length}"
     yield f"--activation_checkpoint.mode={mode}"
+    if mode == "selective":
+        yield f"--activation_checkpoint.selective_ac_option={every}"

@@ -20,7 +20,7 @@ def test_a_run_over_its_budget_is_shown_where_nothing_takes_less(monkeypatch):
         def enter(contender):
             return Entrant(run=PeerRun(peer=contender.peer, setting=contender.setting, peak_bytes=120))
 
-    def solve(peer, profiles, budget_bytes, options, starts):
+    def solve(peer, profiles, budget_bytes, options, starts, *, compiled):
         solved.append(budget_bytes)
         if len(solved) == 2:
             raise InfeasibleBudget("too small", budget_bytes=budget_bytes, proven_bytes=0, reached_bytes=None)

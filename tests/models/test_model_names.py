@@ -134,7 +134,7 @@ def test_image_size_reaches_the_configuration(tmp_path):
 
 def test_what_transformers_cannot_resolve(tmp_path):
     fails("hf:gpt3", "'gpt3'", "gpt2")
-    fails("hf:bert-base-uncased", "nothing is downloaded", "did you mean hf:bert?")
+    fails("hf:bert-base-unknown", "nothing is downloaded", "did you mean hf:bert")
     fails("hf:nowhere/config.json", "no file or folder nowhere/config.json")
     fails("hf:gpt2", "sequences of 5000 tokens", "1024 positions", sequence_length=5000)
     fails("hf:gpt2", "takes sequences, not images", input_size=(8, 8))

@@ -396,7 +396,7 @@ def test_indices_are_in_range():
 
 
 @pytest.mark.parametrize(
-    ("name", "copies", "momentary"), [("sgd", 0, 0), ("momentum", 1, 0), ("adam", 2, 1), ("adamw", 2, 1)]
+    ("name", "copies", "momentary"), [("sgd", 0, 0), ("momentum", 1, 0), ("adam", 2, 2), ("adamw", 2, 2)]
 )
 def test_an_optimizers_state_and_step(name, copies, momentary, graph, counting):
     plain = monetlite.profile(graph, "cpu")

@@ -28,8 +28,8 @@ def compiled(model, **options):
 def test_it_is_the_planned_one(door, caplog):
     """With a loss outside, which is measured in the first steps, and an optimizer, whose state counts."""
     layers = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 4000))
-    trained, x = door(layers, budget="100%", time_limit=2, optimizer="adamw"), torch.randn(1536, 64)
-    optimizer = torch.optim.AdamW(trained.parameters(), foreach=False)
+    trained, x = door(layers, budget="100%", time_limit=2, optimizer="momentum"), torch.randn(1536, 64)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3, momentum=0.9, foreach=False)
     with caplog.at_level("INFO", logger="monetlite"):
         for _ in range(8):
             F.cross_entropy(trained(x), torch.arange(len(x))).backward()
