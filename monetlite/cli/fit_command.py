@@ -39,7 +39,8 @@ class FitModel(ModelName):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value)
-        if os.path.isdir(text) or text.endswith(".json") or (":" not in text and find_published(text)):
+        bare = ":" not in text or os.path.exists(text)
+        if bare and (os.path.isdir(text) or text.endswith(".json") or find_published(text)):
             text = f"hf:{text}"
         return super().convert(text, param, ctx)
 
