@@ -124,7 +124,8 @@ def test_commands(page, folder, request, monkeypatch):
 
 
 SHORTER = {
-    "hf:Qwen/Qwen3-8B --gpu rtx-4090 --sequence-length 8192 ": "hf:gpt2.json --gpu rtx-4090 --sequence-length 64 --time-limit 1 ",
+    "hf:Qwen/Qwen3-8B --gpu": "hf:gpt2.json --time-limit 1 --gpu",
+    "--sequence-length 8192 --lora": "--sequence-length 64 --lora",
     "--time-limit 10": "--time-limit 0.5",
     "--model mobilenet_v2 --batch 16 --input-size 160": "--model path/to/file.py:build",
     "--model hf:gpt2 ": "--model hf:gpt2.json ",
