@@ -24,6 +24,14 @@ for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
         sys.path.append(str(folder))
 
 
+def pytest_collection_modifyitems(items):
+    """Leave tests that take long, of what others test in part, to a person with time."""
+    if "MONETLITE_THOROUGH" not in os.environ:
+        for item in items:
+            if item.get_closest_marker("thorough"):
+                item.add_marker(pytest.mark.skip(reason="MONETLITE_THOROUGH=1 runs it"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads():
     """Threads that share a core wait for each other; so do those of programs that tests start."""

@@ -152,6 +152,7 @@ def test_what_cannot_be_reserved_is_refused(profile: Profile, for_reserved: mone
         monetlite.solve(monetlite.core.costs.Profile(**{**vars(profile), "device": "cpu"}), BUDGET, reserved=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("traced_once")
 def test_the_command_line_says_what_the_gpu_shows(tmp_path: Path) -> None:
     common = ("solve", "--model", "resnet18", "--batch", "48", "--input-size", "160", "--device", "rtx-3090")

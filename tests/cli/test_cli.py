@@ -116,6 +116,7 @@ def test_solve_a_built_in_model_with_an_optimizer(folder):
     assert json.loads(without.stdout)["output"] == "resnet18_2x32x32_1GB_p100.yaml"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("traced_once")
 def test_accumulated_gradients_are_counted(folder):
     shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32", "--device", "p100", "--time-limit", "0.2")

@@ -135,7 +135,7 @@ def densenet():
     return DenseNet((2, 2), growth=8, stem_channels=16, classes=10).train()
 
 
-NETWORKS = (resnet, densenet, *([mobilenet] if THOROUGH else []))
+NETWORKS = (resnet, *([densenet, mobilenet] if THOROUGH else []))
 
 
 @pytest.mark.parametrize("build", NETWORKS)

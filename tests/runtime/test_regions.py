@@ -91,7 +91,7 @@ def distinct(graph):
     return {target for target in calls if "compiled_region" in target}
 
 
-@pytest.mark.parametrize("kind", ["llama", "images", *(["gpt2", "vit"] if THOROUGH else [])])
+@pytest.mark.parametrize("kind", ["images", *(["gpt2", "llama", "vit"] if THOROUGH else [])])
 def test_one_by_one_they_are_plain_training(kind):
     model, inputs = images() if kind == "images" else tiny_transformer(kind)
     graph = uncompiled(compiled_graph(model, inputs))
@@ -101,7 +101,7 @@ def test_one_by_one_they_are_plain_training(kind):
     assert_close(step(wrapper, inputs), step(model, inputs))
 
 
-@pytest.mark.parametrize("make", [mixed, images])
+@pytest.mark.parametrize("make", [images, pytest.param(mixed, marks=pytest.mark.thorough)])
 def test_compiled_they_are_plain_training_but_for_rounding(make):
     model, inputs = make()
     graph = compiled_graph(model, inputs)
@@ -205,6 +205,7 @@ def test_random_graphs_one_by_one(choices, seed):
     assert_same(step(wrapper, inputs), step(model, inputs), within=CLOSE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6 if THOROUGH else 1))
 def test_random_graphs_compiled(seed):
     rng = random.Random(seed)

@@ -131,6 +131,7 @@ def test_the_first_plan_is_for_all_lengths_at_which_plain_training_fits():
     assert varying.plain_limits((20,), fixed_bytes + 100, peak_bytes) == (20,)
 
 
+@pytest.mark.thorough
 def test_even_lengths_vary_from_the_second_on(captures):
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
@@ -311,6 +312,7 @@ def test_small_inputs_get_a_plan_of_their_own_once_it_pays(planned_at_96):
     assert varying.schedules[small].budget_bytes == varying.schedules[96,].budget_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("planned", [0, 1])
 def test_a_step_that_cannot_be_planned_at_other_sizes_is_captured_at_each(planned, captures, monkeypatch):
     """At once, or when larger inputs come."""
@@ -352,6 +354,7 @@ def test_a_captured_step_keeps_no_inputs():
     assert alive() is None
 
 
+@pytest.mark.thorough
 def test_a_plan_for_smaller_inputs_that_fails_ends_nothing(planned_at_96, monkeypatch, caplog):
     model, wrapper, varying = planned_at_96
     tried = []
