@@ -2,6 +2,8 @@
 
 import os
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -71,3 +73,10 @@ def test_bounds_are_sharp_where_everything_is_forced() -> None:
         smallest = exhaustive_smallest_peak(Problem.of(profile))
         exact += smallest_budget_bound(Problem.of(profile)) == smallest.smallest_reached_bytes
     assert exact >= 37
+
+
+def test_highs_writes_nothing_where_results_go():
+    """Its version 1.16 greets on stdout, whatever it is told."""
+    code = "from monetlite.solving.bounding.latency_bound import _highspy as load; load().Highs().silent()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
