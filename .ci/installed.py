@@ -36,7 +36,7 @@ def build(batch: int = 64):
     return nn.Sequential(*row), (torch.randn(batch, 32),)
 """
 COMMANDS = (
-    "solve --model resnet50 --budget 6GB --time-limit 10",
+    "solve --model resnet50 --budget 6GB --time-limit 30",
     "show resnet50_6GB.yaml --output timeline.png",
     "show resnet50_6GB.yaml --output report.html --time-limit 1",
     "check resnet50_6GB.yaml --batch 2 --input-size 64 --repeats 1",
@@ -48,6 +48,7 @@ COMMANDS = (
     "compare --model own.py:build --budgets 90% --repeats 1 --time-limit 1 --peers checkpoint --output compared.md",
     "solve --model layered.py:build --budget 95% --device cpu --time-limit 1 --output layered.yaml",
     "export layered.yaml --model layered.py:build --to checkpoint --output plan.py",
+    "fit own.py:build --gpu t4 --time-limit 1",
     "zoo list",
     "zoo show zoo:resnet50@6GB",
     "zoo get zoo:resnet50@6GB --output got.yaml",
