@@ -92,7 +92,7 @@ def _policy_ms() -> float:
 
     def contexts() -> Any:
         made = create_selective_checkpoint_contexts  # torch has no types for it
-        return made(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)  # type: ignore[no-untyped-call]
+        return made(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)  # type: ignore[no-untyped-call]  # torch has no types
 
     tensor = torch.zeros(8, requires_grad=True)
     taken: dict[bool, list[float]] = {False: [], True: []}
