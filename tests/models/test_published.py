@@ -1,5 +1,7 @@
 """Configurations that come along are those of the published models: their parameters are as many."""
 
+import sys
+
 import pytest
 
 from monetlite.core.errors import ModelError
@@ -26,7 +28,8 @@ def test_parameters_are_as_many_as_published(name):
     assert millions == pytest.approx(published_models()[name].millions, rel=2e-3)
 
 
-def test_a_misspelt_one_is_refused_with_the_one_that_was_meant():
+def test_a_misspelt_one_is_refused_with_the_one_that_was_meant(monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)  # imported, it may have been given more names
     for name in ("Qwen/Qwen3-9B", "qwen3_8b", "meta-llama/Llama-3.1-8"):
         with pytest.raises(ModelError, match="did you mean hf:"):
             check_spelling(f"hf:{name}")
