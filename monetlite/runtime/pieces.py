@@ -30,6 +30,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, check_legal
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.call_encoding import spec_of
+from monetlite.fx.torch_internals.torch_aot import keeps_gradients
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, break_reason, taken_apart
 from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
@@ -112,8 +113,12 @@ class PiecewiseTraining:
         self._budget_bytes = 0
         self._priced: JoinedStep | None = None
         """The planned step with the costs that it was planned by."""
+        self._profiles: Mapping[Any, Profile] = {}
+        """The priced profiles of its pieces."""
         self._records = self._steps = 0
         self._wanted = True  # the next step is to be recorded
+        self._settling = self._settled = False
+        """The next record is of a step by the final plan; that has given the plan's peak."""
         self._inputs: list[TensorSpec] = []
         self._resident = Resident()
         self._measured_bytes: int | None = None
@@ -141,7 +146,9 @@ class PiecewiseTraining:
         if self._record is not None:
             self._record.forward_ends()
         if self._plan is not None and self._record is None:
-            self._wanted = self._unplanned_runs > 0 and self._records < MAX_RECORDS
+            self._settling = self._unplanned_runs == 0
+            unsettled = self._planning is None and not self._settled
+            self._wanted = (unsettled or not self._settling) and self._records < MAX_RECORDS
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture a piece; one that can't be planned runs as in plain training."""
@@ -240,6 +247,10 @@ class PiecewiseTraining:
 
     def _learn(self, recorded: RecordedStep) -> None:
         """Plan for a recorded step, or see that it kept to the budget where none of it can be planned."""
+        if self._settling and self._plan is not None:
+            if recorded.runs_as(self._plan.recorded) and not self._settle(recorded):
+                self._begin_plan(recorded)
+            return
         if recorded.planned:
             self._measured_bytes = None
             self._begin_plan(recorded)
@@ -267,9 +278,22 @@ class PiecewiseTraining:
             warnings.warn(f"{type(self._model).__name__} can't be captured whole. {said}:{listed}", stacklevel=6)
         self._measured_bytes = self._resident.inputs
 
+    def _settle(self, recorded: RecordedStep) -> bool:
+        """Take the peak of the final plan from a step that ran by it; False if it exceeds the budget.
+
+        What code between pieces takes may depend on the plan, as where it asks for gradients of a piece.
+        """
+        assert self.schedule is not None
+        self._priced, self._settled = self._joined(recorded, self._profiles, as_run=True), True
+        peak_bytes = self._peak_bytes(self.schedule)
+        if peak_bytes <= self._budget_bytes:
+            self.schedule = replace(self.schedule, peak_bytes=peak_bytes)
+        return peak_bytes <= self._budget_bytes
+
     def _begin_plan(self, recorded: RecordedStep) -> None:
         from monetlite.planning.beside_training import PlanningBesideTraining
 
+        self._settled = False
         pieces = list(dict.fromkeys(recorded.runs[number].piece for number in recorded.planned))
         graphs = [piece.traced.graph for piece in pieces]
 
@@ -277,7 +301,9 @@ class PiecewiseTraining:
             return self._joined(recorded, dict(zip(pieces, profiles, strict=True)))
 
         def step(profiles: list[Profile]) -> list[Profile]:
-            self._priced = joined([profile.restricted(_is_ours) for profile in profiles])
+            ours = [profile.restricted(_is_ours) for profile in profiles]
+            self._profiles = dict(zip(pieces, ours, strict=True))
+            self._priced = joined(ours)
             return [self._priced.profile]
 
         self._plan = PlannedPieces(recorded, joined([without_costs(graph) for graph in graphs]))
@@ -299,7 +325,10 @@ class PiecewiseTraining:
         self._warn(recorded, schedule)
         tell(f"plan of {len(recorded.planned)} pieces: {planned(schedule)}")
 
-    def _joined(self, recorded: RecordedStep, profiles: Mapping[Any, Profile]) -> JoinedStep:
+    def _joined(
+        self, recorded: RecordedStep, profiles: Mapping[Any, Profile], *, as_run: bool = False
+    ) -> JoinedStep:
+        """The recorded step by any plan of its pieces; `as_run`, by those that it ran by."""
         pieces = []
         for run in (recorded.runs[number] for number in recorded.planned):
             values = run.piece.gradient_values(list(run.takers))
@@ -307,13 +336,26 @@ class PiecewiseTraining:
             once = run.piece.readers(run.changed, run.outputs_changed)
             avoided = run.piece.readers_of_outputs() if run.outputs_changed else frozenset()
             profile = profiles[run.piece]
-            pieces.append(Piece(profile=profile, handed_back=handed_back, once=once, avoided=avoided))
+            held = run.piece.held_outputs(run.held_bytes)
+            known = run.piece.output_bytes.items()
+            gone = frozenset(value for value, size in known if as_run and size in run.gone_bytes)
+            pieces.append(
+                Piece(
+                    profile=profile,
+                    handed_back=handed_back,
+                    held=held,
+                    gone=gone - held,
+                    once=once,
+                    avoided=avoided,
+                )
+            )
         return join(
             type(self._model).__name__,
             pieces,
-            recorded.outside,
+            recorded.outside_as_run() if as_run else recorded.outside,
             resident=self._resident,
             inputs={f"input{number}": spec for number, spec in enumerate(self._inputs)},
+            keeps_gradients=keeps_gradients(),
         )
 
     def _take(self, schedule: Schedule) -> bool:
