@@ -32,7 +32,7 @@ from monetlite.core.units import parse_budget
 from monetlite.planning.budgets import solve_layouts
 from monetlite.planning.pipeline import measured_here, price
 from monetlite.profiling.measured import Measurement
-from monetlite.profiling.memory_use import is_profiling
+from monetlite.profiling.memory_use import may_profile
 from monetlite.profiling.step_additions import with_additions
 
 ROUGH_SECONDS = 2.5
@@ -139,7 +139,7 @@ class PlanningBesideTraining:
             self._start()
             return None
         self._credit_seconds += seconds
-        if self._credit_seconds > 0 and not is_profiling():
+        if self._credit_seconds > 0 and may_profile():
             began = time.monotonic()
             try:
                 self._measure(self._credit_seconds)

@@ -143,6 +143,11 @@ class PiecewiseTraining:
         if self._plan is not None and self._record is None:
             self._wanted = self._unplanned_runs > 0 and self._records < MAX_RECORDS
 
+    def forward_fails(self) -> None:
+        """Note that an exception ended the forward pass of a step. Nothing is learnt of it."""
+        if self._record is not None:
+            self._record.end()
+
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture a piece; one that can't be planned runs as in plain training."""
         from monetlite.planning.beside_training import least_stored
@@ -200,10 +205,9 @@ class PiecewiseTraining:
         tensors = tensors_in_order(self._model, args, kwargs)
         try:
             self._record = StepRecord(device_of(self._model, (args, kwargs)), self._model.parameters())
-        except RuntimeError:  # somebody else's profiler is on: at another step
+        except RuntimeError:  # somebody else profiles: at another step
             return
         self._wanted = False
-        self._records += 1
         self._resident = resident_bytes(self._model, tensors)
         self._inputs = [spec_of(tensor) for tensor in tensors]
 
@@ -221,6 +225,7 @@ class PiecewiseTraining:
                 record, self._record = self._record, None
                 recorded = record.end()
                 if recorded is not None:
+                    self._records += 1
                     try:
                         self._learn(recorded)
                     except BaseException:
@@ -280,6 +285,7 @@ class PiecewiseTraining:
             self._priced = joined([profile.restricted(_is_ours) for profile in profiles])
             return [self._priced.profile]
 
+        first = self.schedule is None
         self._plan = PlannedPieces(recorded, joined([without_costs(graph) for graph in graphs]))
         planning = PlanningBesideTraining(graphs, self._budget, self._pricing, self._solving, step)
         schedule = planning.best() if self._wait else planning.first()
@@ -296,7 +302,8 @@ class PiecewiseTraining:
                 "no plan of the pieces keeps to the budget in the order in which they run; raise the budget by "
                 "some percent, and please report this with the model"
             )
-        self._warn(recorded, schedule)
+        if first:
+            self._warn(recorded)
         tell(f"plan of {len(recorded.planned)} pieces: {planned(schedule)}")
 
     def _joined(self, recorded: RecordedStep, profiles: Mapping[Any, Profile]) -> JoinedStep:
@@ -346,10 +353,8 @@ class PiecewiseTraining:
         if reason is not None:
             self._breaks[f"{line_of(reason.user_stack)}: {str(reason.reason).splitlines()[0]}"] = None
 
-    def _warn(self, recorded: RecordedStep, schedule: Schedule) -> None:
-        """Say once what the pieces are, and how much of the step is planned."""
-        if self._records > 1:
-            return
+    def _warn(self, recorded: RecordedStep) -> None:
+        """Say what the pieces are, and how much of the step is planned."""
         outside_ms = sum(item.forward_ms + item.backward_ms for item in recorded.outside)
         kept_bytes = sum(item.kept_bytes for item in recorded.outside)
         share = max(0.0, 1 - outside_ms / max(1e-9, 1e3 * recorded.seconds))
@@ -392,8 +397,11 @@ class ModelInPieces:
         with capture_settings(), taken_apart(), called_instead_for_now(self._children):
             try:
                 output = self._compiled(*args, **kwargs)
-            except REFUSALS as error:
-                raise own_error(error) or explain(error) from error
+            except BaseException as error:
+                self.training.forward_fails()
+                if isinstance(error, REFUSALS):
+                    raise own_error(error) or explain(error) from error
+                raise
         self.training.forward_ends()
         return output
 
