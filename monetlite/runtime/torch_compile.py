@@ -201,6 +201,11 @@ def compile_options(given: Mapping[str, Any]) -> CompileOptions:
             "backend 'monetlite' needs a budget: torch.compile(model, backend='monetlite', "
             "options={'budget': '6GB'}), or options={'schedule': FILE} with a schedule file"
         )
+    if pricing.step_in_backward:
+        raise ModelError(
+            "a graph of torch.compile has parameters among its inputs, so step_in_backward can't be planned; "
+            "monetlite.within(model, budget=..., step_in_backward=True) plans it"
+        )
     return chosen
 
 

@@ -138,6 +138,7 @@ def test_a_budget_of_reserved_memory(tmp_path):
         ({"schedule": "zoo:nothing@1GB"}, "nothing"),
         ({"budget": "1GB", "colour": "red"}, "there is no option 'colour'; there are accumulate, budget"),
         ({"budget": "much"}, "much"),
+        ({"budget": "1GB", "optimizer": "adamw", "step_in_backward": True}, "monetlite.within"),
         ({"budget": 200, "device": "rtx-4090"}, "too small"),
     ],
 )
