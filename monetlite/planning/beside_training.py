@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from monetlite.core.child_processes import own_environment
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, MonetliteError
 from monetlite.core.graph import LOSS, OperatorGraph, ValueKind
@@ -202,7 +203,7 @@ class PlanningBesideTraining:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 cwd=folder,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+                env=own_environment(),
             )
         weakref.finalize(self, _end, self._process)
         if hasattr(os, "setpriority"):

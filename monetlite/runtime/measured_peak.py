@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from monetlite.core.announcing import tell
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.profiling.allocated import AllocatedGrowth
 from monetlite.profiling.step_additions import OPTIMIZERS
-from monetlite.runtime.announcing import tell
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.step_inputs import Arguments, device_of
@@ -32,7 +32,7 @@ class MeasuredPeak:
     def keep(self, step: CapturedStep) -> None:
         """Note the programs of the step that was captured last, in which nothing is measured."""
         self.drop()
-        self._step = step
+        self._step = None if self._told else step
 
     def step_begins(self, model: nn.Module, call: Arguments, schedule: Callable[[], Schedule | None]) -> None:
         """Measure a step, unless that was done, or none was captured yet.
@@ -42,17 +42,20 @@ class MeasuredPeak:
             schedule: gives the one that the step runs by, once it has begun.
         """
         self.drop()
-        if self._told or self._step is None:
+        if self._step is None:
             return
         device = device_of(model, tuple(call))
         left_bytes = self._left_bytes(model, call)
         growth = self._growth = AllocatedGrowth(device)
 
         def watch(what: str) -> None:
-            ended, by = growth.end() if what == "end" else None, schedule()
+            if what != "end":
+                return
+            ended, by = growth.end(), schedule()
+            self.drop()  # nothing of the call is kept
             if ended is None or by is None:
                 return
-            self._told = True
+            self._told, self._step = True, None
             before_bytes = growth.before_bytes
             if device != "cuda":
                 before_bytes = left_bytes + _resident_bytes(model, call, by)

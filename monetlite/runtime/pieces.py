@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
+from monetlite.core.announcing import planned, tell
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import IllegalSchedule, ModelError, TraceError
-from monetlite.core.graph import Resident, TensorSpec
+from monetlite.core.graph import AS_TRACED, Resident, TensorSpec
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.joining import JoinedStep, Piece, join
 from monetlite.core.options import PricingOptions, SolvingOptions
@@ -35,7 +36,6 @@ from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
 from monetlite.profiling.step_additions import with_additions
-from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.captured_piece import CapturedPiece
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
@@ -360,10 +360,12 @@ class PiecewiseTraining:
         share = max(0.0, 1 - outside_ms / max(1e-9, 1e3 * recorded.seconds))
         # TorchDynamo tells no reason with a graph that ends where a function is left out as a whole.
         reasons = [*self._breaks, *self._unplanned] or [str(self._reason).partition(". ")[0]]
+        of_whole_models = self._pricing.compile or self._pricing.layout not in (None, AS_TRACED)
+        ignored = " Layouts and compile=True are of whole models only." if of_whole_models else ""
         warnings.warn(
             f"{type(self._model).__name__} can't be captured whole. It trains in {len(recorded.planned)} pieces, "
             f"with {share:.0%} of the step's time planned; code between them runs as in plain training, and keeps "
-            f"{format_bytes(kept_bytes)}. whole=True refuses that. What ends pieces:{_listed(reasons)}",
+            f"{format_bytes(kept_bytes)}.{ignored} whole=True refuses that. What ends pieces:{_listed(reasons)}",
             stacklevel=6,
         )
 

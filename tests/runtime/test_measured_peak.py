@@ -2,6 +2,7 @@
 
 import os
 import re
+import weakref
 
 import pytest
 import torch
@@ -81,3 +82,20 @@ def test_smaller_inputs_are_said(caplog):
     ((planned, measured, smaller),) = told(caplog)
     assert smaller
     assert parse_budget(measured) < parse_budget(planned)
+
+
+@pytest.mark.parametrize("door", [monetlite.within, compiled])
+def test_it_keeps_nothing_of_the_step(door, caplog):
+    trained = door(
+        nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 4)), budget="100%", device="rtx-3090"
+    )
+    with caplog.at_level("INFO", logger="monetlite"):
+        for _ in range(5):
+            x = torch.randn(256, 64)
+            trained(x).sum().backward()
+            if told(caplog):
+                break
+    held = weakref.ref(x)
+    del x
+    assert told(caplog)
+    assert held() is None

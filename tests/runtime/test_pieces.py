@@ -112,13 +112,14 @@ def test_what_separates_the_pieces_is_told_once_and_whole_refuses():
     refusing = monetlite.within(copy.deepcopy(model), budget="100%", whole=True, **QUICK)
     with pytest.raises(TraceError, match=r"item\(\)"):
         refusing(x)
-    monetlite.within(model, budget="100%", **QUICK)
+    monetlite.within(model, budget="100%", layout="channels_last", tolerance=1e-5, **QUICK)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(5):
             model(x).sum().backward()
     (said,) = (str(item.message) for item in told if "can't be captured whole" in str(item.message))
     assert "It trains in 2 pieces" in said
+    assert "Layouts and compile=True are of whole models only" in said
     assert re.search(r"\d+% of the step's time planned", said)
     assert f"{__file__}:" in said
     assert ".item()" in said
