@@ -127,7 +127,8 @@ class CapturedStep:
     """
 
     def __init__(self, lower: Partition, compiler: Compiler) -> None:
-        self._lower, self._compiler = lower, compiler
+        self._lower: Partition | None = lower
+        self._compiler = compiler
         self._versions: list[Version] = []
         self.current: Version
         self.by_size: dict[tuple[int, ...], Version] = {}
@@ -144,7 +145,9 @@ class CapturedStep:
         self._tangents = sum(map(is_tangent, joint.graph.graph.nodes))
         inputs = joint.graph.graph.find_nodes(op="placeholder")
         self._sizes_at = list(map(inputs.index, input_sizes(joint.graph.graph).values()))
+        assert self._lower is not None
         forward, backward = self._lower(joint)
+        self._lower = None  # which may hold the tensors that the graph was captured with
         self.current = Version(0, _order(joint, backward))
         self._versions.append(self.current)
         return forward, backward

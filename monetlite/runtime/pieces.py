@@ -98,7 +98,8 @@ class PiecewiseTraining:
         reason: TraceError,
     ) -> None:
         self.schedule: Schedule | None = None
-        self._model, self._budget, self._wait, self._reason = model, budget, wait, reason
+        self._model, self._budget, self._wait = model, budget, wait
+        self._reason = TraceError(str(reason))  # without its frames, which hold the step's tensors
         self._pricing, self._solving = pricing, solving
         self._breaks: dict[str, None] = {}
         """Lines that end pieces, and why."""

@@ -92,10 +92,25 @@ def test_it_keeps_nothing_of_the_step(door, caplog):
     with caplog.at_level("INFO", logger="monetlite"):
         for _ in range(5):
             x = torch.randn(256, 64)
+            held = weakref.ref(x)
             trained(x).sum().backward()
-            if told(caplog):
-                break
-    held = weakref.ref(x)
-    del x
+            del x
+            assert held() is None
+            x = torch.randn(256, 64)
+            held, output = weakref.ref(x), trained(x)
+            del x, output  # a step that is left
+            assert held() is None
     assert told(caplog)
-    assert held() is None
+
+
+@pytest.mark.parametrize("door", [monetlite.within, compiled])
+def test_state_of_the_optimizer_counts(door, caplog):
+    layers = nn.Sequential(nn.Linear(256, 4096), nn.Tanh(), nn.Linear(4096, 256))
+    trained, x = door(layers, budget="100%", device="rtx-3090", optimizer="adamw"), torch.randn(64, 256)
+    with caplog.at_level("INFO", logger="monetlite"):
+        for _ in range(5):
+            trained(x).sum().backward()
+            layers.zero_grad()
+    ((planned, measured, _),) = told(caplog)
+    state = 2 * sum(item.nbytes for item in layers.parameters())
+    assert parse_budget(measured) == pytest.approx(parse_budget(planned), abs=state / 2)

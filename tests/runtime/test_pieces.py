@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import re
 import warnings
 import weakref
@@ -353,6 +354,18 @@ def test_a_step_that_is_left_after_its_forward_pass_holds_up_no_other_model():
     for seed in range(2):
         step(left, (x,), seed)
     assert monetlite.schedule_of(left) is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_no_step_s_tensors_are_kept():
+    model = monetlite.within(Fails(), budget="105%", **QUICK)
+    for _ in range(4):
+        x = torch.randn(64, 16)
+        held = weakref.ref(x)
+        model(x).sum().backward()
+        del x
+        gc.collect()
+        assert held() is None
 
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
