@@ -27,8 +27,6 @@ from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.operators.implementations import FUNCTIONS, PREFIX, TracedKernel, function, target_of
 
-TOLERANCE = 1e-5
-"""Of what Inductor computes: sums in another order, functions by other approximations, fused roundings."""
 REGION_CALLS = "monetlite_region_calls"
 """Key of a region's node's `meta`: its `RegionCall`s."""
 Over: TypeAlias = tuple[int, int]

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from monetlite.core.options import REORDERED_SUMS
 from monetlite.fx import storages
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.operators import is_random
 from monetlite.operators.regions import (
     REGION_CALLS,
-    TOLERANCE,
     RegionCall,
     compiled,
     moved_bytes,
@@ -276,16 +276,18 @@ class _Regions:
         if moved_bytes(program) < self._negligible_bytes:
             return
         args = tuple(new[item] for item in inputs)
-        yield RegionCall(name="compiled", run=compiled(program), args=args, tolerance=TOLERANCE)
+        yield RegionCall(name="compiled", run=compiled(program), args=args, tolerance=REORDERED_SUMS)
         if (over := over_first(program, args)) is not None:
             run = compiled(program, over)
-            yield RegionCall(name="compiled_inplace", run=run, args=args, tolerance=TOLERANCE, over=over)
+            yield RegionCall(name="compiled_inplace", run=run, args=args, tolerance=REORDERED_SUMS, over=over)
         if sources := self._sources(region):
             program, others = self._program(region, sources)
             if set(others) != set(inputs):
                 args = tuple(new[item] for item in others)
                 yield RegionCall(name="from_inputs", run=one_by_one(program), args=args)
-                yield RegionCall(name="compiled_from_inputs", run=compiled(program), args=args, tolerance=TOLERANCE)
+                yield RegionCall(
+                    name="compiled_from_inputs", run=compiled(program), args=args, tolerance=REORDERED_SUMS
+                )
 
     def _sources(self, region: _Region) -> list[_Region]:
         """The forward regions whose results a backward region reads."""
