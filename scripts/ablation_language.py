@@ -42,7 +42,7 @@ def chains(*words: str) -> Callable[[Implementation], bool]:
 
 
 @dataclass(frozen=True)
-class Way:
+class Ablation:
     """A layout, the outputs that are held, and the implementations that may run."""
 
     layout: str
@@ -50,13 +50,13 @@ class Way:
     allowed: Callable[[Implementation], bool] = lambda _: True
 
 
-WAYS = {
-    "all outputs held": Way(AS_TRACED, ALL_OUTPUTS),
-    "the loss alone": Way(AS_TRACED),
-    "+ loss in tiles": Way(TILED_LOSS),
-    "+ row chains, whole": Way(TILED_ROWS, allowed=chains("inplace")),
-    "+ row chains, products kept": Way(TILED_ROWS, allowed=chains("inplace", "products")),
-    "+ row chains in tiles": Way(TILED_ROWS),
+ABLATIONS = {
+    "all outputs held": Ablation(AS_TRACED, ALL_OUTPUTS),
+    "the loss alone": Ablation(AS_TRACED),
+    "+ loss in tiles": Ablation(TILED_LOSS),
+    "+ row chains, whole": Ablation(TILED_ROWS, allowed=chains("inplace")),
+    "+ row chains, products kept": Ablation(TILED_ROWS, allowed=chains("inplace", "products")),
+    "+ row chains in tiles": Ablation(TILED_ROWS),
 }
 
 
@@ -66,7 +66,7 @@ def rows_of(name: str, model: nn.Module, args: argparse.Namespace) -> Iterator[s
     inputs = {"input_ids": ids, "labels": ids}
     traced_for = {} if args.device == "cpu" else {"device": args.device}
     plain_bytes = 0
-    for title, way in WAYS.items():
+    for title, way in ABLATIONS.items():
         graph = monetlite.trace(model, inputs, layout=way.layout, outputs=way.outputs, **traced_for)
         profile = monetlite.profile(graph, args.device, tolerance=TOLERANCE).restricted(way.allowed)
         plain_bytes = plain_bytes or simulate(profile, plain_steps(profile.graph)).peak_bytes

@@ -85,7 +85,7 @@ class StepRecord:
         parameters: of the model.
 
     Raises:
-        RuntimeError: torch's profiler is in use.
+        RuntimeError: torch's profiler is in use, or another step is recorded.
     """
 
     def __init__(self, device: str, parameters: Iterable[torch.Tensor]) -> None:
@@ -196,9 +196,10 @@ class StepRecord:
                 self._runs[number], changed=frozenset(arguments), outputs_changed=bool(outputs)
             )
         self._seen = []
+        self._nodes = {}  # which would keep the step's activations alive if its backward pass never came
 
     def end(self) -> RecordedStep | None:
-        """The recorded step; None if it was disturbed."""
+        """The recorded step; None if it was disturbed, or had ended."""
         self._memory.mark("end")
         found = self._memory.end()
         for hook in self._hooks:
