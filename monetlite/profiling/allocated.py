@@ -6,55 +6,84 @@ Torch's profiler can't do this: it has to end on the thread that began it, and a
 import ctypes
 import threading
 import time
+import weakref
 from functools import cache
 from typing import Any
 
 import torch
 
-SAMPLING_SECONDS, MAX_SECONDS = 0.0005, 60.0
-"""Between two looks at the memory in use on a CPU, and for how long they go on."""
+SAMPLING_SECONDS, SAMPLING_SHARE = 0.0005, 0.2
+"""Time between two looks at the memory in use on a CPU, and the part of it that looking may take."""
+MAX_GAP_SECONDS, MAX_GAP_SHARE = 0.008, 0.1
+"""Time without a look after which looks were late: so much, or such a part of all, whichever is more."""
 
 
 class AllocatedGrowth:
-    """Growth of allocated memory from here on.
+    """Growth of allocated memory from here on, until it is told or nobody wants it any more.
 
     On CUDA the allocator counts it. On a CPU glibc is asked every half millisecond. With another C library, there
     are no figures. Of two records at a time on CUDA, only the later one is right.
 
     Attributes:
         before_bytes: allocated at the beginning, by the whole process.
+        was_late: True after the end if the machine was too busy to look in time: more may have been in use.
     """
 
     def __init__(self, device: str) -> None:
-        self._cuda = device == "cuda"
-        self._ended = threading.Event()
-        if self._cuda:
+        self._samples: _Samples | None = None
+        self.was_late = self._told = False
+        if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self.before_bytes = self._most_bytes = self._in_use() or 0
-        if not self._cuda and self.before_bytes:
-            threading.Thread(target=self._sample, daemon=True).start()
-
-    def _in_use(self) -> int | None:
-        if self._cuda:
-            stats = torch.cuda.memory_stats()
-            self._most_bytes = stats["requested_bytes.all.peak"]
-            return int(stats["requested_bytes.all.current"])
-        return allocated_bytes()
-
-    def _sample(self) -> None:
-        until = time.monotonic() + MAX_SECONDS
-        while not self._ended.wait(SAMPLING_SECONDS) and time.monotonic() < until:
-            self._most_bytes = max(self._most_bytes, self._in_use() or 0)
+            self.before_bytes = int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+            return
+        self.before_bytes = allocated_bytes() or 0
+        if self.before_bytes:
+            self._samples = _Samples(self.before_bytes)
+            weakref.finalize(self, self._samples.ended.set).atexit = False
+            threading.Thread(target=self._samples.take, daemon=True).start()
 
     def end(self) -> tuple[int, int] | None:
         """The growth in bytes until now, and the largest; None where it isn't known, or has been told."""
-        if self._ended.is_set():
+        told, self._told = self._told, True
+        if told or not self.before_bytes:
             return None
-        now = self._in_use()
-        self._ended.set()
-        if not now or not self.before_bytes:
-            return None
-        return now - self.before_bytes, max(now, self._most_bytes) - self.before_bytes
+        if self._samples is None:
+            stats = torch.cuda.memory_stats()
+            now, most = stats["requested_bytes.all.current"], stats["requested_bytes.all.peak"]
+            return now - self.before_bytes, most - self.before_bytes
+        now = self._samples.look()
+        self._samples.ended.set()
+        self.was_late = self._samples.were_late
+        return now - self.before_bytes, self._samples.most_bytes - self.before_bytes
+
+
+class _Samples:
+    """Looks at the memory in use, by a thread of their own."""
+
+    def __init__(self, before_bytes: int) -> None:
+        self.ended = threading.Event()
+        self.most_bytes = before_bytes
+        self._began = self._last = time.monotonic()
+        self._gap_seconds = 0.0
+
+    def take(self) -> None:
+        """Look again and again, until the end."""
+        pause_seconds = SAMPLING_SECONDS
+        while not self.ended.wait(pause_seconds):
+            began = time.thread_time()
+            self.look()
+            pause_seconds = max(SAMPLING_SECONDS, (time.thread_time() - began) / SAMPLING_SHARE)
+
+    def look(self) -> int:
+        """Note the memory in use, and return it."""
+        now_bytes, now = allocated_bytes() or 0, time.monotonic()
+        self.most_bytes = max(self.most_bytes, now_bytes)
+        self._gap_seconds, self._last = max(self._gap_seconds, now - self._last), now
+        return now_bytes
+
+    @property
+    def were_late(self) -> bool:
+        return self._gap_seconds > max(MAX_GAP_SECONDS, MAX_GAP_SHARE * (self._last - self._began))
 
 
 _MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

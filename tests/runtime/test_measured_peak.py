@@ -14,6 +14,8 @@ import monetlite
 from monetlite.core.units import parse_budget
 
 THOROUGH = "MONETLITE_THOROUGH" in os.environ
+MANY = 20
+"""Steps until the peak is told, at most: on a busy machine a measurement may be left out."""
 TOLD = re.compile(r"planned (.*?), measured (.*?)(, for smaller inputs than planned for)?$")
 
 
@@ -32,10 +34,12 @@ def test_it_is_the_planned_one(door, caplog):
     trained, x = door(layers, budget="100%", time_limit=2, optimizer="momentum"), torch.randn(1536, 64)
     optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3, momentum=0.9, foreach=False)
     with caplog.at_level("INFO", logger="monetlite"):
-        for _ in range(8):
+        for _ in range(MANY):
             F.cross_entropy(trained(x), torch.arange(len(x))).backward()
             optimizer.step()
             optimizer.zero_grad()
+            if told(caplog):
+                break
     ((planned, measured, smaller),) = told(caplog)
     assert parse_budget(measured) == pytest.approx(parse_budget(planned), rel=0.02)
     assert not smaller
@@ -48,7 +52,7 @@ def test_what_the_step_before_left_counts_where_it_is_freed_meanwhile(door, capl
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, bos_token_id=0, eos_token_id=1))
     trained, ids = door(model, budget="100%", time_limit=1, device="rtx-3090"), torch.randint(0, 2000, (8, 128))
     with caplog.at_level("INFO", logger="monetlite"):
-        for _ in range(5):
+        for _ in range(MANY):
             output = trained(input_ids=ids, labels=ids)
             model.zero_grad()
             output.loss.backward()
@@ -56,6 +60,8 @@ def test_what_the_step_before_left_counts_where_it_is_freed_meanwhile(door, capl
             with torch.no_grad():
                 trained(input_ids=ids, labels=ids)
             trained.train()
+            if told(caplog):
+                break
     ((planned, measured, smaller),) = told(caplog)
     assert parse_budget(measured) == pytest.approx(parse_budget(planned), rel=0.02)
     assert not smaller
