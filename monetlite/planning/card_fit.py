@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from monetlite.allocator import reserve
 from monetlite.core.choices import Choices
@@ -21,9 +20,6 @@ from monetlite.models.equal_layers import find_layers
 from monetlite.planning.advice import LOSS_FAMILIES, LeastPeak, Setting
 from monetlite.planning.model_steps import ModelSteps
 from monetlite.planning.size_costs import SizedStep, largest, telling_sizes
-
-if TYPE_CHECKING:
-    from monetlite.solving.incumbent import Solution
 
 GAPS_SHARE = 0.04
 """Part of a card that is left to gaps between tensors. Computed for language models: at most 3% of the peak."""
@@ -72,6 +68,11 @@ class CardMemory:
             gaps_bytes=gaps_bytes,
             budget_bytes=budget_bytes or left,
         )
+
+    @property
+    def left_bytes(self) -> int:
+        """Memory of the card beside CUDA and gaps."""
+        return self.total_bytes - self.context_bytes - self.gaps_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +298,7 @@ class _Search:
 
     def run(self, seconds: float, *, wanted: bool) -> tuple[FitSetting | None, FitSetting]:
         """The fastest schedule found within the budget, looked for if `wanted`, and the leanest one found."""
+        from monetlite.solving import solve_profile
         from monetlite.solving.annealing.compiling import is_cached
         from monetlite.solving.baselines import layer_checkpointing, sqrt_checkpointing
         from monetlite.solving.blocks.layer_plans import LayerPlans
@@ -318,18 +320,13 @@ class _Search:
             fitting += filter(None, [plans.within(self.budget_bytes) if wanted else None])
             known += filter(None, [plans.leanest(self.proven_bytes, lean_bytes)])
         if wanted and not fitting and not planned:
-            found = self._solved(self.budget_bytes, (1 - PLANS_SHARE) * seconds, known)
+            options = replace(self.solving, time_limit=max(MIN_SECONDS, seconds))
+            found = solve_profile(self.profile, self.budget_bytes, options, starts=known)
             fitting += filter(None, [found.steps])
             known += filter(None, [found.smallest_reached_steps])
         lean = min(map(self._way, [*known, *fitting]), key=lambda way: way.peak_bytes)
         ways = [way for way in map(self._way, [*known, *fitting]) if way.peak_bytes <= self.budget_bytes]
         return min(ways, key=lambda way: way.latency_ms, default=None), lean
-
-    def _solved(self, budget_bytes: int, seconds: float, starts: Sequence[tuple[Step, ...]]) -> "Solution":
-        from monetlite.solving import solve_profile
-
-        options = replace(self.solving, time_limit=max(MIN_SECONDS, seconds))
-        return solve_profile(self.profile, budget_bytes, options, starts=starts)
 
     def _way(self, steps: tuple[Step, ...]) -> FitSetting:
         return FitSetting(tolerance=self.tolerance, profile=self.profile, steps=steps)
