@@ -223,9 +223,10 @@ def fit_card(
     plain = FitSetting(profile=exact, steps=plain_steps(exact.graph))
     tell("trying settings of checkpointing")
     checkpointed = _checkpointed(exact, path, card.budget_bytes)
-    searches = [_Search(exact, 0.0, path, solving, card.budget_bytes)]
+    every = checkpointed.every if checkpointed else 1
+    searches = [_Search(exact, 0.0, path, every, solving, card.budget_bytes)]
     if tolerant is not None:
-        searches.append(_Search(tolerant, REORDERED_SUMS, path, solving, card.budget_bytes))
+        searches.append(_Search(tolerant, REORDERED_SUMS, path, every, solving, card.budget_bytes))
     seconds = solving.time_limit / max(1, sum(search.possible for search in searches))
     plain_fits = plain.peak_bytes <= card.budget_bytes
     planned, lean = [], [way for way in (plain, checkpointed) if way]
@@ -280,15 +281,21 @@ def _checkpointed(profile: Profile, path: str | None, budget_bytes: int) -> FitS
 
 
 class _Search:
-    """Schedules of one layout of the step."""
+    """Schedules of one layout of the step, never slower than the setting `every` of checkpointing layers."""
 
     def __init__(
-        self, profile: Profile, tolerance: float, path: str | None, solving: SolvingOptions, budget_bytes: int
+        self,
+        profile: Profile,
+        tolerance: float,
+        path: str | None,
+        every: int,
+        solving: SolvingOptions,
+        budget_bytes: int,
     ) -> None:
         from monetlite.solving.bounding.peak_bound import smallest_budget_bound
         from monetlite.solving.problem import Problem
 
-        self.profile, self.tolerance, self.path = profile, tolerance, path
+        self.profile, self.tolerance, self.path, self.every = profile, tolerance, path, every
         self.solving, self.budget_bytes = replace(solving, tolerance=tolerance), budget_bytes
         self.proven_bytes = smallest_budget_bound(Problem.of(profile))
 
@@ -300,11 +307,11 @@ class _Search:
         """The fastest schedule found within the budget, looked for if `wanted`, and the leanest one found."""
         from monetlite.solving import solve_profile
         from monetlite.solving.annealing.compiling import is_cached
-        from monetlite.solving.baselines import layer_checkpointing, sqrt_checkpointing
+        from monetlite.solving.baselines import sqrt_checkpointing
         from monetlite.solving.blocks.layer_plans import LayerPlans
 
         known = [sqrt_checkpointing(self.profile)]
-        known += [] if self.path is None else [layer_checkpointing(self.profile, self.path)]
+        known += [way.steps for way in layer_ways(self.profile, self.path, sorted({1, self.every}))]
         lean_bytes = min(self._way(steps).peak_bytes for steps in known)
         fitting: list[tuple[Step, ...]] = []
         planned = False

@@ -94,6 +94,9 @@ def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_pa
     assert found["plain_peak_bytes"] == tight["ways"][0]["peak_bytes"]
     assert found["plain_latency_ms"] == pytest.approx(tight["ways"][0]["latency_ms"])
     assert fastest["latency_ms"] <= 1.1 * found["latency_ms"]
+    checkpointed, *planned = tight["ways"][1:]
+    assert planned
+    assert all(way["latency_ms"] <= checkpointed["latency_ms"] for way in planned if checkpointed["fits"])
 
 
 def test_the_largest_batch_is_the_largest(roomy, folder):
