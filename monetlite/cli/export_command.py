@@ -57,11 +57,17 @@ def export_command(
     if output.suffix != ".py" or not output.stem.isidentifier() or iskeyword(output.stem):
         raise click.UsageError(f"{output} can't be imported; name a Python file, such as plan.py")
     check_writable(output)
-    priced_for = device or load_schedule(schedule).device
+    known = load_schedule(schedule)
+    priced_for = device or known.device
     if priced_for not in MEASURED_HERE:
         raise DeviceError(
             f"{schedule} is for {priced_for}, at estimated costs. A plan is made on the machine that "
             "trains: PyTorch's own operators are recorded and measured there. There, add --device cuda or cpu"
+        )
+    if target == COMPILE and (known.optimizer or known.accumulate or known.autocast):
+        raise ModelError(
+            "a plan for torch.compile counts no optimizer and no earlier gradients, and is made without autocast; "
+            "solve a schedule without these, with that much less budget"
         )
     opened = open_schedule(schedule, choice, device, terminal)
     import torch
@@ -99,11 +105,6 @@ def _export_compiled(terminal: Terminal, opened: OpenedSchedule, solved: Schedul
     from monetlite.core.units import format_bytes
     from monetlite.exporting.compiled_plan import compile_plan, compiled_facts, compiled_text
 
-    if solved.optimizer or solved.accumulate or solved.autocast:
-        raise ModelError(
-            "a plan for torch.compile counts no optimizer and no earlier gradients, and is made without autocast; "
-            "solve a schedule without these, with that much less budget"
-        )
     built = opened.built
     with terminal.line("compiling up to torch's partitioner"):
         plan = compile_plan(

@@ -110,6 +110,16 @@ def test_costs_of_another_machine_are_refused(folder):
     assert "on the machine that trains" in refused.output
 
 
+def test_a_plan_for_torch_compile_counts_no_optimizer(folder):
+    """The refusal comes before anything is measured."""
+    known = monetlite.load_schedule(folder / "own.yaml")
+    replace(known, optimizer="adamw").save(folder / "adamw.yaml")
+    found = run("export", folder / "adamw.yaml", "--to", "torch-compile", "--output", folder / "compiled.py")
+    assert found.exit_code == 2
+    assert "counts no optimizer" in found.stderr
+    assert "measuring" not in found.stderr
+
+
 @pytest.mark.parametrize("target", Target)
 def test_a_file_has_literals_and_functions_alone_whatever_names_say(target):
     model, inputs = transformer()
