@@ -216,8 +216,8 @@ def fit_card(
     """
     tell = progress or (lambda text: None)
     tell("tracing")
+    path = find_layers(model.built.model)  # before some of them are left out
     profiles = model.priced()
-    path = find_layers(model.built.model)
     exact = profiles[AS_TRACED].within(0.0)
     tolerant = None if exact_only else profiles.get(TILED_LOSS)
     plain = FitSetting(profile=exact, steps=plain_steps(exact.graph))
