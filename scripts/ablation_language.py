@@ -3,7 +3,7 @@
     python scripts/ablation_language.py [--models llama qwen3 gemma2 t5 long] [--percent 60 50 40] [--device cpu]
         [--batch 4] [--length 256] [--time-limit 10] [--output FILE.md]
 
-The models are those of `bench_language.py`. Each choice is solved for the smallest peak, and for budgets in percent of
+The models are those of `bench_language.py`. Each ablation is solved for the smallest peak, and for budgets in percent of
 plain training's peak. On the CPU costs are measured, and each schedule's peak is, too, beside the predicted one.
 """
 
@@ -40,7 +40,7 @@ def chains(*words: str) -> Callable[[Implementation], bool]:
 
 
 @dataclass(frozen=True)
-class LimitedChoice:
+class Ablation:
     """A layout, the outputs that are held, and the implementations that may run."""
 
     layout: str
@@ -48,13 +48,13 @@ class LimitedChoice:
     allowed: Callable[[Implementation], bool] = lambda _: True
 
 
-CHOICES = {
-    "all outputs held": LimitedChoice(AS_TRACED, ALL_OUTPUTS),
-    "the loss alone": LimitedChoice(AS_TRACED),
-    "+ loss in tiles": LimitedChoice(TILED_LOSS),
-    "+ row chains, whole": LimitedChoice(TILED_ROWS, allowed=chains("inplace")),
-    "+ row chains, products kept": LimitedChoice(TILED_ROWS, allowed=chains("inplace", "products")),
-    "+ row chains in tiles": LimitedChoice(TILED_ROWS),
+ABLATIONS = {
+    "all outputs held": Ablation(AS_TRACED, ALL_OUTPUTS),
+    "the loss alone": Ablation(AS_TRACED),
+    "+ loss in tiles": Ablation(TILED_LOSS),
+    "+ row chains, whole": Ablation(TILED_ROWS, allowed=chains("inplace")),
+    "+ row chains, products kept": Ablation(TILED_ROWS, allowed=chains("inplace", "products")),
+    "+ row chains in tiles": Ablation(TILED_ROWS),
 }
 
 
@@ -64,9 +64,9 @@ def rows_of(name: str, model: nn.Module, args: argparse.Namespace) -> Iterator[s
     inputs = {"input_ids": ids, "labels": ids}
     traced_for = {} if args.device == "cpu" else {"device": args.device}
     plain_bytes = 0
-    for title, choice in CHOICES.items():
-        graph = monetlite.trace(model, inputs, layout=choice.layout, outputs=choice.outputs, **traced_for)
-        profile = monetlite.profile(graph, args.device, tolerance=TOLERANCE).restricted(choice.allowed)
+    for title, ablation in ABLATIONS.items():
+        graph = monetlite.trace(model, inputs, layout=ablation.layout, outputs=ablation.outputs, **traced_for)
+        profile = monetlite.profile(graph, args.device, tolerance=TOLERANCE).restricted(ablation.allowed)
         plain_bytes = plain_bytes or simulate(profile, plain_steps(profile.graph)).peak_bytes
         cells = [f"{smallest(profile, args) / 1e6:.1f} MB"]
         for percent in args.percent:

@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 import monetlite
 import monetlite.tracing
-from monetlite.fx.torch_internals.torch_profiler import is_profiling
 from monetlite.profiling import meters
 from monetlite.solving.annealing import compiling
 
@@ -115,14 +114,6 @@ def work_folder(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def _fresh_random_numbers():
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _end_records():
-    """A model in pieces that is left within its recorded step leaves torch's profiler on."""
-    yield
-    if is_profiling():
-        torch.autograd._disable_profiler()
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,8 @@ Each piece has its own autograd node. So its operators are re-run in its own bac
 it hands on stays in memory until the code behind it has been through its backward part.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from monetlite.core.costs import Cost, Profile
@@ -37,6 +38,9 @@ class OutsideCode:
         kept_bytes: memory that it holds from its forward to its backward part.
         forward_bytes, backward_bytes: most memory of each part, beyond what is in use when it begins.
         gradient_bytes: gradients of parameters that its backward part makes.
+        released_bytes: memory kept by earlier code outside that it lets go before its backward part, as when the
+            forward pass ends.
+        freed_output_bytes: outputs of the piece before it that go in its backward part.
         backward_change_bytes: memory in use after its backward part, less that before.
         forward_ms, backward_ms: time of each part.
     """
@@ -45,6 +49,8 @@ class OutsideCode:
     forward_bytes: int = 0
     backward_bytes: int = 0
     gradient_bytes: int = 0
+    released_bytes: int = 0
+    freed_output_bytes: int = 0
     backward_change_bytes: int = 0
     forward_ms: float = 0.0
     backward_ms: float = 0.0
@@ -58,12 +64,16 @@ class Piece:
         profile: of its graph.
         handed_back: gradients of its inputs that are no parameters, and for each the number of the code outside
             that takes it.
+        held: outputs that somebody holds when the backward part has ended, as the caller does.
+        gone: outputs that are gone when the backward pass begins, by the plans of all pieces.
         once: operators that read what code outside changes later, so that they can't be run again.
         avoided: (operator, name) of implementations that read such a value in the backward part.
     """
 
     profile: Profile
     handed_back: Mapping[int, int]
+    held: frozenset[int] = frozenset()
+    gone: frozenset[int] = frozenset()
     once: frozenset[int] = frozenset()
     avoided: frozenset[tuple[int, str]] = frozenset()
 
@@ -133,6 +143,7 @@ def join(
     *,
     resident: Resident,
     inputs: Mapping[str, TensorSpec],
+    keeps_gradients: bool = False,
 ) -> JoinedStep:
     """Join pieces, in the order of their forward parts, to one step.
 
@@ -141,13 +152,15 @@ def join(
         pieces: at least one.
         outside: of the code before each piece, and after the last.
         resident, inputs: of the whole step.
+        keeps_gradients: autograd keeps gradients of a piece's outputs until its backward part ends, if that is one
+            autograd node.
     """
-    return _Joiner(pieces, outside).joined(name, resident, inputs)
+    return _Joiner(pieces, outside, keeps_gradients).joined(name, resident, inputs)
 
 
 class _Joiner:
-    def __init__(self, pieces: Sequence[Piece], outside: Sequence[OutsideCode]) -> None:
-        self.pieces, self.outside = pieces, outside
+    def __init__(self, pieces: Sequence[Piece], outside: Sequence[OutsideCode], keeps_gradients: bool) -> None:
+        self.pieces, self.outside, self.keeps_gradients = pieces, outside, keeps_gradients
         self.operators: list[Operator] = []
         self.costs: list[tuple[Cost, ...]] = []
         self.origin: list[tuple[int, int] | None] = []
@@ -156,19 +169,21 @@ class _Joiner:
         """Position of each piece's values among all."""
         for number, piece in enumerate(pieces):
             self.first.append(len(self.values))
-            last = number == len(pieces) - 1
             for index, value in enumerate(piece.profile.graph.values):
                 kind = value.kind
-                if kind is ValueKind.TANGENT and len(pieces) > 1:
+                if kind is ValueKind.TANGENT or index in piece.handed_back:
                     kind = ValueKind.GRADIENT
-                elif kind is ValueKind.OUTPUT and not last:
+                elif kind is ValueKind.OUTPUT and index not in piece.held:
                     kind = ValueKind.ACTIVATION
-                if index in piece.handed_back:
-                    kind = ValueKind.GRADIENT
                 self.values.append(replace(value, name=_named(number, value.name), kind=kind))
+        released = _latest([of.kept_bytes for of in outside], outside[-1].released_bytes)
         self.kept = [
-            self._value(f"outside {number}: kept", of.kept_bytes, ValueKind.ACTIVATION)
+            self._value(f"outside {number}: kept", of.kept_bytes - released[number], ValueKind.ACTIVATION)
             for number, of in enumerate(outside)
+        ]
+        self.released = [
+            self._value(f"outside {number}: until the forward pass ends", size, ValueKind.ACTIVATION)
+            for number, size in enumerate(released)
         ]
         self.gradients = [
             self._value(f"outside {number}: gradients of weights", of.gradient_bytes, ValueKind.PARAM_GRAD)
@@ -181,7 +196,9 @@ class _Joiner:
         for number, of in enumerate(self.outside):
             workspace_bytes = max(0, of.forward_bytes - of.kept_bytes)
             cost = Cost(latency_ms=of.forward_ms, workspace_bytes=workspace_bytes)
-            self._add_outside(f"outside {number}", cost, Phase.FORWARD, writes=(self.kept[number],))
+            self._add_outside(
+                f"outside {number}", cost, Phase.FORWARD, writes=(self.kept[number], self.released[number])
+            )
             if number < len(self.pieces):
                 self._add(number, Phase.FORWARD)
         for number in reversed(range(len(self.pieces))):
@@ -221,7 +238,7 @@ class _Joiner:
     def _add(self, number: int, phase: Phase) -> None:
         """Add one part of a piece; the code behind it stands where its loss does."""
         profile = self.pieces[number].profile
-        graph, last_piece = profile.graph, number == len(self.pieces) - 1
+        graph = profile.graph
         deliveries = sum(operator.family == DELIVERY for operator in graph.operators)
         tangents = [index for index, value in enumerate(graph.values) if value.kind is ValueKind.TANGENT]
         handed_on = {index for index, value in enumerate(graph.values) if value.kind is ValueKind.OUTPUT}
@@ -229,13 +246,12 @@ class _Joiner:
             if operator.phase is not phase:
                 continue
             ways = tuple(self._moved(number, item) for item in operator.implementations)
-            once = index in self.pieces[number].once
-            once |= not last_piece and not handed_on.isdisjoint(operator.writes)
+            once = index in self.pieces[number].once or not handed_on.isdisjoint(operator.writes)
             if operator.family == LOSS:
                 ways = (self._behind(number, ways[0]),)
                 costs = (self._cost_behind(number, ways[0]),)
-            elif index == len(graph.operators) - 1 and deliveries < 2:
-                # Autograd holds the incoming gradients while a node runs. One of a chain of nodes returns at once.
+            elif index == len(graph.operators) - 1 and deliveries < 2 and self.keeps_gradients:
+                # The first of a chain of nodes returns at once.
                 held = tuple(value + self.first[number] for value in tangents)
                 ways = tuple(replace(item, reads=tuple(sorted({*item.reads, *held}))) for item in ways)
             self.operators.append(
@@ -258,15 +274,22 @@ class _Joiner:
     def _behind(self, number: int, loss: Implementation) -> Implementation:
         """The backward part of the code behind a piece: it takes gradients of the pieces after it."""
         given_back = self._given_back(number + 1)
-        left_bytes = sum(self.values[value].size_bytes for value in loss.writes)
+        left_bytes = self._size(loss.writes)
         overwrites = []
         for value in given_back:  # autograd hands them on, mostly
             if self.values[value].size_bytes <= left_bytes:
                 left_bytes -= self.values[value].size_bytes
                 overwrites.append(value)
-        of, freed_bytes = self.outside[number + 1], sum(self.values[value].size_bytes for value in given_back)
-        new_bytes = of.gradient_bytes + sum(self.values[value].size_bytes for value in loss.writes)
-        left_bytes = of.backward_change_bytes + of.kept_bytes + freed_bytes - new_bytes
+        of, kept = self.outside[number + 1], self.kept[number + 1]
+        outputs, let_go = set(loss.reads), list[int]()
+        gone = [[value + by for value in of.gone] for by, of in zip(self.first, self.pieces, strict=True)]
+        if number == len(self.pieces) - 1:  # the forward pass ends
+            let_go = [*itertools.chain.from_iterable(gone[:-1]), *self.released]
+        else:
+            outputs.difference_update(gone[number])
+        freed_bytes = of.freed_output_bytes + self._size([kept, *given_back, *let_go])
+        new_bytes = of.gradient_bytes + self._size(loss.writes)
+        left_bytes = of.backward_change_bytes + freed_bytes - new_bytes
         taken = []
         for value in self.left:
             if 0 < self.values[value].size_bytes <= -left_bytes:
@@ -276,16 +299,17 @@ class _Joiner:
         self.left.append(self._value(f"outside {number + 1}: left", max(0, left_bytes), ValueKind.GRADIENT))
         return replace(
             loss,
-            reads=tuple(sorted({*loss.reads, *given_back, *taken, self.kept[number + 1]})),
+            reads=tuple(sorted({*outputs, *given_back, *taken, *let_go, kept})),
             writes=(*loss.writes, self.gradients[number + 1], self.left[-1]),
             overwrites=tuple(overwrites),
         )
 
+    def _size(self, values: Iterable[int]) -> int:
+        return sum(self.values[value].size_bytes for value in values)
+
     def _cost_behind(self, number: int, loss: Implementation) -> Cost:
         of = self.outside[number + 1]
-        new_bytes = sum(self.values[value].size_bytes for value in loss.writes)
-        taken_bytes = sum(self.values[value].size_bytes for value in loss.overwrites)
-        workspace_bytes = max(0, of.backward_bytes - new_bytes + taken_bytes)
+        workspace_bytes = max(0, of.backward_bytes - self._size(loss.writes) + self._size(loss.overwrites))
         return Cost(latency_ms=of.backward_ms, workspace_bytes=workspace_bytes)
 
     def _given_back(self, outside: int) -> list[int]:
@@ -307,6 +331,15 @@ class _Joiner:
             call=None,
             again=None,
         )
+
+
+def _latest(sizes: Sequence[int], total: int) -> list[int]:
+    """Parts of sizes that are a total together, the last ones first."""
+    parts = []
+    for size in reversed(sizes):
+        parts.append(min(size, total))
+        total -= parts[-1]
+    return parts[::-1]
 
 
 _AVOIDED = Cost(latency_ms=1e9, workspace_bytes=0)

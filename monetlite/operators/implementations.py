@@ -17,6 +17,8 @@ from monetlite.core.graph import Argument, Call, Implementation, TensorRef, Tens
 
 PREFIX = "monetlite."
 """Namespace of our own functions in calls."""
+MIN_TILE_ROWS = 32
+"""Rows of the smallest tile."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

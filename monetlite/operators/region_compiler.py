@@ -9,37 +9,38 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from monetlite.core.announcing import tell
+from monetlite.core.child_processes import own_environment
 from monetlite.fx.torch_internals.torch_inductor import cache_folder
 from monetlite.operators.regions import TEXTS, compile_text
 
 PROCESSES = 2
+DONE = "done\n"
 _COMMAND = "from monetlite.operators.region_compiler import serve; serve()"
 
 
-def compile_ahead(targets: Iterable[str], progress: Callable[[int, int], None] | None = None) -> None:
-    """Compile the regions among some targets of calls, unless there are too few for that to pay.
+def compile_ahead(targets: Iterable[str]) -> None:
+    """Compile the regions among some targets of calls, unless there are too few for that to pay; tell of it.
 
     Those that are in the cache are left out. One that can't be compiled is left for its first call, which raises
     the error.
-
-    Args:
-        progress: called with (regions compiled, regions in all).
     """
     texts = [TEXTS[target] for target in dict.fromkeys(targets) if target in TEXTS]
     texts = [text for text in texts if _is_for_cpu(text) and not _marker(text).exists()]
     if len(texts) <= PROCESSES:
         return
+    tell(f"compiling {len(texts)} regions in {PROCESSES} processes")
+    began = time.monotonic()
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(_process(texts[number::PROCESSES])) for number in range(PROCESSES)]
-        # They compile side by side; their answers are counted one after another.
-        for done, _ in enumerate(_answers(processes), start=1):
-            if progress is not None:
-                progress(done, len(texts))
+        done = sum(line == DONE for process in processes for line in _lines(process))
+    tell(f"compiled {done} of {len(texts)} regions in {time.monotonic() - began:.0f} s")
 
 
 def _is_for_cpu(text: str) -> bool:
@@ -61,6 +62,7 @@ def _process(texts: Sequence[str]) -> "Iterator[subprocess.Popen[str]]":
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=own_environment(),
     )
     try:
         assert process.stdin is not None
@@ -73,15 +75,14 @@ def _process(texts: Sequence[str]) -> "Iterator[subprocess.Popen[str]]":
         process.wait()
 
 
-def _answers(processes: Sequence["subprocess.Popen[str]"]) -> Iterator[str]:
-    """Lines that processes write, until all have ended."""
-    for process in processes:
-        assert process.stdout is not None
-        yield from process.stdout
+def _lines(process: "subprocess.Popen[str]") -> Iterator[str]:
+    """Lines that a process writes, until it has ended."""
+    assert process.stdout is not None
+    yield from process.stdout
 
 
 def serve() -> None:
-    """Compile the regions that come on the standard input, and write a line for each."""
+    """Compile the regions that come on the standard input, and write a line for each that could be compiled."""
     work = json.load(sys.stdin)
     torch.set_num_threads(work["threads"])
     for text in work["texts"]:
@@ -90,5 +91,5 @@ def serve() -> None:
             marker = _marker(text)
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.touch()
-        sys.stdout.write("done\n")
-        sys.stdout.flush()
+            sys.stdout.write(DONE)
+            sys.stdout.flush()

@@ -22,13 +22,13 @@ from monetlite.core.graph import Implementation, TensorRef, TorchConstant
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import decode_argument, encode_arguments, spec_of
 from monetlite.fx.direct_calls import as_function
+from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
+from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.operators.implementations import FUNCTIONS, PREFIX, TracedKernel, function, target_of
 
-TOLERANCE = 1e-5
-"""Of what Inductor computes: sums in another order, functions by other approximations, fused roundings."""
-WAYS = "monetlite_ways"
-"""Key of a region's node's `meta`: its `Way`s."""
+REGION_CALLS = "monetlite_region_calls"
+"""Key of a region's node's `meta`: its `RegionCall`s."""
 Over: TypeAlias = tuple[int, int]
 """Positions of a result and of the argument that it overwrites."""
 TEXTS: dict[str, str] = {}
@@ -37,8 +37,8 @@ _ITEM = "item"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """One way to run a region, beside the default.
+class RegionCall:
+    """A call that runs a region in place of the default one.
 
     Attributes:
         name: of the implementation.
@@ -55,30 +55,33 @@ class Way:
     over: Over | None = None
 
 
-def implement(kernel: TracedKernel, way: Way, args: tuple[TensorRef, ...]) -> Implementation | None:
-    """The implementation of a region's kernel that a way is; None if it can't overwrite what it would."""
+def implement(kernel: TracedKernel, call: RegionCall, args: tuple[TensorRef, ...]) -> Implementation | None:
+    """The implementation of a region's kernel by a call; None if it can't overwrite what it would."""
     overwrites: tuple[int, ...] = ()
-    if way.over is not None:
-        result, position = way.over
+    if call.over is not None:
+        result, position = call.over
         source, written = args[position].value, kernel.default.writes[result]
         if source is None or kernel.values[source].held:
             return None
         if kernel.values[source].size_bytes != kernel.values[written].size_bytes:
             return None
         overwrites = (source,)
-    return kernel.implement(way.name, way.run, args=args, tolerance=way.tolerance, overwrites=overwrites)
+    return kernel.implement(call.name, call.run, args=args, tolerance=call.tolerance, overwrites=overwrites)
 
 
 def one_by_one(program: fx.GraphModule) -> Callable[..., Any]:
     """The registered function that runs a region's operators in order, each value freed after its last use."""
     kernels = [node for node in program.graph.nodes if storages.is_kernel(node)]
     moved = sum(_bytes(item) for node in kernels for item in (*node.all_input_nodes, *storages.results(node)))
-    costing = {
-        "passes": moved / max(1, moved_bytes(program)),
-        "launches": lambda _: len(kernels),
-        "workspace_bytes": lambda _: _inner_bytes(program),
-    }
-    return _registered("region", described(program), lambda: as_function(_copied(program)), **costing)
+    count, inner_bytes, kept = len(kernels), _inner_bytes(program), _copied(program)
+    return _registered(
+        "region",
+        described(program),
+        lambda: as_function(kept),
+        passes=moved / max(1, moved_bytes(program)),
+        launches=lambda _: count,
+        workspace_bytes=lambda _: inner_bytes,
+    )
 
 
 def compiled(program: fx.GraphModule, over: Over | None = None) -> Callable[..., Any]:
@@ -209,9 +212,17 @@ def _layout(node: fx.Node) -> tuple[list[int], list[int], str, str]:
 
 
 def _copied(program: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose captured tensors keep nothing of the capture alive: their shapes and strides are enough."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
-    return fx.GraphModule(program, graph)
+    with without_modes():
+        for node in graph.nodes:
+            node.meta = {"val": pytree.tree_map_only(Tensor, _without_capture, node.meta.get("val"))}
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _without_capture(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def moved_bytes(program: fx.GraphModule) -> int:

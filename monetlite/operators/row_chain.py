@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from monetlite.core.graph import Call, Implementation, TensorRef, TensorSpec, ValueKind
+from monetlite.core.options import REORDERED_SUMS
 from monetlite.fx.torch_internals.torch_dispatch import named_operator
-from monetlite.operators.implementations import TracedKernel, alternatives_for, function, slices
+from monetlite.operators.implementations import MIN_TILE_ROWS, TracedKernel, alternatives_for, function, slices
 from monetlite.operators.traits import traits_of
 
 TILES, PRODUCT_TILES = (2, 4, 8), (4,)
 """Tiles of chains that make everything again, and of those that keep their products."""
-MIN_TILE_ROWS = 32
-TOLERANCE = 1e-5
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 """Of a row and a matrix."""
 OUTER, SUM = "outer", "sum"
@@ -381,7 +380,7 @@ def _without(rows: Any, left_out: set[int]) -> Any:
 
 
 def _offered(kernel: TracedKernel, name: str, args: Any, outputs: Any) -> Implementation:
-    tolerance = TOLERANCE if args[5] > 1 else 0.0
+    tolerance = REORDERED_SUMS if args[5] > 1 else 0.0
     return kernel.implement(name, args=args, outputs=outputs, tolerance=tolerance)
 
 

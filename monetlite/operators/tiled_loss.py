@@ -16,12 +16,18 @@ from torch import Tensor
 
 from monetlite.core.graph import Argument, Call, Implementation
 from monetlite.operators.cross_entropy import cross_entropy_backward_
-from monetlite.operators.implementations import TracedKernel, alternatives_for, function, slices, tensor_at
+from monetlite.operators.implementations import (
+    MIN_TILE_ROWS,
+    TracedKernel,
+    alternatives_for,
+    function,
+    slices,
+    tensor_at,
+)
 
 MEAN, SUM = 1, 2
 """Reductions of a loss, by torch's numbers."""
 TILES = (2, 4, 8, 16, 32, 64)
-MIN_TILE_ROWS = 32
 BY_CLASS, BY_FEATURE = "by_class", "by_feature"
 """Orders of a weight's gradient: (classes, features), or (features, classes)."""
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from monetlite.core.child_processes import own_environment
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, MonetliteError
 from monetlite.core.graph import LOSS, OperatorGraph, ValueKind
@@ -32,7 +33,7 @@ from monetlite.core.units import parse_budget
 from monetlite.planning.budgets import solve_layouts
 from monetlite.planning.pipeline import measured_here, price
 from monetlite.profiling.measured import Measurement
-from monetlite.profiling.memory_use import is_profiling
+from monetlite.profiling.memory_use import may_profile
 from monetlite.profiling.step_additions import with_additions
 
 ROUGH_SECONDS = 2.5
@@ -139,7 +140,7 @@ class PlanningBesideTraining:
             self._start()
             return None
         self._credit_seconds += seconds
-        if self._credit_seconds > 0 and not is_profiling():
+        if self._credit_seconds > 0 and may_profile():
             began = time.monotonic()
             try:
                 self._measure(self._credit_seconds)
@@ -202,7 +203,7 @@ class PlanningBesideTraining:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 cwd=folder,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+                env=own_environment(),
             )
         weakref.finalize(self, _end, self._process)
         if hasattr(os, "setpriority"):

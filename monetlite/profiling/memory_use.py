@@ -10,7 +10,9 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,21 +82,34 @@ def running_totals(function: Callable[[], Any]) -> list[int]:
 class MemoryRecord:
     """Memory of a stretch of a program between marks. Begins when it is made, on this thread.
 
+    It also ends, unread, when it is collected, when the process exits (which would crash while torch's profiler is
+    on), and where `may_profile` finds it to be left.
+
     Raises:
-        RuntimeError: torch's profiler is in use.
+        RuntimeError: torch's profiler is in use, or another record is open.
     """
 
     def __init__(self, device: str) -> None:
-        if is_profiling():
+        if not may_profile():
             raise RuntimeError("torch's profiler is on")
         self._profiler = _started_profiler() if device == "cpu" else None
+        self._thread = threading.get_ident()
+        self._stopped = weakref.finalize(self, _stop_in_thread, self._profiler, self._thread)
         self._marks: list[MemoryMark] = []
         self._times: list[float] = []
+        self.awaited = False  # somebody else wants to profile
+        _recording.record = weakref.ref(self)
         if self._profiler is None:
             torch.cuda.reset_peak_memory_stats()
 
+    @property
+    def is_open(self) -> bool:
+        return bool(self._stopped.alive)
+
     def mark(self, name: str) -> None:
-        """Set a mark."""
+        """Set a mark; none where it has ended."""
+        if not self.is_open:
+            return
         self._times.append(time.perf_counter())
         if self._profiler is not None:
             with torch.profiler.record_function(f"{_MARK}{name}"):
@@ -106,10 +121,11 @@ class MemoryRecord:
         torch.cuda.reset_peak_memory_stats()
 
     def end(self) -> "list[MemoryMark]":
-        """End it, and return the marks in order; none if somebody else's profiler disturbed it."""
+        """End it, and return the marks in order; none if it had ended, or somebody else's profiler disturbed it."""
+        if self._stopped() is None or self._thread != threading.get_ident():
+            return []
         if self._profiler is None:
             return self._marks
-        _stop(self._profiler)
         peak = live = 0
         for name, total in _totals(marked_allocations(self._profiler, _MARK)):
             if not name:
@@ -133,6 +149,33 @@ class MemoryMark:
     live_bytes: int
     peak_bytes: int
     seconds: float
+
+
+_recording = threading.local()
+"""`record`: the last record that was made on this thread, weakly."""
+
+
+def may_profile() -> bool:
+    """True if no profiler of torch is on in this thread, and no record open.
+
+    A record has the time until somebody asks again. A step that is still recorded then was left before its end, or
+    has had its turn, and its record ends.
+    """
+    found: Callable[[], MemoryRecord | None] = getattr(_recording, "record", lambda: None)
+    record = found()
+    if record is not None and record.is_open:
+        if not record.awaited:
+            record.awaited = True
+            return False
+        record.end()
+    return not is_profiling()
+
+
+def _stop_in_thread(profiler: Any, thread: int) -> bool:
+    """Stop a profiler in the thread that started it; it can't be stopped in another."""
+    if profiler is not None and thread == threading.get_ident():
+        _stop(profiler)
+    return True
 
 
 def _started_profiler() -> Any:

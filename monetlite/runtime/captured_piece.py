@@ -60,6 +60,19 @@ class CapturedPiece:
                 found[at] = value
         return found
 
+    @property
+    def output_bytes(self) -> dict[int, int]:
+        """Sizes of the values of its graph that are outputs."""
+        assert self.traced is not None
+        values = self.traced.graph.values
+        return {index: value.size_bytes for index, value in enumerate(values) if value.kind is ValueKind.OUTPUT}
+
+    def held_outputs(self, sizes: Collection[int]) -> frozenset[int]:
+        """The outputs of some sizes in bytes; all, if there is none of one of them."""
+        known = self.output_bytes
+        unknown = not set(sizes) <= set(known.values())
+        return frozenset(index for index, size in known.items() if unknown or size in sizes)
+
     def unsaved(self, inputs: Sequence[Any]) -> set[int]:
         """Positions of inputs that plain training does not save: they may change before the backward part."""
         assert self.traced is not None
@@ -81,7 +94,7 @@ class CapturedPiece:
         assert self.traced is not None
         graph, nodes = self.traced.graph, self.traced.joint.graph.graph.find_nodes(op="placeholder")
         names = {nodes[at].name for at in inputs}
-        handed_on = {index for index, value in enumerate(graph.values) if value.kind is ValueKind.OUTPUT}
+        handed_on = self.output_bytes.keys()
         return frozenset(
             index
             for index, operator in enumerate(graph.operators)
@@ -93,7 +106,7 @@ class CapturedPiece:
         """The implementations of backward operators that read an output, where the default ones don't."""
         assert self.traced is not None
         graph = self.traced.graph
-        handed_on = {index for index, value in enumerate(graph.values) if value.kind is ValueKind.OUTPUT}
+        handed_on = self.output_bytes.keys()
         return frozenset(
             (index, item.name)
             for index, operator in enumerate(graph.operators)

@@ -13,20 +13,13 @@ that part. After each, autograd does what it always does with a finished gradien
 
 Where a tensor that has a gradient is changed by the program or seen by one of its outputs, more is added to that
 gradient outside of the chain. Then (`Joint.at_once`) there is no chain, and the program's node runs it whole.
-
-An output that the loss does not use gets no gradient, and neither do parameters that lead to it alone, as in plain
-training. Autograd hands the program's node zeros for such an output, and a gradient computed from zeros is not None
-but zero: an optimizer would move that parameter by its momentum and its weight decay. A hook on the node sees
-which gradients came in, right before the node runs, on the thread that runs it.
 """
 
 import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from operator import le, or_
+from operator import le
 from typing import Any, TypeAlias
 
 import torch
@@ -34,20 +27,11 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 from monetlite.core.errors import ModelError
-from monetlite.fx.torch_internals.torch_aot import backward_node, boxed_function, descriptors, is_tangent
+from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent
 from monetlite.fx.varying_sizes import input_sizes
-from monetlite.operators.program_calls import deliver
+from monetlite.runtime.backward_parts import RUN, deferred, laid_out, results_by_part
+from monetlite.runtime.unused_outputs import UnusedOutputs
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
-
-_RUN = "_monetlite_run"
-"""Attribute of a stand-in: the function that runs a part of the backward program and returns its results."""
-_RETURNED = (
-    descriptors.InputMutationAOTOutput,
-    descriptors.MetadataMutationAOTOutput,
-    descriptors.PlainAOTOutput,
-    descriptors.IntermediateBaseAOTOutput,
-)
-"""Kinds of forward results that AOTAutograd's node returns."""
 
 _thread = threading.local()
 Keeper: TypeAlias = "Callable[[CapturedStep], None]"
@@ -143,7 +127,8 @@ class CapturedStep:
     """
 
     def __init__(self, lower: Partition, compiler: Compiler) -> None:
-        self._lower, self._compiler = lower, compiler
+        self._lower: Partition | None = lower
+        self._compiler = compiler
         self._versions: list[Version] = []
         self.current: Version
         self.by_size: dict[tuple[int, ...], Version] = {}
@@ -160,7 +145,9 @@ class CapturedStep:
         self._tangents = sum(map(is_tangent, joint.graph.graph.nodes))
         inputs = joint.graph.graph.find_nodes(op="placeholder")
         self._sizes_at = list(map(inputs.index, input_sizes(joint.graph.graph).values()))
+        assert self._lower is not None
         forward, backward = self._lower(joint)
+        self._lower = None  # which may hold the tensors that the graph was captured with
         self.current = Version(0, _order(joint, backward))
         self._versions.append(self.current)
         return forward, backward
@@ -232,7 +219,7 @@ class CapturedStep:
         results, given = flat_outputs(forward), forward.graph.find_nodes(op="placeholder")
         saved = range(self._joint.forward_outputs, len(results))
         version.forward = self._compiler(forward, _captured(given), saved)
-        inputs = _laid_out(version.forward, _captured(results))[self._joint.forward_outputs :]
+        inputs = laid_out(version.forward, _captured(results))[self._joint.forward_outputs :]
         taken = _captured(backward.graph.find_nodes(op="placeholder"))
         sizes = len(self._sizes_at)
         taken[sizes : sizes + len(inputs)] = inputs
@@ -251,12 +238,12 @@ class CapturedStep:
         assert self.unused is not None
         if not version.order:
             return self.unused.without(self._compiler(program, inputs, internal))
-        return _deferred(program, inputs, self._compiler, self.unused, lambda: self._tell("end"))
+        return deferred(program, inputs, self._compiler, self.unused, lambda: self._tell("end"))
 
 
 def _order(joint: Joint, backward: fx.GraphModule) -> Order:
     """The chain of a backward program; empty if all gradients come at once."""
-    deliveries = [] if joint.at_once else _results_by_part(backward)
+    deliveries = [] if joint.at_once else results_by_part(backward)
     return tuple(reversed(list(enumerate(deliveries)))) if len(deliveries) > 1 else ()
 
 
@@ -289,8 +276,8 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        runs = {id(run): run for item in gradients if item is not None if (run := getattr(item, _RUN, None))}
-        if len(runs) != 1 or not all(hasattr(item, _RUN) for item in gradients if item is not None):
+        runs = {id(run): run for item in gradients if item is not None if (run := getattr(item, RUN, None))}
+        if len(runs) != 1 or not all(hasattr(item, RUN) for item in gradients if item is not None):
             raise ModelError(
                 f"delivery {ctx.number} of the backward pass got a gradient that is not the compiled step's, so "
                 "gradients would be lost. Please report this with the model; until then pass the model copies of "
@@ -298,205 +285,3 @@ class _Deliver(torch.autograd.Function):
             )
         (run,) = runs.values()
         return None, None, *run(ctx.number)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackwardPart:
-    """A part of a backward program: the calls up to a delivery.
-
-    Attributes:
-        run: takes the tensors named by `takes`; returns those named by `gives`, then its results.
-        takes: names of tensors; `lets_go` are those that no later part reads.
-        gives: names of tensors that later parts read.
-        results: positions, in the whole program, of the results it computes.
-    """
-
-    run: Boxed
-    takes: tuple[str, ...]
-    lets_go: frozenset[str]
-    gives: tuple[str, ...]
-    results: tuple[int, ...]
-
-
-def _deferred(
-    program: fx.GraphModule,
-    inputs: Sequence[Any],
-    compiler: Compiler,
-    unused: "UnusedOutputs",
-    ended: Callable[[], None],
-) -> Boxed:
-    """A backward program that returns a stand-in for one result of each part; the parts run later, in order.
-
-    `ended` is called after the last.
-
-    Parts hand tensors on by name. A tensor that no later part reads is given away, so it is freed inside the part
-    exactly where it would be in the whole program.
-    """
-    parts = _split(program, inputs, compiler)
-    names = [node.name for node in program.graph.find_nodes(op="placeholder")]
-    results = flat_outputs(program)
-    first = {part.results[0]: results[part.results[0]] for part in parts if part.results}
-    specs = {
-        at: (node.meta["val"].shape, node.meta["val"].dtype, node.meta["val"].device)
-        for at, node in first.items()
-        if node is not None
-    }
-
-    def call(arguments: list[Any]) -> list[torch.Tensor | None]:
-        tensors, left_out = dict(zip(names, arguments, strict=True)), unused.left_out()
-        arguments.clear()
-
-        def run(number: int) -> list[Any]:
-            part = parts[number]
-            taken = [tensors.pop(name) if name in part.lets_go else tensors[name] for name in part.takes]
-            made = list(part.run(taken))
-            tensors.update(zip(part.gives, made, strict=False))
-            made_results = zip(part.results, made[len(part.gives) :], strict=True)
-            if number == len(parts) - 1:
-                ended()
-            return [None if at in left_out else result for at, result in made_results]
-
-        stand_ins: list[torch.Tensor | None] = [None] * len(results)
-        for at, (shape, dtype, device) in specs.items():
-            stand_in = torch.empty((), dtype=dtype, device=device).expand(shape)
-            setattr(stand_in, _RUN, run)
-            stand_ins[at] = stand_in
-        return stand_ins
-
-    return boxed_function(call)
-
-
-def _results_by_part(program: fx.GraphModule) -> list[list[int]]:
-    """For each part of a program, the positions of the results that it delivers; the last delivers the rest."""
-    outputs = flat_outputs(program)
-    parts = [
-        [at for at, node in enumerate(outputs) if node is not None and node in mark.args]
-        for mark in program.graph.nodes
-        if mark.target is deliver
-    ]
-    delivered = {at for part in parts for at in part}
-    rest = [at for at, node in enumerate(outputs) if node is not None and at not in delivered]
-    return [*parts, rest] if rest or not parts else parts
-
-
-def _split(program: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> list[BackwardPart]:
-    """Cut a program after each `deliver` and compile each part for these inputs (fake tensors)."""
-    results, outputs = _results_by_part(program), flat_outputs(program)
-    bodies: list[list[fx.Node]] = [[] for _ in results]
-    number = 0
-    for node in program.graph.nodes:
-        if node.target is deliver:
-            number = min(number + 1, len(results) - 1)
-        elif node.op not in ("placeholder", "output"):
-            bodies[number].append(node)
-    delivered = [[node for at in positions if (node := outputs[at]) is not None] for positions in results]
-    reads = [
-        [*(read for node in body for read in node.all_input_nodes), *made]
-        for body, made in zip(bodies, delivered, strict=True)
-    ]
-    last_read = {node: number for number, read in enumerate(reads) for node in read}
-    values = dict(zip(program.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    parts = []
-    for number, (body, made) in enumerate(zip(bodies, delivered, strict=True)):
-        inside = set(body)
-        takes = list(dict.fromkeys(node for node in reads[number] if node not in inside))
-        gives = [node for node in body if last_read.get(node, 0) > number]
-        graph = fx.Graph()
-        new: dict[fx.Node, fx.Node] = {}
-        for node in takes:
-            new[node] = graph.placeholder(node.name)
-            new[node].meta.update(node.meta)
-        for node in body:
-            new[node] = graph.node_copy(node, new.__getitem__)
-        graph.output(tuple(new[node] for node in (*gives, *made)))
-        run = compiler(fx.GraphModule(program, graph), [values[node] for node in takes], range(len(gives)))
-        values.update(zip(gives, _laid_out(run, [node.meta.get("val") for node in gives]), strict=True))
-        parts.append(
-            BackwardPart(
-                run=run,
-                takes=tuple(node.name for node in takes),
-                lets_go=frozenset(node.name for node in takes if last_read[node] == number),
-                gives=tuple(node.name for node in gives),
-                results=tuple(results[number]),
-            )
-        )
-    return parts
-
-
-def _laid_out(run: Boxed, captured: Sequence[Any]) -> list[Any]:
-    """The first results of a compiled program, as captured, with the strides that its compiler chose."""
-    chosen: Sequence[tuple[int, ...] | None] = getattr(run, "output_strides", None) or [None] * len(captured)
-    return [
-        value.new_empty_strided(value.shape, strides)
-        if strides is not None and isinstance(value, torch.Tensor) and strides != value.stride()
-        else value
-        for value, strides in zip(captured, chosen, strict=False)
-    ]
-
-
-class UnusedOutputs:
-    """The outputs of a step that the loss does not use, and the gradients that only they reach."""
-
-    def __init__(self, joint: Joint) -> None:
-        graph = joint.graph.graph
-        output = graph.output_node()
-        tangents = [node for node in graph.nodes if is_tangent(node)]
-        descriptions = [node.meta["desc"] for node in tangents]
-        self._outputs = [item.output for item in descriptions if isinstance(item, descriptors.TangentAOTInput)]
-        returned = [item for item in output.meta["desc"][: joint.forward_outputs] if isinstance(item, _RETURNED)]
-        self._returned = len(returned)
-        self._positions = [returned.index(item) for item in self._outputs if item in returned]
-        self._several = len(tangents) > 1 and len(self._positions) == len(tangents)
-        self._reached = _reached(graph, tangents)[joint.forward_outputs :]
-
-    def watch(self, outputs: Sequence[Any]) -> None:
-        """Have the node that made these outputs note which gradients it gets."""
-        node = self._node(outputs) if self._several else None
-        if node is not None:
-            node.register_prehook(self._note)
-
-    def _node(self, outputs: Sequence[Any]) -> Any:
-        """AOTAutograd's node behind an output, or behind the tensor that an output is a view of."""
-        for item in self._outputs:
-            output = item.base_of if isinstance(item, descriptors.IntermediateBaseAOTOutput) else item
-            if isinstance(output, descriptors.PlainAOTOutput):
-                return backward_node(outputs[output.idx])
-        return None
-
-    def _note(self, gradients: Sequence[Any]) -> None:
-        if len(gradients) != self._returned:
-            raise ModelError(
-                f"the compiled step got gradients of {len(gradients)} outputs and has {self._returned}, so those "
-                "that the loss does not use can't be told; please report this with the model and torch's version"
-            )
-        given = (1 << number for number, at in enumerate(self._positions) if gradients[at] is not None)
-        _thread.noted = (self, reduce(or_, given, 0))
-
-    def left_out(self) -> frozenset[int]:
-        """Positions of the gradients, of the program about to run, that no incoming gradient reaches."""
-        noted, _thread.noted = getattr(_thread, "noted", None), None
-        if noted is None or noted[0] is not self:
-            return frozenset()
-        given = noted[1]
-        return frozenset(at for at, reached in enumerate(self._reached) if reached and not reached & given)
-
-    def without(self, run: Boxed) -> Boxed:
-        """A backward program without the gradients that are left out."""
-        if not self._several:
-            return run
-
-        def call(arguments: list[Any]) -> list[Any]:
-            left_out = self.left_out()
-            return [None if at in left_out else result for at, result in enumerate(run(arguments))]
-
-        return boxed_function(call)
-
-
-def _reached(graph: fx.Graph, tangents: Sequence[fx.Node]) -> list[int]:
-    """For each result, a bit for each incoming gradient that it depends on."""
-    bits = {node: 1 << number for number, node in enumerate(tangents)}
-    for node in graph.nodes:
-        if node.op not in ("placeholder", "output"):
-            bits[node] = reduce(or_, (bits.get(read, 0) for read in node.all_input_nodes), 0)
-    results: Any = graph.output_node().args[0]
-    return [bits.get(item, 0) if isinstance(item, fx.Node) else 0 for item in results]

@@ -1,17 +1,18 @@
 """The peak of a step after the first, measured while it runs and told beside the planned one."""
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from monetlite.core.announcing import tell
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.profiling.allocated import AllocatedGrowth
 from monetlite.profiling.step_additions import OPTIMIZERS
-from monetlite.runtime.announcing import tell
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.step_inputs import Arguments, device_of
@@ -32,7 +33,7 @@ class MeasuredPeak:
     def keep(self, step: CapturedStep) -> None:
         """Note the programs of the step that was captured last, in which nothing is measured."""
         self.drop()
-        self._step = step
+        self._step = None if self._told else step
 
     def step_begins(self, model: nn.Module, call: Arguments, schedule: Callable[[], Schedule | None]) -> None:
         """Measure a step, unless that was done, or none was captured yet.
@@ -42,21 +43,30 @@ class MeasuredPeak:
             schedule: gives the one that the step runs by, once it has begun.
         """
         self.drop()
-        if self._told or self._step is None:
+        if self._step is None:
             return
         device = device_of(model, tuple(call))
-        left_bytes = self._left_bytes(model, call)
+        tensors = as_passed(*call)
+        shapes = sorted(tuple(item.shape) for item in tensors)
+        own = [*model.parameters(), *model.buffers(), *tensors]  # compiled graphs are passed their parameters
+        held_bytes = own_bytes(own) + self._left_bytes(model, call)
+        parameters = {item for item in own if isinstance(item, nn.Parameter) and item.requires_grad}
+        trained = [(item.nbytes, item.numel()) for item in parameters]
         growth = self._growth = AllocatedGrowth(device)
 
         def watch(what: str) -> None:
-            ended, by = growth.end() if what == "end" else None, schedule()
+            if what != "end":
+                return
+            ended, by = growth.end(), schedule()
+            self.drop()
             if ended is None or by is None:
                 return
-            self._told = True
+            self._told, self._step = True, None
             before_bytes = growth.before_bytes
             if device != "cuda":
-                before_bytes = left_bytes + _resident_bytes(model, call, by)
-            smaller = "" if _is_for(by, call) else ", for smaller inputs than planned for"
+                before_bytes = held_bytes + _state_bytes(trained, by)
+            planned_for = sorted(tuple(spec.shape) for spec in by.inputs.values())
+            smaller = "" if shapes == planned_for else ", for smaller inputs than planned for"
             measured = format_bytes(before_bytes + ended[1])
             tell(f"planned {format_bytes(by.peak_bytes)}, measured {measured}{smaller}")
 
@@ -80,16 +90,8 @@ class MeasuredPeak:
             self._growth = self._step.watch = None
 
 
-def _is_for(schedule: Schedule, call: Arguments) -> bool:
-    """True if the schedule was solved for inputs of these shapes."""
-    planned = sorted(tuple(spec.shape) for spec in schedule.inputs.values())
-    return planned == sorted(tuple(tensor.shape) for tensor in as_passed(*call))
-
-
-def _resident_bytes(model: nn.Module, call: Arguments, schedule: Schedule) -> int:
-    """Bytes of the model's tensors, a call's, and of the optimizer's state that a schedule counts."""
-    own = own_bytes([*model.parameters(), *model.buffers(), *as_passed(*call)])
+def _state_bytes(trained: Iterable[tuple[int, int]], schedule: Schedule) -> int:
+    """Bytes of the optimizer's state that a schedule counts, by the bytes and elements of trained parameters."""
     if schedule.optimizer is None:
-        return own
-    kind, trained = OPTIMIZERS[schedule.optimizer], (item for item in model.parameters() if item.requires_grad)
-    return own + sum(kind.state_bytes(item.nbytes, item.numel()) for item in trained)
+        return 0
+    return sum(itertools.starmap(OPTIMIZERS[schedule.optimizer].state_bytes, trained))

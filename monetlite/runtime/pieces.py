@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
+from monetlite.core.announcing import planned, tell
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import IllegalSchedule, ModelError, TraceError
-from monetlite.core.graph import Resident, TensorSpec
+from monetlite.core.graph import AS_TRACED, Resident, TensorSpec
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.joining import JoinedStep, Piece, join
 from monetlite.core.options import PricingOptions, SolvingOptions
@@ -30,12 +31,12 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, check_legal
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.call_encoding import spec_of
+from monetlite.fx.torch_internals.torch_aot import keeps_gradients
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, break_reason, taken_apart
 from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
 from monetlite.profiling.step_additions import with_additions
-from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.captured_piece import CapturedPiece
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
@@ -98,7 +99,8 @@ class PiecewiseTraining:
         reason: TraceError,
     ) -> None:
         self.schedule: Schedule | None = None
-        self._model, self._budget, self._wait, self._reason = model, budget, wait, reason
+        self._model, self._budget, self._wait = model, budget, wait
+        self._reason = TraceError(str(reason))  # without its frames, which hold the step's tensors
         self._pricing, self._solving = pricing, solving
         self._breaks: dict[str, None] = {}
         """Lines that end pieces, and why."""
@@ -112,8 +114,12 @@ class PiecewiseTraining:
         self._budget_bytes = 0
         self._priced: JoinedStep | None = None
         """The planned step with the costs that it was planned by."""
+        self._profiles: Mapping[Any, Profile] = {}
+        """The priced profiles of its pieces."""
         self._records = self._steps = 0
         self._wanted = True  # the next step is to be recorded
+        self._settling = self._settled = False
+        """The next record is of a step by the final plan; that has given the plan's peak."""
         self._inputs: list[TensorSpec] = []
         self._resident = Resident()
         self._measured_bytes: int | None = None
@@ -141,7 +147,14 @@ class PiecewiseTraining:
         if self._record is not None:
             self._record.forward_ends()
         if self._plan is not None and self._record is None:
-            self._wanted = self._unplanned_runs > 0 and self._records < MAX_RECORDS
+            self._settling = self._unplanned_runs == 0
+            unsettled = self._planning is None and not self._settled
+            self._wanted = (unsettled or not self._settling) and self._records < MAX_RECORDS
+
+    def forward_fails(self) -> None:
+        """Note that an exception ended the forward pass of a step. Nothing is learnt of it."""
+        if self._record is not None:
+            self._record.end()
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture a piece; one that can't be planned runs as in plain training."""
@@ -200,10 +213,9 @@ class PiecewiseTraining:
         tensors = tensors_in_order(self._model, args, kwargs)
         try:
             self._record = StepRecord(device_of(self._model, (args, kwargs)), self._model.parameters())
-        except RuntimeError:  # somebody else's profiler is on: at another step
+        except RuntimeError:  # somebody else profiles: at another step
             return
         self._wanted = False
-        self._records += 1
         self._resident = resident_bytes(self._model, tensors)
         self._inputs = [spec_of(tensor) for tensor in tensors]
 
@@ -221,6 +233,7 @@ class PiecewiseTraining:
                 record, self._record = self._record, None
                 recorded = record.end()
                 if recorded is not None:
+                    self._records += 1
                     try:
                         self._learn(recorded)
                     except BaseException:
@@ -240,6 +253,10 @@ class PiecewiseTraining:
 
     def _learn(self, recorded: RecordedStep) -> None:
         """Plan for a recorded step, or see that it kept to the budget where none of it can be planned."""
+        if self._settling and self._plan is not None:
+            if recorded.runs_as(self._plan.recorded) and not self._settle(recorded):
+                self._begin_plan(recorded)
+            return
         if recorded.planned:
             self._measured_bytes = None
             self._begin_plan(recorded)
@@ -267,9 +284,22 @@ class PiecewiseTraining:
             warnings.warn(f"{type(self._model).__name__} can't be captured whole. {said}:{listed}", stacklevel=6)
         self._measured_bytes = self._resident.inputs
 
+    def _settle(self, recorded: RecordedStep) -> bool:
+        """Take the peak of the final plan from a step that ran by it; False if it exceeds the budget.
+
+        What code between pieces takes may depend on the plan, as where it asks for gradients of a piece.
+        """
+        assert self.schedule is not None
+        self._priced, self._settled = self._joined(recorded, self._profiles, as_run=True), True
+        peak_bytes = self._peak_bytes(self.schedule)
+        if peak_bytes <= self._budget_bytes:
+            self.schedule = replace(self.schedule, peak_bytes=peak_bytes)
+        return peak_bytes <= self._budget_bytes
+
     def _begin_plan(self, recorded: RecordedStep) -> None:
         from monetlite.planning.beside_training import PlanningBesideTraining
 
+        self._settled = False
         pieces = list(dict.fromkeys(recorded.runs[number].piece for number in recorded.planned))
         graphs = [piece.traced.graph for piece in pieces]
 
@@ -277,9 +307,12 @@ class PiecewiseTraining:
             return self._joined(recorded, dict(zip(pieces, profiles, strict=True)))
 
         def step(profiles: list[Profile]) -> list[Profile]:
-            self._priced = joined([profile.restricted(_is_ours) for profile in profiles])
+            ours = [profile.restricted(_is_ours) for profile in profiles]
+            self._profiles = dict(zip(pieces, ours, strict=True))
+            self._priced = joined(ours)
             return [self._priced.profile]
 
+        first = self.schedule is None
         self._plan = PlannedPieces(recorded, joined([without_costs(graph) for graph in graphs]))
         planning = PlanningBesideTraining(graphs, self._budget, self._pricing, self._solving, step)
         schedule = planning.best() if self._wait else planning.first()
@@ -296,10 +329,14 @@ class PiecewiseTraining:
                 "no plan of the pieces keeps to the budget in the order in which they run; raise the budget by "
                 "some percent, and please report this with the model"
             )
-        self._warn(recorded, schedule)
+        if first:
+            self._warn(recorded)
         tell(f"plan of {len(recorded.planned)} pieces: {planned(schedule)}")
 
-    def _joined(self, recorded: RecordedStep, profiles: Mapping[Any, Profile]) -> JoinedStep:
+    def _joined(
+        self, recorded: RecordedStep, profiles: Mapping[Any, Profile], *, as_run: bool = False
+    ) -> JoinedStep:
+        """The recorded step by any plan of its pieces; `as_run`, by those that it ran by."""
         pieces = []
         for run in (recorded.runs[number] for number in recorded.planned):
             values = run.piece.gradient_values(list(run.takers))
@@ -307,13 +344,26 @@ class PiecewiseTraining:
             once = run.piece.readers(run.changed, run.outputs_changed)
             avoided = run.piece.readers_of_outputs() if run.outputs_changed else frozenset()
             profile = profiles[run.piece]
-            pieces.append(Piece(profile=profile, handed_back=handed_back, once=once, avoided=avoided))
+            held = run.piece.held_outputs(run.held_bytes)
+            known = run.piece.output_bytes.items()
+            gone = frozenset(value for value, size in known if as_run and size in run.gone_bytes)
+            pieces.append(
+                Piece(
+                    profile=profile,
+                    handed_back=handed_back,
+                    held=held,
+                    gone=gone - held,
+                    once=once,
+                    avoided=avoided,
+                )
+            )
         return join(
             type(self._model).__name__,
             pieces,
-            recorded.outside,
+            recorded.outside_as_run() if as_run else recorded.outside,
             resident=self._resident,
             inputs={f"input{number}": spec for number, spec in enumerate(self._inputs)},
+            keeps_gradients=keeps_gradients(),
         )
 
     def _take(self, schedule: Schedule) -> bool:
@@ -346,19 +396,19 @@ class PiecewiseTraining:
         if reason is not None:
             self._breaks[f"{line_of(reason.user_stack)}: {str(reason.reason).splitlines()[0]}"] = None
 
-    def _warn(self, recorded: RecordedStep, schedule: Schedule) -> None:
-        """Say once what the pieces are, and how much of the step is planned."""
-        if self._records > 1:
-            return
+    def _warn(self, recorded: RecordedStep) -> None:
+        """Say what the pieces are, and how much of the step is planned."""
         outside_ms = sum(item.forward_ms + item.backward_ms for item in recorded.outside)
         kept_bytes = sum(item.kept_bytes for item in recorded.outside)
         share = max(0.0, 1 - outside_ms / max(1e-9, 1e3 * recorded.seconds))
         # TorchDynamo tells no reason with a graph that ends where a function is left out as a whole.
         reasons = [*self._breaks, *self._unplanned] or [str(self._reason).partition(". ")[0]]
+        of_whole_models = self._pricing.compile or self._pricing.layout not in (None, AS_TRACED)
+        ignored = " Layouts and compile=True are of whole models only." if of_whole_models else ""
         warnings.warn(
             f"{type(self._model).__name__} can't be captured whole. It trains in {len(recorded.planned)} pieces, "
             f"with {share:.0%} of the step's time planned; code between them runs as in plain training, and keeps "
-            f"{format_bytes(kept_bytes)}. whole=True refuses that. What ends pieces:{_listed(reasons)}",
+            f"{format_bytes(kept_bytes)}.{ignored} whole=True refuses that. What ends pieces:{_listed(reasons)}",
             stacklevel=6,
         )
 
@@ -392,8 +442,11 @@ class ModelInPieces:
         with capture_settings(), taken_apart(), called_instead_for_now(self._children):
             try:
                 output = self._compiled(*args, **kwargs)
-            except REFUSALS as error:
-                raise own_error(error) or explain(error) from error
+            except BaseException as error:
+                self.training.forward_fails()
+                if isinstance(error, REFUSALS):
+                    raise own_error(error) or explain(error) from error
+                raise
         self.training.forward_ends()
         return output
 

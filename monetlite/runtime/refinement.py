@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from monetlite.core.announcing import planned, tell
 from monetlite.core.errors import ScheduleMismatch
 from monetlite.core.schedule import Schedule
-from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.lowering import lower

@@ -9,7 +9,6 @@ gradients reach autograd as they become ready (`gradient_delivery`).
 import contextlib
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from os import PathLike
@@ -33,10 +32,7 @@ from monetlite.runtime.gradient_delivery import Unplanned, delivering_backend
 from monetlite.runtime.guarded_outputs import guard_outputs
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.pieces import ModelInPieces, PiecewiseTraining
-from monetlite.runtime.serving import (
-    TooLarge,
-    shapes_of,
-)
+from monetlite.runtime.serving import TooLarge, shapes_of
 from monetlite.runtime.step_plans import StepPlans
 from monetlite.tracing.capture import (
     MAX_PROGRAMS,
@@ -50,17 +46,13 @@ from monetlite.tracing.capture import (
 )
 from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
-from monetlite.tracing.step_inputs import (
-    Arguments,
-    on_its_gpu,
-)
+from monetlite.tracing.step_inputs import Arguments, on_its_gpu
 
 MANY_CALLS, MANY_OF_A_LINE = 2000, 50
 """Calls in a captured model, and those that one line makes in one module, of which a person is told."""
 MANY_SOLVED = 8
 """Schedules that are solved for one model at training time, before a person is told how to need fewer."""
 _AMOUNT = re.compile(r"[\d.,]+\s*(%|b|[kmgt]i?b?)", re.IGNORECASE)
-_planning = threading.Lock()
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
 
 
@@ -239,12 +231,10 @@ class ScheduledTraining:
             plans.schedule = plans.solve(call) if plans.wait else None
             return self._capture(call)
         except TraceError as error:
-            pricing, solving = split_options(plans.options)
-            if self.whole or self.compile or solving.reserved or pricing.step_in_backward:
+            if self.whole or self.compile or plans.solving.reserved or plans.pricing.step_in_backward:
                 raise
             assert plans.budget is not None
-            options = split_options(plans.options)
-            training = PiecewiseTraining(self.model, plans.budget, *options, plans.wait, error)
+            training = PiecewiseTraining(self.model, plans.budget, plans.pricing, plans.solving, plans.wait, error)
             self._pieces = ModelInPieces(self.model, training)
         try:
             return self._in_pieces(call)

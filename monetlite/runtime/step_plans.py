@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from monetlite.core.announcing import planned, tell
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
 from monetlite.core.graph import OperatorGraph
@@ -31,7 +32,6 @@ from monetlite.core.units import format_bytes, is_percentage, parse_budget
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.operators.random import forked_state
-from monetlite.runtime.announcing import planned, tell
 from monetlite.runtime.call_sizes import CallSizes
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned
@@ -68,7 +68,7 @@ class StepPlans:
         model: the module.
         schedules: those that are given.
         budget: of schedules that have to be solved for; None if none may be.
-        options: of solving.
+        options: of solving; `pricing` and `solving` are the same.
         outputs: that the caller gets of a model with a loss: `loss` or `all`.
         wait: whether a step waits for the best schedule.
 
@@ -97,6 +97,7 @@ class StepPlans:
         self.schedules = sorted(schedules, key=size_served)
         self.schedule = schedules[0] if schedules else None
         self.budget, self.options, self.outputs, self.wait = budget, options, outputs, wait
+        self.pricing, self.solving = split_options(options)
         self._begin()
 
     def _begin(self) -> None:
@@ -115,7 +116,7 @@ class StepPlans:
         self._new_varying: tuple[VaryingStep, Limits] | None = None  # the one that is being captured
 
     def __getstate__(self) -> dict[str, Any]:
-        known = "model schedules schedule budget options outputs wait"
+        known = "model schedules schedule budget options pricing solving outputs wait"
         return {name: getattr(self, name) for name in known.split()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,7 +126,7 @@ class StepPlans:
     @property
     def updates_in_backward(self) -> bool:
         """True if the plans count parameters as updated in the backward pass."""
-        return bool(self.options.get("step_in_backward")) or any(item.step_in_backward for item in self.schedules)
+        return self.pricing.step_in_backward or any(item.step_in_backward for item in self.schedules)
 
     @contextlib.contextmanager
     def capturing(self, call: Arguments) -> Iterator[None]:
@@ -226,14 +227,17 @@ class StepPlans:
 
     def _plan_at_once(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """The captured step, and the steps to run of it by a schedule found within seconds."""
-        from monetlite.planning.budgets import layouts_to_try
-
         assert self.budget is not None
         assert self._example is not None
-        pricing, solving = split_options(self.options)
-        layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
+        layouts = self._layouts()
         traced = {layout: self.build(own, layout)[0] for layout, own in in_layouts(joint, layouts).items()}
         return self._first_plan(traced, self._example, self.budget)
+
+    def _layouts(self) -> Sequence[str]:
+        """Layouts in which a plan is looked for."""
+        from monetlite.planning.budgets import layouts_to_try
+
+        return layouts_to_try(self.pricing.layout, self.solving.tolerance, self.pricing.compile)
 
     def _first_plan(
         self,
@@ -255,7 +259,6 @@ class StepPlans:
         """
         from monetlite.planning.beside_training import PlanningBesideTraining
 
-        pricing, solving = split_options(self.options)
         graphs = [item.graph for item in traced.values()]
         # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones. Measuring
         # draws random numbers; the step that waits for it must not notice.
@@ -266,7 +269,7 @@ class StepPlans:
             def whole(profiles: list[Profile]) -> list[Profile]:
                 return [self.outside.counted(of_any_size(item) if limits else item) for item in profiles]
 
-            planning = PlanningBesideTraining(graphs, budget, pricing, solving, whole)
+            planning = PlanningBesideTraining(graphs, budget, self.pricing, self.solving, whole)
             schedule = planning.first(settle=settle)
         self.solved += 1
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
@@ -385,12 +388,11 @@ class StepPlans:
         assert self.budget is not None
         if is_percentage(self.budget):
             return sizes
-        pricing, _ = split_options(self.options)
 
         def peak_bytes(graph: OperatorGraph) -> int:
             from monetlite.profiling.step_additions import with_additions
 
-            profile = with_additions(self.outside.counted(without_costs(graph)), pricing)
+            profile = with_additions(self.outside.counted(without_costs(graph)), self.pricing)
             return simulate(profile, plain_steps(profile.graph)).peak_bytes
 
         with contextlib.suppress(TraceError):  # no plan can be made for others, as it will turn out
@@ -401,10 +403,7 @@ class StepPlans:
         self, step: VaryingStep, limits: Limits, budget: str | int | float, *, settle: bool = True
     ) -> tuple[Traced, tuple[Step, ...]]:
         """A step at these sizes, and the steps to run of it by a schedule found within seconds."""
-        from monetlite.planning.budgets import layouts_to_try
-
-        pricing, solving = split_options(self.options)
-        traced = step.in_layouts(limits, layouts_to_try(pricing.layout, solving.tolerance, pricing.compile))
+        traced = step.in_layouts(limits, self._layouts())
         planned_step = self._first_plan(traced, step.example_at(limits), budget, limits, settle=settle)
         assert self.schedule is not None
         step.schedules[limits] = self.schedule
@@ -480,14 +479,14 @@ class StepPlans:
         from monetlite.planning.pipeline import solve_model
 
         assert self.budget is not None
-        options = split_options(self.options)
         # Measuring draws random numbers; the step that waits for it must not notice.
         with forked_state(device_of(self.model, call)):
             solved = solve_model(
                 self.model,
                 call,
                 self.budget,
-                *options,
+                self.pricing,
+                self.solving,
                 starts=self.schedules,
                 runs_here=True,
                 step=self.outside.counted,

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from monetlite.core.joining import OutsideCode
-from monetlite.fx.torch_internals.torch_dispatch import changes_in_place
+from monetlite.fx.torch_internals.torch_dispatch import changes_in_place, storage_key, weak_storage
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
 
 _Versions: TypeAlias = list[tuple[int, torch.Tensor, int]]
@@ -24,6 +24,8 @@ class PieceRun:
         takers: for each input that has a gradient and is not a parameter, by position, the number of the code
             outside that takes the gradient.
         parameters: ids of the leaves among its inputs.
+        gone_bytes: sizes of outputs that are gone when the backward pass begins.
+        held_bytes: sizes of outputs that somebody holds when its backward part has ended.
         changed: positions of the inputs that code behind it changes in place.
         outputs_changed: code behind it changes an output in place.
     """
@@ -31,6 +33,8 @@ class PieceRun:
     piece: Any
     takers: dict[int, int]
     parameters: frozenset[int]
+    gone_bytes: frozenset[int] = frozenset()
+    held_bytes: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
     outputs_changed: bool = False
 
@@ -46,6 +50,8 @@ class RecordedStep:
         outside: the code before each of those and after the last.
         in_order: False where that is why.
         conclusive: True if a backward pass ran, in the order of one step.
+        inputs_let_go_bytes: inputs of pieces, made outside, that are gone when the backward pass begins. Another
+            plan may read them again.
         growth_bytes: most memory of the step, beyond what is in use when it begins.
         seconds: its time.
     """
@@ -57,6 +63,18 @@ class RecordedStep:
     conclusive: bool
     growth_bytes: int
     seconds: float
+    inputs_let_go_bytes: int = 0
+
+    def outside_as_run(self) -> Sequence[OutsideCode]:
+        """The code outside by a plan that reads no inputs that are gone in the backward pass, as in this step."""
+        last = self.outside[-1]
+        released_bytes = last.released_bytes + self.inputs_let_go_bytes
+        return [*self.outside[:-1], replace(last, released_bytes=released_bytes)]
+
+    def runs_as(self, other: "RecordedStep") -> bool:
+        """True if the same pieces ran in the same order."""
+        pieces = [[run.piece for run in of.runs] for of in (self, other)]
+        return pieces[0] == pieces[1] and list(self.planned) == list(other.planned)
 
 
 class StepRecord:
@@ -67,7 +85,7 @@ class StepRecord:
         parameters: of the model.
 
     Raises:
-        RuntimeError: torch's profiler is in use.
+        RuntimeError: torch's profiler is in use, or another step is recorded.
     """
 
     def __init__(self, device: str, parameters: Iterable[torch.Tensor]) -> None:
@@ -87,6 +105,16 @@ class StepRecord:
         self._forward_ended = False
         self._seen: list[tuple[_Versions, _Versions]] = []
         """Inputs and outputs of each run, with their versions when it ended."""
+        self._outputs: list[list[tuple[Any, int]]] = []
+        """Weak references to the storages that each run made for its outputs, and their bytes."""
+        self._passed: dict[int, tuple[Any, int]] = {}
+        """The same of all inputs of runs, by the storages' keys."""
+        self._alive: list[tuple[Any, int]] = []
+        """Those of both that were alive when the last part of a piece ended."""
+        self._freed_outputs: dict[int, int] = {}
+        """Bytes of each run's outputs that go in the code between the backward parts after it and its own."""
+        self._let_go_bytes = self._inputs_let_go_bytes = 0
+        """Bytes of those that were not when the first backward part began; and of those that no piece made."""
         self._memory.mark("step")
 
     def _note(self, parameter: torch.Tensor) -> None:
@@ -110,6 +138,10 @@ class StepRecord:
             if node is not None:
                 self._nodes.setdefault(node, number)
         self._seen.append((_versions(arguments), _versions(outputs)))
+        given, made = _storages(arguments), _storages(outputs)
+        self._outputs.append([made[key] for key in made.keys() - given.keys()])
+        self._passed |= given
+        self._note_what_is_alive()
         self._memory.mark(f"forward {number} ends")
 
     def backward(self, piece: Any, ends: bool) -> None:
@@ -123,12 +155,35 @@ class StepRecord:
         if ends:
             begun = [number for number in self._begun if number in runs]
             if begun:
-                self._memory.mark(f"backward {begun[-1]} ends")
+                number = begun[-1]
+                held = frozenset(size for storage, size in self._outputs[number] if not storage.expired())
+                self._runs[number] = replace(self._runs[number], held_bytes=held)
+                self._note_what_is_alive()
+                self._memory.mark(f"backward {number} ends")
             return
         waiting = [number for number in runs if number not in self._begun]
         if waiting:
+            self._note_what_is_gone(waiting[-1])
             self._begun.append(waiting[-1])
             self._memory.mark(f"backward {waiting[-1]}")
+
+    def _note_what_is_alive(self) -> None:
+        passed = itertools.chain(self._passed.values(), *self._outputs)
+        self._alive = [item for item in dict(passed).items() if not item[0].expired()]
+
+    def _note_what_is_gone(self, number: int) -> None:
+        """Note what is gone when the backward part of a run begins."""
+        gone = {storage: size for storage, size in self._alive if storage.expired()}
+        self._freed_outputs[number] = sum(size for storage, size in self._outputs[number] if storage in gone)
+        if self._begun:
+            return
+        made = {storage for of in self._outputs for storage, _ in of}
+        self._let_go_bytes = sum(gone.values())
+        self._inputs_let_go_bytes = sum(size for storage, size in gone.items() if storage not in made)
+        for run, of in enumerate(self._outputs):
+            others = {size for storage, size in of if storage not in gone}
+            sizes = frozenset(size for storage, size in of if storage in gone) - others
+            self._runs[run] = replace(self._runs[run], gone_bytes=sizes)
 
     def forward_ends(self) -> None:
         """Note the end of the forward pass, with what the code between pieces has changed in place."""
@@ -141,9 +196,10 @@ class StepRecord:
                 self._runs[number], changed=frozenset(arguments), outputs_changed=bool(outputs)
             )
         self._seen = []
+        self._nodes = {}  # which would keep the step's activations alive if its backward pass never came
 
     def end(self) -> RecordedStep | None:
-        """The recorded step; None if it was disturbed."""
+        """The recorded step; None if it was disturbed, or had ended."""
         self._memory.mark("end")
         found = self._memory.end()
         for hook in self._hooks:
@@ -166,9 +222,11 @@ class StepRecord:
         outside = []
         for number, (before, behind) in enumerate(itertools.pairwise([None, *planned, None])):
             begin = "step" if before is None else f"forward {before} ends"
+            released_bytes = 0
             if behind is None:
                 forward, kept_bytes = RecordedStretch(), 0
                 backward = _stretch(found, marks, begin, f"backward {before}")
+                released_bytes = max(0, -backward.change_bytes - self._let_go_bytes)
             else:
                 forward = _stretch(found, marks, begin, f"forward {behind}")
                 kept_bytes = max(0, forward.change_bytes)
@@ -179,6 +237,8 @@ class StepRecord:
                     forward_bytes=forward.growth_bytes,
                     backward_bytes=backward.growth_bytes,
                     gradient_bytes=gradient_bytes[number],
+                    released_bytes=released_bytes,
+                    freed_output_bytes=0 if before is None else self._freed_outputs.get(before, 0),
                     backward_change_bytes=backward.change_bytes,
                     forward_ms=1e3 * forward.seconds,
                     backward_ms=1e3 * backward.seconds,
@@ -189,7 +249,9 @@ class StepRecord:
             replace(run, takers={at: bisect.bisect_left(planned, taker) for at, taker in run.takers.items()})
             for run in self._runs
         ]
-        return RecordedStep(runs, planned, outside, in_order, conclusive, growth_bytes, seconds)
+        return RecordedStep(
+            runs, planned, outside, in_order, conclusive, growth_bytes, seconds, self._inputs_let_go_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -199,6 +261,12 @@ class RecordedStretch:
     change_bytes: int = 0
     growth_bytes: int = 0
     seconds: float = 0.0
+
+
+def _storages(tensors: Iterable[Any]) -> dict[int, tuple[Any, int]]:
+    """Weak references to the storages of tensors, and their bytes, by key."""
+    found = [item for item in tensors if isinstance(item, torch.Tensor)]
+    return {storage_key(item): (weak_storage(item), item.untyped_storage().nbytes()) for item in found}
 
 
 def _versions(tensors: Iterable[Any]) -> "_Versions":

@@ -201,6 +201,11 @@ def compile_options(given: Mapping[str, Any]) -> CompileOptions:
             "backend 'monetlite' needs a budget: torch.compile(model, backend='monetlite', "
             "options={'budget': '6GB'}), or options={'schedule': FILE} with a schedule file"
         )
+    if pricing.step_in_backward:
+        raise ModelError(
+            "a graph of torch.compile has parameters among its inputs, so step_in_backward can't be planned; "
+            "monetlite.within(model, budget=..., step_in_backward=True) plans it"
+        )
     return chosen
 
 
@@ -216,6 +221,7 @@ def _around_call() -> Iterator[None]:
         yield
         return
     known: PiecewiseTraining | None = call.given.get(_PIECES)
+    handled = sys.exc_info()[1]  # by the code that makes the call
     before, _thread.whole = getattr(_thread, "whole", False), False
     with on_its_gpu(call.model, (call.args, call.kwargs)):
         if known is not None:
@@ -227,9 +233,10 @@ def _around_call() -> Iterator[None]:
                 yield
             finally:
                 whole, _thread.whole = _thread.whole, before
-    if sys.exc_info()[0] is not None:  # which torch doesn't pass on to what surrounds a call
-        return
-    if known is not None:
+    if sys.exc_info()[1] is not handled:  # an error, which torch doesn't pass on to what surrounds a call
+        if known is not None:
+            known.forward_fails()
+    elif known is not None:
         known.forward_ends()
     elif whole:
         call.notes[_WHOLE] = True

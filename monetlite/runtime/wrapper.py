@@ -202,10 +202,9 @@ class MONeTWrapper(nn.Module):
             model,
             of.plans.schedules,
             budget=of.plans.budget,
-            compile=of.compile,
             wait=of.plans.wait,
             whole=of.whole,
-            **of.plans.options,
+            **{"compile": of.compile, **of.plans.options},
         )
 
     def extra_repr(self) -> str:

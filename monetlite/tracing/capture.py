@@ -289,7 +289,7 @@ def capture(
             "nothing to train: no output of the model depends on a parameter or an input that requires a gradient"
             f"{off}"
         )
-    return captured[0]
+    return captured.pop()  # torch keeps the backend of a compilation that ends in an error, and what that holds
 
 
 def run_captured(model: nn.Module, run: Callable[[], _T], refused: tuple[type[Exception], ...] = REFUSALS) -> _T:

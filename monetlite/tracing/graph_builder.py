@@ -35,7 +35,7 @@ from monetlite.operators.implementations import (
 from monetlite.operators.program_calls import deliver
 from monetlite.operators.random import STATE as RNG_STATE
 from monetlite.operators.random import note_state, replayed
-from monetlite.operators.regions import WAYS, implement
+from monetlite.operators.regions import REGION_CALLS, implement
 from monetlite.operators.traits import family_of, traits_of
 from monetlite.tracing.names import Namer, source_of
 
@@ -166,7 +166,7 @@ class GraphBuilder:
             )
             for value in _values(part):
                 self.reader_calls.setdefault(value, []).append(part)
-            implementations = [default, *alternatives(kernel), *self._ways(kernel, node)]
+            implementations = [default, *alternatives(kernel), *self._region_calls(kernel, node)]
             if random_state is not None:
                 others = [_drawn_again(item, random_state, random_device) for item in implementations[1:]]
                 implementations[1:] = others
@@ -181,10 +181,10 @@ class GraphBuilder:
                 rerunnable=phase is Phase.FORWARD and (rerun is not None or not (changes or is_random(node))),
             )
 
-    def _ways(self, kernel: TracedKernel, node: fx.Node) -> Iterator[Implementation]:
-        """Other ways to run a region."""
-        for way in node.meta.get(WAYS, ()):
-            item = implement(kernel, way, encode_arguments(way.args, self.value_of))
+    def _region_calls(self, kernel: TracedKernel, node: fx.Node) -> Iterator[Implementation]:
+        """Implementations of a region."""
+        for call in node.meta.get(REGION_CALLS, ()):
+            item = implement(kernel, call, encode_arguments(call.args, self.value_of))
             if item is not None:
                 yield item
 

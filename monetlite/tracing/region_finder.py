@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from monetlite.core.options import REORDERED_SUMS
 from monetlite.fx import storages
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.operators import is_random
 from monetlite.operators.regions import (
-    TOLERANCE,
-    WAYS,
-    Way,
+    REGION_CALLS,
+    RegionCall,
     compiled,
     moved_bytes,
     one_by_one,
@@ -49,7 +49,7 @@ MIN_KERNELS = 2
 
 
 def form_regions(joint: Joint, reach: storages.Reachability) -> Joint:
-    """The same step with each region as one node, whose `meta` has its ways to run (`operators.regions.WAYS`)."""
+    """The same step with each region as one node, whose `meta` has other calls (`REGION_CALLS`)."""
     return _Regions(joint, reach).rewritten()
 
 
@@ -70,11 +70,8 @@ class _Regions:
         self._order = {node: at for at, node in enumerate(self._graph.nodes)}
         self._kernels = [node for node in self._graph.nodes if node in reach.needed and storages.is_kernel(node)]
         self._returned = {storages.base(item) for item in reach.output if item is not None}
-        self._device = self._kernels[0].meta["val"] if self._kernels else None
         self._fused = {node for node in self._kernels if self._is_fusible(node)}
-        self._constants = {
-            node for node in self._fused if not any(True for _ in storages_read(node)) and self._is_free(node)
-        }
+        self._constants = {node for node in self._fused if not node.all_input_nodes and node not in self._returned}
         self._regions = self._found()
         self._region_of = {kernel: item for item in self._regions for kernel in item.kernels}
         self._find_writes()
@@ -102,9 +99,6 @@ class _Regions:
         if schema_of(target).is_mutable:
             return False
         return torch.Tag.pointwise in target.tags or traits_of(str(target)).fusible
-
-    def _is_free(self, node: fx.Node) -> bool:
-        return node not in self._returned
 
     def _phase(self, node: fx.Node) -> int:
         """0: forward; 1: only the backward pass needs it, at any time; 2: backward."""
@@ -173,22 +167,23 @@ class _Regions:
 
     def _reads_by_itself(self, node: fx.Node) -> bool:
         """True for a kernel that is run inside of those that read it, or that can compute what it reads."""
-        if self._phase(node) == 2:
-            return node in self._region_of
-        return self._phase(node) == 1 and self._is_inlined(node)
+        return node in (self._region_of if self._phase(node) == 2 else self._inlined)
 
-    def _is_inlined(self, node: fx.Node) -> bool:
-        """True for an optional operator that only backward regions read: it is run inside of those."""
-        return (
-            node in self._fused
-            and node not in self._returned
-            and all(
-                reader in self._region_of if self._phase(reader) == 2 else self._is_inlined(reader)
-                for item in storages.results(node)
-                if item is not None
-                for reader in self._readers.get(item, ())
-            )
-        )
+    @cached_property
+    def _inlined(self) -> set[fx.Node]:
+        """Optional operators that only backward regions read: they are run inside of those."""
+        found: set[fx.Node] = set()
+        for node in reversed(self._kernels):  # readers first
+            results = (item for item in storages.results(node) if item is not None)
+            readers = {reader for item in results for reader in self._readers.get(item, ())}
+            if (
+                self._phase(node) == 1
+                and node in self._fused
+                and node not in self._returned
+                and all(reader in (self._region_of if self._phase(reader) == 2 else found) for reader in readers)
+            ):
+                found.add(node)
+        return found
 
     def _is_there(self, tensor: fx.Node, sources: Iterable[_Region] = ()) -> bool:
         """True for a tensor that a backward region reads; others it computes inside.
@@ -201,7 +196,7 @@ class _Regions:
         if kernel not in self._fused or self._phase(kernel) == 2:
             return True
         region = self._region_of.get(kernel)
-        if kernel in self._constants or (self._phase(kernel) == 1 and self._is_inlined(kernel)):
+        if kernel in self._constants or kernel in self._inlined:
             return False
         if region is None:
             return True
@@ -221,10 +216,11 @@ class _Regions:
         own, forward = set(region.kernels), self._phase(region.kernels[0]) == 0
         inside: set[fx.Node] = set()
         inputs: dict[fx.Node, None] = {}
-
-        def add(node: fx.Node) -> None:
+        waiting = [*reversed(region.writes)]
+        while waiting:
+            node = waiting.pop()
             if node in inside or node in inputs:
-                return
+                continue
             kernel = _kernel(node)
             computed = kernel in own or kernel in self._constants
             is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
@@ -232,13 +228,9 @@ class _Regions:
             given = node.op != "call_function" or forward
             if not computed and is_base and (given or self._is_there(node, sources)):
                 inputs[node] = None
-                return
-            for item in node.all_input_nodes:
-                add(item)
-            inside.add(node)
-
-        for item in region.writes:
-            add(item)
+            else:
+                inside.add(node)
+                waiting += reversed(node.all_input_nodes)
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         for number, item in enumerate(inputs):
             new[item] = graph.placeholder(f"input_{number}")
@@ -274,26 +266,28 @@ class _Regions:
                 new[unit] = graph.node_copy(unit, new.__getitem__)
         self._negligible_bytes = NEGLIGIBLE_SHARE * sum(moved_bytes(program) for program, _ in forms.values())
         for region, node in made.items():
-            node.meta[WAYS] = list(self._ways(region, forms[region], new))
+            node.meta[REGION_CALLS] = list(self._calls(region, forms[region], new))
         return replace(self._joint, graph=fx.GraphModule(self._joint.graph, graph))
 
-    def _ways(
+    def _calls(
         self, region: _Region, form: tuple[fx.GraphModule, tuple[fx.Node, ...]], new: dict[fx.Node, fx.Node]
-    ) -> Iterator[Way]:
+    ) -> Iterator[RegionCall]:
         program, inputs = form
         if moved_bytes(program) < self._negligible_bytes:
             return
         args = tuple(new[item] for item in inputs)
-        yield Way(name="compiled", run=compiled(program), args=args, tolerance=TOLERANCE)
+        yield RegionCall(name="compiled", run=compiled(program), args=args, tolerance=REORDERED_SUMS)
         if (over := over_first(program, args)) is not None:
             run = compiled(program, over)
-            yield Way(name="compiled_inplace", run=run, args=args, tolerance=TOLERANCE, over=over)
+            yield RegionCall(name="compiled_inplace", run=run, args=args, tolerance=REORDERED_SUMS, over=over)
         if sources := self._sources(region):
             program, others = self._program(region, sources)
             if set(others) != set(inputs):
                 args = tuple(new[item] for item in others)
-                yield Way(name="from_inputs", run=one_by_one(program), args=args)
-                yield Way(name="compiled_from_inputs", run=compiled(program), args=args, tolerance=TOLERANCE)
+                yield RegionCall(name="from_inputs", run=one_by_one(program), args=args)
+                yield RegionCall(
+                    name="compiled_from_inputs", run=compiled(program), args=args, tolerance=REORDERED_SUMS
+                )
 
     def _sources(self, region: _Region) -> list[_Region]:
         """The forward regions whose results a backward region reads."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+import weakref
 
 import pytest
 import torch
@@ -81,3 +82,35 @@ def test_smaller_inputs_are_said(caplog):
     ((planned, measured, smaller),) = told(caplog)
     assert smaller
     assert parse_budget(measured) < parse_budget(planned)
+
+
+@pytest.mark.parametrize("door", [monetlite.within, compiled])
+def test_it_keeps_nothing_of_the_step(door, caplog):
+    trained = door(
+        nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 4)), budget="100%", device="rtx-3090"
+    )
+    with caplog.at_level("INFO", logger="monetlite"):
+        for _ in range(5):
+            x = torch.randn(256, 64)
+            held = weakref.ref(x)
+            trained(x).sum().backward()
+            del x
+            assert held() is None
+            x = torch.randn(256, 64)
+            held, output = weakref.ref(x), trained(x)
+            del x, output  # a step that is left
+            assert held() is None
+    assert told(caplog)
+
+
+@pytest.mark.parametrize("door", [monetlite.within, compiled])
+def test_state_of_the_optimizer_counts(door, caplog):
+    layers = nn.Sequential(nn.Linear(256, 4096), nn.Tanh(), nn.Linear(4096, 256))
+    trained, x = door(layers, budget="100%", device="rtx-3090", optimizer="adamw"), torch.randn(64, 256)
+    with caplog.at_level("INFO", logger="monetlite"):
+        for _ in range(5):
+            trained(x).sum().backward()
+            layers.zero_grad()
+    ((planned, measured, _),) = told(caplog)
+    state = 2 * sum(item.nbytes for item in layers.parameters())
+    assert parse_budget(measured) == pytest.approx(parse_budget(planned), abs=state / 2)

@@ -1,8 +1,11 @@
 """Models that TorchDynamo takes apart: plain training's steps, by one plan for all pieces."""
 
 import copy
+import functools
+import gc
 import re
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from monetlite.core.graph import Phase, Resident
 from monetlite.core.joining import OutsideCode, Piece, join
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import check_legal, plain_steps
+from monetlite.profiling.memory_use import is_profiling
 
 QUICK = {"device": "rtx-3090", "time_limit": 1.0}
 
@@ -109,13 +113,14 @@ def test_what_separates_the_pieces_is_told_once_and_whole_refuses():
     refusing = monetlite.within(copy.deepcopy(model), budget="100%", whole=True, **QUICK)
     with pytest.raises(TraceError, match=r"item\(\)"):
         refusing(x)
-    monetlite.within(model, budget="100%", **QUICK)
+    monetlite.within(model, budget="100%", layout="channels_last", tolerance=1e-5, **QUICK)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(5):
             model(x).sum().backward()
     (said,) = (str(item.message) for item in told if "can't be captured whole" in str(item.message))
     assert "It trains in 2 pieces" in said
+    assert "Layouts and compile=True are of whole models only" in said
     assert re.search(r"\d+% of the step's time planned", said)
     assert f"{__file__}:" in said
     assert ".item()" in said
@@ -297,3 +302,86 @@ def test_a_model_that_can_not_be_planned_trains_plainly_where_it_fits():
         step(model, (x,))
     with pytest.raises(TraceError, match=r"of the budget of 20 kB: raise the budget"):
         step(model, (x,))
+
+
+class Fails(nn.Module):
+    """An error between two pieces, when it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.fails = mlp(), mlp(), False
+
+    def forward(self, x):
+        x = self.first(x)
+        graph_break()
+        if self.fails:
+            raise ValueError("no more")
+        return self.second(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_a_recorded_step_that_fails_is_recorded_again():
+    plain, x = Fails(), torch.randn(64, 16)
+    model = monetlite.within(twin(plain), budget="105%", **QUICK)
+    step(model, (x,))
+    model.fails = True
+    with pytest.raises(ValueError, match="no more"):
+        model(x)
+    assert not is_profiling()
+    model.fails = False
+    for seed in range(2):
+        assert_same(step(model, (x,), seed), step(plain, (x,), seed))
+    assert monetlite.schedule_of(model) is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_a_step_that_is_left_after_its_forward_pass_holds_up_no_other_model():
+    left, other, x = ReadsAMean(), ReadsAMean(), torch.randn(64, 16)
+    for model in (left, other):
+        monetlite.within(model, budget="105%", **QUICK)
+    step(left, (x,))
+    output = left(x)
+    assert is_profiling()
+    held = _Held()
+    output.grad_fn.register_prehook(functools.partial(_unchanged, held))
+    graph = weakref.ref(held)
+    del output, held
+    assert graph() is None
+    for seed in range(4):
+        step(other, (x,), seed)
+    assert monetlite.schedule_of(other) is not None
+    assert monetlite.schedule_of(left) is None
+    for seed in range(2):
+        step(left, (x,), seed)
+    assert monetlite.schedule_of(left) is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_no_step_s_tensors_are_kept():
+    model = monetlite.within(Fails(), budget="105%", **QUICK)
+    for _ in range(4):
+        x = torch.randn(64, 16)
+        held = weakref.ref(x)
+        model(x).sum().backward()
+        del x
+        gc.collect()
+        assert held() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_models_that_train_in_turn_are_both_planned():
+    models, x = [ReadsAMean(), ReadsAMean()], torch.randn(64, 16)
+    for model in models:
+        monetlite.within(model, budget="105%", **QUICK)
+    for seed in range(4):
+        for model in models:
+            step(model, (x,), seed)
+    assert all(map(monetlite.schedule_of, models))
+
+
+class _Held:
+    """Something that an autograd graph holds."""
+
+
+def _unchanged(_held, gradients):
+    return gradients

@@ -1,5 +1,7 @@
 """Regions of operators: the step that plain training runs, one by one and compiled, whatever is recomputed."""
 
+import gc
+import logging
 import os
 import random
 from collections import Counter
@@ -18,13 +20,18 @@ from step_lists import (
     with_random_implementations,
 )
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import monetlite
 from monetlite.core.graph import Phase, ValueKind
-from monetlite.operators import resolve
+from monetlite.fx.storages import Reachability
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensor
+from monetlite.operators import region_compiler, resolve
 from monetlite.operators.regions import TEXTS, compile_text
 from monetlite.profiling.arguments import make_arguments
 from monetlite.tracing import trace_layouts
+from monetlite.tracing.capture import Joint
+from monetlite.tracing.region_finder import form_regions
 
 THOROUGH = "MONETLITE_THOROUGH" in os.environ
 CLOSE = 1e-4
@@ -67,7 +74,7 @@ def images():
 
 
 def compiled_graph(model, inputs, layout="compiled"):
-    return trace_layouts(model, inputs, ["as_traced", layout], outputs="all")[1]
+    return trace_layouts(model, inputs, ["as_traced", layout], outputs="all")[-1]
 
 
 def assert_close(found, expected):
@@ -136,6 +143,35 @@ def test_results_are_within_the_tolerance_and_laid_out_as_captured():
                 storages = {item.untyped_storage().data_ptr() for item in given}
                 over = [item for item in found if item.untyped_storage().data_ptr() in storages]
                 assert len(over) == (name == "compiled_inplace")
+
+
+def test_a_region_may_be_long():
+    def long(x):
+        for _ in range(1200):
+            x = torch.sin(x)
+        return (x,)
+
+    program = make_fx(long, tracing_mode="fake")(torch.randn(2, 4))
+    for node in program.graph.nodes:
+        node.meta["desc"] = (None,)
+    formed = form_regions(Joint(graph=program, forward_outputs=1, at_once=False), Reachability(program.graph, 1))
+    ((item,),) = formed.graph.graph.output_node().args
+    x = torch.randn(2, 4)
+    assert torch.equal(item.args[0].target(x)[0], long(x)[0])
+
+
+def test_regions_keep_nothing_of_the_capture_alive():
+    def kept(layout, width):
+        def alive():
+            gc.collect()
+            return sum(isinstance(item, FakeTensor) for item in gc.get_objects())
+
+        before = alive()
+        compiled_graph(Mixed(), (torch.randn(width, 7, 16),), layout)
+        return alive() - before
+
+    kept("compiled", 2)  # what is made once in a process
+    assert kept("compiled", 11) <= kept("channels_last", 12)
 
 
 def test_equal_layers_share_what_is_compiled():
@@ -228,6 +264,18 @@ def test_a_description_is_all_that_a_region_needs():
     found = compile_text(TEXTS[target])([item.clone() for item in args])
     for one, other in zip(found, resolve(target)(*[item.clone() for item in args]), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.thorough
+def test_compiled_ahead_they_are_there_for_this_process_and_the_next(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    caplog.set_level(logging.INFO, "monetlite")
+    targets = distinct(compiled_graph(Mixed(), (torch.randn(9, 4, 16),)))  # a size that nothing else has compiled
+    assert len(targets) > region_compiler.PROCESSES
+    region_compiler.compile_ahead(targets)
+    assert f"compiled {len(targets)} of {len(targets)} regions" in caplog.text
+    monkeypatch.setattr(region_compiler, "_process", None)
+    region_compiler.compile_ahead(targets)
 
 
 def test_optimize_chooses_them_where_asked(tmp_path):

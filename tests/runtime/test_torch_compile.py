@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import monetlite
 from monetlite.profiling import meters
-from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.profiling.memory_use import is_profiling, peak_growth_bytes
 from monetlite.runtime.torch_compile import on_gpu
 from monetlite.tracing.step_inputs import gpu_of
 
@@ -138,6 +138,7 @@ def test_a_budget_of_reserved_memory(tmp_path):
         ({"schedule": "zoo:nothing@1GB"}, "nothing"),
         ({"budget": "1GB", "colour": "red"}, "there is no option 'colour'; there are accumulate, budget"),
         ({"budget": "much"}, "much"),
+        ({"budget": "1GB", "optimizer": "adamw", "step_in_backward": True}, "monetlite.within"),
         ({"budget": 200, "device": "rtx-4090"}, "too small"),
     ],
 )
@@ -226,6 +227,21 @@ def test_a_model_that_is_taken_apart_trains_in_pieces(build, caplog):
     assert "pieces: +" in caplog.text
     with torch.no_grad():
         assert torch.equal(other(*x), model(*x))
+
+
+def test_a_step_in_pieces_is_planned_where_an_error_is_being_handled_but_not_where_it_fails():
+    model, other, x = both(Breaks, torch.randn(4, 8))
+    step(other, x)
+    with pytest.raises(TypeError):
+        other()
+    assert not is_profiling()
+    try:
+        raise MemoryError
+    except MemoryError:
+        step(other, x)
+    with pytest.warns(UserWarning, match=r"trains in \d pieces"):
+        planned = step(other, x)
+    assert_same(planned, step(model, x))
 
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")

@@ -90,6 +90,13 @@ def test_deep_copies_share_nothing_and_train_alike(cnn):
     assert model.stem.weight.abs().sum() > 0
 
 
+def test_deep_copies_have_the_same_options():
+    options = {"budget": "80%", "compile": True, "tolerance": 1e-3, "wait": True}
+    clone = copy.deepcopy(monetlite.MONeTWrapper(SmallCNN(), **options))
+    assert clone._training.plans.options == {"compile": True, "tolerance": 1e-3}
+    assert clone._training.plans.wait
+
+
 def test_torch_save_and_load_of_a_wrapper_that_has_trained(cnn):
     model, inputs, schedule = cnn
     wrapper = monetlite.MONeTWrapper(model, schedule)

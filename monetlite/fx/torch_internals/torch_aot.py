@@ -8,6 +8,7 @@
 | `"tangents"` | name of inputs that are gradients of outputs |
 | `"partitioner_tag"` | node metadata: traced in the forward or in the backward pass |
 | `"CompiledFunctionBackward"` | name of the autograd node that runs a backward program; `watch`ed for gradients |
+| `boxed_grads_call` | since torch 2.13 a node may let go of incoming gradients while it runs; peaks would differ |
 | `_boxed_call` | attribute of a function that empties its list of arguments; peaks would be higher |
 | `_BoxedCodeGen` | code that takes its arguments in a list and empties it; arguments would live too long |
 | `_forward_from_src` | makes a function of code, whose lines a traceback can show |
@@ -40,6 +41,11 @@ def boxed_function(function: _F) -> _F:
     """Tell AOTAutograd that a function takes one list of arguments and empties it, so that they can die early."""
     function.__dict__["_boxed_call"] = True
     return function
+
+
+def keeps_gradients() -> bool:
+    """True if autograd keeps the gradients of a compiled function's outputs until its backward program ends."""
+    return not hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def backward_node(output: torch.Tensor) -> Any:

@@ -70,14 +70,21 @@ class CompiledCall:
 
 
 def surround_calls(backend: Callable[..., Any], around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Have each call of what a backend compiles run in a block, for as long as the process lives."""
+    """Have each call of what a backend compiles run in a block, for as long as the process lives.
 
-    def set_attribute(compilation: Any, name: str, value: Any) -> None:
-        object.__setattr__(compilation, name, value)
-        if name == "compiler_fn" and value is backend:
-            object.__setattr__(compilation, "backend_ctx_ctor", lambda: _surrounded(compilation, around))
+    Torch copies the attributes of a compilation, so each has to have its block as its own, from the moment on in
+    which its backend is found. The first of a process is being made while this runs.
+    """
 
-    torch._TorchCompileWrapper.__setattr__ = set_attribute  # type: ignore[method-assign]  # so that new ones have it
+    def get(compilation: Any) -> Any:
+        return vars(compilation)["compiler_fn"]
+
+    def put(compilation: Any, found: Any) -> None:
+        vars(compilation)["compiler_fn"] = found
+        if found is backend:
+            compilation.backend_ctx_ctor = lambda: _surrounded(compilation, around)
+
+    torch._TorchCompileWrapper.compiler_fn = property(get, put)  # type: ignore[assignment]  # an attribute otherwise
 
 
 @contextlib.contextmanager

@@ -4,9 +4,8 @@
 | --- | --- |
 | `compile_fx_inner`, `output_strides` | compiles a program of ours, and says in which strides its results come |
 | `select_decomp_table` | operators that Inductor knows, for a program traced into those |
-| `force_stride_order`, `user_visible_output_idxs` | results in captured strides; views would fail |
+| `force_stride_order`, `user_visible_output_idxs` | results in captured strides; views and anchors would fail |
 | `cache_dir` | folder of compiled code; regions would be compiled anew by processes beside this one |
-| `user_visible_output_idxs` | results of a region in captured strides; anchors after it would fail |
 | `size_asserts`, `alignment_asserts` | checks of arguments, which a program need not make |
 | `fallback_random` | torch's own random numbers; dropout would draw others than plain training |
 | `compile_fx`, `aot_eager_decomp_partition` | `torch.compile` as others use it, to compare with |

@@ -8,7 +8,6 @@ Imported where it is used: Inductor's part takes seconds.
 | `activation_memory_budget`, `..._solver`, `..._runtime_estimator` | settings by which it asks them |
 | `solve_min_cut`, `MinCutOptions` | what is kept for a choice of the solver's; predicted peaks would be wrong |
 | `ban_recompute_reductions` | setting that the last choice of the partitioner keeps |
-| `NodeInfo.inputs`, `is_required_fw`, `tangents_closure` | which node belongs to which program |
 """
 
 import uuid
@@ -85,13 +84,3 @@ def kept_nodes(joint_graph: fx.Graph, node_info: Any, recomputed: Sequence[fx.No
     )
     found: list[fx.Node] = solve_min_cut(joint_graph, node_info, options, OrderedSet(recomputed))[0]
     return found
-
-
-def is_of_forward(node_info: Any, node: fx.Node) -> bool:
-    """True for a node that the forward program needs."""
-    return bool(node_info.is_required_fw(node))
-
-
-def after_loss(node_info: Any, node: fx.Node) -> bool:
-    """True for a node that depends on the gradient of an output."""
-    return node in node_info.tangents_closure

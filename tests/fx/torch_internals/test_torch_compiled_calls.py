@@ -37,8 +37,8 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     torch._dynamo.reset()
-    before = torch._TorchCompileWrapper.__setattr__
-    monkeypatch.setattr(torch._TorchCompileWrapper, "__setattr__", before)  # put back in the end
+    before = vars(torch._TorchCompileWrapper).get("compiler_fn", property())
+    monkeypatch.setattr(torch._TorchCompileWrapper, "compiler_fn", before, raising=False)  # put back in the end
     found = Seen()
     calls.surround_calls(found, found.surround)
     return found
@@ -116,3 +116,11 @@ def test_code_that_was_compiled_with_other_arguments_serves_other_calls(seen: Se
     assert len(seen.graphs) == 2
     first(torch.randn(2, 4))
     assert len(seen.graphs) == 2
+
+
+def test_others_compilations_are_as_they_were(seen: Seen) -> None:
+    own, other = (torch._TorchCompileWrapper(backend, None, None, None) for backend in (seen, "eager"))
+    assert hasattr(own, "backend_ctx_ctor")
+    assert not hasattr(other, "backend_ctx_ctor")
+    torch.compile(Layer(), backend="eager")(torch.zeros(2, 4))
+    assert not seen.around
