@@ -167,13 +167,16 @@ def _model(
 def _built(choice: ModelChoice, terminal: Terminal) -> "tuple[BuiltModel, ModelChoice]":
     """The model, and the sizes that it has; of a language model, by default those of one long sequence."""
     assert choice.spec is not None
-    if choice.spec.startswith("hf:") and choice.input_size is None and choice.sequence_length is None:
-        for length in DEFAULT_LENGTHS:
+    if choice.spec.startswith("hf:") and choice.input_size is None:
+        asked = choice.sequence_length
+        for length in DEFAULT_LENGTHS if asked is None else (asked,):
             sized = replace(choice, batch=choice.batch or 1, sequence_length=length)
             try:
-                return build(sized, terminal if length == DEFAULT_LENGTHS[0] else None, meta=True), sized
+                return build(sized, terminal, meta=True), sized
             except ModelError:
-                pass  # a model of images, or of shorter sequences
+                if asked is not None:
+                    raise
+                # A model of images, or of shorter sequences.
     return build(choice, terminal, meta=True), choice
 
 

@@ -119,11 +119,12 @@ def test_the_screen_is_one(folder, tight):
     assert "estimated, not measured" in found.stdout
 
 
-def test_without_sizes_it_is_one_sequence_as_long_as_the_model_takes(folder):
-    found = run("fit", folder, "--time-limit", "1", "--json")
+@pytest.mark.parametrize(("given", "length"), [((), 512), (("--sequence-length", "64"), 64)])
+def test_without_sizes_it_is_one_sequence_as_long_as_the_model_takes(folder, given, length):
+    found = run("fit", folder, *given, "--time-limit", "1", "--json")
     assert found.exit_code == 0, found.output
     answer = json.loads(found.stdout)
-    assert (answer["batch"], answer["sequence_length"]) == (1, 512)
+    assert (answer["batch"], answer["sequence_length"]) == (1, length)
     if not torch.cuda.is_available():
         assert "--gpu names another" in found.stderr
 
