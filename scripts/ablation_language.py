@@ -3,24 +3,22 @@
     python scripts/ablation_language.py [--models llama qwen3 gemma2 t5 long] [--percent 60 50 40] [--device cpu]
         [--batch 4] [--length 256] [--time-limit 10] [--output FILE.md]
 
-The models are those of `bench_language.py`. Each way is solved for the smallest peak, and for budgets in percent of
+The models are those of `bench_language.py`. Each ablation is solved for the smallest peak, and for budgets in percent of
 plain training's peak. On the CPU costs are measured, and each schedule's peak is, too, beside the predicted one.
 """
 
 import argparse
 import copy
-import datetime
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from bench_language import LONG_WORDS, models
+from table_report import add_output, write_table
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison.bench import environment
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import ALL_OUTPUTS, AS_TRACED, LOSS_ONLY, TILED_LOSS, TILED_ROWS, Implementation
@@ -66,9 +64,9 @@ def rows_of(name: str, model: nn.Module, args: argparse.Namespace) -> Iterator[s
     inputs = {"input_ids": ids, "labels": ids}
     traced_for = {} if args.device == "cpu" else {"device": args.device}
     plain_bytes = 0
-    for title, way in ABLATIONS.items():
-        graph = monetlite.trace(model, inputs, layout=way.layout, outputs=way.outputs, **traced_for)
-        profile = monetlite.profile(graph, args.device, tolerance=TOLERANCE).restricted(way.allowed)
+    for title, ablation in ABLATIONS.items():
+        graph = monetlite.trace(model, inputs, layout=ablation.layout, outputs=ablation.outputs, **traced_for)
+        profile = monetlite.profile(graph, args.device, tolerance=TOLERANCE).restricted(ablation.allowed)
         plain_bytes = plain_bytes or simulate(profile, plain_steps(profile.graph)).peak_bytes
         cells = [f"{smallest(profile, args) / 1e6:.1f} MB"]
         for percent in args.percent:
@@ -108,29 +106,24 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--time-limit", type=float, default=10)
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     args = parser.parse_args()
-    where = "; ".join(f"{name} {value}" for name, value in environment("cpu").items())
-    lines = [
-        f"# Implementations for language models, one by one, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-        "",
-        f"{where}; costs of {args.device}; {args.batch} x {args.length} tokens; {args.time_limit:g} s to solve; tolerance "
+
+    def rows() -> Iterator[str]:
+        for name in args.models:
+            torch.manual_seed(0)
+            yield from rows_of(name, made[name]().train(), args)
+
+    write_table(
+        "Implementations for language models, one by one",
+        f"Costs of {args.device}; {args.batch} x {args.length} tokens; {args.time_limit:g} s to solve; tolerance "
         f"{TOLERANCE:g}. Step times are over plain training's, of the same layout, as predicted; budgets are of the "
         "first row's plain peak.",
-        "",
-        "| model | implementations | operators | smallest peak | "
-        + " | ".join(f"{p}%" for p in args.percent)
-        + " |",
-        "| --- | --- | ---: | ---: |" + " ---: |" * len(args.percent),
-    ]
-    print("\n".join(lines), flush=True)
-    for name in args.models:
-        torch.manual_seed(0)
-        for line in rows_of(name, made[name]().train(), args):
-            print(line, flush=True)
-            lines.append(line)
-    if args.output is not None:
-        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        f"| model | implementations | operators | smallest peak | {' | '.join(f'{p}%' for p in args.percent)} |",
+        rows(),
+        args.output,
+        left=2,
+    )
 
 
 if __name__ == "__main__":

@@ -12,18 +12,16 @@ makes on the way is most of a long sequence's memory.
 
 import argparse
 import copy
-import datetime
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from table_report import add_output, write_table
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison.bench import environment
 from monetlite.checking.trainee import Trainee, default_loss, step_times_ms
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.units import parse_budget
@@ -217,25 +215,22 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=1e-5)
     parser.add_argument("--smallest", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     args = parser.parse_args()
-    where = "; ".join(f"{name} {value}" for name, value in environment("cpu").items())
-    lines = [
-        f"# Language models with their loss, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-        "",
-        f"{where}; {args.batch} x {args.length} tokens, {args.rounds} rounds in turn, tolerance {args.tolerance:g}.",
-        "",
+
+    def rows() -> Iterator[str]:
+        for name in args.models:
+            torch.manual_seed(args.seed)
+            yield from rows_of(name, made[name]().train(), args)
+
+    write_table(
+        "Language models with their loss",
+        f"{args.batch} x {args.length} tokens, {args.rounds} rounds in turn, tolerance {args.tolerance:g}.",
         "| model | training | peak | of plain | step | of plain | slowest / fastest | predicted | gradients apart |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    print("\n".join(lines), flush=True)
-    for name in args.models:
-        torch.manual_seed(args.seed)
-        for line in rows_of(name, made[name]().train(), args):
-            print(line, flush=True)
-            lines.append(line)
-    if args.output is not None:
-        args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        rows(),
+        args.output,
+        left=2,
+    )
 
 
 if __name__ == "__main__":

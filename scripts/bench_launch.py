@@ -10,18 +10,16 @@ medians, and their ratios to plain training's.
 
 import argparse
 import copy
-import datetime
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from table_report import add_output, write_table
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison.bench import environment
 
 WARM_UP = 10
 
@@ -72,7 +70,7 @@ def step(model: nn.Module, small: Small, synchronize: Callable[[], None]) -> tup
     return (middle - started) * 1e3, (ended - middle) * 1e3
 
 
-def run(name: str, device: str, repeats: int) -> list[str]:
+def run(name: str, device: str, repeats: int) -> Iterator[str]:
     """The rows of a model's table."""
     torch.manual_seed(0)
     small = MODELS[name]()
@@ -94,16 +92,13 @@ def run(name: str, device: str, repeats: int) -> list[str]:
             if at >= WARM_UP:
                 times[how].append(measured)
     plain_ms = statistics.median(map(sum, times["plain"]))
-    rows = []
     for how, taken in times.items():
         forward_ms, backward_ms = (statistics.median(part) for part in zip(*taken, strict=True))
         step_ms = statistics.median(map(sum, taken))
-        rows.append(
+        yield (
             f"| {name} ({small.text}) | {how} | {forward_ms:.2f} | {backward_ms:.2f} | {step_ms:.2f} | "
             f"{step_ms / plain_ms:.2f} |"
         )
-        print(rows[-1], flush=True)
-    return rows
 
 
 def main() -> None:
@@ -112,28 +107,18 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=list(MODELS), help="by default all of them")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--output", type=Path, help="also write the table to this file")
+    add_output(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row for name in args.model or MODELS for row in run(name, args.device, args.repeats)]
-    where = environment(args.device)
-    text = "\n".join(
-        [
-            f"# Launching, {datetime.date.today()}",
-            "",
-            f"{where['device']}, one thread, torch {where['torch']}, Python {where['python']}, commit "
-            f"{where.get('commit', 'unknown')}. Written by `scripts/bench_launch.py`; medians of {args.repeats} steps "
-            "each, taken in turn.",
-            "",
-            "| model | how | forward, ms | backward, ms | step, ms | of plain |",
-            "| --- | --- | ---: | ---: | ---: | ---: |",
-            *rows,
-            "",
-        ]
+    write_table(
+        "Launching",
+        f"Medians of {args.repeats} steps each, taken in turn.",
+        "| model | how | forward, ms | backward, ms | step, ms | of plain |",
+        (row for name in args.model or MODELS for row in run(name, args.device, args.repeats)),
+        args.output,
+        left=2,
+        device=args.device,
     )
-    print(text)
-    if args.output:
-        args.output.write_text(text)
 
 
 if __name__ == "__main__":

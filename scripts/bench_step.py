@@ -10,17 +10,16 @@ training.
 """
 
 import argparse
-import datetime
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 from bench_compare import gpt2
+from table_report import add_output, write_table
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison.bench import Bench, Contender, Entrant, environment
+from monetlite.checking.comparison.bench import Bench, Contender, Entrant
 from monetlite.checking.comparison.peer_runs import Peer
 from monetlite.checking.comparison.peers import by_blocks, inductor
 from monetlite.checking.trainee import default_loss
@@ -99,27 +98,16 @@ def main() -> None:
         default=[1.0, 0.5, 0.1],
         help="budgets of torch.compile; none to leave out all that is compiled",
     )
-    parser.add_argument("--output", type=Path, help="also write the table to this file")
+    add_output(parser)
     args = parser.parse_args()
-    rows = [row for name in args.model or MODELS for row in run(name, args.repeats, args.time_limit, args.share)]
-    where = environment("cpu")
-    text = "\n".join(
-        [
-            f"# Training steps side by side, {datetime.date.today()}",
-            "",
-            f"{where['device']}, {where['threads']} threads, torch {where['torch']}, Python {where['python']}, "
-            f"commit {where.get('commit', 'unknown')}. Written by `scripts/bench_step.py`; {args.repeats} runs each, "
-            "taken in turn.",
-            "",
-            "| model | how | peak, MiB | step, ms | of plain | from least to most |",
-            "| --- | --- | ---: | ---: | ---: | --- |",
-            *rows,
-            "",
-        ]
+    write_table(
+        "Training steps side by side",
+        f"{args.repeats} runs each, taken in turn.",
+        "| model | how | peak, MiB | step, ms | of plain | from least to most |",
+        (row for name in args.model or MODELS for row in run(name, args.repeats, args.time_limit, args.share)),
+        args.output,
+        left=2,
     )
-    print(text)
-    if args.output:
-        args.output.write_text(text)
 
 
 if __name__ == "__main__":

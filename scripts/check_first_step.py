@@ -10,16 +10,14 @@ the first that fits in steps of 10%.
 
 import argparse
 import copy
-import datetime
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from check_models import MODELS
+from table_report import add_output, write_table
 
 import monetlite
-from monetlite.checking.comparison.bench import environment
 from monetlite.checking.trainee import default_loss
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.fx.torch_internals.torch_modules import called_instead
@@ -34,26 +32,20 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--percent", type=int, default=70, help="budget, of plain training's peak")
     parser.add_argument("--time-limit", type=float, default=15)
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     args = parser.parse_args()
-    lines = [
-        f"# The first step, {datetime.date.today()}",
-        "",
-        f"{environment('cpu')}; budget {args.percent}% of plain training's peak or the first that fits, time limit {args.time_limit:g} s. Seconds; beyond: of the first "
-        "call, beyond capture and a plain step.",
-        "",
+    write_table(
+        "The first step",
+        f"Budget {args.percent}% of plain training's peak or the first that fits, time limit {args.time_limit:g} s. "
+        "Seconds; beyond: of the first call, beyond capture and a plain step.",
         "| model | budget | capture | plain step | first call | beyond | first plan | taken | at step | waiting | differences |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for name in args.model:
-        torch._dynamo.reset()
-        lines.append(row(name, args.percent, args.time_limit))
-        print(lines[-1], flush=True)
-    if args.output:
-        args.output.write_text("\n".join(lines) + "\n")
+        (row(name, args.percent, args.time_limit) for name in args.model),
+        args.output,
+    )
 
 
 def row(name: str, percent: int, time_limit: float) -> str:
+    torch._dynamo.reset()
     torch.manual_seed(0)
     plain, inputs = MODELS[name]()
     call, keywords = split_inputs(inputs)

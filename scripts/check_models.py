@@ -8,19 +8,16 @@ measured peak against the budget and the prediction, and step time against plain
 """
 
 import argparse
-import datetime
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from table_report import add_output, write_table
 from torch import nn
 
 import monetlite
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.models import build_model
-from monetlite.profiling.meters import meter_for
 
 
 def vision(name: str, batch: int, size: int) -> Callable[[], tuple[nn.Module, Any]]:
@@ -85,12 +82,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
-def check(name: str, percents: list[int], time_limit: float, repeats: int) -> list[str]:
+def check(name: str, percents: list[int], time_limit: float, repeats: int) -> Iterator[str]:
     """Rows for one model."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     profile = monetlite.profile(monetlite.trace(model, inputs))
-    rows = []
     plain_bytes = 0
     for percent in [1000, *percents]:
         budget: str | int = f"{percent}%" if not plain_bytes else plain_bytes * percent // 100
@@ -99,21 +95,18 @@ def check(name: str, percents: list[int], time_limit: float, repeats: int) -> li
         except InfeasibleBudget as error:
             reached = f"{error.reached_bytes / 2**20:.0f}" if error.reached_bytes else "?"
             proof = f"infeasible: proven below {error.proven_bytes / 2**20:.0f}, reached {reached} MiB"
-            rows.append(f"| {name} | {percent}% | {proof} | | | | | | |")
-            print(rows[-1], flush=True)
+            yield f"| {name} | {percent}% | {proof} | | | | | | |"
             continue
         report = monetlite.verify(model, schedule, inputs, repeats=repeats)
         plain_bytes = plain_bytes or report.plain_peak_bytes
         label = "none" if percent == 1000 else f"{percent}%"
-        rows.append(
+        yield (
             f"| {name} | {label} | {schedule.budget_bytes / 2**20:.0f} | {report.peak_bytes / 2**20:.1f} "
             f"| {report.peak_bytes / schedule.peak_bytes - 1:+.2%} "
             f"| {report.largest_difference:.0e}{'' if report.random_state else ' RNG'} "
             f"| {report.step_ms / report.plain_step_ms:.2f} | {1 + schedule.overhead:.2f} "
             f"| {schedule.gap:.1%} {'' if report.passed else 'FAIL'} |"
         )
-        print(rows[-1], flush=True)
-    return rows
 
 
 def main() -> None:
@@ -122,34 +115,18 @@ def main() -> None:
     parser.add_argument("--percent", type=int, nargs="+", default=[70, 50, 40])
     parser.add_argument("--time-limit", type=float, default=15.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     args = parser.parse_args()
-    rows = [
-        row for name in args.model or MODELS for row in check(name, args.percent, args.time_limit, args.repeats)
-    ]
-    environment = meter_for("cpu").environment()
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    text = "\n".join(
-        [
-            f"# Every promise of a schedule, checked, {datetime.date.today()}",
-            "",
-            f"{environment['device']}, {environment['threads']} threads, torch {environment['torch']}, commit {commit}. "
-            f"Written by `scripts/check_models.py`; budgets are percentages of plain training's measured peak; "
-            f"{args.time_limit:.0f} s to solve; step times are medians of {args.repeats}, taken in turn.",
-            "",
-            "| model | budget | budget, MiB | measured peak, MiB | against prediction | difference | step, of plain "
-            "| predicted | gap |",
-            "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-            *rows,
-            "",
-        ]
+    write_table(
+        "Every promise of a schedule, checked",
+        f"Budgets are percentages of plain training's measured peak; {args.time_limit:.0f} s to solve; step times are "
+        f"medians of {args.repeats}, taken in turn.",
+        "| model | budget | budget, MiB | measured peak, MiB | against prediction | difference | step, of plain "
+        "| predicted | gap |",
+        (row for name in args.model or MODELS for row in check(name, args.percent, args.time_limit, args.repeats)),
+        args.output,
+        left=2,
     )
-    if args.output:
-        args.output.write_text(text)
-    else:
-        print(text)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ without the optimizer's step in the backward pass. Steps are traced on a CPU wit
 """
 
 import argparse
-import datetime
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 import transformers
+from table_report import add_output, write_table
 from torch import nn
 
 import monetlite
-from monetlite.checking.comparison.bench import environment
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import AS_TRACED, TILED_LOSS, OperatorGraph
 from monetlite.core.options import SolvingOptions
@@ -107,28 +105,20 @@ def main() -> None:
     parser.add_argument("--budget", default="24GB")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--time-limit", type=float, default=60)
-    parser.add_argument("--output", type=Path)
+    add_output(parser)
     args = parser.parse_args()
     parse_budget(args.budget, plain_peak_bytes=2**40)
-    where = "; ".join(f"{name} {value}" for name, value in environment("cpu").items())
-    lines = [
-        f"# Fine-tunes of language models, estimated for {args.device}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-        "",
-        f"Estimated, not measured. Solved on: {where}. bfloat16, AdamW with its state in bfloat16, tolerance "
-        f"{TOLERANCE:g}, {args.time_limit:g} s for each schedule within {args.budget}. Plain training's peak is that "
-        "of the step as it is traced; overheads are over it, as if it fitted.",
-        "",
+    write_table(
+        f"Fine-tunes of language models, estimated for {args.device}",
+        f"Estimated, not measured. bfloat16, AdamW with its state in bfloat16, tolerance {TOLERANCE:g}, "
+        f"{args.time_limit:g} s for each schedule within {args.budget}. Plain training's peak is that of the step as "
+        "it is traced; overheads are over it, as if it fitted.",
         "| model | head and loss in tiles | step in backward | plain training's peak | smallest peak found | "
         f"nothing fits below | step within {args.budget} | over plain | tokens/s | gap |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    print("\n".join(lines), flush=True)
-    for name in args.models:
-        for line in rows_of(name, args):
-            print(line, flush=True)
-            lines.append(line)
-            if args.output is not None:
-                args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (row for name in args.models for row in rows_of(name, args)),
+        args.output,
+        left=3,
+    )
 
 
 if __name__ == "__main__":

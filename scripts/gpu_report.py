@@ -22,7 +22,6 @@ all of it.
 
 import argparse
 import contextlib
-import gc
 import io
 import os
 import subprocess
@@ -44,8 +43,19 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from gpu_report_allocator import give_back_ms, held_to_model, recorded  # noqa: E402  # beside this file
-from gpu_report_models import SMALL, SUBJECTS, Built  # noqa: E402
-from gpu_report_rows import Key, Row, Rows, failed_checks, page  # noqa: E402
+from gpu_report_checks import checked  # noqa: E402
+from gpu_report_models import SUBJECTS  # noqa: E402
+from gpu_report_rows import Key, Rows, failed_checks, page  # noqa: E402
+from gpu_report_solve import MARGIN, PROFILES, solve  # noqa: E402
+from gpu_report_subjects import (  # noqa: E402
+    built,
+    context_lost,
+    layouts_of,
+    say,
+    schedules_of,
+    tidy,
+    tolerance_of,
+)
 
 import monetlite  # noqa: E402  # from this checkout, installed or not
 from monetlite.checking.comparison.bench import (  # noqa: E402
@@ -57,11 +67,10 @@ from monetlite.checking.comparison.bench import (  # noqa: E402
     environment,
     reason,
 )
-from monetlite.checking.comparison.peer_runs import TITLES, Peer, PeerRun  # noqa: E402
+from monetlite.checking.comparison.peer_runs import TITLES, Peer  # noqa: E402
 from monetlite.checking.comparison.peers import by_blocks, inductor  # noqa: E402
 from monetlite.checking.comparison.runner import scheduled  # noqa: E402
 from monetlite.checking.trainee import default_loss  # noqa: E402
-from monetlite.core.costs import Profile  # noqa: E402
 from monetlite.core.files.atomic import write_atomically  # noqa: E402
 from monetlite.core.schedule import Schedule  # noqa: E402
 from monetlite.core.simulate import simulate  # noqa: E402
@@ -69,8 +78,6 @@ from monetlite.core.steps import plain_steps  # noqa: E402
 from monetlite.core.units import format_bytes, parse_budget  # noqa: E402
 from monetlite.profiling.measured import Measurement  # noqa: E402
 
-PEAK_WITHIN, RESERVED_WITHIN, LATENCY_WITHIN = 0.02, 0.03, 0.05
-"""How far measured figures may be from predicted ones, and reserved memory below the limit, of those."""
 SECONDS = 430.0
 """After which nothing else is begun."""
 OVERTIME = 130.0
@@ -79,25 +86,10 @@ COMPILE_SECONDS = 90.0
 """What torch.compile may take: with less left, it is not begun."""
 SHARES = (0.5,)
 """Activation memory budgets of torch.compile: each takes a compilation of its own."""
-MARGIN = 0.01
-"""Of a budget, what a schedule leaves to the prediction's error."""
-SAME_GRADIENTS, REPEATED = 1e-5, 10
-"""How far gradients may be where a schedule makes the same bits: that share, or so many times what two plain steps are
-apart, whose kernels may add up in no fixed order.
-"""
 AGAIN, NEW_PROCESS = 75, 76
 """Exit codes: there is more to do, in another call; at once, in another process."""
-PROFILES = "profiles.zip"
 PARTS = {"a": [name for name in SUBJECTS if name != "llama"], "b": list(SUBJECTS), "c": ["llama"]}
 """Models of each part; in c the ways of a and b, for tokens a second."""
-
-
-def built(name: str, args: argparse.Namespace, device: str) -> Built:
-    """A model and its inputs on a device, the same each time."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model, inputs = SUBJECTS[name].build(args.small)
-    return model.to(device), tuple(item.to(device) for item in inputs)
 
 
 def in_processes(args: argparse.Namespace, jobs: Sequence[tuple[str, str]]) -> int:
@@ -130,17 +122,6 @@ def _in_processes(args: argparse.Namespace, jobs: Sequence[tuple[str, str]]) -> 
             rows.add((part, name, "process", ""), failure=f"ended with exit code {code}", checks=[])
             break
     return 0
-
-
-def context_lost(device: str) -> bool:
-    """Tell whether CUDA still works in this process."""
-    if device != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
 
 
 def profile(args: argparse.Namespace) -> int:
@@ -187,69 +168,6 @@ def profile_one(args: argparse.Namespace, part: str, name: str) -> int:
         rows.add(key, note=f"{measurement.total} calls, {plain_ms:.1f} ms in all", plain_ms=plain_ms)
         say(f"{name}, {layout}: {time.monotonic() - began:.0f} s")
     return 0
-
-
-def profiles_of(args: argparse.Namespace, name: str) -> list[Profile]:
-    """A model's profiles: measured ones of a folder, or estimated for a named device."""
-    found = []
-    for layout in layouts_of(name, args):
-        if args.profiles is None:
-            model, inputs = built(name, args, "meta")
-            graph = monetlite.trace(model, inputs, layout=layout, device=args.device)
-            found.append(monetlite.profile(graph, args.device, tolerance=tolerance_of(name, args)))
-            continue
-        with zipfile.ZipFile(args.profiles / PROFILES) as archive, tempfile.TemporaryDirectory() as folder:
-            if f"{name}.{layout}.json" in archive.namelist():
-                found.append(monetlite.load_profile(archive.extract(f"{name}.{layout}.json", folder)))
-    return found
-
-
-def solve(args: argparse.Namespace) -> int:
-    """A schedule for each model and budget that there is one for. What is there already stays."""
-    from monetlite.core.errors import InfeasibleBudget, MonetliteError
-    from monetlite.core.options import SolvingOptions
-    from monetlite.planning.budgets import solve_layouts
-
-    args.output.mkdir(parents=True, exist_ok=True)
-    broken = False
-    for name in args.model or SUBJECTS:
-        # From the smallest on: each begins from what was found for less.
-        paths = {budget: path_of(args.output, name, budget) for budget in reversed(budgets_of(name, args.small))}
-        if all(path.exists() for path in paths.values()):
-            continue
-        try:
-            profiles = profiles_of(args, name)
-        except MonetliteError as error:
-            say(f"{name}: {error}")
-            broken = True
-            continue
-        if not profiles:
-            say(f"{name}: no profile in {args.profiles}")
-            continue
-        found: list[Schedule] = []
-        for budget, path in paths.items():
-            if path.exists():
-                found.append(monetlite.load_schedule(path))
-                continue
-            plain = simulate(profiles[0], plain_steps(profiles[0].graph))
-            try:
-                schedule = solve_layouts(
-                    profiles,
-                    int(parse_budget(budget, plain.peak_bytes) * (1 - args.margin)),
-                    SolvingOptions(
-                        tolerance=tolerance_of(name, args),
-                        reserved=profiles[0].device != "cpu" and not args.small,
-                        time_limit=args.time_limit,
-                    ),
-                    starts=found,
-                )
-            except InfeasibleBudget as error:
-                say(f"{name} within {budget}: {error}")
-                continue
-            found.append(schedule)
-            schedule.save(path)
-            say(f"{name} within {budget}: {schedule.overhead:+.1%}, gap {schedule.gap:.1%}")
-    return int(broken)
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -324,7 +242,9 @@ def measure_one(args: argparse.Namespace, part: str, name: str) -> int:
             else (entrant, "")
         )
         *beside, run = bench.time([entrant] if contender is plain_contender else [plain, entrant], args.repeats)
-        facts = row(run, beside[0] if beside else plain.run, promised.get(run.setting), of_model=(name, args.small))
+        facts = checked(
+            run, beside[0] if beside else plain.run, promised.get(run.setting), of_model=(name, args.small)
+        )
         tokens = inputs[0].numel() if inputs[0].dtype == torch.int64 else None
         facts["tokens_per_second"] = tokens and facts["step_ms"] and tokens / facts["step_ms"] * 1000
         rows.add(key, inputs="×".join(map(str, inputs[0].shape)), gradients_of=gradients_of, **facts)
@@ -355,63 +275,6 @@ def gradients_at_smaller_batch(bench: Bench, contender: Contender, entrant: Entr
         run = replace(entrant.run, gradient_difference=found.gradient_difference, faults=found.faults)
         return replace(entrant, run=run), f" (batch {batch})"
     return entrant, ""
-
-
-def row(run: PeerRun, plain: PeerRun, promised: tuple[str, Schedule] | None, of_model: tuple[str, bool]) -> Row:
-    """One way to train: what was measured, and what is held against it."""
-    plain_ms = plain.step_ms
-    found: Row = {
-        "failure": run.failure,
-        "peak_bytes": run.peak_bytes,
-        "reserved_bytes": run.reserved_bytes,
-        "releases": run.releases,
-        "times_ms": list(run.times_ms),
-        "step_ms": run.step_ms if run.times_ms else None,
-        "plain_times_ms": list(plain.times_ms),
-        "overhead": run.step_ms / plain_ms - 1 if run.times_ms and plain_ms < float("inf") else None,
-        "gradient_difference": run.gradient_difference,
-        "faults": list(run.faults),
-        "checks": [],
-    }
-    if promised is None:
-        return found
-    (name, small), (budget, schedule) = of_model, promised
-    subject = SUBJECTS[name]
-    budget_bytes = parse_budget(budget, schedule.plain_peak_bytes)
-    found |= {
-        "budget": budget,
-        "published": None if small else dict(zip(subject.budgets, subject.published, strict=False)).get(budget),
-        "solved_for_bytes": schedule.budget_bytes,
-        "predicted_peak_bytes": schedule.peak_bytes,
-        "predicted_ms": schedule.latency_ms,
-        "predicted_overhead": schedule.overhead,
-        "predicted_plain_ms": schedule.plain_latency_ms,
-        "predicted_plain_peak_bytes": schedule.plain_peak_bytes,
-        "gap": schedule.gap,
-        "costs": f"{schedule.kind} on {schedule.environment.get('device', schedule.device)}",
-    }
-
-    def check(what: str, value: float | None, most: float) -> None:
-        passed = value is not None and value <= most
-        found["checks"].append({"what": what, "value": value, "most": most, "passed": passed})
-
-    check("runs, and trains as plain PyTorch does", float(bool(run.failure or run.faults)), 0.0)
-    if not run.failure:
-        if schedule.tolerance == 0 and run.gradient_difference is not None:
-            most = max(SAME_GRADIENTS, REPEATED * (plain.gradient_difference or 0.0))
-            check("gradients off by", run.gradient_difference, most)
-        check("peak within the budget, bytes", run.peak_bytes, budget_bytes)
-        if run.reserved_bytes is not None:
-            check(
-                "reserved within 3% of the limit, bytes", run.reserved_bytes, budget_bytes * (1 + RESERVED_WITHIN)
-            )
-        check("predicted peak off by", abs((run.peak_bytes or 0) / schedule.peak_bytes - 1), PEAK_WITHIN)
-        if schedule.kind == "measured":
-            check("predicted step time off by", abs(run.step_ms / schedule.latency_ms - 1), LATENCY_WITHIN)
-            if plain.times_ms:
-                off = abs(plain.step_ms / schedule.plain_latency_ms - 1)
-                check("predicted plain step time off by", off, LATENCY_WITHIN)
-    return found
 
 
 def allocator(args: argparse.Namespace) -> int:
@@ -459,40 +322,6 @@ def allocator_one(args: argparse.Namespace, part: str, name: str) -> int:
             rows.add(key, failure=reason(error))
         return NEW_PROCESS  # where nothing is reserved yet
     return 0
-
-
-def tolerance_of(name: str, args: argparse.Namespace) -> float:
-    return max(SUBJECTS[name].tolerance, args.tolerance)
-
-
-def layouts_of(name: str, args: argparse.Namespace) -> tuple[str, ...]:
-    return ("as_traced",) if tolerance_of(name, args) < 1e-5 else ("as_traced", "channels_last")
-
-
-def budgets_of(name: str, small: bool) -> tuple[str, ...]:
-    return SMALL if small else SUBJECTS[name].budgets
-
-
-def path_of(folder: Path, name: str, budget: str) -> Path:
-    return folder / f"{name}_{budget.replace('%', 'pct')}.yaml"
-
-
-def schedules_of(args: argparse.Namespace, name: str) -> Iterator[tuple[str, Schedule]]:
-    for budget in budgets_of(name, args.small):
-        if (path := path_of(args.schedules, name, budget)).exists():
-            yield budget, monetlite.load_schedule(path)
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
-def tidy(device: str) -> None:
-    """Free what a way to train has left."""
-    gc.collect()
-    if device == "cuda":
-        with contextlib.suppress(RuntimeError):  # of a lost context
-            torch.cuda.empty_cache()
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {

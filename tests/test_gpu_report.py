@@ -12,6 +12,7 @@ import pytest
 
 import monetlite
 from monetlite.allocator.allocator import MIB, PAGE_BYTES
+from monetlite.checking.comparison.peer_runs import PeerRun
 from monetlite.profiling import measured
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_report.py"
@@ -127,7 +128,7 @@ def test_gradients_are_compared_where_plain_training_fits(script):
 
         def enter(self, contender):
             if contender.peer is script.Peer.PLAIN and self.batch > 4:
-                return script.Entrant(run=script.PeerRun(peer=contender.peer, failure=script.OUT_OF_MEMORY))
+                return script.Entrant(run=PeerRun(peer=contender.peer, failure=script.OUT_OF_MEMORY))
             return self.bench.enter(contender)
 
     compare = script.gradients_at_smaller_batch

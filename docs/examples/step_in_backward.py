@@ -1,4 +1,4 @@
-"""The same loop, where each weight is updated as its gradient arrives."""
+"""A loop in which each weight is updated as its gradient arrives."""
 
 import torch
 from model import batches, build
@@ -12,8 +12,7 @@ model = monetlite.within(model, budget="75%", optimizer="adamw", step_in_backwar
 losses = []
 for inputs in batches():
     loss = model(**inputs).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    loss.backward()  # updates the weights
+    optimizer.step()  # ends the step
     losses.append(loss.item())
 print(losses[-1])

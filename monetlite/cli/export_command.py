@@ -1,6 +1,7 @@
 """`monetlite export`: a plan for people who train without monetlite."""
 
 from dataclasses import replace
+from keyword import iskeyword
 from pathlib import Path
 
 import click
@@ -53,12 +54,20 @@ def export_command(
     solved for in that space, for the schedule's model, sizes and budget. SCHEDULE is a file, or a name such as
     zoo:resnet50@6GB.
     """
+    if output.suffix != ".py" or not output.stem.isidentifier() or iskeyword(output.stem):
+        raise click.UsageError(f"{output} can't be imported; name a Python file, such as plan.py")
     check_writable(output)
-    priced_for = device or load_schedule(schedule).device
+    known = load_schedule(schedule)
+    priced_for = device or known.device
     if priced_for not in MEASURED_HERE:
         raise DeviceError(
             f"{schedule} is for {priced_for}, at estimated costs. A plan is made on the machine that "
             "trains: PyTorch's own operators are recorded and measured there. There, add --device cuda or cpu"
+        )
+    if target == COMPILE and (known.optimizer or known.accumulate or known.autocast):
+        raise ModelError(
+            "a plan for torch.compile counts no optimizer and no earlier gradients, and is made without autocast; "
+            "solve a schedule without these, with that much less budget"
         )
     opened = open_schedule(schedule, choice, device, terminal)
     import torch
@@ -82,7 +91,7 @@ def export_command(
         exported = export_plan(
             opened.built.model, opened.built.example_inputs, solved.budget_bytes, pricing, progress
         )
-    write_atomically(output, plan_text(exported, solved, Target(target)))
+    write_atomically(output, plan_text(exported, solved, Target(target), output.stem))
     if terminal.as_json:
         facts = {"model": solved.name, "to": target, **predicted(exported, solved)}
         wrapped = [exported.step.blocks[number].path for number in exported.found.plan]
@@ -96,11 +105,6 @@ def _export_compiled(terminal: Terminal, opened: OpenedSchedule, solved: Schedul
     from monetlite.core.units import format_bytes
     from monetlite.exporting.compiled_plan import compile_plan, compiled_facts, compiled_text
 
-    if solved.optimizer or solved.accumulate or solved.autocast:
-        raise ModelError(
-            "a plan for torch.compile counts no optimizer and no earlier gradients, and is made without autocast; "
-            "solve a schedule without these, with that much less budget"
-        )
     built = opened.built
     with terminal.line("compiling up to torch's partitioner"):
         plan = compile_plan(
@@ -110,14 +114,15 @@ def _export_compiled(terminal: Terminal, opened: OpenedSchedule, solved: Schedul
             opened.profile.graph.device,
             outputs=solved.outputs,
         )
-    write_atomically(output, compiled_text(plan, solved))
+    write_atomically(output, compiled_text(plan, solved, output.stem))
     if terminal.as_json:
         terminal.print_json({"model": solved.name, "to": COMPILE, **compiled_facts(plan), "output": str(output)})
         return
     terminal.console.print(
-        f"at most {format_bytes(plan.peak_bytes)} within {format_bytes(plan.budget_bytes)}; the schedule, run by "
-        f"monetlite: {format_bytes(solved.peak_bytes)}. {len(plan.again)} of {len(plan.nodes)} costly results are "
-        f"computed again\nplan written to {output}",
+        f"this plan                       {format_bytes(plan.peak_bytes)}, within "
+        f"{format_bytes(plan.budget_bytes)}\n"
+        f"the schedule, run by monetlite  {format_bytes(solved.peak_bytes)}\n"
+        f"{len(plan.again)} of {len(plan.nodes)} costly results are computed again\nplan written to {output}",
         markup=False,
         soft_wrap=True,
     )

@@ -16,10 +16,11 @@ from monetlite.cli.command_options import (
 )
 from monetlite.cli.exits import EXIT_INFEASIBLE, CommandExit
 from monetlite.cli.option_types import Budget, DeviceName, ModelName
-from monetlite.cli.running import command, source_of
+from monetlite.cli.running import command
 from monetlite.cli.subjects import build, chosen_device
 from monetlite.cli.terminal import Terminal
 from monetlite.core.devices import find_device
+from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.units import parse_budget
 from monetlite.models.published import find_published
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from monetlite.planning.model_steps import ModelSteps
     from monetlite.reporting.fit_lines import TrainingRequest
 
-DEFAULT_LENGTH = 2048
+DEFAULT_LENGTHS = (2048, 1024, 512)
+"""Lengths of a batch of one, of which the first that a model takes is the default."""
 MAX_RANK = 4096
 
 
@@ -88,7 +90,7 @@ def fit_command(
     path/to/file.py:build, or any other name that --model takes.
     """
     choice = _adapted(choice, full, lora)
-    device = chosen_device(pricing.device, terminal, DEFAULT_ESTIMATE, "name a card to estimate")
+    device = chosen_device(pricing.device, terminal, DEFAULT_ESTIMATE, "name a card to estimate", option="--gpu")
     import torch
 
     from monetlite.planning.card_fit import fit_card
@@ -140,7 +142,10 @@ def _card(device: str, budget_bytes: int | None) -> "CardMemory":
     if device == "cpu":
         from monetlite.profiling.memory_use import available_bytes
 
-        return CardMemory.of(device, "this machine's CPU", available_bytes() or 0, budget_bytes)
+        free_bytes = available_bytes() or budget_bytes
+        if free_bytes is None:
+            raise DeviceError("this system does not say how much memory is free; give it: --budget 16GB")
+        return CardMemory.of(device, "this machine's CPU", free_bytes, budget_bytes)
     return card_memory(find_device(device), budget_bytes)
 
 
@@ -148,32 +153,31 @@ def _model(
     choice: ModelChoice, pricing: PricingOptions, solving: SolvingOptions, terminal: Terminal
 ) -> "tuple[ModelSteps, ModelChoice]":
     """The model on the meta device, at the sizes that were asked for or the command's own."""
-    from monetlite.core.errors import ModelError
     from monetlite.planning.model_steps import ModelSteps
 
-    assert choice.spec is not None
-    if choice.spec.startswith("hf:") and choice.input_size is None:
-        own = choice
-        choice = replace(
-            choice,
-            batch=choice.batch or 1,
-            sequence_length=choice.sequence_length or DEFAULT_LENGTH,
-        )
-        try:
-            built = build(choice, terminal, meta=True)
-        except ModelError:
-            if source_of("sequence_length") is click.core.ParameterSource.COMMANDLINE:
-                raise
-            choice = own  # a model of images, or of shorter sequences
-            built = build(choice, terminal, meta=True)
-    else:
-        built = build(choice, terminal, meta=True)
+    built, choice = _built(choice, terminal)
 
     def rebuild(batch: int | None, length: int | None) -> "BuiltModel":
         sized = replace(choice, batch=batch or choice.batch, sequence_length=length or choice.sequence_length)
         return build(sized, None, meta=True)
 
     return ModelSteps(built=built, rebuild=rebuild, pricing=pricing, solving=solving), choice
+
+
+def _built(choice: ModelChoice, terminal: Terminal) -> "tuple[BuiltModel, ModelChoice]":
+    """The model, and the sizes that it has; of a language model, by default those of one long sequence."""
+    assert choice.spec is not None
+    if choice.spec.startswith("hf:") and choice.input_size is None:
+        asked = choice.sequence_length
+        for length in DEFAULT_LENGTHS if asked is None else (asked,):
+            sized = replace(choice, batch=choice.batch or 1, sequence_length=length)
+            try:
+                return build(sized, terminal, meta=True), sized
+            except ModelError:
+                if asked is not None:
+                    raise
+                # A model of images, or of shorter sequences.
+    return build(choice, terminal, meta=True), choice
 
 
 def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) -> "TrainingRequest":

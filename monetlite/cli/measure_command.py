@@ -68,10 +68,8 @@ MODE_LIST = CommaList(
 )
 
 
-OPERATORS_ONLY, WHOLE_ONLY = (
-    ("accumulate", "step_in_backward", "layout", "outputs", "top"),
-    ("modes", "repeats", "warmup"),
-)
+OPERATORS_ONLY = ("accumulate", "step_in_backward", "layout", "outputs", "top")
+WHOLE_ONLY = ("modes", "repeats", "warmup")
 """Parameters of `--operators`, and of measuring without it."""
 _top_option = click.option(
     "--top", type=click.IntRange(min=1), default=15, show_default=True, help="Operators to list."

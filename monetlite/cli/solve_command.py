@@ -116,12 +116,8 @@ def solve_command(
     layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
     if profiles:
         given = {"model": choice.spec, **vars(choice), **vars(pricing)}
-        defaults = (
-            "spec",
-            "layout",
-            "compile",
-            *(["outputs"] if source_of("outputs") is ParameterSource.DEFAULT else []),
-        )
+        defaults = {"spec", "layout", "compile"}
+        defaults |= {"outputs"} if source_of("outputs") is ParameterSource.DEFAULT else set()
         said = {name: given[name] for name in given if name not in defaults}
         costs, batch, description = load_profiles(profiles, pricing.layout, said)
         target = output or name_from_profile(costs[0], batch, budget, pricing.layout, solving)

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def chosen_device(
-    device: str | None, terminal: Terminal, otherwise: str = "cpu", advice: str = "leave --device out"
+    device: str | None,
+    terminal: Terminal,
+    otherwise: str = "cpu",
+    advice: str = "leave --device out",
+    option: str = "--device",
 ) -> str:
     """The device to use: as given, else the GPU if there is one, else another, which is told.
 
@@ -36,7 +40,7 @@ def chosen_device(
         raise DeviceError(f"device 'cuda': this machine has no GPU that torch can use; {advice}")
     if device is None and not there:
         use = "measuring on the CPU" if otherwise == "cpu" else f"costs are estimated for {otherwise}"
-        terminal.tell(f"this machine has no GPU that torch can use: {use} (--device names another)")
+        terminal.tell(f"this machine has no GPU that torch can use: {use} ({option} names another)")
     return device or ("cuda" if there else otherwise)
 
 

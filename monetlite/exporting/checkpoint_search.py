@@ -172,22 +172,21 @@ class CheckpointSearch:
 
     def _kind(self, number: int) -> Hashable:
         block = self.step.blocks[number]
-        calls = range(block.start, block.end)
+        calls = self.step.calls[block.start : block.end]
+        first = min((value for call in calls for value in call.writes), default=0)
         return tuple(
             (
-                self.step.calls[at].call.signature,
-                tuple(value - self.step.calls[block.start].writes[0] for value in self.step.calls[at].writes),
-                tuple(self.step.sizes[value] for value in self.step.calls[at].writes),
-                self.priced.costs[at],
+                call.call.signature,
+                tuple((value - first, self.step.sizes[value]) for value in call.writes),
+                cost,
             )
-            for at in calls
-            if self.step.calls[block.start].writes
+            for call, cost in zip(calls, self.priced.costs[block.start : block.end], strict=True)
         )
 
     def _plans_of(self, number: int) -> list[BlockPlan]:
         start, last = self.step.blocks[number].start, self.order[-1]
         plans = []
-        for saved in (None, *self._sets(number)):
+        for saved in dict.fromkeys((None, frozenset[int](), *self._sets(number))):
             others = {other: self.all_wrapped[other] for other in self.order if other != number}
             plan = others if saved is None else {**others, number: saved}
             made = checkpointed(self.priced, plan)
@@ -205,7 +204,7 @@ class CheckpointSearch:
         return plans
 
     def _sets(self, number: int) -> list[frozenset[int]]:
-        """Sets of calls to save on the front of bytes and time."""
+        """Sets of calls to save on the front of bytes and time, without the time of selective contexts."""
         block = self.step.blocks[number]
         free = set(block.inputs) | {
             item.value for item in self.step.kept if item.block != number and item.value is not None

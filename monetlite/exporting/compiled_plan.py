@@ -16,7 +16,7 @@ from torch import fx, nn
 from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.exporting.plan_file import literal, told
+from monetlite.exporting.plan_file import comments, literal, told
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
 from monetlite.fx.torch_internals.torch_dynamo import messages_left_out
@@ -147,8 +147,8 @@ class _Solver(CustomKnapsackSolver):
 '''
 
 
-def compiled_text(plan: CompiledPlan, schedule: Schedule) -> str:
-    """The text of the file of a plan for `torch.compile`."""
+def compiled_text(plan: CompiledPlan, schedule: Schedule, module: str = "plan") -> str:
+    """The text of the file of a plan for `torch.compile`, which is imported as a module of that name."""
     head = [
         f"A plan of {told(schedule.name)} for torch.compile, with torch {torch.__version__}.",
         "Written by `monetlite export`; it needs torch alone.",
@@ -159,8 +159,8 @@ def compiled_text(plan: CompiledPlan, schedule: Schedule) -> str:
         "Peak of weights, inputs, results, what is kept and gradients, predicted for programs that run operator by",
         "operator. Inductor fuses operators, which takes less; workspaces come on top.",
         "",
-        "    import plan",
-        "    model = plan.compile(model)",
+        f"    import {module}",
+        f"    model = {module}.compile(model)",
         "",
         "The model has to be captured as one graph. torch's partitioner asks for this answer through an interface",
         "that is there from torch 2.13 on and may change. Dropout is as torch.compile has it.",
@@ -179,7 +179,7 @@ def compiled_text(plan: CompiledPlan, schedule: Schedule) -> str:
         ]
     )
     digest = hashlib.sha256(repr((plan.nodes, plan.again)).encode()).hexdigest()
-    return "".join(f"# {line}".rstrip() + "\n" for line in head) + _CODE.format(data=data, digest=digest)
+    return comments(head) + _CODE.format(data=data, digest=digest)
 
 
 def compiled_facts(plan: CompiledPlan) -> dict[str, int]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.core.graph import Argument, Call, Resident, TensorRef, TensorSpec, TorchConstant
+from monetlite.core.graph import Argument, Call, Resident, TensorRef, TensorSpec
 from monetlite.exporting.weightless_run import Contents, weightless_copy
 from monetlite.fx.call_encoding import encode_arguments, spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
@@ -411,6 +411,3 @@ def _draws(operator: OpOverload, args: Any, kwargs: Any) -> bool:
     arguments = schema_of(operator).arguments
     given = dict(zip((item.name for item in arguments), args, strict=False)) | kwargs
     return bool(given.get("dropout_p", 1.0) != 0)
-
-
-__all__ = ["OUTSIDE_BLOCKS", "EagerCall", "EagerStep", "Kept", "ModuleBlock", "TorchConstant", "record_step"]

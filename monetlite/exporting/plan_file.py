@@ -6,7 +6,7 @@ it, or escaped in a comment. Nothing that they say is run.
 
 import pprint
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, format_ms
+from monetlite.exporting.checkpoint_search import FoundPlan
 from monetlite.exporting.checkpointed_step import CheckpointPlan
 from monetlite.exporting.eager_step import EagerStep
 from monetlite.exporting.exported_plan import ExportedPlan
@@ -29,12 +30,12 @@ class Target(StrEnum):
 
 _USE = {
     Target.CHECKPOINT: """\
-    import plan
-    plan.apply(model)  # before the first step; plan.remove(model) undoes it
+    import {module}
+    {module}.apply(model)  # before the first step; {module}.remove(model) unwraps
 """,
     Target.TRANSFORMERS: """\
-    import plan
-    plan.apply(model)
+    import {module}
+    {module}.apply(model)
     Trainer(model=model, ...).train()
 
 Leave gradient_checkpointing off in TrainingArguments. transformers has one setting for all layers
@@ -42,8 +43,8 @@ Leave gradient_checkpointing off in TrainingArguments. transformers has one sett
 torch.utils.checkpoint. Keys and values are not cached (config.use_cache): the recomputation would add them twice.
 """,
     Target.TORCHTITAN: """\
-    import plan
-    plan.apply(model)  # in the model's parallelize function, in place of apply_ac(model, ...)
+    import {module}
+    {module}.apply(model)  # in the model's parallelize function, in place of apply_ac(model, ...)
 
 Do it where apply_ac is called, before torch.compile and FSDP, and set the mode of activation_checkpoint to "none":
 torchtitan's own modes treat all layers alike. Names of parameters stay as they are. The figures are of a step that
@@ -76,7 +77,7 @@ def apply(model):
 
 
 def remove(model):
-    """Undo `apply`."""
+    """Unwrap the layers."""
     found = dict(model.named_modules())
     for name in LAYERS:
         vars(found[name]).pop("forward", None)
@@ -90,12 +91,12 @@ def _run(layer, forward, name, saved, *args, **kwargs):
         raise RuntimeError("switch gradient checkpointing off: the layers are checkpointed by this plan")
     if not saved:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    calls = Counter()
+    calls, again = Counter(), Counter()
 
     def policy(context, operator, *args, **kwargs):
-        key = str(operator)
-        calls[key] += 1
-        keep = key in saved and calls[key] - 1 in saved[key][1]
+        key, counts = str(operator), again if context.is_recompute else calls
+        counts[key] += 1
+        keep = key in saved and counts[key] - 1 in saved[key][1]
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
@@ -110,8 +111,8 @@ def _run(layer, forward, name, saved, *args, **kwargs):
 '''
 
 
-def plan_text(exported: ExportedPlan, schedule: Schedule, target: Target) -> str:
-    """The text of a plan's file."""
+def plan_text(exported: ExportedPlan, schedule: Schedule, target: Target, module: str = "plan") -> str:
+    """The text of a plan's file, which is imported as a module of that name."""
     layers, saved = _tables(exported.step, exported.found.plan)
     data = "\n".join(
         [
@@ -127,10 +128,8 @@ def plan_text(exported: ExportedPlan, schedule: Schedule, target: Target) -> str
             "",
         ]
     )
-    head = "".join(f"# {line}\n" for line in _facts(exported, schedule))
-    lines = _USE[target].rstrip().splitlines()
-    use = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    return f"{head}#\n{use}#\n{_notes(exported.step, exported.found.plan)}{_CODE.format(data=data)}"
+    head = [*_facts(exported, schedule), "", *_USE[target].format(module=module).splitlines(), ""]
+    return comments([*head, *_notes(exported.step, exported.found.plan)]) + _CODE.format(data=data)
 
 
 def predicted(exported: ExportedPlan, schedule: Schedule) -> dict[str, Any]:
@@ -168,21 +167,26 @@ def _tables(
 def _facts(exported: ExportedPlan, schedule: Schedule) -> Iterator[str]:
     found, plain, step = exported.found, exported.plain, exported.step
     shapes = ", ".join("×".join(map(str, spec.shape)) or "number" for spec in step.inputs.values())
-    saved = sum(map(len, found.plan.values()))
     yield f"A checkpoint plan of {told(schedule.name)} on inputs of {shapes}, in plain PyTorch."
     yield "Written by `monetlite export`; it needs torch alone."
     yield ""
     yield f"budget      {format_bytes(exported.budget_bytes)}"
     yield (
         f"this plan   {format_bytes(found.peak_bytes)}, {format_ms(found.latency_ms)}: "
-        f"{len(found.plan)} of {len(step.blocks)} layers wrapped, {saved} results saved in them"
+        f"{len(found.plan)} of {len(step.blocks)} layers wrapped, {saved_results(found)} saved in them"
     )
     yield f"schedule    {format_bytes(schedule.peak_bytes)}, {format_ms(schedule.latency_ms)}: run by monetlite"
     yield f"plain       {format_bytes(plain.peak_bytes)}, {format_ms(plain.latency_ms)}"
     yield f"Peak of a training step and its time, predicted for {step.device} with torch {torch.__version__}."
 
 
-def _notes(step: EagerStep, plan: CheckpointPlan) -> str:
+def saved_results(found: FoundPlan) -> str:
+    """The number of saved results, in words."""
+    count = sum(map(len, found.plan.values()))
+    return "1 result" if count == 1 else f"{count} results"
+
+
+def _notes(step: EagerStep, plan: CheckpointPlan) -> list[str]:
     """Known effects of checkpointing on this model."""
     calls = [call for number in plan for call in step.calls[step.blocks[number].start : step.blocks[number].end]]
     notes = []
@@ -198,7 +202,12 @@ def _notes(step: EagerStep, plan: CheckpointPlan) -> str:
         ]
     if any(plan.values()):
         notes.append("A saved result may not be changed in place. Each forward pass has one backward pass.")
-    return "".join(f"# {line}\n" for line in notes)
+    return notes
+
+
+def comments(lines: Iterable[str]) -> str:
+    """Lines as comments."""
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
 def told(text: str) -> str:

@@ -11,6 +11,7 @@ Nothing is downloaded, and no code from a hub is run.
 import importlib
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -248,7 +249,9 @@ def _adapted(model: Any, rank: int, options: BuildOptions, spec: str) -> "nn.Mod
     if options.dtype is not None:
         model = model.to(options.dtype)
     settings = peft.LoraConfig(r=rank, target_modules="all-linear")
-    adapted: nn.Module = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, which peft asks by an old name
+        adapted: nn.Module = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     for module in adapted.modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):
             # peft does so itself where the adapters are not on the meta device.

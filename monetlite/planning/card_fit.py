@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from monetlite.allocator import reserve
 from monetlite.core.choices import Choices
@@ -21,9 +20,6 @@ from monetlite.models.equal_layers import find_layers
 from monetlite.planning.advice import LOSS_FAMILIES, LeastPeak, Setting
 from monetlite.planning.model_steps import ModelSteps
 from monetlite.planning.size_costs import SizedStep, largest, telling_sizes
-
-if TYPE_CHECKING:
-    from monetlite.solving.incumbent import Solution
 
 GAPS_SHARE = 0.04
 """Part of a card that is left to gaps between tensors. Computed for language models: at most 3% of the peak."""
@@ -72,6 +68,11 @@ class CardMemory:
             gaps_bytes=gaps_bytes,
             budget_bytes=budget_bytes or left,
         )
+
+    @property
+    def left_bytes(self) -> int:
+        """Memory of the card beside CUDA and gaps."""
+        return self.total_bytes - self.context_bytes - self.gaps_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,16 +216,17 @@ def fit_card(
     """
     tell = progress or (lambda text: None)
     tell("tracing")
+    path = find_layers(model.built.model)  # before some of them are left out
     profiles = model.priced()
-    path = find_layers(model.built.model)
     exact = profiles[AS_TRACED].within(0.0)
     tolerant = None if exact_only else profiles.get(TILED_LOSS)
     plain = FitSetting(profile=exact, steps=plain_steps(exact.graph))
     tell("trying settings of checkpointing")
     checkpointed = _checkpointed(exact, path, card.budget_bytes)
-    searches = [_Search(exact, 0.0, path, solving, card.budget_bytes)]
+    every = checkpointed.every if checkpointed else 1
+    searches = [_Search(exact, 0.0, path, every, solving, card.budget_bytes)]
     if tolerant is not None:
-        searches.append(_Search(tolerant, REORDERED_SUMS, path, solving, card.budget_bytes))
+        searches.append(_Search(tolerant, REORDERED_SUMS, path, every, solving, card.budget_bytes))
     seconds = solving.time_limit / max(1, sum(search.possible for search in searches))
     plain_fits = plain.peak_bytes <= card.budget_bytes
     planned, lean = [], [way for way in (plain, checkpointed) if way]
@@ -279,15 +281,21 @@ def _checkpointed(profile: Profile, path: str | None, budget_bytes: int) -> FitS
 
 
 class _Search:
-    """Schedules of one layout of the step."""
+    """Schedules of one layout of the step, never slower than the setting `every` of checkpointing layers."""
 
     def __init__(
-        self, profile: Profile, tolerance: float, path: str | None, solving: SolvingOptions, budget_bytes: int
+        self,
+        profile: Profile,
+        tolerance: float,
+        path: str | None,
+        every: int,
+        solving: SolvingOptions,
+        budget_bytes: int,
     ) -> None:
         from monetlite.solving.bounding.peak_bound import smallest_budget_bound
         from monetlite.solving.problem import Problem
 
-        self.profile, self.tolerance, self.path = profile, tolerance, path
+        self.profile, self.tolerance, self.path, self.every = profile, tolerance, path, every
         self.solving, self.budget_bytes = replace(solving, tolerance=tolerance), budget_bytes
         self.proven_bytes = smallest_budget_bound(Problem.of(profile))
 
@@ -297,12 +305,13 @@ class _Search:
 
     def run(self, seconds: float, *, wanted: bool) -> tuple[FitSetting | None, FitSetting]:
         """The fastest schedule found within the budget, looked for if `wanted`, and the leanest one found."""
+        from monetlite.solving import solve_profile
         from monetlite.solving.annealing.compiling import is_cached
-        from monetlite.solving.baselines import layer_checkpointing, sqrt_checkpointing
+        from monetlite.solving.baselines import sqrt_checkpointing
         from monetlite.solving.blocks.layer_plans import LayerPlans
 
         known = [sqrt_checkpointing(self.profile)]
-        known += [] if self.path is None else [layer_checkpointing(self.profile, self.path)]
+        known += [way.steps for way in layer_ways(self.profile, self.path, sorted({1, self.every}))]
         lean_bytes = min(self._way(steps).peak_bytes for steps in known)
         fitting: list[tuple[Step, ...]] = []
         planned = False
@@ -318,18 +327,13 @@ class _Search:
             fitting += filter(None, [plans.within(self.budget_bytes) if wanted else None])
             known += filter(None, [plans.leanest(self.proven_bytes, lean_bytes)])
         if wanted and not fitting and not planned:
-            found = self._solved(self.budget_bytes, (1 - PLANS_SHARE) * seconds, known)
+            options = replace(self.solving, time_limit=max(MIN_SECONDS, seconds))
+            found = solve_profile(self.profile, self.budget_bytes, options, starts=known)
             fitting += filter(None, [found.steps])
             known += filter(None, [found.smallest_reached_steps])
         lean = min(map(self._way, [*known, *fitting]), key=lambda way: way.peak_bytes)
         ways = [way for way in map(self._way, [*known, *fitting]) if way.peak_bytes <= self.budget_bytes]
         return min(ways, key=lambda way: way.latency_ms, default=None), lean
-
-    def _solved(self, budget_bytes: int, seconds: float, starts: Sequence[tuple[Step, ...]]) -> "Solution":
-        from monetlite.solving import solve_profile
-
-        options = replace(self.solving, time_limit=max(MIN_SECONDS, seconds))
-        return solve_profile(self.profile, budget_bytes, options, starts=starts)
 
     def _way(self, steps: tuple[Step, ...]) -> FitSetting:
         return FitSetting(tolerance=self.tolerance, profile=self.profile, steps=steps)

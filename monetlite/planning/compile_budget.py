@@ -62,12 +62,13 @@ def compile_within(
             `dynamic` is False.
 
     Raises:
-        ModelError: this torch's partitioner takes no solver of others.
+        ModelError: this torch's partitioner takes no solver of others, or unknown outputs.
         BudgetError: the budget can't be read.
         InfeasibleBudget: when it is compiled, if no choice fits, inside of torch's BackendCompilerFailed; says the
             smallest peak of one.
     """
     budget_bytes = parse_budget(budget)
+    PricingOptions(outputs=outputs)  # refuses unknown ones
     compile_graph = backend or inductor_backend()
 
     def within_budget(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

@@ -61,8 +61,8 @@ def optimize(
             largest sum of magnitudes on the way. 0: only implementations that make the same bits. 1e-5: also
             float32 sums in another order. 1e-4: also normalisations differentiated from their output. 4e-3: also
             activations kept as bfloat16 for their gradient.
-        layout: `"as_traced"` or `"channels_last"`; by default both are tried where `tolerance` allows another order
-            of sums, and the faster schedule is returned.
+        layout: `"as_traced"`, `"channels_last"`, `"tiled_loss"` or `"tiled_rows"`; by default those that differ are
+            tried where `tolerance` allows another order of sums, and the fastest schedule is returned.
         compile: has Inductor compile what lies between matrix products, convolutions and attention, each region
             by itself, where that is faster or takes less memory. Results are within 1e-5, so `tolerance` is at
             least that.

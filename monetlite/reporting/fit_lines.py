@@ -10,6 +10,8 @@ from monetlite.profiling.step_additions import OPTIMIZERS
 _WIDTH = 79
 _TRAINER_NAMES = {"sgd": "sgd", "adamw": "adamw_torch", "adamw8bit": "adamw_8bit"}
 """transformers' names of optimizers whose memory is the one that was counted."""
+_TITAN_NAMES = {"adam": "Adam", "adamw": "AdamW"}
+"""torchtitan's names of its optimizers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,8 @@ def lines_to_paste(answer: CardFit, request: TrainingRequest) -> dict[str, list[
         if request.model_class.endswith("ForCausalLM"):
             lines["TRL"] = list(_trl(answer, way, request))
     lines["Lightning"] = list(_lightning(answer, way, request))
-    if request.model_class.endswith("ForCausalLM") and answer.length:
+    # torchtitan trains all weights.
+    if request.model_class.endswith("ForCausalLM") and request.optimizer in _TITAN_NAMES and not request.rank:
         lines["torchtitan"] = list(_torchtitan(answer, request))
     return lines
 
@@ -94,6 +97,8 @@ def _optimizer(request: TrainingRequest) -> Iterator[str]:
     settings = [f"{name}={value:g}" for name, value in {"lr": 1e-4, **kind.settings}.items()]
     yield f"import {kind.made_by.partition('.')[0]}"
     yield from _call(f"optimizer = {kind.made_by}", ["model.parameters()", *settings])
+    if request.autocast:
+        yield f"# run model and loss within torch.autocast(device, torch.{request.autocast})"
 
 
 def _call(function: str, arguments: list[str]) -> list[str]:
@@ -163,6 +168,9 @@ def _torchtitan(answer: CardFit, request: TrainingRequest) -> Iterator[str]:
         every = max(number for number in range(1, every + 1) if request.layers % number == 0)
         mode = "full" if every == 1 else "selective"
     yield f"--training.local_batch_size={answer.batch} --training.seq_len={answer.length}"
+    if request.accumulate:
+        yield f"--training.global_batch_size={2 * answer.batch}"
+    yield f"--training.dtype={request.dtype} --optimizer.name={_TITAN_NAMES[request.optimizer]}"
     yield f"--activation_checkpoint.mode={mode}"
     if mode == "selective":
         yield f"--activation_checkpoint.selective_ac_option={every}"

@@ -5,6 +5,7 @@ from rich.console import Console
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.exporting.exported_plan import ExportedPlan
+from monetlite.exporting.plan_file import saved_results
 from monetlite.reporting.text_tables import figures_table
 
 
@@ -22,10 +23,9 @@ def print_exported(console: Console, exported: ExportedPlan, schedule: Schedule,
         for name, peak_bytes, ms in rows
     ]
     console.print(figures_table(("", "peak", "step", "over plain"), cells))
-    saved = sum(map(len, found.plan.values()))
     console.print(
-        f"{len(found.plan)} of {len(exported.step.blocks)} layers are wrapped, and {saved} results are saved in "
-        f"them, within {format_bytes(exported.budget_bytes)}",
+        f"{len(found.plan)} of {len(exported.step.blocks)} layers are wrapped, with {saved_results(found)} saved "
+        f"in them, within {format_bytes(exported.budget_bytes)}",
         markup=False,
         soft_wrap=True,
     )

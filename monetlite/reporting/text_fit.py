@@ -82,6 +82,8 @@ def print_fit(console: Console, answer: CardFit, description: str, lines: Mappin
 def _verdict(answer: CardFit) -> str:
     card, fastest = answer.card, answer.fastest
     where = f"the {card.title}" if card.name != "cpu" else "this machine's memory"
+    if card.budget_bytes != card.left_bytes:
+        where = format_bytes(card.budget_bytes)
     if fastest is answer.plain:
         return f"It fits {where} as it is."
     if fastest is None:
@@ -103,12 +105,14 @@ def _facts(answer: CardFit, description: str) -> Iterator[tuple[str, str]]:
 
 
 def _budget_in_words(card: CardMemory) -> str:
-    left = card.total_bytes - card.context_bytes - card.gaps_bytes
-    total = f"{format_bytes(card.total_bytes)} of memory"
-    if left != card.budget_bytes:
-        return f"{format_bytes(card.budget_bytes)} as given, of {total}"
+    if card.budget_bytes != card.left_bytes:
+        return f"{format_bytes(card.budget_bytes)} as given; times are those of {card.title}"
     context = f" − {format_bytes(card.context_bytes)} CUDA context" if card.context_bytes else ""
-    return f"{format_bytes(left)} = {total}{context} − {format_bytes(card.gaps_bytes)} for gaps (both guesses)"
+    guesses = "both guesses" if card.context_bytes else "a guess"
+    return (
+        f"{format_bytes(card.left_bytes)} = {format_bytes(card.total_bytes)} of memory{context} − "
+        f"{format_bytes(card.gaps_bytes)} for gaps ({guesses})"
+    )
 
 
 def _print_parts(console: Console, answer: CardFit) -> None:

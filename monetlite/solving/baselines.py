@@ -66,21 +66,24 @@ def layer_checkpointing(profile: Profile, path: str, every: int = 1) -> tuple[St
         path: of the list of layers among the model's modules.
         every: the first layer of so many is checkpointed.
     """
-    graph = profile.graph
-    of_layer = re.compile(rf"{re.escape(path)}\.(\d+)(\.|$)")
-    forward = _mandatory(graph)
-    layers = {index: of_layer.match(graph.operators[index].module) for index in forward}
-    segment_of = {index: int(found[1]) if found else -1 for index, found in layers.items()}
-    segment_of = {index: layer if layer >= 0 and layer % every == 0 else -1 for index, layer in segment_of.items()}
+    graph, forward = profile.graph, _mandatory(profile.graph)
+    layers = layer_numbers(graph, path)
+    checkpointed = {index: layers[index] for index in forward if index in layers and layers[index] % every == 0}
     entering = {
         value
-        for index, layer in segment_of.items()
+        for index in forward
         for value in graph.operators[index].implementations[0].reads
-        if segment_of.get(graph.writer[value], layer) != layer
+        if checkpointed.get(graph.writer[value], checkpointed.get(index)) != checkpointed.get(index)
     }
-    outside = {value for index, layer in segment_of.items() if layer < 0 for value in graph.operators[index].writes}
-    checkpointed = {index: layer for index, layer in segment_of.items() if layer >= 0}
+    outside = {value for index in forward if index not in checkpointed for value in graph.operators[index].writes}
     return tuple(_replayed(graph, checkpointed, entering | outside))
+
+
+def layer_numbers(graph: OperatorGraph, path: str) -> dict[int, int]:
+    """For each operator of a layer, the layer's number in a list of that path among the model's modules."""
+    of_layer = re.compile(rf"{re.escape(path)}\.(\d+)(\.|$)")
+    found = ((index, of_layer.match(operator.module)) for index, operator in enumerate(graph.operators))
+    return {index: int(match[1]) for index, match in found if match}
 
 
 def module_boundaries(graph: OperatorGraph, depth: int = 2) -> list[int]:

@@ -269,7 +269,13 @@ def test_who_fails_is_a_run_with_a_reason_and_the_model_stays_as_it_was(monkeypa
     monkeypatch.setitem(
         runner.METHODS,
         Peer.CHECKPOINT,
-        runner.Method(lambda _: [Contender(peer=Peer.CHECKPOINT, setting="everything", prepare=too_large)]),
+        runner.Method(
+            lambda _: [
+                Contender(peer=Peer.CHECKPOINT, setting="everything", prepare=too_large),
+                Contender(peer=Peer.CHECKPOINT, setting="nothing", prepare=int),
+                Contender(peer=Peer.CHECKPOINT, setting="all", prepare=too_large),
+            ]
+        ),
     )
     monkeypatch.setitem(
         runner.METHODS,
@@ -293,7 +299,9 @@ def test_who_fails_is_a_run_with_a_reason_and_the_model_stays_as_it_was(monkeypa
     (large,), (several,), (tired,) = (
         of(comparison, peer) for peer in (Peer.CHECKPOINT, Peer.SEGMENTS, Peer.SELECTIVE)
     )
-    assert (large.failure, large.times_ms) == ("out of memory", ())
+    assert (large.setting, large.times_ms) == ("every setting", ())
+    assert large.failure.startswith("out of memory; TypeError: int() argument")
+    assert large.failure.count("out of memory") == 1
     assert "this model has other inputs" in several.failure
     assert tired.failure == "RuntimeError: no more"
     (standing,) = comparison.standings

@@ -8,6 +8,7 @@ from commands import run
 
 import monetlite.tracing
 from monetlite.core.devices import find_device
+from monetlite.core.units import format_bytes
 from monetlite.planning.card_fit import CardMemory, card_memory
 from monetlite.planning.size_costs import TellingSizes, largest, telling_sizes
 
@@ -76,6 +77,7 @@ def test_what_fits_as_it_is_needs_nothing(roomy):
     plain, checkpointed, planned = roomy["largest"].values()
     assert plain["batch"] <= checkpointed["batch"] <= planned["batch"]
     assert set(roomy["lines"]) == {"plain loop", "Trainer", "TRL", "Lightning", "torchtitan"}
+    assert "--training.dtype=float32 --optimizer.name=AdamW" in roomy["lines"]["torchtitan"]
 
 
 def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_path):
@@ -92,6 +94,9 @@ def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_pa
     assert found["plain_peak_bytes"] == tight["ways"][0]["peak_bytes"]
     assert found["plain_latency_ms"] == pytest.approx(tight["ways"][0]["latency_ms"])
     assert fastest["latency_ms"] <= 1.1 * found["latency_ms"]
+    checkpointed, *planned = tight["ways"][1:]
+    assert planned
+    assert all(way["latency_ms"] <= checkpointed["latency_ms"] for way in planned if checkpointed["fits"])
 
 
 def test_the_largest_batch_is_the_largest(roomy, folder):
@@ -107,10 +112,38 @@ def test_the_screen_is_one(folder, tight):
     found = run("fit", folder, *FIT, "--budget", f"{tight['budget_bytes']}B", columns=80)
     assert found.exit_code == 0
     lines = found.stdout.splitlines()
-    assert lines[0].startswith("It fits the GeForce RTX 4090 with monetlite, +")
+    budget = format_bytes(tight["budget_bytes"])  # not the card, whose memory may be less
+    assert lines[0].startswith(f"It fits {budget} with monetlite, +")
     assert max(map(len, lines)) <= 80
     assert any("monetlite.within" in line for line in lines)
     assert "estimated, not measured" in found.stdout
+
+
+@pytest.mark.parametrize(("given", "length"), [((), 512), (("--sequence-length", "64"), 64)])
+def test_without_sizes_it_is_one_sequence_as_long_as_the_model_takes(folder, given, length):
+    found = run("fit", folder, *given, "--time-limit", "1", "--json")
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.stdout)
+    assert (answer["batch"], answer["sequence_length"]) == (1, length)
+    if not torch.cuda.is_available():
+        assert "--gpu names another" in found.stderr
+
+
+def test_lines_to_paste_are_for_what_is_trained(folder, recwarn):
+    """torchtitan has no adapters, and a plain loop has to enter autocast itself."""
+    found = run("fit", folder, *FIT, "--lora", "4", "--autocast", "bfloat16", "--json")
+    assert found.exit_code == 0, found.output
+    lines = json.loads(found.stdout)["lines"]
+    assert set(lines) == {"plain loop", "Trainer", "TRL", "Lightning"}
+    assert any("torch.autocast(" in line for line in lines["plain loop"])
+    assert not [item for item in recwarn if item.category is FutureWarning]
+
+
+def test_a_system_that_does_not_say_its_memory_needs_a_budget(folder, monkeypatch):
+    monkeypatch.setattr("monetlite.profiling.memory_use.available_bytes", lambda: None)
+    refused = run("fit", folder, "--gpu", "cpu")
+    assert refused.exit_code == 2
+    assert "--budget" in refused.stderr
 
 
 def test_what_does_not_fit_gets_advice(folder, tight):

@@ -133,10 +133,16 @@ def test_random_results_and_those_changed_in_place_are_not_saved():
 class Narrow(nn.Module):
     """Few results to save, so that all plans can be looked at."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, *, normalized: bool = False) -> None:
         super().__init__()
         parts = [
-            nn.Sequential(nn.Linear(16, 48 + 16 * at), nn.Tanh(), nn.Linear(48 + 16 * at, 16))
+            nn.Sequential(
+                *([nn.BatchNorm1d(16)] if normalized else []),
+                nn.Linear(16, 48 + 16 * at),
+                nn.Tanh(),
+                *([nn.Tanh()] if normalized and at else []),
+                nn.Linear(48 + 16 * at, 16),
+            )
             for at in range(layers)
         ]
         self.layers = nn.ModuleList(parts)
@@ -147,8 +153,9 @@ class Narrow(nn.Module):
         return x
 
 
-def test_plans_are_the_best_of_all_plans():
-    model, inputs = Narrow(3).train(), (torch.randn(256, 16),)
+@pytest.mark.parametrize("model", [Narrow(3), Narrow(2, normalized=True)], ids=["plain", "changing a buffer first"])
+def test_plans_are_the_best_of_all_plans(model):
+    inputs = (torch.randn(256, 16),)
     search = CheckpointSearch(price_step(record_step(model, inputs, default_loss), PricingOptions()))
     options = []
     for number, of in search.recompute.items():

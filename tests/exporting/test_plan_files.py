@@ -12,6 +12,7 @@ import torch
 from commands import run
 from layered_models import Transformer, transformer
 from test_checkpoint_plans import plan_module, random_plan, schedule
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 import monetlite
 from monetlite.checking.trainee import default_loss
@@ -94,10 +95,29 @@ def test_a_file_is_replaced_only_by_force(folder):
     assert "Trainer(model=model" in (folder / "plan.py").read_text()
 
 
+@pytest.mark.parametrize("name", ["own.yaml", "my-plan.py", "class.py"])
+def test_a_file_that_cant_be_imported_is_refused(folder, name):
+    before = (folder / "own.yaml").read_text()
+    refused = export(folder, "--to", "checkpoint", "--force", "--output", folder / name)
+    assert refused.exit_code == 2
+    assert "can't be imported" in refused.output
+    assert (folder / "own.yaml").read_text() == before
+
+
 def test_costs_of_another_machine_are_refused(folder):
     refused = export(folder, "--to", "checkpoint", "--force", "--device", "t4")
     assert refused.exit_code == 2
     assert "on the machine that trains" in refused.output
+
+
+def test_a_plan_for_torch_compile_counts_no_optimizer(folder):
+    """The refusal comes before anything is measured."""
+    known = monetlite.load_schedule(folder / "own.yaml")
+    replace(known, optimizer="adamw").save(folder / "adamw.yaml")
+    found = run("export", folder / "adamw.yaml", "--to", "torch-compile", "--output", folder / "compiled.py")
+    assert found.exit_code == 2
+    assert "counts no optimizer" in found.stderr
+    assert "measuring" not in found.stderr
 
 
 @pytest.mark.parametrize("target", Target)
@@ -147,6 +167,31 @@ def test_other_models_are_refused(planned):
     plan["apply"](other.train())
     with pytest.raises(RuntimeError, match="times, and the plan was made for"):
         other(tokens)
+
+
+def test_what_is_saved_is_taken_by_every_torch(planned):
+    """Before 2.13 torch asked the policy again in the recomputation, where it has to give the same answers."""
+    model, (tokens,), plan = planned
+    ran, policies, make = [], [], plan["create_selective_checkpoint_contexts"]
+
+    def noting(policy):
+        def noted(context, operator, *args, **kwargs):
+            answer = policy(context, operator, *args, **kwargs)
+            ran[-1].append((operator, answer))
+            return answer
+
+        ran.append([])
+        policies.append(policy)
+        return make(noted)
+
+    wrapped = plan["apply"](copy.deepcopy(model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(plan, "create_selective_checkpoint_contexts", noting)
+        wrapped(tokens)
+    assert any(answer is CheckpointPolicy.MUST_SAVE for calls in ran for _, answer in calls)
+    context = SelectiveCheckpointContext(is_recompute=True)
+    for policy, calls in zip(policies, ran, strict=True):
+        assert [policy(context, operator) for operator, _ in calls] == [answer for _, answer in calls]
 
 
 def test_evaluation_is_plain(planned):

@@ -1,6 +1,7 @@
 """A step of all layers from a trace of few is the traced step of all: operators, names, sizes and costs."""
 
 import itertools
+import json
 import os
 from dataclasses import replace
 
@@ -8,13 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from monetlite.core.options import PricingOptions
+from monetlite.core.devices import find_device
+from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.models import build_model
 from monetlite.models.equal_layers import EqualLayers, find_equal_layers, find_layers, shorten
+from monetlite.planning import card_fit
 from monetlite.planning.batch_costs import Unlike
 from monetlite.planning.depth_costs import at_full_depth
+from monetlite.planning.model_steps import ModelSteps
 from monetlite.planning.pipeline import price
 from monetlite.profiling.step_additions import with_additions
 from monetlite.tracing import trace, trace_layouts
@@ -39,8 +43,6 @@ PRICING = PricingOptions(device="rtx-4090")
 
 @pytest.fixture
 def built(request, tmp_path):
-    import json
-
     kind = request.param
     model_type = kind.partition("+")[0]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **MODELS[kind][0]}))
@@ -77,6 +79,26 @@ def test_a_step_of_few_layers_tells_that_of_all(built, request):
             simulate(one, plain_steps(one.graph)).memory_bytes
             == simulate(other, plain_steps(other.graph)).memory_bytes
         )
+
+
+def test_the_longest_list_is_found_before_layers_are_left_out(tmp_path, monkeypatch):
+    """A decoder of six layers is traced with four, fewer than the encoder's five."""
+    sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = {"model_type": "bart", **sizes, **heads, "encoder_layers": 5, "decoder_layers": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    built = build_model(f"hf:{tmp_path}", batch=2, sequence_length=16, meta=True)
+    assert (find_layers(built.model), find_equal_layers(built.model).depth) == ("model.decoder.layers", 4)
+    paths = set()
+    monkeypatch.setattr(card_fit, "layer_ways", lambda profile, path, *_: paths.add(path) or iter(()))
+
+    def rebuild(batch, length):
+        return build_model(f"hf:{tmp_path}", batch=batch or 2, sequence_length=length or 16, meta=True)
+
+    solving = SolvingOptions(time_limit=0.1)
+    model = ModelSteps(built=built, rebuild=rebuild, pricing=PRICING, solving=solving)
+    card_fit.fit_card(model, card_fit.card_memory(find_device("rtx-4090")), solving, exact_only=True)
+    assert paths == {"model.decoder.layers"}
 
 
 class Shortcut(nn.Module):

@@ -344,7 +344,8 @@ class _Contest:
             self.tried += failed
         else:
             setting = failed[0].setting if len(failed) == 1 else "every setting"
-            self.shown.append(Entrant(run=replace(failed[0], setting=setting)))
+            why = "; ".join(dict.fromkeys(run.failure for run in failed))
+            self.shown.append(Entrant(run=replace(failed[0], setting=setting, failure=why)))
 
     def add_monetlite(self) -> None:
         """Solve within each budget, and within each peer's measured peak, from the smallest to the largest.

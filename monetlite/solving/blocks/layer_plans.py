@@ -5,7 +5,6 @@ the layers of the model, so that a plan keeps what checkpointing a layer keeps, 
 then any budget is a small boolean program.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -16,6 +15,7 @@ from monetlite.core.errors import IllegalSchedule
 from monetlite.core.graph import DELIVERY, OperatorGraph, Phase
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
+from monetlite.solving.baselines import layer_numbers
 from monetlite.solving.blocks.deep_step import MIN_BLOCKS, DeepStep
 from monetlite.solving.program import check_solver
 
@@ -114,12 +114,11 @@ def _only(profile: Profile, operators: list[int]) -> Profile:
 
 def layer_blocks(graph: OperatorGraph, path: str) -> Iterator[Block]:
     """The blocks of a step, joined where they begin in one layer."""
-    of_layer = re.compile(rf"{re.escape(path)}\.(\d+)(\.|$)")
+    layers = layer_numbers(graph, path)
     waiting: list[Block] = []
     layer = -1
     for block in find_blocks(graph):
-        found = (of_layer.match(graph.operators[index].module) for index in block.forward)
-        first = next((int(match[1]) for match in found if match), layer)
+        first = next((layers[index] for index in block.forward if index in layers), layer)
         if first != layer and layer >= 0:
             yield _joined(graph, waiting)
             waiting = []
