@@ -54,7 +54,7 @@ def check(name: str, percent: float, time_limit: float) -> list[str]:
                 percent, plain = percent + 10, copy.deepcopy(model)
                 torch._dynamo.reset()
     seconds = time.monotonic() - began
-    for _ in range(2):  # a step that is being recorded ends
+    for _ in range(8):  # until no step is being recorded, and no plan made
         ours.step()
     peak_bytes, schedule = ours.memory().peak_bytes, wrapper.schedule
     said = [str(item.message) for item in told if "can't be captured whole" in str(item.message)]

@@ -133,6 +133,7 @@ SHORTER = {
     "measure --model resnet50 ": "measure --model resnet18 ",
     "measure --operators --model mobilenet_v2 ": "measure --operators --model resnet18 ",
     "check resnet50_6GB.yaml": "check resnet18_6GB.yaml",
+    "monetlite show zoo:resnet50@6GB": "monetlite show zoo:vgg16@9GB",
 }
 """Less time, and models of fewer layers. `.ci/installed.py` solves and checks ResNet-50 itself."""
 

@@ -292,9 +292,11 @@ class _Joiner:
         left_bytes = of.backward_change_bytes + freed_bytes - new_bytes
         taken = []
         for value in self.left:
-            if 0 < self.values[value].size_bytes <= -left_bytes:
+            if left_bytes < 0 < self.values[value].size_bytes:
                 left_bytes += self.values[value].size_bytes
                 taken.append(value)
+        if taken and left_bytes > 0:  # a part of the last one stays
+            overwrites.append(taken[-1])
         self.left = [value for value in self.left if value not in taken]
         self.left.append(self._value(f"outside {number + 1}: left", max(0, left_bytes), ValueKind.GRADIENT))
         return replace(

@@ -71,6 +71,8 @@ def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
 
 def running_totals(function: Callable[[], Any]) -> list[int]:
     """Bytes allocated on the CPU since the start, after each allocation or free that a function makes."""
+    if (record := _open_record()) is not None:
+        record.leave()
     profiler = _started_profiler()
     try:
         function()
@@ -83,7 +85,8 @@ class MemoryRecord:
     """Memory of a stretch of a program between marks. Begins when it is made, on this thread.
 
     It also ends, unread, when it is collected, when the process exits (which would crash while torch's profiler is
-    on), and where `may_profile` finds it to be left.
+    on), and where `may_profile` finds it to be left. It may last on after its last mark: torch's profiler can't be
+    stopped in a backward pass.
 
     Raises:
         RuntimeError: torch's profiler is in use, or another record is open.
@@ -97,6 +100,8 @@ class MemoryRecord:
         self._stopped = weakref.finalize(self, _stop_in_thread, self._profiler, self._thread)
         self._marks: list[MemoryMark] = []
         self._times: list[float] = []
+        self._found: list[MemoryMark] | None = None
+        self.is_complete = False
         self.awaited = False  # somebody else wants to profile
         _recording.record = weakref.ref(self)
         if self._profiler is None:
@@ -106,10 +111,11 @@ class MemoryRecord:
     def is_open(self) -> bool:
         return bool(self._stopped.alive)
 
-    def mark(self, name: str) -> None:
-        """Set a mark; none where it has ended."""
-        if not self.is_open:
+    def mark(self, name: str, *, last: bool = False) -> None:
+        """Set a mark; none where it has ended, or after the last."""
+        if not self.is_open or self.is_complete:
             return
+        self.is_complete = last
         self._times.append(time.perf_counter())
         if self._profiler is not None:
             with torch.profiler.record_function(f"{_MARK}{name}"):
@@ -120,8 +126,21 @@ class MemoryRecord:
         self._marks.append(MemoryMark(name=name, live_bytes=live, peak_bytes=peak, seconds=self._times[-1]))
         torch.cuda.reset_peak_memory_stats()
 
+    def leave(self) -> None:
+        """End it for somebody else. Its marks are lost, unless it has the last."""
+        if self.is_complete:
+            self.end()
+        else:
+            self._found = []
+            self._stopped()
+
     def end(self) -> "list[MemoryMark]":
-        """End it, and return the marks in order; none if it had ended, or somebody else's profiler disturbed it."""
+        """End it, and return the marks in order; none if it was left, or somebody else's profiler disturbed it."""
+        if self._found is None:
+            self._found = self._measured()
+        return self._found
+
+    def _measured(self) -> "list[MemoryMark]":
         if self._stopped() is None or self._thread != threading.get_ident():
             return []
         if self._profiler is None:
@@ -161,14 +180,19 @@ def may_profile() -> bool:
     A record has the time until somebody asks again. A step that is still recorded then was left before its end, or
     has had its turn, and its record ends.
     """
-    found: Callable[[], MemoryRecord | None] = getattr(_recording, "record", lambda: None)
-    record = found()
-    if record is not None and record.is_open:
-        if not record.awaited:
+    record = _open_record()
+    if record is not None:
+        if not (record.awaited or record.is_complete):
             record.awaited = True
             return False
-        record.end()
+        record.leave()
     return not is_profiling()
+
+
+def _open_record() -> MemoryRecord | None:
+    found: Callable[[], MemoryRecord | None] = getattr(_recording, "record", lambda: None)
+    record = found()
+    return record if record is not None and record.is_open else None
 
 
 def _stop_in_thread(profiler: Any, thread: int) -> bool:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from monetlite.planning.beside_training import PlanningBesideTraining
 
 MAX_RECORDS = 4
-"""Steps that are recorded, of different pieces, before the plan is left as it is."""
+"""Steps that are recorded, of different pieces, before the plan is left as it is; and by one plan, for its peak."""
 MAX_RETRIES = 3
 """Plans that are made, each for less memory, until one keeps to the budget in the order in which pieces run it."""
 MAX_LISTED = 5
@@ -116,7 +116,7 @@ class PiecewiseTraining:
         """The planned step with the costs that it was planned by."""
         self._profiles: Mapping[Any, Profile] = {}
         """The priced profiles of its pieces."""
-        self._records = self._steps = 0
+        self._records = self._settles = self._steps = 0
         self._wanted = True  # the next step is to be recorded
         self._settling = self._settled = False
         """The next record is of a step by the final plan; that has given the plan's peak."""
@@ -148,8 +148,8 @@ class PiecewiseTraining:
             self._record.forward_ends()
         if self._plan is not None and self._record is None:
             self._settling = self._unplanned_runs == 0
-            unsettled = self._planning is None and not self._settled
-            self._wanted = (unsettled or not self._settling) and self._records < MAX_RECORDS
+            unsettled = self._planning is None and not self._settled and self._settles < MAX_RECORDS
+            self._wanted = unsettled if self._settling else self._records < MAX_RECORDS
 
     def forward_fails(self) -> None:
         """Note that an exception ended the forward pass of a step. Nothing is learnt of it."""
@@ -233,7 +233,8 @@ class PiecewiseTraining:
                 record, self._record = self._record, None
                 recorded = record.end()
                 if recorded is not None:
-                    self._records += 1
+                    self._settles += self._settling
+                    self._records += not self._settling
                     try:
                         self._learn(recorded)
                     except BaseException:
@@ -299,7 +300,7 @@ class PiecewiseTraining:
     def _begin_plan(self, recorded: RecordedStep) -> None:
         from monetlite.planning.beside_training import PlanningBesideTraining
 
-        self._settled = False
+        self._settled, self._settles = False, 0
         pieces = list(dict.fromkeys(recorded.runs[number].piece for number in recorded.planned))
         graphs = [piece.traced.graph for piece in pieces]
 

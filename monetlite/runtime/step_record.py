@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from monetlite.core.joining import OutsideCode
+from monetlite.fx.torch_internals.torch_aot import when_backward_ends
 from monetlite.fx.torch_internals.torch_dispatch import changes_in_place, storage_key, weak_storage
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
 
@@ -78,7 +79,9 @@ class RecordedStep:
 
 
 class StepRecord:
-    """A record in the making, from the beginning of a step to the beginning of the next one.
+    """A record in the making, from the beginning of a step to the end of its backward pass.
+
+    Where only some of the pieces have had their backward parts by then, it goes on until the next step.
 
     Args:
         device: `"cpu"` or `"cuda"`.
@@ -163,9 +166,15 @@ class StepRecord:
             return
         waiting = [number for number in runs if number not in self._begun]
         if waiting:
+            if not self._begun:
+                when_backward_ends(self._backward_ended)
             self._note_what_is_gone(waiting[-1])
             self._begun.append(waiting[-1])
             self._memory.mark(f"backward {waiting[-1]}")
+
+    def _backward_ended(self) -> None:
+        if len(self._begun) == len(self._runs):
+            self._memory.mark("end", last=True)
 
     def _note_what_is_alive(self) -> None:
         passed = itertools.chain(self._passed.values(), *self._outputs)
@@ -200,7 +209,7 @@ class StepRecord:
 
     def end(self) -> RecordedStep | None:
         """The recorded step; None if it was disturbed, or had ended."""
-        self._memory.mark("end")
+        self._memory.mark("end", last=True)
         found = self._memory.end()
         for hook in self._hooks:
             hook.remove()

@@ -46,7 +46,7 @@ def convolutions(draw, dimensions=2):
     return made, (draw(st.sampled_from([0, 1, 2, 3, 4, 5, 8, 9])), into, *image)
 
 
-@drawn(max_examples=44)
+@drawn(max_examples=24)
 @given(st.data(), convolutions())
 def test_every_way_to_run_a_convolution_is_within_its_tolerance(data, drawn_convolution):
     layer, shape = drawn_convolution

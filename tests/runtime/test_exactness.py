@@ -152,7 +152,13 @@ def test_real_convolutional_networks(build):
 
 
 @pytest.mark.parametrize(
-    ("kind", "within"), [("bert", 0.0), ("vit", 0.0), ("gpt2", REORDERED_SUMS), ("llama", REORDERED_SUMS)]
+    ("kind", "within"),
+    [
+        pytest.param("bert", 0.0, marks=pytest.mark.thorough),
+        ("vit", 0.0),
+        pytest.param("gpt2", REORDERED_SUMS, marks=pytest.mark.thorough),
+        ("llama", REORDERED_SUMS),
+    ],
 )
 def test_transformers(kind, within):
     model, inputs = tiny_transformer(kind, layers=2 if THOROUGH or kind == "vit" else 1)

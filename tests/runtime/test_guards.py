@@ -87,8 +87,8 @@ def test_gradients_from_the_output_are_within_their_tolerance(layout):
     assert_same(found, expected, 10 * FROM_OUTPUT_TOLERANCE)
 
 
-WEIGHTS = [(1, 0.0), (4, 1e-30), (4, math.nan), (8, 0.0), (8, math.nan)]
-"""Layers and weights, each of either with several of the other."""
+WEIGHTS = [(1, 0.0), (4, 1e-30), (8, math.nan)]
+"""Each layer, and each weight."""
 ALL_WEIGHTS = list(itertools.product((1, 4, 8), (0.0, 1e-30, math.nan)))
 
 

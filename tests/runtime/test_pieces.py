@@ -190,6 +190,67 @@ def test_memory_of_joined_pieces_is_the_sum_of_what_is_alive():
     assert timeline.memory_bytes[first] == timeline.resident_bytes + 1500
 
 
+class AsksForAGradient(nn.Module):
+    """Asks for a gradient of its first piece in the forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(64), mlp(64)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_(True)
+        y = self.first(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return self.second(y + slope.detach())
+
+
+class Gated(nn.Module):
+    """A GRU between two pieces, whose output is gone when the forward pass ends; and a mean of convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.gru, self.after = nn.Embedding(40, 64), nn.GRU(64, 64, batch_first=True), mlp(64)
+
+    def forward(self, tokens):
+        hidden, _ = self.gru(self.before(tokens))
+        return self.after(hidden).sum(1)
+
+
+class Pools(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.second = nn.Conv2d(16, 8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        if x.max() > 1e6:
+            x = x / 2
+        return self.second(x).relu().mean((2, 3)), x
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [
+        (AsksForAGradient, lambda: torch.randn(512, 64)),
+        (Gated, lambda: torch.randint(0, 40, (16, 64))),
+        (Pools, lambda: torch.randn(8, 3, 48, 48)),
+    ],
+)
+def test_the_peak_of_a_final_plan_is_that_of_a_step_by_it(build, inputs):
+    """Code between pieces takes what it takes by that plan; outputs live as long as somebody holds them."""
+    from monetlite.checking.trainee import Trainee, default_loss
+
+    model, args = build(), (inputs(),)
+    plain_bytes = Trainee(copy.deepcopy(model), args, {}, default_loss, "cpu").memory().peak_bytes
+    wrapper = monetlite.MONeTWrapper(model, budget=int(1.05 * plain_bytes), wait=True, time_limit=1.0)
+    trainee = Trainee(wrapper, args, {}, default_loss, "cpu")
+    for _ in range(5):
+        trainee.step()
+    assert trainee.memory().peak_bytes == pytest.approx(wrapper.schedule.peak_bytes, rel=0.01)
+
+
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 def test_a_plan_holds_the_budget_and_is_predicted_within_three_percent():
     from monetlite.checking.trainee import Trainee, default_loss

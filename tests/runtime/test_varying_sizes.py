@@ -160,7 +160,7 @@ def test_a_transformers_model(given, captures):
     import transformers
 
     config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, n_positions=128, vocab_size=90, bos_token_id=1, eos_token_id=2
+        n_layer=1, n_embd=16, n_head=2, n_positions=128, vocab_size=90, bos_token_id=1, eos_token_id=2
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).train()

@@ -202,14 +202,14 @@ def test_a_long_loop_is_told_before_its_capture_ends(monkeypatch):
 
         def forward(self, x):
             state, found = torch.zeros(8), []
-            for at in range(60):
+            for at in range(30):
                 state = torch.sigmoid(state * self.decay + x[at])  # here
                 found.append(state)
             return torch.stack(found).sum()
 
-    monkeypatch.setattr("monetlite.runtime.scheduled_training.MANY_CALLS", 100)
+    monkeypatch.setattr("monetlite.runtime.scheduled_training.MANY_CALLS", 50)
     wrapper = monetlite.MONeTWrapper(Scans(), budget="110%", device="rtx-4090", time_limit=1)
     with pytest.warns(
         UserWarning, match=r"a loop around .*test_reasons\.py:\d+ makes \d+ of .*torch.compiler.disable"
     ):
-        wrapper(torch.randn(60, 8)).backward()
+        wrapper(torch.randn(30, 8)).backward()

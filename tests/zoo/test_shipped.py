@@ -22,7 +22,7 @@ GROUPS = {
 }
 THOROUGH = "MONETLITE_THOROUGH" in os.environ
 # Larger models of a family that is traced anyway take most of the time: they are left to a person with time.
-LIKE_OTHERS = ("-large", "-medium", "resnet152", "efficientnet")
+LIKE_OTHERS = ("-large", "-medium", "resnet152", "efficientnet", "mobilenet", "googlenet", "llama", "bert")
 
 
 def test_every_file_follows_the_schema_and_has_its_name():

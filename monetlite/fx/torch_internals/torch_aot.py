@@ -9,6 +9,7 @@
 | `"partitioner_tag"` | node metadata: traced in the forward or in the backward pass |
 | `"CompiledFunctionBackward"` | name of the autograd node that runs a backward program; `watch`ed for gradients |
 | `boxed_grads_call` | since torch 2.13 a node may let go of incoming gradients while it runs; peaks would differ |
+| `queue_callback` | calls a function when the backward pass ends; records of it would go on until the next step |
 | `_boxed_call` | attribute of a function that empties its list of arguments; peaks would be higher |
 | `_BoxedCodeGen` | code that takes its arguments in a list and empties it; arguments would live too long |
 | `_forward_from_src` | makes a function of code, whose lines a traceback can show |
@@ -46,6 +47,11 @@ def boxed_function(function: _F) -> _F:
 def keeps_gradients() -> bool:
     """True if autograd keeps the gradients of a compiled function's outputs until its backward program ends."""
     return not hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+def when_backward_ends(function: Callable[[], None]) -> None:
+    """Have a function called at the end of the backward pass that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def backward_node(output: torch.Tensor) -> Any:

@@ -34,6 +34,57 @@ class Counted(nn.Module):
         return (x * self.weight).exp(), x.sin() * self.weight
 
 
+class Watched(torch.autograd.Function):
+    """Notes in its backward part whether a gradient that it handed on is still there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        Watched.handed_on = gradient.clone()
+        made, Watched.handed_on = Watched.handed_on, weakref.ref(Watched.handed_on)
+        return made
+
+
+def test_a_function_can_be_called_when_the_backward_pass_ends() -> None:
+    x, called = torch.randn(3, requires_grad=True), list[str]()
+    x.register_post_accumulate_grad_hook(lambda _: called.append("gradient"))
+    y = x.exp()
+    y.register_hook(lambda _: torch_aot.when_backward_ends(lambda: called.append("ended")))
+    y.sum().backward()
+    assert called == ["gradient", "ended"]
+
+
+def test_incoming_gradients_are_kept_or_not_as_is_said() -> None:
+    """A compiled function's node lets go of its incoming gradients while it runs, from torch 2.13 on."""
+    alive = list[bool]()
+
+    def look(program: fx.GraphModule, _: Any) -> Any:
+        def call(arguments: list[Any]) -> Any:
+            given = list(arguments)
+            arguments.clear()
+            results = program(*given)
+            given.clear()
+            alive.append(Watched.handed_on() is not None)
+            return results
+
+        return boxed_function(call)
+
+    from torch._functorch.partitioners import default_partition
+
+    backend = aot_autograd(
+        fw_compiler=lambda program, _: boxed_function(lambda arguments: program(*arguments)),
+        bw_compiler=look,
+        partition_fn=default_partition,
+    )
+    torch._dynamo.reset()
+    x = torch.randn(3, requires_grad=True)
+    Watched.apply(torch.compile(lambda x: x.exp().sin(), backend=backend)(x)).sum().backward()
+    assert alive == [torch_aot.keeps_gradients()]
+
+
 class Partition:
     """A backend that keeps the joint graph and has torch partition it."""
 
