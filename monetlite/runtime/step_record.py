@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -13,7 +14,25 @@ from monetlite.fx.torch_internals.torch_aot import when_backward_ends
 from monetlite.fx.torch_internals.torch_dispatch import changes_in_place, storage_key, weak_storage
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
 
-_Versions: TypeAlias = list[tuple[int, torch.Tensor, int]]
+
+class _Watched:
+    """A tensor that is watched for changes in place, without keeping it alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        whole = tensor if tensor._base is None else tensor._base  # a view is often gone before what it is a view of
+        self._tensors = weakref.ref(tensor), weakref.ref(whole)
+        self._storage, self._version = weak_storage(tensor), changes_in_place(tensor)
+
+    @property
+    def may_have_changed(self) -> bool:
+        """True if it was changed, or if its storage lives on in tensors that are not known."""
+        alive = next((tensor for of in self._tensors if (tensor := of()) is not None), None)
+        if alive is None:
+            return not self._storage.expired()
+        return changes_in_place(alive) != self._version
+
+
+_Versions: TypeAlias = dict[int, _Watched]
 
 
 @dataclass(frozen=True)
@@ -107,7 +126,7 @@ class StepRecord:
         ]
         self._forward_ended = False
         self._seen: list[tuple[_Versions, _Versions]] = []
-        """Inputs and outputs of each run, with their versions when it ended."""
+        """Inputs and outputs of each run, by position, as they were when it ended."""
         self._outputs: list[list[tuple[Any, int]]] = []
         """Weak references to the storages that each run made for its outputs, and their bytes."""
         self._passed: dict[int, tuple[Any, int]] = {}
@@ -198,9 +217,7 @@ class StepRecord:
         """Note the end of the forward pass, with what the code between pieces has changed in place."""
         self._forward_ended = True
         for number, seen in enumerate(self._seen):
-            arguments, outputs = (
-                [at for at, item, version in of if changes_in_place(item) != version] for of in seen
-            )
+            arguments, outputs = ([at for at, item in of.items() if item.may_have_changed] for of in seen)
             self._runs[number] = replace(
                 self._runs[number], changed=frozenset(arguments), outputs_changed=bool(outputs)
             )
@@ -278,8 +295,8 @@ def _storages(tensors: Iterable[Any]) -> dict[int, tuple[Any, int]]:
     return {storage_key(item): (weak_storage(item), item.untyped_storage().nbytes()) for item in found}
 
 
-def _versions(tensors: Iterable[Any]) -> "_Versions":
-    return [(at, item, changes_in_place(item)) for at, item in enumerate(tensors) if isinstance(item, torch.Tensor)]
+def _versions(tensors: Iterable[Any]) -> _Versions:
+    return {at: _Watched(item) for at, item in enumerate(tensors) if isinstance(item, torch.Tensor)}
 
 
 def _stretch(
