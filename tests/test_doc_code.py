@@ -66,8 +66,13 @@ def commands(page):
                 yield command.removeprefix(".venv/bin/")
 
 
+SELDOM = ("choosing-a-budget.md", "implementations.md", "estimates.md")
+"""Pages whose commands are much like those of others."""
+
+
 def commanding():
-    return [pytest.param(page, id=page.name) for page in PAGES if any(commands(page))]
+    marks = {page: [pytest.mark.thorough] for page in PAGES if page.name in SELDOM}
+    return [pytest.param(page, id=page.name, marks=marks.get(page, ())) for page in PAGES if any(commands(page))]
 
 
 def programming():

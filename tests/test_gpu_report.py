@@ -38,6 +38,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_profile_there_solve_here_measure_there(script, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("MONETLITE_CACHE")
     report, solved = tmp_path / "report", tmp_path / "solved"

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from thoroughness import often
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import monetlite
@@ -117,11 +118,11 @@ def trained(kind, folder, scheduled, **arguments):
     return log, files, tensors, best
 
 
-OFTEN = ("gpt2", "llama with lora, of no task")
+OFTEN = ("llama with lora, of no task",)
 THOROUGH = "MONETLITE_THOROUGH" in os.environ
 
 
-@pytest.mark.parametrize("kind", MODELS if THOROUGH else OFTEN)
+@pytest.mark.parametrize("kind", often(MODELS, *OFTEN))
 def test_a_scheduled_run_is_the_plain_run(kind, tmp_path):
     plain, scheduled = (trained(kind, tmp_path / str(way), way) for way in (False, True))
     assert scheduled[1] == plain[1]

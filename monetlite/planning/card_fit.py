@@ -307,11 +307,12 @@ class _Search:
         """The fastest schedule found within the budget, looked for if `wanted`, and the leanest one found."""
         from monetlite.solving import solve_profile
         from monetlite.solving.annealing.compiling import is_cached
-        from monetlite.solving.baselines import sqrt_checkpointing
+        from monetlite.solving.baselines import sqrt_checkpointing, with_lighter_implementations
         from monetlite.solving.blocks.layer_plans import LayerPlans
 
-        known = [sqrt_checkpointing(self.profile)]
-        known += [way.steps for way in layer_ways(self.profile, self.path, sorted({1, self.every}))]
+        baselines = [sqrt_checkpointing(self.profile)]
+        baselines += [way.steps for way in layer_ways(self.profile, self.path, sorted({1, self.every}))]
+        known = [with_lighter_implementations(self.profile, steps, self.budget_bytes) for steps in baselines]
         lean_bytes = min(self._way(steps).peak_bytes for steps in known)
         fitting: list[tuple[Step, ...]] = []
         planned = False

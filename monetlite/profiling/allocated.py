@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-SAMPLING_SECONDS, SAMPLING_SHARE = 0.0005, 0.001
-"""Time between two looks at the memory in use on a CPU: so much, or such a part of all until then, if that is more.
-
-Whatever nobody ends takes less and less: a second and a half of a core in ten minutes.
-"""
+SAMPLING_SECONDS, SAMPLING_SHARE, REST = 0.0005, 0.001, 4
+"""Time between two looks at the memory in use on a CPU: so much, such a part of all until then, or so many times what
+a look takes (longer where much is allocated), whichever is most. What nobody ends takes less and less."""
 MAX_GAP_SECONDS, MAX_GAP_SHARE = 0.008, 0.1
 """Time without a look after which looks were late: so much, or such a part of all, whichever is more."""
 
@@ -71,8 +69,12 @@ class _Samples:
 
     def take(self) -> None:
         """Look again and again, until the end."""
-        while not self.ended.wait(max(SAMPLING_SECONDS, SAMPLING_SHARE * (self._last - self._began))):
+        pause_seconds = SAMPLING_SECONDS
+        while not self.ended.wait(pause_seconds):
+            began = time.thread_time()
             self.look()
+            rest_seconds = REST * (time.thread_time() - began)
+            pause_seconds = max(SAMPLING_SECONDS, SAMPLING_SHARE * (self._last - self._began), rest_seconds)
 
     def look(self) -> int:
         """Note the memory in use, and return it."""

@@ -11,7 +11,7 @@ import torch
 
 from monetlite.core.joining import OutsideCode
 from monetlite.fx.torch_internals.torch_aot import when_backward_ends
-from monetlite.fx.torch_internals.torch_dispatch import changes_in_place, storage_key, weak_storage
+from monetlite.fx.torch_internals.torch_dispatch import changes_in_place, storage_key, viewed, weak_storage
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
 
 
@@ -19,8 +19,8 @@ class _Watched:
     """A tensor that is watched for changes in place, without keeping it alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        whole = tensor if tensor._base is None else tensor._base  # a view is often gone before what it is a view of
-        self._tensors = weakref.ref(tensor), weakref.ref(whole)
+        # A view is often gone before what it is a view of.
+        self._tensors = weakref.ref(tensor), weakref.ref(viewed(tensor))
         self._storage, self._version = weak_storage(tensor), changes_in_place(tensor)
 
     @property

@@ -1,15 +1,19 @@
 """Other methods' schedules, for comparison and as starting points.
 
-None of them knows a budget: `simulate` says what they need. The greedy baseline is `annealing.greedy`.
+`with_lighter_implementations` alone knows a budget: `simulate` says what the others need. The greedy baseline is
+`annealing.greedy`.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule
 from monetlite.core.graph import Implementation, OperatorGraph, Phase, ValueKind
+from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Step, plain_steps
 
 _MAX_DEPTH = 5
@@ -164,6 +168,32 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
             live.discard(value)
     for index in backward:
         yield from run(index)
+
+
+def with_lighter_implementations(profile: Profile, steps: tuple[Step, ...], budget_bytes: int) -> tuple[Step, ...]:
+    """The same steps, with other implementations where they need most, as long as that lowers the peak.
+
+    Of an operator's implementations the fastest within the budget is taken, or the one that needs least. Operators
+    outside of checkpointed layers, as a model's head and loss, may need more than a layer.
+    """
+    graph = profile.graph
+    timeline = simulate(profile, steps)
+    while timeline.peak_bytes > budget_bytes:
+        at = timeline.peak_step
+        index, present = steps[at]
+        others = [choice for choice in range(len(graph.operators[index].implementations)) if choice != present]
+        found: list[tuple[float, Timeline, tuple[Step, ...]]] = []
+        for choice in others:
+            changed = (*steps[:at], (index, choice), *steps[at + 1 :])
+            with contextlib.suppress(IllegalSchedule):
+                found.append((profile.costs[index][choice].latency_ms, simulate(profile, changed), changed))
+        lower = [item for item in found if item[1].peak_bytes < timeline.peak_bytes]
+        if not lower:
+            break
+        fitting = [item for item in lower if item[1].memory_bytes[at] <= budget_bytes]
+        least = min(lower, key=lambda item: item[1].memory_bytes[at])
+        _, timeline, steps = min(fitting, key=lambda item: item[0], default=least)
+    return steps
 
 
 def known_schedules(profile: Profile) -> Iterator[tuple[Step, ...]]:

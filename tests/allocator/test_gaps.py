@@ -68,6 +68,7 @@ def profile() -> Profile:
     return monetlite.profile(monetlite.trace(built.model, built.example_inputs), "rtx-3090")
 
 
+@pytest.mark.thorough
 def test_what_is_arranged_gives_nothing_back(profile: Profile) -> None:
     """Within a limit for which schedules of that peak reserve too much, and hardly slower than those."""
     limit_bytes = 480 * 10**6

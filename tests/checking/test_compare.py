@@ -206,6 +206,7 @@ def test_interrupted_while_solving_nothing_is_written(folder, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.thorough
 def test_wrong_gradients_are_told_from_other_masks(monkeypatch):
     """GPT-2 with dropout: torch's partitioner draws masks again in the backward pass; checkpointing doesn't."""
 

@@ -147,6 +147,7 @@ class TestCommands:
         assert by_file.plain_peak_bytes == direct.plain_peak_bytes
         assert self.run("zoo", "check", "resnet18_32x64x64_95pct_t4.yaml").exit_code == 0
 
+    @pytest.mark.thorough
     def test_two_layouts(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         for layout in ("as_traced", "channels_last"):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from harness import Captured, Seen
+from thoroughness import often
 from torch import nn
 from torch.nn import functional as F
 
@@ -132,10 +133,7 @@ def test_every_form_of_a_chain_agrees_with_the_default(form):
     assert {"products", "products_tiles_4"} <= names
 
 
-@pytest.mark.parametrize(
-    "form",
-    [form if form in ("swiglu", "lora") else pytest.param(form, marks=pytest.mark.thorough) for form in FORMS],
-)
+@pytest.mark.parametrize("form", often(FORMS, "swiglu", "lora"))
 def test_a_step_in_tiles_has_plain_trainings_gradients(form):
     torch.manual_seed(0)
     model, tokens = Model(form).train(), tokens_of()

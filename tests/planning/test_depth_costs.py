@@ -2,11 +2,11 @@
 
 import itertools
 import json
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+from thoroughness import often
 from torch import nn
 
 from monetlite.core.devices import find_device
@@ -49,9 +49,7 @@ def built(request, tmp_path):
     return build_model(f"hf:{tmp_path}{kind[len(model_type) :]}", batch=2, sequence_length=32, meta=True)
 
 
-@pytest.mark.parametrize(
-    "built", MODELS if "MONETLITE_THOROUGH" in os.environ else ["gpt2", "gemma2"], indirect=True
-)
+@pytest.mark.parametrize("built", often(MODELS, "gpt2"), indirect=True)
 def test_a_step_of_few_layers_tells_that_of_all(built, request):
     layers = find_equal_layers(built.model)
     assert layers is not None

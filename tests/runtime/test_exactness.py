@@ -27,6 +27,7 @@ from step_lists import (
     schedule_of,
     with_random_implementations,
 )
+from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -151,16 +152,12 @@ def test_real_convolutional_networks(build):
     assert_same(wrapped_step(model, graph, compact, inputs), expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "within"),
-    [
-        pytest.param("bert", 0.0, marks=pytest.mark.thorough),
-        ("vit", 0.0),
-        pytest.param("gpt2", REORDERED_SUMS, marks=pytest.mark.thorough),
-        ("llama", REORDERED_SUMS),
-    ],
-)
-def test_transformers(kind, within):
+WITHIN = {"bert": 0.0, "vit": 0.0, "gpt2": REORDERED_SUMS, "llama": REORDERED_SUMS}
+
+
+@pytest.mark.parametrize("kind", often(WITHIN, "vit", "llama"))
+def test_transformers(kind):
+    within = WITHIN[kind]
     model, inputs = tiny_transformer(kind, layers=2 if THOROUGH or kind == "vit" else 1)
     graph = exactly(monetlite.trace(model, inputs, outputs="all"))
     stored = step(twin(model), inputs)

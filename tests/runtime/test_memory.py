@@ -13,6 +13,7 @@ from step_lists import (
     schedule_of,
     with_random_implementations,
 )
+from thoroughness import often
 from torch import nn
 from torch.nn import functional as F
 
@@ -156,14 +157,10 @@ def leaf():
     return torch.randn(N, N, requires_grad=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "accumulate"),
-    [
-        pytest.param(kind, accumulate, marks=[] if (number % 2 == 0) == accumulate else pytest.mark.thorough)
-        for number, kind in enumerate(COPIED)
-        for accumulate in (False, True)
-    ],
-)
+KINDS = [(kind, accumulate) for kind in COPIED for accumulate in (False, True)]
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), often(KINDS, *KINDS[::3]))
 def test_what_autograd_copies_of_gradients_is_predicted(kind, accumulate):
     """It keeps a gradient that nobody else holds and that is laid out as its parameter; any other it copies."""
     model, inputs = COPIED[kind]()

@@ -81,6 +81,7 @@ class TestLossesOverTwentySteps:
         assert_alike(name, train(wrapped, made), train(plain, made))
         assert_averages_alike(name, wrapped, plain)
 
+    @pytest.mark.thorough
     @some("llama with LoRA")
     def test_bfloat16_autocast(self, name):
         make, plain, wrapped = both(name, torch.bfloat16)
@@ -88,6 +89,7 @@ class TestLossesOverTwentySteps:
         found, expected = (train(loop, made, autocast=torch.bfloat16) for loop in (wrapped, plain))
         assert_alike(name, found, expected, ROUNDED)
 
+    @pytest.mark.thorough
     @some("bert")
     def test_accumulation(self, name):
         make, plain, wrapped = both(name)
@@ -104,6 +106,7 @@ class TestLossesOverTwentySteps:
         made = list(batches(make, STEPS))
         assert_alike(name, train(Loop(other), made), train(Loop(twin(model)), made))
 
+    @pytest.mark.thorough
     @some("resnet")
     def test_evaluation_in_between(self, name):
         make, plain, wrapped = both(name)

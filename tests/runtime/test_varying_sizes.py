@@ -139,6 +139,7 @@ def test_even_lengths_vary_from_the_second_on(captures):
     assert captures == [((4, 32),), ((4, 24),)]
 
 
+@pytest.mark.thorough
 def test_a_smaller_last_batch_is_captured_by_itself_and_batches_of_any_size_are_not(captures):
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
@@ -282,6 +283,7 @@ def test_an_input_whose_gradient_varies_is_captured_at_each_size(captures):
     assert len(captures) >= 3
 
 
+@pytest.mark.thorough
 def test_a_size_of_one_does_not_end_the_others(captures):
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)

@@ -19,8 +19,6 @@ CASES = ["cnn under float16", "llama"]
 if "MONETLITE_THOROUGH" in os.environ:
     CASES += ["cnn", "gpt", "gpt2", "resnet", "mobilenet", "bert", "vit"]
     CASES += sorted({path.name.rpartition("_")[0]: str(path) for path in SCHEDULES.glob("*/*.yaml")}.values())
-else:
-    CASES += [str(min(SCHEDULES.glob("p100/vgg16_*.yaml")))]
 
 
 def test_schedules_solved_without_a_gpu_run_on_one(tmp_path):

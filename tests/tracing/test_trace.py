@@ -219,6 +219,7 @@ def test_a_trace_leaves_model_buffers_and_generator_alone():
     assert not model._forward_hooks
 
 
+@pytest.mark.thorough
 def test_the_papers_resnet50_on_the_meta_device_takes_no_memory():
     """Batch 184 at 224² needs some 17 GB to run; tracing it allocates next to nothing, parameters included."""
     traced = []

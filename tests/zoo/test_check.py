@@ -111,6 +111,7 @@ def test_of_a_measured_file_what_tensors_take_is_checked(checker, sound, tmp_pat
     assert "tensors alone take" in problem
 
 
+@pytest.mark.thorough
 def test_channels_last_is_compared_with_the_model_as_it_is(checker, tmp_path):
     layouts = [
         monetlite.profile(check.traced(SOURCE, "", layout, "rtx-3090"), "rtx-3090")
@@ -175,6 +176,7 @@ class TestCommands:
         assert "was not added" in refused.output
         assert sorted(folder.rglob("*")) == before
 
+    @pytest.mark.thorough
     def test_rescale(self, folder, sound, tmp_path):
         output, file = tmp_path / "half.yaml", folder / file_name(sound)
         result = commands.run("show", str(file), "--batch", "16", "--output", str(output))

@@ -70,6 +70,7 @@ SAMPLED = [entry for entry in ENTRIES if not any(name in entry.model for name in
 @pytest.mark.parametrize(
     "entry", random.Random(7).sample(SAMPLED, 3 if THOROUGH else 1), ids=lambda entry: entry.name
 )
+@pytest.mark.thorough
 def test_a_sample_trains_exactly_at_a_smaller_batch(entry):
     source = shipped().load(entry).source
     smaller = ModelSource(

@@ -15,6 +15,7 @@
 | `_disable_current_modes` | real tensors while a step is captured; measurements would be of nothing |
 | `temporarily_clear_interpreter_stack` | the same for transforms of `torch.func` |
 | `Tensor._version` | changes in place; a piece would compute again from a changed tensor |
+| `Tensor._base` | what a view is of; a changed tensor could be taken for one that is gone |
 | `auto_functionalized_v2`, `_only_clone_these_bases` | an operator that changes tensors, on copies or in place |
 | `StorageWeakRef` | tells when a storage dies; recorded steps would have other lifetimes |
 | `UntypedStorage._cdata` | identity of a storage; views would count as tensors of their own |
@@ -88,6 +89,11 @@ def storage_key(tensor: torch.Tensor) -> int:
 def weak_storage(tensor: torch.Tensor) -> Any:
     """A weak reference to a tensor's storage; `expired()` tells if that is gone."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, as autograd knows it; the tensor itself if of nothing."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def changes_in_place(tensor: torch.Tensor) -> int:

@@ -1,6 +1,7 @@
 """Operators, schemas, Python kernels, modes, fake tensors and storages behave as monetlite relies on."""
 
 import functools
+import weakref
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     suggest_memory_format,
     traced_as,
     unchecked,
+    viewed,
     weak_storage,
     without_modes,
     without_python_kernels,
@@ -225,6 +227,16 @@ def test_the_suggested_memory_format() -> None:
     image = torch.empty(2, 3, 4, 5)
     assert suggest_memory_format(image) == torch.contiguous_format
     assert suggest_memory_format(image.to(memory_format=torch.channels_last)) == torch.channels_last
+
+
+def test_a_view_knows_what_it_is_of_while_other_views_live() -> None:
+    whole = torch.zeros(4)
+    view = whole[:2]
+    assert viewed(view) is whole
+    assert viewed(whole) is whole
+    alive = weakref.ref(whole)
+    del whole
+    assert alive() is viewed(view)
 
 
 def test_changes_in_place_are_counted_for_a_tensor_and_its_views() -> None:
