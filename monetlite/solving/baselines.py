@@ -1,6 +1,6 @@
 """Other methods' schedules, for comparison and as starting points.
 
-`with_lighter_implementations` alone knows a budget: `simulate` says what the others need. The greedy baseline is
+But for `lighter_steps`, none of them knows a budget: `simulate` says what they need. The greedy baseline is
 `annealing.greedy`.
 """
 
@@ -170,29 +170,39 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
         yield from run(index)
 
 
-def with_lighter_implementations(profile: Profile, steps: tuple[Step, ...], budget_bytes: int) -> tuple[Step, ...]:
-    """The same steps, with other implementations where they need most, as long as that lowers the peak.
+def lighter_steps(
+    profile: Profile, steps: tuple[Step, ...], wanted_bytes: float = math.inf
+) -> Iterator[tuple[Step, ...]]:
+    """The same steps with another implementation where they need most, again and again while that lowers the peak.
 
-    Of an operator's implementations the fastest within the budget is taken, or the one that needs least. Operators
-    outside of checkpointed layers, as a model's head and loss, may need more than a layer.
+    Of an operator's implementations that lower the peak, the fastest within `wanted_bytes` is taken, or the one
+    that needs least. What is outside of checkpointed layers, as a model's head and loss, may need more than those.
     """
-    graph = profile.graph
     timeline = simulate(profile, steps)
-    while timeline.peak_bytes > budget_bytes:
+    while True:
         at = timeline.peak_step
         index, present = steps[at]
-        others = [choice for choice in range(len(graph.operators[index].implementations)) if choice != present]
-        found: list[tuple[float, Timeline, tuple[Step, ...]]] = []
-        for choice in others:
+        lower: list[tuple[float, Timeline, tuple[Step, ...]]] = []
+        for choice, cost in enumerate(profile.costs[index]):
             changed = (*steps[:at], (index, choice), *steps[at + 1 :])
             with contextlib.suppress(IllegalSchedule):
-                found.append((profile.costs[index][choice].latency_ms, simulate(profile, changed), changed))
-        lower = [item for item in found if item[1].peak_bytes < timeline.peak_bytes]
+                found = timeline if choice == present else simulate(profile, changed)
+                lower += [(cost.latency_ms, found, changed)] * (found.peak_bytes < timeline.peak_bytes)
         if not lower:
-            break
-        fitting = [item for item in lower if item[1].memory_bytes[at] <= budget_bytes]
+            return
+        fitting = [item for item in lower if item[1].memory_bytes[at] <= wanted_bytes]
         least = min(lower, key=lambda item: item[1].memory_bytes[at])
         _, timeline, steps = min(fitting, key=lambda item: item[0], default=least)
+        yield steps
+
+
+def with_lighter_implementations(profile: Profile, steps: tuple[Step, ...], budget_bytes: int) -> tuple[Step, ...]:
+    """Steps, or `lighter_steps` of them, that keep to a budget; the lightest ones if none do."""
+    if simulate(profile, steps).peak_bytes > budget_bytes:
+        for lighter in lighter_steps(profile, steps, budget_bytes):
+            steps = lighter
+            if simulate(profile, steps).peak_bytes <= budget_bytes:
+                break
     return steps
 
 

@@ -99,6 +99,7 @@ def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_pa
     assert all(way["latency_ms"] <= checkpointed["latency_ms"] for way in planned if checkpointed["fits"])
 
 
+@pytest.mark.thorough
 def test_the_largest_batch_is_the_largest(roomy, folder):
     """Plain training's peak at that batch, traced, is within the budget, and at the next one it is not."""
     batch = 6
@@ -129,6 +130,7 @@ def test_without_sizes_it_is_one_sequence_as_long_as_the_model_takes(folder, giv
         assert "--gpu names another" in found.stderr
 
 
+@pytest.mark.thorough
 def test_lines_to_paste_are_for_what_is_trained(folder, recwarn):
     """torchtitan has no adapters, and a plain loop has to enter autocast itself."""
     found = run("fit", folder, *FIT, "--lora", "4", "--autocast", "bfloat16", "--json")

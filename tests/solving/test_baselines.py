@@ -1,5 +1,6 @@
 """What others do, as steps."""
 
+import contextlib
 import random
 from collections import Counter
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from random_graphs import random_profile
 
+from monetlite.core.errors import IllegalSchedule
 from monetlite.core.graph import Phase, ValueKind
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
@@ -36,6 +38,23 @@ def test_every_baseline_is_legal(seed: int) -> None:
         runs = Counter(operator for operator, _ in steps)
         for index, operator in enumerate(profile.graph.operators):
             assert runs[index] <= (2 if operator.rerunnable else 1) or operator.optional
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lighter_implementations_lower_the_peak_as_far_as_one_change_can(seed: int) -> None:
+    profile = random_profile(random.Random(seed), 8)
+    steps = baselines.segment_checkpointing(profile)
+    before = simulate(profile, steps)
+    assert baselines.with_lighter_implementations(profile, steps, before.peak_bytes) == steps
+    least = baselines.with_lighter_implementations(profile, steps, 0)
+    after = simulate(profile, least)
+    assert [index for index, _ in least] == [index for index, _ in steps]
+    assert after.peak_bytes <= before.peak_bytes
+    index, _ = least[after.peak_step]
+    for choice in range(len(profile.graph.operators[index].implementations)):
+        changed = (*least[: after.peak_step], (index, choice), *least[after.peak_step + 1 :])
+        with contextlib.suppress(IllegalSchedule):
+            assert simulate(profile, changed).peak_bytes >= after.peak_bytes
 
 
 def test_sqrt_checkpointing_of_a_chain() -> None:

@@ -92,7 +92,7 @@ def weak_storage(tensor: torch.Tensor) -> Any:
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor is a view of, as autograd knows it; the tensor itself if of nothing."""
+    """The tensor that a view is of, as autograd knows it; a tensor itself that is no view."""
     return tensor if tensor._base is None else tensor._base
 
 

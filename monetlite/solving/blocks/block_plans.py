@@ -7,6 +7,7 @@ another, which reads the gradients that pass on.
 """
 
 import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -19,7 +20,7 @@ from monetlite.core.steps import Step
 from monetlite.solving.annealing.compiled import GROUP_OPTIONS, OPERATOR_GROUPS, OPTION_EXTRA, Integers
 from monetlite.solving.annealing.flat_problem import encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace, round_down
-from monetlite.solving.baselines import keep_only
+from monetlite.solving.baselines import keep_only, lighter_steps
 from monetlite.solving.problem import Problem
 
 
@@ -80,6 +81,8 @@ _ITERATIONS = 300
 """Iterations of annealing for each value that may be dropped."""
 _HEAT, _PENALTIES = 0.3, (0.17, 3.0)
 """Temperature in the beginning over the mean time of an operator; penalties over time per byte of the stretch."""
+_LIGHTER_SECONDS = 0.3
+"""Time for lighter ways to run the plans of a stretch."""
 _LOWER = 0.9
 """Part of a plan's peak within which another is looked for."""
 
@@ -195,11 +198,21 @@ class PlanSearch:
         choices = self.starts[0]
         for point in range(1, points + 1):
             if finished():
-                return
+                break
             affordable = self.workspace.rate * seconds / points
             iterations = round_down(min(_ITERATIONS * max(1, self.flat.droppable.size), affordable))
             kept_bytes = most * (points - point) // points
             choices = self._solve(kept_bytes, self.roomy_bytes, choices, iterations, finished)
+        self._lighten(time.monotonic() + _LIGHTER_SECONDS)
+
+    def _lighten(self, deadline: float) -> None:
+        """Add lighter ways to run each plan. No limit of the search tells forward parts that need much."""
+        for plan in list(self.plans):
+            whole = (*plan.forward, (self.stretch.turn, 0), *plan.backward, (len(self.stretch.operators) - 1, 0))
+            for steps in lighter_steps(self.stretch.profile, whole):
+                if time.monotonic() >= deadline:
+                    return
+                self._add(self._plan(steps, encode(self.flat, steps)))
 
     def improve(self, reduced_ms: Callable[[Plan], float], seconds: float, finished: Callable[[], bool]) -> float:
         """Look for a plan of less reduced cost, between the best by that and its neighbours.
@@ -241,7 +254,9 @@ class PlanSearch:
     def _take(self, choices: Integers, peak_bytes: int) -> None:
         """Add the plan of some choices, if no other is better in every way."""
         steps = self.workspace.steps(choices, peak_bytes)
-        plan = None if steps is None else self._plan(steps, choices)
+        self._add(None if steps is None else self._plan(steps, choices))
+
+    def _add(self, plan: Plan | None) -> None:
         if plan is not None and not any(other.dominates(plan) for other in self.plans):
             self.plans = [other for other in self.plans if not plan.dominates(other)] + [plan]
 
