@@ -10,7 +10,7 @@ and no search for an isomorphism is needed.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -53,8 +53,13 @@ def _written(operators: Iterable[Operator]) -> Iterator[int]:
             yield from item.writes
 
 
-def find_blocks(graph: OperatorGraph) -> tuple[Block, ...]:
-    """The blocks of a step, in forward order; one if there is no narrow place."""
+def find_blocks(graph: OperatorGraph, starts: Collection[int] | None = None) -> tuple[Block, ...]:
+    """The blocks of a step, in forward order; one if there is no narrow place.
+
+    Args:
+        graph: of the step.
+        starts: forward operators, by index, before which to cut; by default, wherever the step is narrow.
+    """
     operators = graph.operators
     forward = [i for i, op in enumerate(operators) if op.phase is Phase.FORWARD and not op.optional]
     backward = [i for i, op in enumerate(operators) if op.phase is Phase.BACKWARD]
@@ -63,7 +68,8 @@ def find_blocks(graph: OperatorGraph) -> tuple[Block, ...]:
         if operator.phase is Phase.FORWARD and operator.optional:
             before = [place_of.get(graph.writer.get(value, -1), 0) for value in reads_of(operator)]
             place_of[index] = max(before, default=0)
-    cuts = _Crossings(graph, forward, backward, place_of).narrow()
+    crossings = _Crossings(graph, forward, backward, place_of)
+    cuts = crossings.narrow() if starts is None else crossings.at(sorted(place_of[index] for index in starts))
     edges = [(0, len(backward)), *cuts, (len(forward), 0)]
     blocks = []
     for (start, last), (end, first) in itertools.pairwise(edges):
@@ -137,6 +143,15 @@ class _Crossings:
             if narrowest and enough and below and turns[place] > 0:
                 cuts.append((place, turns[place]))
                 start = place
+        return cuts
+
+    def at(self, places: Iterable[int]) -> list[tuple[int, int]]:
+        """Cuts at places of the forward part, where the backward part has one for each."""
+        cuts: list[tuple[int, int]] = []
+        for place in places:
+            turn = self._best_turn(place)
+            if place > 0 and turn > 0 and (not cuts or turn < cuts[-1][1]):
+                cuts.append((place, turn))
         return cuts
 
     def _best_turn(self, place: int) -> int:

@@ -43,7 +43,7 @@ class LayerPlans:
         self.own = [at for at, item in enumerate(profile.graph.operators) if item.family != DELIVERY]
         """Operators that are planned. Deliveries take no time, and would make equal layers differ."""
         bare = _only(profile, self.own)
-        self.blocks = tuple(layer_blocks(bare.graph, path))
+        self.blocks = layer_blocks(bare.graph, path)
         self.deep = None
         if len(self.blocks) >= MIN_BLOCKS:
             self.deep = DeepStep(bare, self.blocks, seed)
@@ -112,24 +112,11 @@ def _only(profile: Profile, operators: list[int]) -> Profile:
     return replace(profile, graph=graph, costs=tuple(profile.costs[at] for at in operators))
 
 
-def layer_blocks(graph: OperatorGraph, path: str) -> Iterator[Block]:
-    """The blocks of a step, joined where they begin in one layer."""
-    layers = layer_numbers(graph, path)
-    waiting: list[Block] = []
-    layer = -1
-    for block in find_blocks(graph):
-        first = next((layers[index] for index in block.forward if index in layers), layer)
-        if first != layer and layer >= 0:
-            yield _joined(graph, waiting)
-            waiting = []
-        layer = first
-        waiting.append(block)
-    yield _joined(graph, waiting)
-
-
-def _joined(graph: OperatorGraph, blocks: list[Block]) -> Block:
-    return Block(
-        graph=graph,
-        forward=tuple(sorted(index for block in blocks for index in block.forward)),
-        backward=tuple(sorted(index for block in blocks for index in block.backward)),
-    )
+def layer_blocks(graph: OperatorGraph, path: str) -> tuple[Block, ...]:
+    """The blocks of a step, each of a layer; what comes before the first and after the last is with those."""
+    first: dict[int, int] = {}
+    for index, layer in layer_numbers(graph, path).items():
+        operator = graph.operators[index]
+        if operator.phase is Phase.FORWARD and not operator.optional:
+            first.setdefault(layer, index)
+    return find_blocks(graph, sorted(first.values())[1:])
