@@ -112,11 +112,12 @@ def main() -> None:
         name: measured_peaks(of, [tokens(length) for length in lengths[: args.peaks]])
         for name, of in models.items()
     }
+    where = "; ".join(f"{name} {value}" for name, value in environment("cpu").items())
     lines = [
         f"# {args.model}, {args.steps} {args.lengths} lengths of {min(lengths)} to {max(lengths)}, batches of {batch}",
         "",
-        f"{datetime.date.today()}, {environment('cpu')}. Budget {args.budget} of plain training's peak at the longest; {len(set(lengths))} different lengths, "
-        f"{programs} programs at most, largest difference of a gradient from plain training's {worst:.0e}.",
+        f"{datetime.date.today()}; {where}. Budget {args.budget} of plain training's peak at the longest; "
+        f"{len(set(lengths))} different lengths, {programs} programs at most, largest difference of a gradient from plain training's {worst:.0e}.",
         "",
         "| | whole run, s | of plain | beyond plain, s | median step, of plain | largest peak |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
