@@ -282,7 +282,7 @@ class _Joiner:
                 overwrites.append(value)
         of, kept = self.outside[number + 1], self.kept[number + 1]
         outputs, let_go = set(loss.reads), list[int]()
-        gone = [[value + by for value in of.gone] for by, of in zip(self.first, self.pieces, strict=True)]
+        gone = [[value + by for value in piece.gone] for by, piece in zip(self.first, self.pieces, strict=True)]
         if number == len(self.pieces) - 1:  # the forward pass ends
             let_go = [*itertools.chain.from_iterable(gone[:-1]), *self.released]
         else:

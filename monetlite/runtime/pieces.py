@@ -255,7 +255,8 @@ class PiecewiseTraining:
     def _learn(self, recorded: RecordedStep) -> None:
         """Plan for a recorded step, or see that it kept to the budget where none of it can be planned."""
         if self._settling and self._plan is not None:
-            if recorded.runs_as(self._plan.recorded) and not self._settle(recorded):
+            if recorded.runs_as(self._plan.recorded) and not self._settle(recorded) and self._records < MAX_RECORDS:
+                self._records += 1
                 self._begin_plan(recorded)
             return
         if recorded.planned:

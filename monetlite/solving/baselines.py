@@ -170,9 +170,7 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
         yield from run(index)
 
 
-def lighter_steps(
-    profile: Profile, steps: tuple[Step, ...], wanted_bytes: float = math.inf
-) -> Iterator[tuple[Step, ...]]:
+def lighter_steps(profile: Profile, steps: tuple[Step, ...], wanted_bytes: float = math.inf) -> Iterator[Timeline]:
     """The same steps with another implementation where they need most, again and again while that lowers the peak.
 
     Of an operator's implementations that lower the peak, the fastest within `wanted_bytes` is taken, or the one
@@ -181,29 +179,27 @@ def lighter_steps(
     timeline = simulate(profile, steps)
     while True:
         at = timeline.peak_step
-        index, present = steps[at]
-        lower: list[tuple[float, Timeline, tuple[Step, ...]]] = []
+        index, present = timeline.steps[at]
+        lower: list[tuple[float, Timeline]] = []
         for choice, cost in enumerate(profile.costs[index]):
-            changed = (*steps[:at], (index, choice), *steps[at + 1 :])
+            changed = (*timeline.steps[:at], (index, choice), *timeline.steps[at + 1 :])
             with contextlib.suppress(IllegalSchedule):
-                found = timeline if choice == present else simulate(profile, changed)
-                lower += [(cost.latency_ms, found, changed)] * (found.peak_bytes < timeline.peak_bytes)
+                if choice != present and (found := simulate(profile, changed)).peak_bytes < timeline.peak_bytes:
+                    lower.append((cost.latency_ms, found))
         if not lower:
             return
         fitting = [item for item in lower if item[1].memory_bytes[at] <= wanted_bytes]
         least = min(lower, key=lambda item: item[1].memory_bytes[at])
-        _, timeline, steps = min(fitting, key=lambda item: item[0], default=least)
-        yield steps
+        _, timeline = min(fitting, key=lambda item: item[0], default=least)
+        yield timeline
 
 
 def with_lighter_implementations(profile: Profile, steps: tuple[Step, ...], budget_bytes: int) -> tuple[Step, ...]:
     """Steps, or `lighter_steps` of them, that keep to a budget; the lightest ones if none do."""
-    if simulate(profile, steps).peak_bytes > budget_bytes:
-        for lighter in lighter_steps(profile, steps, budget_bytes):
-            steps = lighter
-            if simulate(profile, steps).peak_bytes <= budget_bytes:
-                break
-    return steps
+    timeline, lighter = simulate(profile, steps), lighter_steps(profile, steps, budget_bytes)
+    while timeline.peak_bytes > budget_bytes and (found := next(lighter, None)) is not None:
+        timeline = found
+    return timeline.steps
 
 
 def known_schedules(profile: Profile) -> Iterator[tuple[Step, ...]]:

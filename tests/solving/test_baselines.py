@@ -47,6 +47,8 @@ def test_lighter_implementations_lower_the_peak_as_far_as_one_change_can(seed: i
     before = simulate(profile, steps)
     assert baselines.with_lighter_implementations(profile, steps, before.peak_bytes) == steps
     least = baselines.with_lighter_implementations(profile, steps, 0)
+    peaks = [lighter.peak_bytes for lighter in baselines.lighter_steps(profile, steps)]
+    assert peaks == sorted(set(peaks), reverse=True)
     after = simulate(profile, least)
     assert [index for index, _ in least] == [index for index, _ in steps]
     assert after.peak_bytes <= before.peak_bytes

@@ -69,6 +69,19 @@ def test_blocks_are_a_partition_in_order(seed: int) -> None:
         assert not read_late, "the backward part of a block reads nothing that later blocks compute forward"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_begin_where_they_are_told_to(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_blocks(rng, rng.randint(2, 6)).graph
+    starts = [block.forward[0] for block in find_blocks(graph)[1:]]
+    chosen = sorted(rng.sample(starts, min(len(starts), 3)))
+    blocks = find_blocks(graph, chosen)
+    assert [block.forward[0] for block in blocks[1:]] == chosen
+    assert sorted(index for block in blocks for index in (*block.forward, *block.backward)) == [
+        *range(len(graph.operators))
+    ]
+
+
 def test_a_step_that_is_wide_everywhere_is_one_block() -> None:
     profile = random_blocks(random.Random(0), 4)
     graph = profile.graph

@@ -7,7 +7,6 @@ another, which reads the gradients that pass on.
 """
 
 import math
-import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -81,8 +80,6 @@ _ITERATIONS = 300
 """Iterations of annealing for each value that may be dropped."""
 _HEAT, _PENALTIES = 0.3, (0.17, 3.0)
 """Temperature in the beginning over the mean time of an operator; penalties over time per byte of the stretch."""
-_LIGHTER_SECONDS = 0.3
-"""Time for lighter ways to run the plans of a stretch."""
 _LOWER = 0.9
 """Part of a plan's peak within which another is looked for."""
 
@@ -198,21 +195,20 @@ class PlanSearch:
         choices = self.starts[0]
         for point in range(1, points + 1):
             if finished():
-                break
+                return
             affordable = self.workspace.rate * seconds / points
             iterations = round_down(min(_ITERATIONS * max(1, self.flat.droppable.size), affordable))
             kept_bytes = most * (points - point) // points
             choices = self._solve(kept_bytes, self.roomy_bytes, choices, iterations, finished)
-        self._lighten(time.monotonic() + _LIGHTER_SECONDS)
 
-    def _lighten(self, deadline: float) -> None:
-        """Add lighter ways to run each plan. No limit of the search tells forward parts that need much."""
+    def lighten(self, finished: Callable[[], bool]) -> None:
+        """Add lighter ways to run each plan: no limit of a sweep is on the peaks inside."""
         for plan in list(self.plans):
             whole = (*plan.forward, (self.stretch.turn, 0), *plan.backward, (len(self.stretch.operators) - 1, 0))
-            for steps in lighter_steps(self.stretch.profile, whole):
-                if time.monotonic() >= deadline:
+            for lighter in lighter_steps(self.stretch.profile, whole):
+                if finished():
                     return
-                self._add(self._plan(steps, encode(self.flat, steps)))
+                self._add(self._plan(lighter.steps, encode(self.flat, lighter.steps)))
 
     def improve(self, reduced_ms: Callable[[Plan], float], seconds: float, finished: Callable[[], bool]) -> float:
         """Look for a plan of less reduced cost, between the best by that and its neighbours.

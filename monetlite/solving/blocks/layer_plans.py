@@ -23,6 +23,8 @@ _MASTERS, _MASTER_SECONDS, _MASTER_GAP = 4, 1.0, 1e-3
 """Programs for one budget, each for less memory until their schedule fits; the most time for each; their gap."""
 _SWEEPS = ((1, 0.3), (2, 0.2), (4, 0.2))
 """Layers in a row for which plans are looked for, and parts of the time for that."""
+_LIGHTER_SHARE = 0.3
+"""Part of the time for lighter ways to run the plans."""
 _PRICING_SHARE = 0.3
 """Part of the time for plans that the first budget asks for."""
 _NARROW = 0.02
@@ -49,6 +51,11 @@ class LayerPlans:
             self.deep = DeepStep(bare, self.blocks, seed)
             for length, share in _SWEEPS:
                 self.deep.sweep(length, share * seconds, _over(share * seconds))
+            over = _over(_LIGHTER_SHARE * seconds)
+            # A head and its loss need most, whatever is kept.
+            searches = self.deep.searches.values()
+            for search in sorted(searches, key=lambda of: -max(plan.forward_bytes for plan in of.plans)):
+                search.lighten(over)
         self._pricing_seconds = _PRICING_SHARE * seconds
 
     def within(self, budget_bytes: int) -> tuple[Step, ...] | None:
