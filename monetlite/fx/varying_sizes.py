@@ -22,6 +22,7 @@ from monetlite.core.errors import TraceError
 from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, storage_key, without_modes
+from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_symbols import expression
 
 SIZES = "monetlite_sizes"
@@ -118,8 +119,9 @@ def graph_at(module: fx.GraphModule, values: Mapping[sympy.Symbol, int]) -> fx.G
             continue
         copied[node] = graph.node_copy(node, argument)
         if captured is not None:
-            copied[node].meta["val"] = pytree.tree_map(at.item, captured)
-    return fx.GraphModule(module, graph)
+            one = isinstance(captured, torch.Tensor)
+            copied[node].meta["val"] = at.item(captured) if one else pytree.tree_map(at.item, captured)
+    return graph_module(module, graph)
 
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -25,6 +25,7 @@ from monetlite.fx.direct_calls import as_function
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
+from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.operators.implementations import FUNCTIONS, PREFIX, TracedKernel, function, target_of
 
 REGION_CALLS = "monetlite_region_calls"
@@ -218,7 +219,7 @@ def _copied(program: fx.GraphModule) -> fx.GraphModule:
     with without_modes():
         for node in graph.nodes:
             node.meta = {"val": pytree.tree_map_only(Tensor, _without_capture, node.meta.get("val"))}
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph_module(torch.nn.Module(), graph)
 
 
 def _without_capture(tensor: Tensor) -> Tensor:

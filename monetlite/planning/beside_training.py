@@ -30,7 +30,7 @@ from monetlite.core.schedule import Schedule, Status, read_schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import parse_budget
-from monetlite.planning.budgets import solve_layouts
+from monetlite.planning.budgets import as_schedule, solve_layouts
 from monetlite.planning.pipeline import measured_here, price
 from monetlite.profiling.measured import Measurement
 from monetlite.profiling.memory_use import may_profile
@@ -41,9 +41,14 @@ ROUGH_SECONDS = 2.5
 FIRST_SECONDS, FIRST_OPERATORS = (1.0, 3.0), 400
 """Time for the first schedule, from least to most: a second for so many operators."""
 PLAIN_SECONDS = 0.2
-"""Time for the first schedule where plain training keeps to the budget."""
-NICENESS = 10
-"""Of the process that solves beside training: it gets a tenth of a core that training wants, too."""
+"""The same where plain training keeps to the budget, and all costs are known."""
+NICENESS = 19
+"""Of the process that solves beside training: it gets a hundredth of a core that training wants, too."""
+MEASURING_SHARE = (0.02, 0.25)
+"""Least and most time for measuring between two steps, as a part of the last step's; between, the plan's overhead.
+
+So measuring costs training no more than the plan does for which a better one is looked for.
+"""
 PATIENCE = 2.0
 """Its time limit, as a multiple of what was asked for."""
 
@@ -82,6 +87,7 @@ class PlanningBesideTraining:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._seconds = 0.0
         self._credit_seconds = 0.0  # time that measuring may take between steps
+        self._share = MEASURING_SHARE[1]
         self._less_bytes = 0
         self.finished = False
         self.told: list[str] = []
@@ -95,23 +101,35 @@ class PlanningBesideTraining:
         rough = [item.rough_profile(ROUGH_SECONDS / len(self._measurements)) for item in self._measurements]
         complete = all(item.known for item in self._measurements)
         profiles = self._steps(rough or self._estimated())
-        seconds = min(self._first_seconds(profiles[0]), self._solving.time_limit)
         try:
-            schedule = self._solved(profiles, replace(self._solving, time_limit=seconds))
+            schedule = self._found_soon(profiles, complete)
         except InfeasibleBudget:
             if not settle:
                 raise
             return self.best()
         self.finished = complete and schedule.status is Status.OPTIMAL
+        least, most = MEASURING_SHARE
+        self._share = max(least, min(most, schedule.overhead))
         return schedule
 
-    def _first_seconds(self, profile: Profile) -> float:
-        """Time for the first schedule of a whole step."""
-        plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
-        if plain_bytes <= parse_budget(self._budget_of(profile), plain_bytes):
-            return PLAIN_SECONDS
-        least, most = FIRST_SECONDS
-        return max(least, min(most, len(profile.graph.operators) / FIRST_OPERATORS))
+    def _found_soon(self, profiles: list[Profile], complete: bool) -> Schedule:
+        """The first schedule, by all costs or by those of the default operators alone.
+
+        Of default operators, nothing is faster than plain training.
+        """
+        profile, (least, most) = profiles[0], FIRST_SECONDS
+        steps = plain_steps(profile.graph)
+        plain_bytes = simulate(profile, steps).peak_bytes
+        budget_bytes = parse_budget(self._budget_of(profile), plain_bytes)
+        seconds = max(least, min(most, len(profile.graph.operators) / FIRST_OPERATORS))
+        if plain_bytes <= budget_bytes and not self._solving.reserved:
+            if not complete:
+                from monetlite.solving.incumbent import Solution
+
+                plain = Solution.of_steps(profile, steps, method="plain")
+                return as_schedule(profile, budget_bytes, plain, self._solving.tolerance)
+            seconds = PLAIN_SECONDS
+        return self._solved(profiles, replace(self._solving, time_limit=min(seconds, self._solving.time_limit)))
 
     def take_off(self, size_bytes: int) -> None:
         """Plan for so much less than the budget from here on."""
@@ -127,8 +145,8 @@ class PlanningBesideTraining:
         self.finished = True
         return self._solved(self._steps(self._complete()), self._solving)
 
-    def advance(self, seconds: float) -> Schedule | None:
-        """Go on for so many seconds, while no step runs; the better schedule, once there is one.
+    def advance(self, step_seconds: float) -> Schedule | None:
+        """Go on for a share of the last step's seconds, while no step runs; the better schedule, once there is one.
 
         Nothing is measured while a profiler is on: it would be of that.
         """
@@ -139,7 +157,7 @@ class PlanningBesideTraining:
         if all(item.done == item.total for item in self._measurements):
             self._start()
             return None
-        self._credit_seconds += seconds
+        self._credit_seconds += self._share * step_seconds
         if self._credit_seconds > 0 and may_profile():
             began = time.monotonic()
             try:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from monetlite.fx.torch_internals.torch_aot import boxed_function
+from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.operators.program_calls import deliver
 from monetlite.runtime.unused_outputs import UnusedOutputs
 from monetlite.tracing.capture import Boxed, Compiler, flat_outputs
@@ -125,7 +126,7 @@ def _split(program: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -
         for node in body:
             new[node] = graph.node_copy(node, new.__getitem__)
         graph.output(tuple(new[node] for node in (*gives, *made)))
-        run = compiler(fx.GraphModule(program, graph), [values[node] for node in takes], range(len(gives)))
+        run = compiler(graph_module(program, graph), [values[node] for node in takes], range(len(gives)))
         values.update(zip(gives, laid_out(run, [node.meta.get("val") for node in gives]), strict=True))
         parts.append(
             BackwardPart(

@@ -24,6 +24,7 @@ from monetlite.core.steps import Step
 from monetlite.fx.call_encoding import fake_mode
 from monetlite.fx.torch_internals.torch_aot import boxed_function
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
+from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import (
     compile_program,
     decompositions,
@@ -171,7 +172,7 @@ def with_draws(program: fx.GraphModule) -> fx.GraphModule:
             last, noted = _draw(graph, node, noted, last), None
     _refuse_if(noted is not None, noted)
     graph.lint()
-    return fx.GraphModule(program, graph)
+    return graph_module(program, graph)
 
 
 def _refuse_if(wrong: bool, node: object) -> None:

@@ -21,6 +21,7 @@ from monetlite.fx import storages
 from monetlite.fx.call_encoding import decode_argument
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_tangent
+from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_symbols import computed
 from monetlite.fx.varying_sizes import Size, input_sizes
 from monetlite.operators import resolve, returns_tensor
@@ -224,7 +225,7 @@ class ProgramBuilder:
         """Close the program with its outputs."""
         self._graph.output(tuple(None if node is None else self._tensor(node) for node in outputs))
         self._graph.lint()
-        return fx.GraphModule(self._joint, self._graph)
+        return graph_module(self._joint, self._graph)
 
     def _bind(self, node: fx.Node, created: fx.Node) -> None:
         self._bases[node] = _described(created, node)

@@ -41,7 +41,6 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.captured_piece import CapturedPiece
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.refinement import PLANNING_SHARE
 from monetlite.runtime.step_record import RecordedStep, StepRecord
 from monetlite.tracing.capture import Joint, capture_settings, compile_step, module_call, training_step
 from monetlite.tracing.operator_graph import build_graph
@@ -243,7 +242,7 @@ class PiecewiseTraining:
                 elif self._plan is None:
                     self._wanted = True
             elif self._planning is not None:
-                better = self._planning.advance(PLANNING_SHARE * (now - self._border))
+                better = self._planning.advance(now - self._border)
                 if better is not None and self._take(better):
                     self._planning.told.append(f"better plan, from this step on: {planned(better)}")
                 while self._planning.told:

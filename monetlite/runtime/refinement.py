@@ -19,9 +19,6 @@ from monetlite.tracing.operator_graph import Traced
 if TYPE_CHECKING:
     from monetlite.planning.beside_training import PlanningBesideTraining
 
-PLANNING_SHARE = 0.25
-"""Time for measuring between two steps, as a part of the last step's."""
-
 
 @dataclass
 class PlannedStep:
@@ -74,8 +71,8 @@ class Refinement:
             self._steps[-1].step = step
 
     def advance(self, seconds: float) -> tuple[Schedule, Schedule] | None:
-        """Go on for a share of so many seconds; the plan in use and the one taken in its place, if one is."""
-        better = self._planning.advance(PLANNING_SHARE * seconds)
+        """Go on after a step of so many seconds; the plan in use and the one taken in its place, if one is."""
+        better = self._planning.advance(seconds)
         told, taken = self._planning.told, None
         if better is not None and self._exchange(better):
             told.append(f"better plan, from this step on: {planned(better)}")

@@ -5,6 +5,7 @@ few of them, and a step that comes runs by the plan for the smallest that are no
 """
 
 import math
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
@@ -28,10 +29,8 @@ from monetlite.tracing.step_inputs import Arguments
 
 MAX_LIMITS = 4
 """Programs that are kept for one captured step, for inputs of different sizes."""
-HEADROOM = 1.5
-"""A step that is larger than any before is planned for sizes so many times as large, if the budget allows it."""
 MAX_HEADROOM = 8.0
-"""The same, where plain training fits."""
+"""Sizes for which the first plan is, as a multiple of the step's, where plain training fits."""
 PLAIN_SHARE = 0.95
 """Share of the budget for what plain training keeps; the rest is for workspaces, which are not known yet."""
 SMALL_SHARE = 0.9
@@ -102,6 +101,7 @@ class VaryingStep:
         alike = {id(leaf): _without_memory(leaf) for leaf in leaves}
         self._leaves = [alike[id(leaf)] for leaf in leaves]
         self._graphs: dict[tuple[Limits, str], OperatorGraph] = {}
+        self._not_plain: Limits | None = None  # plain training exceeds the budget at larger sizes
         self.schedules: dict[Limits, Schedule] = {}
         self._planning_seconds = 0.0
         self._waste: dict[Limits, Waste] = {}
@@ -150,8 +150,11 @@ class VaryingStep:
         return Arguments(*pytree.tree_unflatten(leaves, self._structure))
 
     def roomy(self, sizes: Limits) -> Limits:
-        """Sizes with room for larger ones, as far as the captured graph holds."""
-        wanted = (math.ceil(HEADROOM * size) for size in sizes)
+        """Sizes with room for larger ones, as far as the captured graph holds: the next powers of two.
+
+        People cut texts at such lengths, so the largest step of a run often is of one.
+        """
+        wanted = (1 << (size - 1).bit_length() for size in sizes)
         return tuple(
             size if most is None else min(size, most) for size, most in zip(wanted, self._most, strict=True)
         )
@@ -167,20 +170,21 @@ class VaryingStep:
             budget_bytes: of the step.
             peak_bytes: the peak of plain training by its graph.
         """
+        if self._not_plain is not None and all(map(operator.gt, sizes, self._not_plain)):
+            return sizes
         graph, budget_bytes = self._graph_at(sizes), int(PLAIN_SHARE * budget_bytes)
         least_bytes, own_bytes = graph.resident.total + graph.resident.parameters, peak_bytes(graph)
-        slope = own_bytes - least_bytes
-        if own_bytes >= budget_bytes or slope <= 0:
-            return sizes
-        factor = min(MAX_HEADROOM, (budget_bytes - least_bytes) / slope)
-        larger = self._times(sizes, factor)
-        factor = math.prod(larger) ** (1 / len(larger)) / math.prod(sizes) ** (1 / len(sizes))
-        if factor > 1 and (excess := peak_bytes(self._graph_at(larger)) - least_bytes - slope * factor) > 0:
-            curve = excess / (factor * (factor - 1))
-            linear = slope - curve
-            root = math.sqrt(linear**2 + 4 * curve * (budget_bytes - least_bytes))
-            factor = min(factor, (root - linear) / (2 * curve))
-        return self._times(sizes, max(1.0, factor))
+        slope, limits = own_bytes - least_bytes, sizes
+        if own_bytes < budget_bytes and slope > 0:
+            limits = self._times(sizes, min(MAX_HEADROOM, (budget_bytes - least_bytes) / slope))
+            factor = math.prod(limits) ** (1 / len(limits)) / math.prod(sizes) ** (1 / len(sizes))
+            if factor > 1 and (larger_bytes := peak_bytes(self._graph_at(limits))) > budget_bytes:
+                curve = (larger_bytes - least_bytes - slope * factor) / (factor * (factor - 1))
+                linear = slope - curve
+                root = math.sqrt(linear**2 + 4 * curve * (budget_bytes - least_bytes))
+                limits = self._times(sizes, max(1.0, min(factor, (root - linear) / (2 * curve))))
+        self._not_plain = limits
+        return limits
 
     def _times(self, sizes: Limits, factor: float) -> Limits:
         """Sizes so many times as large, as far as the captured graph holds."""

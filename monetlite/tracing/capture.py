@@ -33,6 +33,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     messages_left_out,
     recompile_reason,
 )
+from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import torch_random
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.tracing.attention_capture import Capability, as_on_gpu
@@ -62,7 +63,7 @@ def copied(joint: Joint) -> Joint:
     graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in joint.graph.graph.nodes:
         known[node] = graph.node_copy(node, known.__getitem__)
-    return replace(joint, graph=fx.GraphModule(joint.graph, graph))
+    return replace(joint, graph=graph_module(joint.graph, graph))
 
 
 MAX_PROGRAMS = 32

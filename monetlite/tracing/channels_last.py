@@ -19,6 +19,7 @@ from monetlite.core.errors import TraceError
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import fake_mode
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload
+from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.operators.random import is_random
 from monetlite.operators.traits import traits_of
 from monetlite.tracing.capture import Joint
@@ -47,7 +48,7 @@ def channels_last(joint: Joint) -> Joint:
     converter = _Converter(source)
     for node in source.nodes:
         converter.convert(node)
-    return replace(joint, graph=fx.GraphModule(joint.graph, converter.graph))
+    return replace(joint, graph=graph_module(joint.graph, converter.graph))
 
 
 class _Converter:

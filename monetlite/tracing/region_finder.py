@@ -26,6 +26,7 @@ from monetlite.core.options import REORDERED_SUMS
 from monetlite.fx import storages
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
+from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.operators import is_random
 from monetlite.operators.regions import (
     REGION_CALLS,
@@ -239,7 +240,7 @@ class _Regions:
             new[node] = graph.node_copy(node, new.__getitem__)
             new[node].meta = {"val": node.meta["val"]}
         graph.output(tuple(new[item] for item in region.writes))
-        return fx.GraphModule(torch.nn.Module(), graph), tuple(inputs)
+        return graph_module(torch.nn.Module(), graph), tuple(inputs)
 
     def rewritten(self) -> Joint:
         """The joint graph with a node for each region."""
@@ -267,7 +268,7 @@ class _Regions:
         self._negligible_bytes = NEGLIGIBLE_SHARE * sum(moved_bytes(program) for program, _ in forms.values())
         for region, node in made.items():
             node.meta[REGION_CALLS] = list(self._calls(region, forms[region], new))
-        return replace(self._joint, graph=fx.GraphModule(self._joint.graph, graph))
+        return replace(self._joint, graph=graph_module(self._joint.graph, graph))
 
     def _calls(
         self, region: _Region, form: tuple[fx.GraphModule, tuple[fx.Node, ...]], new: dict[fx.Node, fx.Node]

@@ -88,9 +88,10 @@ def test_a_step_ends_by_the_programs_that_it_began_by(planned, monkeypatch):
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_the_first_plan_is_bettered_by_a_process(caplog, cache_folder):
+def test_the_first_plan_is_bettered_by_a_process(caplog, cache_folder, monkeypatch):
     """The real thing: rough costs, two seconds of solving, measuring between steps, and a process."""
     torch.manual_seed(0)
+    monkeypatch.setattr(beside_training, "MEASURING_SHARE", (0.25, 0.25))
     model, inputs = SmallCNN(), (torch.randn(4, 3, 12, 12),)
     plain = twin(model)
     monetlite.within(model, budget="90%", time_limit=2.0)
@@ -107,6 +108,19 @@ def test_the_first_plan_is_bettered_by_a_process(caplog, cache_folder):
     assert monetlite.schedule_of(model).kind == "measured"
     waited = monetlite.optimize(plain, inputs, "90%", time_limit=2.0)
     assert monetlite.schedule_of(model).latency_ms <= 1.05 * waited.latency_ms
+
+
+def test_where_plain_training_fits_it_is_the_first_plan(monkeypatch, cache_folder):
+    """Of default operators, nothing is faster: no search is needed."""
+    monkeypatch.setattr(beside_training, "solve_layouts", lambda *_, **__: pytest.fail("searched"))
+    model, inputs = SmallCNN(), (torch.randn(4, 3, 12, 12),)
+    plain = twin(model)
+    monetlite.within(model, budget="1GB")
+    for _ in range(2):
+        assert_same(step(model, inputs), step(plain, inputs))
+    schedule = monetlite.schedule_of(model)
+    assert schedule.overhead == 0
+    assert schedule.peak_bytes == schedule.plain_peak_bytes
 
 
 def test_what_does_not_fit_is_refused_at_the_first_step(planned):

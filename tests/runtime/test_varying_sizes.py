@@ -109,7 +109,7 @@ def test_one_capture_serves_all_lengths(captures):
     same_steps(wrapper, model, [tokens(4, length) for length in LENGTHS])
     assert captures == [((4, 37),)]
     (programs,) = (item.by_size for item in wrapper._training.plans.varying)
-    assert [*programs] == [(56,), (96,)]  # with room for half as much again, up to what the model holds
+    assert [*programs] == [(64,), (96,)]  # with room for more: a power of two, up to what the model holds
 
 
 def test_the_first_plan_is_for_all_lengths_at_which_plain_training_fits():
@@ -376,6 +376,6 @@ def test_a_plan_for_smaller_inputs_that_fails_ends_nothing(planned_at_96, monkey
 def test_the_schedule_is_that_of_the_last_step():
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
-    for length, limit in ((37, 56), (90, 96), (20, 56), (70, 96)):
+    for length, limit in ((37, 64), (90, 96), (20, 64), (70, 96)):
         wrapper(tokens(4, length))
         assert [spec.shape for spec in wrapper.schedule.inputs.values()] == [(4, limit)]

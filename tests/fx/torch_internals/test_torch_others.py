@@ -14,6 +14,7 @@ from monetlite.fx.torch_internals import torch_cuda, torch_pytree
 from monetlite.fx.torch_internals.torch_aot import function_of, set_boxed
 from monetlite.fx.torch_internals.torch_auto_sac import REQUIRED, auto_sac
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
+from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import (
     compile_program,
     decompositions,
@@ -220,3 +221,20 @@ def test_the_planner_decides_for_each_operator_of_a_block_on_a_model_without_mem
     for decisions in plan.values():
         assert [name for name, _ in decisions if name in ("addmm", "gelu")] == ["addmm", "gelu", "addmm"]
     assert planner.plan(1, ["0", "1", "2"]) == {}
+
+
+def test_the_code_of_a_graph_is_made_when_it_first_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, graph = nn.Module(), fx.Graph()
+    root.register_buffer("one", torch.ones(2))
+    graph.output(graph.call_function(torch.add, (graph.placeholder("x"), graph.get_attr("one"))))
+    made: list[str] = []
+    of_code = fx.Graph.python_code
+    monkeypatch.setattr(
+        fx.Graph, "python_code", lambda *args, **kwargs: (made.append(""), of_code(*args, **kwargs))[1]
+    )
+    module = graph_module(root, graph)
+    assert not made
+    assert module(torch.ones(2)).tolist() == [2, 2]
+    assert made
+    assert isinstance(module, fx.GraphModule)
+    assert [name for name, _ in module.named_buffers()] == ["one"]
