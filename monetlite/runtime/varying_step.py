@@ -31,7 +31,7 @@ MAX_LIMITS = 4
 """Programs that are kept for one captured step, for inputs of different sizes."""
 MAX_HEADROOM = 8.0
 """Sizes for which the first plan is, as a multiple of the step's, where plain training fits."""
-PLAIN_SHARE = 0.95
+PLAIN_SHARE = 0.9
 """Share of the budget for what plain training keeps; the rest is for workspaces, which are not known yet."""
 SMALL_SHARE = 0.9
 """A step of a smaller share of a plan's sizes than this would do with another plan."""

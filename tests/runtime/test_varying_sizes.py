@@ -126,7 +126,9 @@ def test_the_first_plan_is_for_all_lengths_at_which_plain_training_fits():
         return peaks[found]
 
     fixed_bytes = varying._graph_at((20,)).resident.total + varying._graph_at((20,)).resident.parameters
-    (limit,) = varying.plain_limits((20,), int((fixed_bytes + 1000 * 60 + 3 * 60**2) / 0.95), peak_bytes)
+    (limit,) = varying.plain_limits(
+        (20,), int((fixed_bytes + 1000 * 60 + 3 * 60**2) / varying_step.PLAIN_SHARE), peak_bytes
+    )
     assert 55 <= limit <= 62
     assert varying.plain_limits((20,), fixed_bytes + 100, peak_bytes) == (20,)
 
