@@ -80,21 +80,24 @@ def simulate(profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes
     steps = schedule.steps(graph) if isinstance(schedule, Schedule) else tuple(schedule)
     frees = check_legal(graph, steps)
     size = [value.size_bytes for value in graph.values]
-    live: set[int] = set()
-    ran: set[int] = set()
+    live, ran = bytearray(len(size)), bytearray(len(graph.operators))
     held_bytes = graph.resident.total
     memory: list[int] = []
     latencies: list[float] = []
     hosts: list[float] = []
-    for at, (index, choice) in enumerate(steps):
+    for at, ((index, choice), dying) in enumerate(zip(steps, frees, strict=True)):
         implementation = graph.operators[index].implementations[choice]
         cost = profile.costs[index][choice]
-        latency_ms, workspace_bytes = cost.of_run(again=index in ran)
-        hosts.append(cost.host_of_run(again=index in ran))
-        ran.add(index)
-        new_bytes = sum(size[value] for value in implementation.writes if value not in live)
-        overwritten_bytes = sum(size[value] for value in implementation.overwrites)
-        here = held_bytes + new_bytes + workspace_bytes - overwritten_bytes
+        latency_ms, workspace_bytes = cost.of_run(again=bool(ran[index]))
+        hosts.append(cost.host_of_run(again=bool(ran[index])))
+        ran[index] = True
+        for value in implementation.writes:
+            if not live[value]:
+                live[value] = True
+                held_bytes += size[value]
+        here = held_bytes + workspace_bytes
+        for value in implementation.overwrites:
+            here -= size[value]
         if budget_bytes is not None and here > budget_bytes:
             raise IllegalSchedule(
                 f"{step_in_words(at)} ({graph.operators[index].name}): needs {format_bytes(here)} ({here} bytes), "
@@ -102,9 +105,9 @@ def simulate(profile: Profile, schedule: Schedule | Iterable[Step], budget_bytes
             )
         memory.append(here)
         latencies.append(latency_ms)
-        live.update(implementation.writes)
-        held_bytes += new_bytes - sum(size[value] for value in frees[at])
-        live -= frees[at]
+        for value in dying:
+            live[value] = False
+            held_bytes -= size[value]
     return Timeline(
         steps=steps,
         memory_bytes=tuple(memory),

@@ -65,17 +65,22 @@ def border(graph: OperatorGraph, steps: Iterable[Step]) -> int:
 
 def deaths(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[frozenset[int], ...]:
     """For each step, the values whose present version is not read after it."""
-    held = {index for index, value in enumerate(graph.values) if value.held}
-    needed = set(held)
+    operators = graph.operators
+    held = bytes(value.held for value in graph.values)
+    needed = bytearray(held)
     dying: list[frozenset[int]] = []
     for index, choice in reversed(steps):
-        implementation = graph.operators[index].implementations[choice]
-        here = {value for value in implementation.writes if value not in needed}
-        needed.difference_update(set(implementation.writes) - held)
-        here.update(value for value in implementation.reads if value not in needed)
-        needed.update(implementation.reads)
+        implementation = operators[index].implementations[choice]
+        here = [value for value in implementation.writes if not needed[value]]
+        for value in implementation.writes:
+            needed[value] = held[value]
+        for value in implementation.reads:
+            if not needed[value]:
+                needed[value] = True
+                here.append(value)
         dying.append(frozenset(here))
-    return tuple(reversed(dying))
+    dying.reverse()
+    return tuple(dying)
 
 
 def lifetimes(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Lifetime, ...]:
@@ -117,30 +122,34 @@ def check_legal(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[frozenset[
     Raises:
         IllegalSchedule: a rule is broken; names the step.
     """
+    operators = graph.operators
     check_order(graph, [index for index, _ in steps])
     for at, (index, choice) in enumerate(steps):
-        if not 0 <= choice < len(graph.operators[index].implementations):
+        if not 0 <= choice < len(operators[index].implementations):
             raise IllegalSchedule(
-                f"{step_in_words(at)} ({graph.operators[index].name}): there is no implementation {choice}"
+                f"{step_in_words(at)} ({operators[index].name}): there is no implementation {choice}"
             )
     frees = deaths(graph, steps)
-    live: set[int] = set()
+    live = bytearray(len(graph.values))
     for at, ((index, choice), dying) in enumerate(zip(steps, frees, strict=True)):
-        operator = graph.operators[index]
-        implementation = operator.implementations[choice]
-        if missing := [value for value in implementation.reads if value not in live]:
-            names = ", ".join(graph.values[value].name for value in missing)
+        implementation = operators[index].implementations[choice]
+        for value in implementation.reads:
+            if not live[value]:
+                missing = [graph.values[value].name for value in implementation.reads if not live[value]]
+                raise IllegalSchedule(
+                    f"{step_in_words(at)} ({operators[index].name}): reads {', '.join(missing)}, "
+                    "which is not in memory there"
+                )
+        if implementation.overwrites and not dying.issuperset(implementation.overwrites):
+            needed = [graph.values[value].name for value in implementation.overwrites if value not in dying]
             raise IllegalSchedule(
-                f"{step_in_words(at)} ({operator.name}): reads {names}, which is not in memory there"
+                f"{step_in_words(at)} ({operators[index].name}, {implementation.name}): "
+                f"overwrites {', '.join(needed)}, which is read later"
             )
-        if needed := [value for value in implementation.overwrites if value not in dying]:
-            names = ", ".join(graph.values[value].name for value in needed)
-            raise IllegalSchedule(
-                f"{step_in_words(at)} ({operator.name}, {implementation.name}): "
-                f"overwrites {names}, which is read later"
-            )
-        live.update(implementation.writes)
-        live -= dying
+        for value in implementation.writes:
+            live[value] = True
+        for value in dying:
+            live[value] = False
     return frees
 
 
@@ -150,18 +159,21 @@ def check_order(graph: OperatorGraph, operators: Iterable[int]) -> None:
     Raises:
         IllegalSchedule: an operator is missing, out of place, or re-run though it can't be.
     """
-    expected = (operator for operator in graph.operators if not operator.optional)
+    known = graph.operators
+    expected = (operator for operator in known if not operator.optional)
     waiting = next(expected, None)
     ran: set[int] = set()
     for at, index in enumerate(operators):
-        if not 0 <= index < len(graph.operators):
+        if not 0 <= index < len(known):
             raise IllegalSchedule(f"{step_in_words(at)}: there is no operator {index}")
-        operator = graph.operators[index]
-        forward = waiting is not None and waiting.phase is Phase.FORWARD
-        problem = ""
+        operator = known[index]
         if operator is waiting:
             waiting = next(expected, None)
-        elif operator.phase is Phase.BACKWARD:
+            ran.add(index)
+            continue
+        forward = waiting is not None and waiting.phase is Phase.FORWARD
+        problem = ""
+        if operator.phase is Phase.BACKWARD:
             problem = "backward operators must run once each, in order"
             if forward and waiting is not None:
                 problem = f"backward begins before {waiting.name} has run"

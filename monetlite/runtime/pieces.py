@@ -286,13 +286,19 @@ class PiecewiseTraining:
         self._measured_bytes = self._resident.inputs
 
     def _settle(self, recorded: RecordedStep) -> bool:
-        """Take the peak of the final plan from a step that ran by it; False if it exceeds the budget.
+        """Take the peak of the final plan from a step that ran by it; False if another plan has to be made of that.
 
-        What code between pieces takes may depend on the plan, as where it asks for gradients of a piece.
+        What code between pieces takes may depend on the plan, as where it asks for gradients of a piece. Such a plan
+        exceeds the budget, or runs an operator again whose inputs seem to have changed.
         """
         assert self.schedule is not None
-        self._priced, self._settled = self._joined(recorded, self._profiles, as_run=True), True
-        peak_bytes = self._peak_bytes(self.schedule)
+        before, self._settled = self._priced, True
+        self._priced = self._joined(recorded, self._profiles, as_run=True)
+        try:
+            peak_bytes = self._peak_bytes(self.schedule)
+        except IllegalSchedule:
+            self._priced = before
+            return False
         if peak_bytes <= self._budget_bytes:
             self.schedule = replace(self.schedule, peak_bytes=peak_bytes)
         return peak_bytes <= self._budget_bytes

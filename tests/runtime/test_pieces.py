@@ -21,6 +21,7 @@ from monetlite.core.joining import OutsideCode, Piece, join
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import check_legal, plain_steps
 from monetlite.profiling.memory_use import is_profiling
+from monetlite.runtime import step_record
 
 QUICK = {"device": "rtx-3090", "time_limit": 1.0}
 
@@ -378,6 +379,23 @@ class Fails(nn.Module):
         if self.fails:
             raise ValueError("no more")
         return self.second(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_a_step_by_the_plan_in_which_its_inputs_seem_to_have_changed_is_planned_anew(monkeypatch):
+    plain, args = ReadsAMean(), (torch.randn(64, 16),)
+    model = monetlite.within(twin(plain), budget="62%", wait=True, **QUICK)
+    for seed in range(2):
+        assert_same(step(model, args, seed), step(plain, args, seed))
+    monkeypatch.setattr(step_record._Watched, "may_have_changed", property(lambda self: True))
+    assert_same(step(model, args, 2), step(plain, args, 2))
+    before = monetlite.schedule_of(model)
+    assert any("piece2" in name for runs in before.choices.before.values() for name, _ in runs)
+    for seed in range(3, 7):
+        assert_same(step(model, args, seed), step(plain, args, seed))
+    after = monetlite.schedule_of(model)
+    assert after.choices != before.choices
+    assert after.peak_bytes <= after.budget_bytes
 
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
