@@ -32,7 +32,7 @@ from monetlite.core.steps import Step, check_legal
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_aot import keeps_gradients
-from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, break_reason, taken_apart
+from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, RESTARTS, break_reason, taken_apart
 from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
@@ -173,6 +173,8 @@ class PiecewiseTraining:
         try:
             with on_its_gpu(graph, inputs), kernels_kept_whole():
                 call = delivering_backend(partition, eager, keep)(graph, inputs)
+        except RESTARTS:
+            raise  # TorchDynamo begins again, by other settings of its own
         except Exception as error:
             self._unplanned[str(error).strip().partition("\n")[0] or type(error).__name__] = None
             return graph
@@ -286,10 +288,10 @@ class PiecewiseTraining:
         self._measured_bytes = self._resident.inputs
 
     def _settle(self, recorded: RecordedStep) -> bool:
-        """Take the peak of the final plan from a step that ran by it; False if another plan has to be made of that.
+        """Take the peak of the final plan from a step that ran by it; False if it exceeds the budget.
 
-        What code between pieces takes may depend on the plan, as where it asks for gradients of a piece. Such a plan
-        exceeds the budget, or runs an operator again whose inputs seem to have changed.
+        What code between pieces takes may depend on the plan, as where it asks for gradients of a piece. A tensor
+        that may have been changed, and was not when the plan was made, tells nothing: torch checks what is saved.
         """
         assert self.schedule is not None
         before, self._settled = self._priced, True
@@ -298,7 +300,7 @@ class PiecewiseTraining:
             peak_bytes = self._peak_bytes(self.schedule)
         except IllegalSchedule:
             self._priced = before
-            return False
+            return True
         if peak_bytes <= self._budget_bytes:
             self.schedule = replace(self.schedule, peak_bytes=peak_bytes)
         return peak_bytes <= self._budget_bytes

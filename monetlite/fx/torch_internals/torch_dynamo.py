@@ -9,6 +9,7 @@
 | `_get_dynamo_config_for_logging` | fails in torch 2.11 on a set of methods, and prints a traceback |
 | `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
+| `wrap_symfloat`, `RestartAnalysis` | symbols in place of numbers that vary; each would be compiled by itself |
 | `torch._numpy.random` | module of functions that stand for numpy's generator; other numbers would be drawn |
 """
 
@@ -28,12 +29,15 @@ from torch._dynamo import config as _config
 from torch._dynamo import disable
 from torch._dynamo import utils as _utils
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables.builder import VariableBuilder
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 
 from monetlite.fx.torch_internals.patching import patched
 
+RESTARTS = RestartAnalysis
 REFUSALS = (TorchDynamoException, GuardOnDataDependentSymNode)
 _MESSAGES = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
 """Names of loggers' methods; the last two are transformers' own."""
@@ -46,6 +50,7 @@ _SPARSE = ("embedding", "embedding_bag")
 _RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.GRU, nn.LSTM)
 _log = logging.getLogger("torch._dynamo")
 _log_settings = _utils._get_dynamo_config_for_logging
+_wrap_float = VariableBuilder.wrap_symfloat
 
 
 class LoggerMethods(set[Callable[..., Any]]):
@@ -81,6 +86,7 @@ def taken_apart() -> AbstractContextManager[None]:
     Layers of a model often have a function in common, which is compiled for each. Recurrent modules run by torch's
     own kernels, and so do functions that look at their results or have sparse gradients: what calls them is taken
     apart there. A loop is taken apart once for each round. TorchDynamo would leave out its whole function.
+    Functions that are called with a number which another one has read of a tensor are compiled for any number.
     """
     kept_plain = [mock.patch.object(kind, "forward", _disabled(kind.forward)) for kind in _RECURRENT]
     kept_plain += [
@@ -89,6 +95,7 @@ def taken_apart() -> AbstractContextManager[None]:
     kept_plain += [mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_loop)]
     kept_plain += [mock.patch.object(kind, "__iter__", _iterated) for kind in _LISTS]
     kept_plain += [mock.patch.object(nn.functional, name, _dense_captured(name)) for name in _SPARSE]
+    kept_plain += [mock.patch.object(VariableBuilder, "wrap_symfloat", _varying_float)]
     settings = _config.patch(
         recompile_limit=_MAX_PIECES,
         accumulated_recompile_limit=4 * _MAX_PIECES,
@@ -104,6 +111,12 @@ def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that TorchDynamo leaves alone."""
     left_alone: Callable[..., Any] = disable(function)  # type: ignore[no-untyped-call]  # torch has no types for it
     return left_alone
+
+
+def _varying_float(builder: VariableBuilder, value: float) -> Any:
+    """A number that a function is called with: a symbol from the third value on, a constant before."""
+    with _config.patch(automatic_dynamic_shapes=True):
+        return _wrap_float(builder, value)
 
 
 def _no_loop(_translator: Any) -> bool:
