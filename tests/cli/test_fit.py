@@ -20,9 +20,9 @@ NARROW = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
 }
-FIT = ("--gpu", "rtx-4090", "--batch", "2", "--sequence-length", "128", "--time-limit", "2")
+FIT = ("--gpu", "rtx-4090", "--batch", "2", "--sequence-length", "128", "--time-limit", "0.5")
 
 
 @pytest.fixture(scope="module", autouse=True)
