@@ -70,7 +70,7 @@ def schedule_for(model, inputs):
 def test_shorter_sequences_and_smaller_batches_are_served():
     model = Sequences()
     wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, tokens(4, 32)))
-    for batch, length in ((4, 32), (4, 17), (3, 2)):
+    for batch, length in ((4, 32), (3, 17)):
         x = (tokens(batch, length),)
         assert_same(step(wrapper, x), step(model, x))
 

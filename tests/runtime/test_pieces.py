@@ -22,7 +22,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import check_legal, plain_steps
 from monetlite.profiling.memory_use import is_profiling
 
-QUICK = {"device": "rtx-3090", "time_limit": 1.0}
+QUICK = {"device": "rtx-3090", "time_limit": 0.3}
 
 
 def mlp(width=16):
@@ -46,13 +46,13 @@ class DropsLayers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), mlp()) for _ in range(3))
         self.head = nn.Linear(16, 4)
 
     def forward(self, x):
         for layer in self.layers:
             if torch.rand([]).item() >= 0.4:
-                x = layer(x)
+                x = x + layer(x)
         return self.head(x)
 
 
