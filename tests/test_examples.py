@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 
 import monetlite
 from monetlite.planning import budgets, pipeline
@@ -24,20 +25,22 @@ BY_TEST = {"plain", "within_budget", "step_in_backward", "torchrun_ddp", "model"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs an example, solved for a second with estimated costs; its variables and what it prints at last."""
+    """Runs an example with one layer, solved at estimated costs; its variables and what it prints at last."""
     monkeypatch.syspath_prepend(str(FOLDER))
+    config = transformers.GPT2Config
+    monkeypatch.setattr(transformers, "GPT2Config", lambda **sizes: config(**{**sizes, "n_layer": 1}))
     solve_model, solve_layouts = pipeline.solve_model, budgets.solve_layouts
 
     def quick(model, inputs, budget, pricing, solving, **more):
         pricing = replace(pricing, device=pricing.device or "rtx-4090")
-        return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=1), **more)
+        return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=0.3), **more)
 
     def quick_to_compile(profiles, budget, solving, **more):
-        return solve_layouts(profiles, budget, replace(solving, time_limit=1), **more)
+        return solve_layouts(profiles, budget, replace(solving, time_limit=0.3), **more)
 
     monkeypatch.setattr(pipeline, "solve_model", quick)
     monkeypatch.setattr(budgets, "solve_layouts", quick_to_compile)
-    monkeypatch.setattr(monetlite, "solve", functools.partial(monetlite.solve, time_limit=1))
+    monkeypatch.setattr(monetlite, "solve", functools.partial(monetlite.solve, time_limit=0.3))
 
     def run(name):
         found = runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
@@ -74,7 +77,7 @@ solve_model = pipeline.solve_model
 
 def quick(model, inputs, budget, pricing, solving, **more):
     pricing = replace(pricing, device=pricing.device or "rtx-4090")
-    return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=1), **more)
+    return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=0.3), **more)
 
 pipeline.solve_model = quick
 runpy.run_path({str(FOLDER / "torchrun_ddp.py")!r}, run_name="__main__")

@@ -21,7 +21,7 @@ NARROW = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
 }
 FIT = ("--gpu", "rtx-4090", "--batch", "2", "--sequence-length", "128", "--time-limit", "0.5")
 
@@ -150,7 +150,7 @@ def test_a_system_that_does_not_say_its_memory_needs_a_budget(folder, monkeypatc
 
 
 def test_what_does_not_fit_gets_advice(folder, tight):
-    found = run("fit", folder, *FIT, "--budget", "3MB", columns=80)
+    found = run("fit", folder, *FIT, "--budget", "2MB", columns=80)
     assert found.exit_code == 3
     assert "It does not fit" in found.stdout
     for word in ("To make it fit:", "(proven)", "LoRA", "a card with"):

@@ -117,6 +117,7 @@ def test_columns_lose_no_step_that_matters(seed):
             assert left <= ends[step] - widths[step] / 2 <= right
 
 
+@pytest.mark.thorough
 def test_ten_thousand_operators(large, tmp_path):
     for name, figure in (("timeline", draw_timeline(large)), ("operators", draw_timeline(large, by_time=False))):
         for axes, side in zip(figure.axes, (large.plain, large.scheduled), strict=True):

@@ -28,7 +28,7 @@ def quick_measurements(monkeypatch):
 
 
 def compiled(model, **options):
-    model.compile(backend="monetlite", options={"time_limit": 3, **options})
+    model.compile(backend="monetlite", options={"time_limit": 1, **options})
     return model
 
 

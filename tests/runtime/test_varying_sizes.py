@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_models import assert_same, step, twin
 from step_lists import free_profile, recompute_everything, schedule_of, with_random_implementations
+from thoroughness import often
 from torch import nn
 from torch.nn import functional as F
 
@@ -177,7 +178,7 @@ def test_images_of_any_size(captures):
     assert len(captures) <= 3, captures
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("given", often([False, True], False))
 def test_a_transformers_model(given, captures):
     """By plans for the sizes that come, or by a schedule that was solved for fixed sizes."""
     import transformers
@@ -288,8 +289,8 @@ def test_no_length_exceeds_the_budget():
 def test_where_python_counts_each_length_is_captured(captures):
     model = Recurrent()
     wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
-    same_steps(wrapper, model, [tokens(4, length) for length in (17, 9, 17, 5)])
-    assert captures == [((4, 17),), ((4, 9),), ((4, 5),)]
+    same_steps(wrapper, model, [tokens(4, length) for length in (8, 5, 8, 3)])
+    assert captures == [((4, 8),), ((4, 5),), ((4, 3),)]
 
 
 def test_an_input_whose_gradient_varies_is_captured_at_each_size(captures):
