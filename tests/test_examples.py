@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from thoroughness import often
 
 import monetlite
 from monetlite.planning import budgets, pipeline
@@ -21,6 +22,9 @@ FOLDER = ROOT / "docs" / "examples"
 SHOWN = re.compile(r"<!-- lines of: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 NEEDS = {"lora": "peft", "accelerate_loop": "accelerate", "lightning_module": "lightning", "trainer": "accelerate"}
 BY_TEST = {"plain", "within_budget", "step_in_backward", "torchrun_ddp", "model"}
+OTHERS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in BY_TEST)
+LIKE_TESTS = {"trainer", "compiled"}
+"""Examples of which test_trainer.py and test_torch_compile.py do everything, and compare it with plain training."""
 
 
 @pytest.fixture
@@ -60,7 +64,7 @@ def test_the_same_losses_as_the_plain_loop(run):
     assert in_backward["losses"] == pytest.approx(plain["losses"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in BY_TEST))
+@pytest.mark.parametrize("name", often(OTHERS, *(name for name in OTHERS if name not in LIKE_TESTS)))
 def test_every_other_example_trains(run, name):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])

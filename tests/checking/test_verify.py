@@ -425,6 +425,7 @@ def run(*arguments):
     return commands.run("check", *arguments)
 
 
+@pytest.mark.thorough
 def test_the_command_needs_no_model_where_the_file_names_it(tmp_path):
     source = ModelSource(model="resnet18", batch=2, input_size=(32, 32))
     built = build(source)

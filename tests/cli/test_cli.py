@@ -93,6 +93,7 @@ def test_solve_as_json_is_one_object_and_agrees_with_the_file(folder):
 
 
 @pytest.mark.usefixtures("traced_once")
+@pytest.mark.thorough
 def test_solve_a_built_in_model_with_an_optimizer(folder):
     shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32")
     without = run("solve", *shape, "--device", "p100", "--time-limit", "0.2", "--budget", "1GB", "--json")

@@ -67,6 +67,7 @@ def schedule_for(model, inputs):
     return schedule_of(free_profile(graph), recompute_everything(graph))
 
 
+@pytest.mark.thorough
 def test_shorter_sequences_and_smaller_batches_are_served():
     model = Sequences()
     wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, tokens(4, 32)))
