@@ -122,9 +122,9 @@ class Annealed(nn.Module):
         return self.dropout(self.layer(x)).tanh() * scale
 
 
-def test_numbers_may_change_more_often_than_torchs_own_limit_of_recompilations(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=3)
+def test_numbers_may_change_more_often_than_torchs_own_limit_of_recompilations():
     """Also where inputs are of a layout seen before, and Dynamo finds the change by itself."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 3)
     network, x = Annealed(counts=True), torch.randn(3, 6)
     wrapper = wrap(network, x)
     for number in range(5):
