@@ -42,7 +42,7 @@ def test_peaks_rise_with_budgets_and_stay_within_them(monkeypatch):
 
     monkeypatch.setattr(compile_budget, "PartitionSolver", noted)
     torch.manual_seed(0)
-    model, inputs = Transformer(layers=1).train(), (torch.randint(0, 50, (4, 128)),)
+    model, inputs = Transformer(layers=2).train(), (torch.randint(0, 50, (4, 128)),)
     plain = trainee(model, inputs)
     plain.step()
     peak_bytes, expected = plain.memory().peak_bytes, plain.snapshot(1)
