@@ -81,7 +81,7 @@ def test_brute_force_agrees(first):
 
 
 def test_multiples_only():
-    found = largest_batch(price, 8_000_000, SolvingOptions(time_limit=0.5), first=8, step=8)
+    found = largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=8, step=8)
     assert all(point.batch % 8 == 0 for point in found.points)
     assert needs(found.largest + 8)[1] > 8_000_000
 
@@ -94,7 +94,7 @@ def test_few_batches_are_traced_and_the_answer_is_dense(first):
         traced.append(batch)
         return price(batch)
 
-    found = largest_batch(counted, 8_000_000, SolvingOptions(time_limit=0.5), first=first)
+    found = largest_batch(counted, 8_000_000, SolvingOptions(time_limit=1), first=first)
     assert len(traced) == len(set(traced)) <= 6
     assert {found.largest, found.largest + 1} <= set(traced)
     assert found.proven_impossible == found.largest + 1
@@ -129,21 +129,21 @@ def test_what_is_not_in_proportion_to_the_batch_is_traced():
     with pytest.raises(Unlike):
         at_batch({4: squared(4), 8: squared(8)}, 6)
     plain = simulate(squared(40), plain_steps(squared(40).graph)).peak_bytes
-    found = largest_batch(squared, plain, SolvingOptions(time_limit=0.5), first=8)
+    found = largest_batch(squared, plain, SolvingOptions(time_limit=1), first=8)
     assert found.plain_largest == 40
 
 
 def test_where_to_begin_is_only_that():
-    assert largest_batch(price, 8_000_000, SolvingOptions(time_limit=0.5), first=10**9).largest == (
-        largest_batch(price, 8_000_000, SolvingOptions(time_limit=0.5), first=700).largest
+    assert largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=10**9).largest == (
+        largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=700).largest
     )
 
 
 def test_a_budget_for_nothing_and_one_for_everything():
     with pytest.raises(InfeasibleBudget, match="a batch of 1 needs"):
-        largest_batch(price, 1_500_000, SolvingOptions(time_limit=0.5), first=4)
+        largest_batch(price, 1_500_000, SolvingOptions(time_limit=1), first=4)
     with pytest.raises(ModelError, match="not what limits this model"):
-        largest_batch(lambda _: price(2), 2**40, SolvingOptions(time_limit=0.5), first=4)
+        largest_batch(lambda _: price(2), 2**40, SolvingOptions(time_limit=1), first=4)
 
 
 def test_names_of_fits_are_for_people():
@@ -201,9 +201,9 @@ def test_a_budget_of_reserved_memory():
         budget_bytes,
         first=512,
         step=64,
-        options=SolvingOptions(reserved=True, time_limit=0.5),
+        options=SolvingOptions(reserved=True, time_limit=1),
     )
-    by_peaks = largest_batch(wide, budget_bytes, SolvingOptions(time_limit=0.5), first=512, step=64)
+    by_peaks = largest_batch(wide, budget_bytes, SolvingOptions(time_limit=1), first=512, step=64)
     assert 0 < found.plain_largest < found.largest < by_peaks.largest
     for point in found.points:
         profile = wide(point.batch)
@@ -225,5 +225,5 @@ def test_nothing_is_reserved_on_a_cpu():
             on_the_cpu,
             8_000_000,
             first=8,
-            options=SolvingOptions(reserved=True, time_limit=0.5),
+            options=SolvingOptions(reserved=True, time_limit=1),
         )
