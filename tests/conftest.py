@@ -67,8 +67,11 @@ def _no_structured_traces():
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_compilations():
-    """TorchDynamo empties the processor's caches to time each program's guards once: nothing here reads that."""
+    """TorchDynamo times guards, with empty caches, and AOTAutograd prints programs: nothing reads that."""
     with pytest.MonkeyPatch.context() as patch:
+        compiling_graphs = torch._functorch._aot_autograd.graph_compile
+        patch.setattr(compiling_graphs, "_log_joint_graph", lambda *_: None, raising=False)
+        patch.setattr(compiling_graphs, "_log_fw_bw_graphs", lambda *_: (None, None), raising=False)
         patch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
 

@@ -32,11 +32,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
 INDENTED = re.compile(r"^    (?=python |monetlite )(.*)$", re.MULTILINE)
 QUICK = {
-    "solve": {"time_limit": 1.0, "multiple_of": 256},
+    "solve": {"time_limit": 0.5, "multiple_of": 256},
     "show": {"time_limit": 0.3, "points": 2},
     "check": {"repeats": 1},
     "measure": {"repeats": 1, "warmup": 0},
-    "compare": {"repeats": 1, "time_limit": 0.5, "peers": "checkpoint"},
+    "compare": {"repeats": 1, "time_limit": 0.2, "peers": "checkpoint"},
 }
 """What commands do where a page doesn't say otherwise."""
 SMALL = {name: QUICK[name] | {"input_size": (64, 64)} for name in ("check", "measure")}
@@ -66,7 +66,7 @@ def commands(page):
                 yield command.removeprefix(".venv/bin/")
 
 
-SELDOM = ("choosing-a-budget.md", "implementations.md", "estimates.md")
+SELDOM = ("choosing-a-budget.md", "implementations.md", "estimates.md", "exporting.md")
 """Pages whose commands are much like those of others."""
 
 
@@ -135,6 +135,7 @@ SHORTER = {
     "--model mobilenet_v2 --batch 16 --input-size 160": "--model path/to/file.py:build",
     "--model hf:gpt2 ": "--model hf:gpt2.json ",
     "solve --model resnet50 --budget 6GB": "solve --model resnet18 --budget 6GB",
+    "--max-batch --model resnet18 --budget 8GB": "--max-batch --model path/to/file.py:build --budget 200MB",
     "measure --model resnet50 ": "measure --model resnet18 ",
     "measure --operators --model mobilenet_v2 ": "measure --operators --model resnet18 ",
     "check resnet50_6GB.yaml": "check resnet18_6GB.yaml",

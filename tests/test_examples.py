@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
+from thoroughness import often
 
 import monetlite
 from monetlite.planning import budgets, pipeline
@@ -20,24 +22,29 @@ FOLDER = ROOT / "docs" / "examples"
 SHOWN = re.compile(r"<!-- lines of: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 NEEDS = {"lora": "peft", "accelerate_loop": "accelerate", "lightning_module": "lightning", "trainer": "accelerate"}
 BY_TEST = {"plain", "within_budget", "step_in_backward", "torchrun_ddp", "model"}
+OTHERS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in BY_TEST)
+LIKE_TESTS = {"trainer", "compiled"}
+"""Examples of which test_trainer.py and test_torch_compile.py do everything, and compare it with plain training."""
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs an example, solved for a second with estimated costs; its variables and what it prints at last."""
+    """Runs an example with one layer, solved at estimated costs; its variables and what it prints at last."""
     monkeypatch.syspath_prepend(str(FOLDER))
+    config = transformers.GPT2Config
+    monkeypatch.setattr(transformers, "GPT2Config", lambda **sizes: config(**{**sizes, "n_layer": 1}))
     solve_model, solve_layouts = pipeline.solve_model, budgets.solve_layouts
 
     def quick(model, inputs, budget, pricing, solving, **more):
         pricing = replace(pricing, device=pricing.device or "rtx-4090")
-        return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=1), **more)
+        return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=0.3), **more)
 
     def quick_to_compile(profiles, budget, solving, **more):
-        return solve_layouts(profiles, budget, replace(solving, time_limit=1), **more)
+        return solve_layouts(profiles, budget, replace(solving, time_limit=0.3), **more)
 
     monkeypatch.setattr(pipeline, "solve_model", quick)
     monkeypatch.setattr(budgets, "solve_layouts", quick_to_compile)
-    monkeypatch.setattr(monetlite, "solve", functools.partial(monetlite.solve, time_limit=1))
+    monkeypatch.setattr(monetlite, "solve", functools.partial(monetlite.solve, time_limit=0.3))
 
     def run(name):
         found = runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
@@ -57,7 +64,7 @@ def test_the_same_losses_as_the_plain_loop(run):
     assert in_backward["losses"] == pytest.approx(plain["losses"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in BY_TEST))
+@pytest.mark.parametrize("name", often(OTHERS, *(name for name in OTHERS if name not in LIKE_TESTS)))
 def test_every_other_example_trains(run, name):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
@@ -74,7 +81,7 @@ solve_model = pipeline.solve_model
 
 def quick(model, inputs, budget, pricing, solving, **more):
     pricing = replace(pricing, device=pricing.device or "rtx-4090")
-    return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=1), **more)
+    return solve_model(model, inputs, budget, pricing, replace(solving, time_limit=0.3), **more)
 
 pipeline.solve_model = quick
 runpy.run_path({str(FOLDER / "torchrun_ddp.py")!r}, run_name="__main__")

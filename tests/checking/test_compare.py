@@ -44,7 +44,7 @@ def build():
     layers = [nn.Conv2d(3, 8, 3, padding=1), *(Block() for _ in range(3)), nn.Flatten(), nn.Linear(2048, 4)]
     return nn.Sequential(*layers), (torch.randn(4, 3, 16, 16),)
 """
-QUICK = ("--time-limit", "0.5", "--repeats", "2")
+QUICK = ("--time-limit", "0.2", "--repeats", "2")
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ def test_beside_inductor_schedules_may_have_compiled_regions(monkeypatch):
 
     monkeypatch.setitem(runner.METHODS, Peer.INDUCTOR, runner.Method(fused))
     monkeypatch.setattr("monetlite.checking.comparison.runner.MONeTWrapper", wrap)
-    model, inputs = net()
+    model, inputs = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)), (torch.randn(256, 16),)
     comparison = monetlite.compare(model, inputs, ["95%"], peers=("inductor",), time_limit=0.5, repeats=1)
     (theirs,) = of(comparison, Peer.INDUCTOR)
     (compiled,) = (item for item in of(comparison, Peer.MONETLITE) if item.setting.endswith(", compiled"))
@@ -347,7 +347,7 @@ def test_where_plain_training_does_not_fit_the_rest_is_still_measured(monkeypatc
 
     monkeypatch.setattr(Bench, "enter", too_large)
     model, inputs = net()
-    comparison = monetlite.compare(model, inputs, ["90%"], peers=["checkpoint"], time_limit=0.5, repeats=2)
+    comparison = monetlite.compare(model, inputs, ["90%"], peers=["checkpoint"], time_limit=0.2, repeats=2)
     (standing,) = comparison.standings
     profile = monetlite.profile(monetlite.trace(model, inputs))
     assert standing.budget_bytes == int(0.9 * simulate(profile, plain_steps(profile.graph)).peak_bytes)

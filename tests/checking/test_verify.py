@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from small_models import SmallCNN
 from step_lists import free_profile, recompute, recompute_everything, schedule_of
+from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -110,7 +111,7 @@ def test_what_introduces_a_difference_is_told_from_what_passes_it_on():
     assert report.passed, report.reasons
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", often([False, True], False))
 def test_an_exact_schedule_differs_nowhere_and_computes_again_what_it_did(autocast):
     model, x = SmallCNN(), torch.randn(4, 3, 12, 12)
     graph = traced_cnn(autocast)
@@ -424,6 +425,7 @@ def run(*arguments):
     return commands.run("check", *arguments)
 
 
+@pytest.mark.thorough
 def test_the_command_needs_no_model_where_the_file_names_it(tmp_path):
     source = ModelSource(model="resnet18", batch=2, input_size=(32, 32))
     built = build(source)

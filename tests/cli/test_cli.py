@@ -93,6 +93,7 @@ def test_solve_as_json_is_one_object_and_agrees_with_the_file(folder):
 
 
 @pytest.mark.usefixtures("traced_once")
+@pytest.mark.thorough
 def test_solve_a_built_in_model_with_an_optimizer(folder):
     shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32")
     without = run("solve", *shape, "--device", "p100", "--time-limit", "0.2", "--budget", "1GB", "--json")
@@ -332,16 +333,21 @@ def test_the_module_runs_as_a_command(folder):
     assert "much" in refused.stderr
 
 
-def test_what_running_a_shared_schedule_does_not_import(folder):
-    """A person who only trains by a schedule needs torch and YAML: no solver is loaded."""
+def test_what_running_a_shared_schedule_and_showing_results_does_not_import(folder):
+    """A person who only trains by a schedule needs torch and YAML: no solver is loaded.
+
+    A search in compiled code takes 70 MB to import, which `monetlite measure` would count.
+    """
     code = (
         "import sys, monetlite; monetlite.MONeTWrapper; monetlite.load_schedule; "
         "solvers = ('cvxpy', 'pyscipopt', 'highspy', 'numba', 'rich', 'click'); "
-        "print([name for name in solvers if name in sys.modules])"
+        "print([name for name in solvers if name in sys.modules]); "
+        "import monetlite.cli.measure_command, monetlite.reporting.text_measure; "
+        "print('numba' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(monetlite.__file__))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert done.stdout.split() == ["[]", "False"], done.stderr
 
 
 def test_how_exact_and_in_which_layout_is_the_persons_choice(folder):
@@ -439,12 +445,3 @@ def test_rare_options_stand_apart():
     for option in ("--solver", "--profile", "--seed", "--layout"):
         assert f"  {option} " not in usual
         assert f"  {option} " in rare
-
-
-def test_showing_results_imports_no_solver():
-    """A search in compiled code takes 70 MB to import, which `monetlite measure` would count."""
-    code = (
-        "import sys, monetlite.cli.measure_command, monetlite.reporting.text_measure; print('numba' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from layered_models import Transformer, convolutions, transformer
 from small_models import tiny_transformer
+from thoroughness import often
 from torch import nn
 
 from monetlite.checking.trainee import Trainee, default_loss
@@ -59,7 +60,7 @@ BUILT = {
 }
 
 
-@pytest.fixture(scope="module", params=list(BUILT))
+@pytest.fixture(scope="module", params=often(BUILT, "with dropout", "convolutions", "gpt2"))
 def recorded(request):
     model, inputs = BUILT[request.param]()
     if hasattr(model, "config"):

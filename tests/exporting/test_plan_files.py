@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     (folder / "own.py").write_text(OWN_MODEL)
     model, inputs = transformer(0.1)
-    found = monetlite.optimize(model, inputs, "70%", device="cpu", time_limit=1)
+    found = monetlite.optimize(model, inputs, "70%", device="cpu", time_limit=0.3)
     found.save(folder / "own.yaml")
     return folder
 

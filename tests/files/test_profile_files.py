@@ -125,7 +125,7 @@ def test_a_size_that_somebody_changed(tmp_path):
 @pytest.mark.usefixtures("traced_once")
 class TestCommands:
     MODEL = ("--model", "resnet18", "--batch", "32", "--input-size", "64", "--device", "t4")
-    SOLVE = ("--budget", "95%", "--time-limit", "1")
+    SOLVE = ("--budget", "95%", "--time-limit", "0.3")
 
     def run(self, *arguments, code=0):
         result = commands.run(*arguments, columns=80)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from small_models import assert_same, step, twin
 from step_lists import free_profile, recompute_everything, schedule_of
 from test_relu import shapes
+from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -86,7 +87,7 @@ def test_what_rounds_twice_is_offered_for_float32_alone(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("p", [0.025, 0.1, 0.5])
+@pytest.mark.parametrize("p", often([0.025, 0.1, 0.5], 0.1))
 def test_dropout_rounds_as_plain_training_does(dtype, p):
     """A CPU divides by 1 − p in the tensor's type, which `native_dropout` does not."""
     model, x = nn.Sequential(nn.Linear(16, 64), nn.Dropout(p), nn.Linear(64, 8)).to(dtype), torch.randn(32, 16)

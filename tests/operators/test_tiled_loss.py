@@ -152,7 +152,11 @@ def fused(graph):
 
 
 @pytest.mark.parametrize(
-    "form", ["", "bias", "tied", "frozen", "capped", "float", "sum", "last", "first", "middle"]
+    "form",
+    often(
+        ["", "bias", "tied", "frozen", "capped", "float", "sum", "last", "first", "middle"],
+        *["", "bias", "tied", "frozen", "capped", "float", "sum", "last"],
+    ),
 )
 def test_a_step_in_tiles_has_plain_trainings_gradients(form):
     torch.manual_seed(0)
@@ -160,7 +164,7 @@ def test_a_step_in_tiles_has_plain_trainings_gradients(form):
     model, tokens = Head(form, dtype=dtype).train(), torch.randint(0, 101, (4, 64))
     plain = copy.deepcopy(model)
     schedule = monetlite.optimize(
-        model, tokens, "100%", device="rtx-4090", layout=TILED_LOSS, tolerance=1e-5, time_limit=1
+        model, tokens, "100%", device="rtx-4090", layout=TILED_LOSS, tolerance=1e-5, time_limit=0.3
     )
     assert fused(monetlite.trace(model, tokens, layout=TILED_LOSS))
     trained = monetlite.MONeTWrapper(model, schedule)

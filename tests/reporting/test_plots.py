@@ -18,6 +18,7 @@ from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 from pictures import assert_readable, plot, stacks, words_of_svg
 from step_lists import recompute_everything, schedule_of
+from thoroughness import often
 
 import monetlite
 from monetlite.core.graph import Phase
@@ -31,9 +32,15 @@ from monetlite.reporting.plots.drawing import save_figure
 from monetlite.reporting.plots.timeline_plot import MAX_COLUMNS, columns, draw_timeline
 
 STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+WRITTEN_OFTEN = [("timeline", "png"), ("choices", "svg")]
 
 
-@pytest.mark.parametrize(("kind", "ending"), [*(("timeline", ending) for ending in STARTS), ("choices", "svg")])
+@pytest.mark.parametrize(
+    ("kind", "ending"),
+    often(
+        [*(("timeline", ending) for ending in STARTS), ("choices", "svg")], ("timeline", "png"), ("choices", "svg")
+    ),
+)
 def test_pictures_are_written_and_the_same_each_time(kind, ending, solved, subject, work_folder):
     result = plot(solved, "--output", f"a.{ending}", "--kind", kind)
     assert result.exit_code == 0, result.output
@@ -117,6 +124,7 @@ def test_columns_lose_no_step_that_matters(seed):
             assert left <= ends[step] - widths[step] / 2 <= right
 
 
+@pytest.mark.thorough
 def test_ten_thousand_operators(large, tmp_path):
     for name, figure in (("timeline", draw_timeline(large)), ("operators", draw_timeline(large, by_time=False))):
         for axes, side in zip(figure.axes, (large.plain, large.scheduled), strict=True):

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from real_models import NAMES, Loop, batches, build
 from step_lists import free_profile, recompute_everything, schedule_of
 
 import monetlite
@@ -109,6 +108,8 @@ def blocks(rank: int) -> None:
 
 def models(rank: int) -> None:
     """Twenty steps of every model of `real_models`, each process on batches of its own."""
+    from real_models import NAMES, Loop, batches, build  # which imports transformers
+
     for name in NAMES:
         model, make = build(name)
         graph = monetlite.trace(model, make())

@@ -40,7 +40,7 @@ def test_a_hook_that_comes_after_the_first_step_is_noticed(kind):
         getattr(module[2], kind)(tripled)
     with pytest.raises(ScheduleMismatch, match=r"10 operators.*this model has 12"):
         step(wrapper, inputs)
-    solving = monetlite.MONeTWrapper(twin(model), budget="300%", time_limit=1)
+    solving = monetlite.MONeTWrapper(twin(model), budget="300%", time_limit=0.5)
     assert_same(step(solving, inputs), step(model, inputs))
 
 
@@ -70,7 +70,7 @@ def test_normalisations_of_16_bits_are_measured(norm):
     """Their statistics are of 32, beside weights of 32."""
     model, x = nn.Sequential(nn.Linear(16, 32), norm, nn.Linear(32, 8)), torch.randn(64, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        wrapper = monetlite.MONeTWrapper(copy.deepcopy(model), budget="100%", time_limit=1)
+        wrapper = monetlite.MONeTWrapper(copy.deepcopy(model), budget="100%", time_limit=0.5)
         for module in (wrapper, model):
             module(x).float().square().mean().backward()
     for ours, plain in zip(wrapper.parameters(), model.parameters(), strict=True):
@@ -131,7 +131,7 @@ def test_lazy_modules_are_refused_before_they_draw():
         monetlite.trace(model, torch.randn(2, 3).zero_())
     torch.set_rng_state(before)
     with pytest.raises(ModelError, match="not initialized"):
-        monetlite.MONeTWrapper(model, budget="100%", time_limit=1)(torch.zeros(2, 3))
+        monetlite.MONeTWrapper(model, budget="100%", time_limit=0.5)(torch.zeros(2, 3))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -147,7 +147,7 @@ def test_a_model_that_cannot_be_copied_is_verified_with_an_error_that_says_so():
 def test_a_step_of_large_outputs_takes_what_is_predicted():
     """Verified by a loss that takes nothing beside their gradient."""
     model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4000)), torch.randn(256, 16)
-    schedule = monetlite.optimize(model, x, "100%", time_limit=1)
+    schedule = monetlite.optimize(model, x, "100%", time_limit=0.5)
     report = monetlite.verify(model, schedule, x, repeats=1)
     assert report.peak_bytes <= schedule.budget_bytes
     assert report.largest_difference == 0
@@ -177,6 +177,6 @@ def test_what_wrap_and_verify_take(tmp_path):
         monetlite.MONeTWrapper(model, "6GB")
     with pytest.raises(BudgetError):
         monetlite.MONeTWrapper(model, budget="much")
-    assert list(monetlite.sweep(free_profile(graph), "100%", time_limit=1)) == ["100%"]
+    assert list(monetlite.sweep(free_profile(graph), "100%", time_limit=0.5)) == ["100%"]
     with pytest.raises(ModelError, match="time_limit"):
         monetlite.solve(free_profile(graph), "100%", time_limit=float("nan"))

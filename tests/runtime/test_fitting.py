@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_models import assert_same, step, twin
 from step_lists import free_profile, recompute_everything, schedule_of
+from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -112,7 +113,7 @@ def test_a_flag_for_a_wider_head():
         monetlite.MONeTWrapper(model, schedule_for(model, (X, False)))(X, True)
 
 
-@pytest.mark.parametrize("make", [Batch, lambda x: UserDict(x=x)])
+@pytest.mark.parametrize("make", often([Batch, lambda x: UserDict(x=x)], Batch))
 def test_larger_tensors_inside_of_objects(make):
     model = OfObjects()
     wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, (make(X),)))
@@ -143,12 +144,12 @@ def test_a_narrower_models_schedule():
 
 def test_with_a_budget_the_larger_step_is_solved_for():
     model = Repeats()
-    wrapper = monetlite.MONeTWrapper(twin(model), budget="110%", device="rtx-4090", time_limit=1)
+    wrapper = monetlite.MONeTWrapper(twin(model), budget="110%", device="rtx-4090", time_limit=0.5)
     for reps, solved in ((1, 1), (8, 2), (2, 2)):
         inputs = {"x": X, "reps": reps}
         assert_same(step(wrapper, inputs), step(model, inputs))
         assert len(wrapper._training.plans.schedules) == solved
-    tight = monetlite.MONeTWrapper(model, budget=20_000, device="rtx-4090", time_limit=1)
+    tight = monetlite.MONeTWrapper(model, budget=20_000, device="rtx-4090", time_limit=0.5)
     tight(x=X, reps=1)
     with pytest.raises(InfeasibleBudget):
         tight(x=X, reps=64)
@@ -176,7 +177,10 @@ def test_workspace_is_taken_to_be_what_it_is_for_the_inputs_solved_for():
         wrapper(X, 8)
 
 
-@pytest.mark.parametrize("wrapped", [with_accumulation, lambda profile: with_optimizer(profile, "adam")])
+@pytest.mark.parametrize(
+    "wrapped",
+    often([with_accumulation, lambda profile: with_optimizer(profile, "adam")], with_accumulation),
+)
 def test_what_a_schedule_counts_beside_the_step_is_counted_here(wrapped):
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2))
     profile = wrapped(free_profile(monetlite.trace(model, X)))

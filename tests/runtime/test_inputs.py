@@ -18,7 +18,7 @@ import monetlite
 from monetlite.core.errors import ModelError, ScheduleMismatch
 from monetlite.runtime import scheduled_training
 
-SOLVING = {"device": "rtx-4090", "time_limit": 1}
+SOLVING = {"device": "rtx-4090", "time_limit": 0.5}
 AMPLE = {"budget": "200%", **SOLVING}
 """A budget that plain training keeps to: proven at once."""
 
@@ -67,10 +67,11 @@ def schedule_for(model, inputs):
     return schedule_of(free_profile(graph), recompute_everything(graph))
 
 
+@pytest.mark.thorough
 def test_shorter_sequences_and_smaller_batches_are_served():
     model = Sequences()
     wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, tokens(4, 32)))
-    for batch, length in ((4, 32), (4, 17), (3, 2)):
+    for batch, length in ((4, 32), (3, 17)):
         x = (tokens(batch, length),)
         assert_same(step(wrapper, x), step(model, x))
 
@@ -218,7 +219,7 @@ def test_more_shapes_than_programs_are_kept_for(monkeypatch):
     wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for length in (10, 9, 8, 10):
+        for length in (5, 4, 3, 5):
             x = (tokens(3, length),)
             assert_same(step(wrapper, x), step(model, x))
     assert sum("more than 2 shapes" in str(item.message) for item in told) == 1

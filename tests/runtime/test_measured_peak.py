@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import transformers
+from thoroughness import often
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,7 +32,7 @@ def compiled(model, **options):
 def test_it_is_the_planned_one(door, caplog):
     """With a loss outside, which is measured in the first steps, and an optimizer, whose state counts."""
     layers = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 4000))
-    trained, x = door(layers, budget="100%", time_limit=2, optimizer="momentum"), torch.randn(1536, 64)
+    trained, x = door(layers, budget="100%", time_limit=1, optimizer="momentum"), torch.randn(1536, 64)
     optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3, momentum=0.9, foreach=False)
     with caplog.at_level("INFO", logger="monetlite"):
         for _ in range(MANY):
@@ -45,7 +46,7 @@ def test_it_is_the_planned_one(door, caplog):
     assert not smaller
 
 
-@pytest.mark.parametrize("door", [monetlite.within, compiled])
+@pytest.mark.parametrize("door", often([monetlite.within, compiled], monetlite.within))
 def test_what_the_step_before_left_counts_where_it_is_freed_meanwhile(door, caplog):
     """Gradients are cleared between forward and backward, as Lightning does, and the output is held."""
     config = {"n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 2000, "use_cache": False}
@@ -79,7 +80,7 @@ def test_it_is_silenced_as_any_log_is(door, caplog):
 
 def test_smaller_inputs_are_said(caplog):
     layers = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 64))
-    schedule = monetlite.optimize(layers, torch.randn(512, 64), budget="100%", device="rtx-4090", time_limit=2)
+    schedule = monetlite.optimize(layers, torch.randn(512, 64), budget="100%", device="rtx-4090", time_limit=1)
     trained = monetlite.MONeTWrapper(layers, schedule)
     with caplog.at_level("INFO", logger="monetlite"):
         for _ in range(5):

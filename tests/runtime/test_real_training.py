@@ -74,6 +74,7 @@ def both(name, autocast=None):
 
 
 class TestLossesOverTwentySteps:
+    @pytest.mark.thorough
     @some("gpt2")
     def test_float32(self, name):
         make, plain, wrapped = both(name)
@@ -126,6 +127,7 @@ class TestLossesOverTwentySteps:
         assert_alike(name, *found)
         assert_averages_alike(name, wrapped, plain)
 
+    @pytest.mark.thorough
     @some("mobilenet")
     def test_resuming_from_a_state_dict(self, name):
         model, make, schedule = prepared(name)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_models import assert_same, step, twin
 from step_lists import free_profile, recompute_everything, schedule_of, with_random_implementations
+from thoroughness import often
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,19 +39,41 @@ def captures(monkeypatch):
     return found
 
 
+class Attention(nn.Module):
+    """Attention with dropout, whose scores are as many as the square of the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.values = nn.LayerNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        inner = self.norm(x)
+        scores = F.dropout((inner @ inner.transpose(1, 2)).softmax(-1), 0.1)
+        return x + F.gelu(scores @ self.values(inner))
+
+
 class Encoder(nn.Module):
     """(batch, length) tokens, of at most 96, to logits; dropout everywhere."""
 
     def __init__(self):
         super().__init__()
         self.embedding, self.position = nn.Embedding(50, 16), nn.Parameter(torch.randn(96, 16))
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.head = nn.Linear(16, 50)
+        self.layers, self.head = self.block(), nn.Linear(16, 50)
+
+    def block(self):
+        return Attention()
 
     def forward(self, tokens):
         embedded = self.embedding(tokens) + self.position[: tokens.shape[1]]
         return F.dropout(self.head(self.layers(embedded)), 0.2)
+
+
+class OfPyTorch(Encoder):
+    """The same with PyTorch's own block, which takes three times as long to capture."""
+
+    def block(self):
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
 
 class Pixels(nn.Module):
@@ -104,12 +127,16 @@ def same_steps(model, plain, inputs):
 
 
 def test_one_capture_serves_all_lengths(captures):
-    model = Encoder()
+    """The schedule is that of the last step."""
+    model = OfPyTorch()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
     same_steps(wrapper, model, [tokens(4, length) for length in LENGTHS])
     assert captures == [((4, 37),)]
     (programs,) = (item.by_size for item in wrapper._training.plans.varying)
     assert [*programs] == [(64,), (96,)]  # with room for more: a power of two, up to what the model holds
+    for length, limit in ((37, 64), (90, 96), (20, 64), (70, 96)):
+        wrapper(tokens(4, length))
+        assert [spec.shape for spec in wrapper.schedule.inputs.values()] == [(4, limit)]
 
 
 def test_the_first_plan_is_for_all_lengths_at_which_plain_training_fits():
@@ -157,7 +184,7 @@ def test_images_of_any_size(captures):
     assert len(captures) <= 3, captures
 
 
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("given", often([False, True], False))
 def test_a_transformers_model(given, captures):
     """By plans for the sizes that come, or by a schedule that was solved for fixed sizes."""
     import transformers
@@ -268,8 +295,8 @@ def test_no_length_exceeds_the_budget():
 def test_where_python_counts_each_length_is_captured(captures):
     model = Recurrent()
     wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
-    same_steps(wrapper, model, [tokens(4, length) for length in (17, 9, 17, 5)])
-    assert captures == [((4, 17),), ((4, 9),), ((4, 5),)]
+    same_steps(wrapper, model, [tokens(4, length) for length in (8, 5, 8, 3)])
+    assert captures == [((4, 8),), ((4, 5),), ((4, 3),)]
 
 
 def test_an_input_whose_gradient_varies_is_captured_at_each_size(captures):
@@ -348,8 +375,8 @@ def test_cudnns_plans_are_for_one_size():
 
 def test_a_captured_step_keeps_no_inputs():
     """Of a call, only sizes are remembered: a batch would stay in memory for good."""
-    model = Encoder()
-    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+    wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
     x = tokens(4, 21)
     wrapper(x).sum().backward()
     alive = weakref.ref(x)
@@ -373,11 +400,3 @@ def test_a_plan_for_smaller_inputs_that_fails_ends_nothing(planned_at_96, monkey
     assert tried
     assert "no plan for smaller sizes was found: not at this size" in caplog.messages
     assert [*varying.schedules] == [(96,)]
-
-
-def test_the_schedule_is_that_of_the_last_step():
-    model = Encoder()
-    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
-    for length, limit in ((37, 64), (90, 96), (20, 64), (70, 96)):
-        wrapper(tokens(4, length))
-        assert [spec.shape for spec in wrapper.schedule.inputs.values()] == [(4, limit)]

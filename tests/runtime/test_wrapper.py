@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_models import SmallCNN, TwoInputsTwoOutputs, WithLoss, assert_same, call, step, twin
 from step_lists import free_profile, recompute_everything, schedule_of
+from thoroughness import often
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -449,7 +450,7 @@ class Scaled(nn.Module):
         return self.layer(x).tanh() * self.alpha * self._beta * getattr(self, "gamma", 1.0)
 
 
-@pytest.mark.parametrize("name", ["alpha", "beta", "_beta", "gamma"])
+@pytest.mark.parametrize("name", often(["alpha", "beta", "_beta", "gamma"], "alpha", "beta"))
 def test_an_attribute_that_is_set_reaches_the_model(schedules, name):
     model, inputs = Scaled(), (torch.randn(4, 6),)
     wrapper = monetlite.MONeTWrapper(twin(model), schedules["scaled"])

@@ -19,7 +19,7 @@ from monetlite.solving.bounding.zero_one import dual_bound_ms
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.problem import Problem
 
-GRAPHS = int(os.environ.get("MONETLITE_GRAPHS", "75"))
+GRAPHS = int(os.environ.get("MONETLITE_GRAPHS", "40"))
 """How many random graphs bounds are compared on with the optimum; thousands before a release."""
 
 

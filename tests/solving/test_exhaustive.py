@@ -5,6 +5,7 @@ import random
 import pytest
 from oracle import fastest, judge
 from random_graphs import random_profile
+from thoroughness import often
 
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
@@ -13,7 +14,7 @@ from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.problem import Problem
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", often(range(40), *range(20)))
 def test_optimum_is_that_of_brute_force(seed: int) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng, forward_operators=rng.randint(1, 3), once_only=seed % 2 == 0)
@@ -37,7 +38,7 @@ def test_optimum_is_that_of_brute_force(seed: int) -> None:
         assert judged[1] <= budget
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", often(range(40), *range(20)))
 def test_one_byte_below_the_smallest_peak_nothing_fits(seed: int) -> None:
     rng = random.Random(1000 + seed)
     profile = random_profile(rng, forward_operators=rng.randint(2, 5))

@@ -7,6 +7,7 @@ import random
 import pytest
 from oracle import fastest
 from random_graphs import random_profile
+from thoroughness import often
 
 from monetlite.core.errors import SolverError
 from monetlite.core.schedule import Status
@@ -17,7 +18,7 @@ from monetlite.solving.problem import Problem
 from monetlite.solving.program import solve_program
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", often(range(30), *range(15)))
 def test_optimum_is_that_of_the_exhaustive_search(seed: int) -> None:
     rng = random.Random(seed)
     profile = random_profile(rng, forward_operators=rng.randint(2, 4))
@@ -39,7 +40,7 @@ def test_optimum_is_that_of_the_exhaustive_search(seed: int) -> None:
     assert below.steps is None
 
 
-@pytest.mark.parametrize("seed", range(26))
+@pytest.mark.parametrize("seed", often(range(26), *range(13)))
 def test_the_bound_holds_for_every_schedule(seed: int) -> None:
     """With few passes, any cutoff, and hardly any time, too: also for schedules that the template can't state."""
     rng = random.Random(seed)

@@ -20,7 +20,7 @@ ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch is there
 import torch  # noqa: E402  # after the library
 from gpu_report_models import SUBJECTS  # noqa: E402
 from real_models import build  # noqa: E402
-from small_models import SmallCNN  # noqa: E402
+from small_models import SmallCNN, tiny_transformer  # noqa: E402
 from step_lists import free_profile, recompute_everything, schedule_of, with_random_implementations  # noqa: E402
 from torch._subclasses import FakeTensor  # noqa: E402
 
@@ -62,6 +62,8 @@ def pretend():
 def small(name):
     if name == "cnn":
         return SmallCNN(), (torch.randn(4, 3, 12, 12),)
+    if name == "small llama":
+        return tiny_transformer("llama", layers=1)
     if name in SUBJECTS:
         return SUBJECTS[name].build(True)
     model, batch = build(name)

@@ -22,7 +22,10 @@ GROUPS = {
 }
 THOROUGH = "MONETLITE_THOROUGH" in os.environ
 # Larger models of a family that is traced anyway take most of the time: they are left to a person with time.
-LIKE_OTHERS = ("-large", "-medium", "resnet152", "efficientnet", "mobilenet", "googlenet", "llama", "bert")
+LIKE_OTHERS = (
+    *("-large", "-medium", "llama", "bert", "vit", "convnext"),
+    *("resnet152", "efficientnet", "mobilenet", "googlenet", "unet"),
+)
 
 
 def test_every_file_follows_the_schema_and_has_its_name():
