@@ -44,7 +44,7 @@ PLAIN_SECONDS = 0.2
 """The same where plain training keeps to the budget, and all costs are known."""
 NICENESS = 19
 """Of the process that solves beside training: it gets a hundredth of a core that training wants, too."""
-MEASURING_SHARE = (0.02, 0.25)
+MEASURING_SHARE = (0.05, 0.25)
 """Least and most time for measuring between two steps, as a part of the last step's; between, the plan's overhead.
 
 So measuring costs training no more than the plan does for which a better one is looked for.

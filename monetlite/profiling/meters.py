@@ -21,7 +21,7 @@ from monetlite.profiling.memory_use import (
     release_workspaces,
 )
 
-MIN_RUNS, MAX_RUNS = 3, 15
+MIN_RUNS, MAX_RUNS = 3, 7
 MIN_SECONDS = 0.15
 """A call is run until it has had `MIN_RUNS` runs and `MIN_SECONDS`, or `MAX_RUNS`."""
 MAX_PAGE_FAULTS = 64

@@ -273,9 +273,8 @@ class StepPlans:
             schedule = planning.first(settle=settle)
         self.solved += 1
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
-        # Where sizes vary, a plan is good enough if it is for smaller inputs than another one's, or loses no time.
-        lossy = not limits or (schedule is self.schedules[-1] and schedule.overhead > 0)
-        bettered = lossy and not planning.finished
+        # Where sizes vary, a plan for smaller inputs than another one's is good enough.
+        bettered = not planning.finished and (not limits or schedule is self.schedules[-1])
         if bettered:
             self.refinement = Refinement(planning, schedule, self.fitting)
         sizes = f" for sizes up to {' x '.join(map(str, limits))}" if limits else ""
