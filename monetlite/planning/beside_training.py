@@ -42,13 +42,10 @@ FIRST_SECONDS, FIRST_OPERATORS = (1.0, 3.0), 400
 """Time for the first schedule, from least to most: a second for so many operators."""
 PLAIN_SECONDS = 0.2
 """The same where plain training keeps to the budget, and all costs are known."""
-NICENESS = 19
-"""Of the process that solves beside training: it gets a hundredth of a core that training wants, too."""
-MEASURING_SHARE = (0.05, 0.25)
-"""Least and most time for measuring between two steps, as a part of the last step's; between, the plan's overhead.
-
-So measuring costs training no more than the plan does for which a better one is looked for.
-"""
+NICENESS = 10
+"""Of the process that solves beside training: it gets a tenth of a core that training wants, too."""
+MEASURING_SHARE = 0.25
+"""Time for measuring between two steps, as a part of the last step's."""
 PATIENCE = 2.0
 """Its time limit, as a multiple of what was asked for."""
 
@@ -87,7 +84,6 @@ class PlanningBesideTraining:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._seconds = 0.0
         self._credit_seconds = 0.0  # time that measuring may take between steps
-        self._share = MEASURING_SHARE[1]
         self._less_bytes = 0
         self.finished = False
         self.told: list[str] = []
@@ -108,8 +104,6 @@ class PlanningBesideTraining:
                 raise
             return self.best()
         self.finished = complete and schedule.status is Status.OPTIMAL
-        least, most = MEASURING_SHARE
-        self._share = max(least, min(most, schedule.overhead))
         return schedule
 
     def _found_soon(self, profiles: list[Profile], complete: bool) -> Schedule:
@@ -157,7 +151,7 @@ class PlanningBesideTraining:
         if all(item.done == item.total for item in self._measurements):
             self._start()
             return None
-        self._credit_seconds += self._share * step_seconds
+        self._credit_seconds += MEASURING_SHARE * step_seconds
         if self._credit_seconds > 0 and may_profile():
             began = time.monotonic()
             try:

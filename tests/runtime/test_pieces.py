@@ -430,6 +430,7 @@ def test_a_plan_stays_where_inputs_only_seem_to_have_changed_in_a_step_by_it(mon
     ran_again = {name for runs in planned[-1].choices.before.values() for name, _ in runs}
     assert "piece2.mul" in ran_again or "piece2.0.addmm" in ran_again
     assert planned[-1].choices == planned[3].choices
+    assert planned[-1].peak_bytes <= planned[-1].budget_bytes
 
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")

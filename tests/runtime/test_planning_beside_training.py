@@ -88,10 +88,9 @@ def test_a_step_ends_by_the_programs_that_it_began_by(planned, monkeypatch):
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_the_first_plan_is_bettered_by_a_process(caplog, cache_folder, monkeypatch):
+def test_the_first_plan_is_bettered_by_a_process(caplog, cache_folder):
     """The real thing: rough costs, a second of solving, measuring between steps, and a process."""
     torch.manual_seed(0)
-    monkeypatch.setattr(beside_training, "MEASURING_SHARE", (0.25, 0.25))
     model, inputs = SmallCNN(), (torch.randn(4, 3, 12, 12),)
     plain = twin(model)
     monetlite.within(model, budget="90%", time_limit=1.0)

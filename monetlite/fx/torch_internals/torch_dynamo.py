@@ -114,7 +114,7 @@ def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _varying_float(builder: VariableBuilder, value: float) -> Any:
-    """A number that a function is called with: a symbol from the third value on, a constant before."""
+    """A number that a function is called with: a constant at first, a symbol from the second value on."""
     with _config.patch(automatic_dynamic_shapes=True):
         return _wrap_float(builder, value)
 
