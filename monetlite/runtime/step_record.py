@@ -2,7 +2,6 @@
 
 import bisect
 import itertools
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -11,7 +10,7 @@ import torch
 
 from monetlite.core.joining import OutsideCode
 from monetlite.fx.torch_internals.torch_aot import when_backward_ends
-from monetlite.fx.torch_internals.torch_dispatch import changes_in_place, storage_key, viewed, weak_storage
+from monetlite.fx.torch_internals.torch_dispatch import change_counter, changes_in_place, storage_key, weak_storage
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
 
 
@@ -19,17 +18,12 @@ class _Watched:
     """A tensor that is watched for changes in place, without keeping it alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # A view is often gone before what it is a view of.
-        self._tensors = weakref.ref(tensor), weakref.ref(viewed(tensor))
-        self._storage, self._version = weak_storage(tensor), changes_in_place(tensor)
+        self._counter = change_counter(tensor)
+        self._count = changes_in_place(self._counter)
 
     @property
-    def may_have_changed(self) -> bool:
-        """True if it was changed, or if its storage lives on in tensors that are not known."""
-        alive = next((tensor for of in self._tensors if (tensor := of()) is not None), None)
-        if alive is None:
-            return not self._storage.expired()
-        return changes_in_place(alive) != self._version
+    def has_changed(self) -> bool:
+        return changes_in_place(self._counter) != self._count
 
 
 _Versions: TypeAlias = dict[int, _Watched]
@@ -217,7 +211,7 @@ class StepRecord:
         """Note the end of the forward pass, with what the code between pieces has changed in place."""
         self._forward_ended = True
         for number, seen in enumerate(self._seen):
-            arguments, outputs = ([at for at, item in of.items() if item.may_have_changed] for of in seen)
+            arguments, outputs = ([at for at, item in of.items() if item.has_changed] for of in seen)
             self._runs[number] = replace(
                 self._runs[number], changed=frozenset(arguments), outputs_changed=bool(outputs)
             )

@@ -424,7 +424,7 @@ def test_a_plan_stays_where_inputs_only_seem_to_have_changed_in_a_step_by_it(mon
     planned = []
     for seed in range(8):
         seems_changed = property(lambda self, seed=seed: seed == 3)
-        monkeypatch.setattr(step_record._Watched, "may_have_changed", seems_changed)
+        monkeypatch.setattr(step_record._Watched, "has_changed", seems_changed)
         assert_same(step(model, args, seed), step(plain, args, seed))
         planned.append(monetlite.schedule_of(model))
     ran_again = {name for runs in planned[-1].choices.before.values() for name, _ in runs}

@@ -91,14 +91,19 @@ def weak_storage(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
-def viewed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a view is of, as autograd knows it; a tensor itself that is no view."""
-    return tensor if tensor._base is None else tensor._base
-
-
 def changes_in_place(tensor: torch.Tensor) -> int:
     """Number of changes in place that a tensor's storage has seen, as autograd counts them (`_version`)."""
     return tensor._version
+
+
+def change_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory for `changes_in_place` of another one, which it doesn't keep alive.
+
+    A detached tensor counts with the one that it is of, and goes on where its `data` is replaced.
+    """
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
 
 
 def is_transformed() -> bool:

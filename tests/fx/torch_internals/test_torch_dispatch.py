@@ -1,7 +1,6 @@
 """Operators, schemas, Python kernels, modes, fake tensors and storages behave as monetlite relies on."""
 
 import functools
-import weakref
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     OperatorBase,
     OpOverload,
     TorchDispatchMode,
+    change_counter,
     changes_in_place,
     decomposed_by,
     decomposition_table,
@@ -28,7 +28,6 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     suggest_memory_format,
     traced_as,
     unchecked,
-    viewed,
     weak_storage,
     without_modes,
     without_python_kernels,
@@ -229,21 +228,26 @@ def test_the_suggested_memory_format() -> None:
     assert suggest_memory_format(image.to(memory_format=torch.channels_last)) == torch.channels_last
 
 
-def test_a_view_knows_what_it_is_of_while_other_views_live() -> None:
-    whole = torch.zeros(4)
-    view = whole[:2]
-    assert viewed(view) is whole
-    assert viewed(whole) is whole
-    alive = weakref.ref(whole)
-    del whole
-    assert alive() is viewed(view)
-
-
 def test_changes_in_place_are_counted_for_a_tensor_and_its_views() -> None:
     tensor = torch.zeros(4)
     before = changes_in_place(tensor)
     tensor.view(2, 2).add_(1)
     assert changes_in_place(tensor) == changes_in_place(tensor.view(2, 2)) > before
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_counter_of_changes_outlives_its_tensor_without_memory(grad: bool) -> None:
+    tensor = torch.ones(4, requires_grad=grad) * 1
+    view = tensor[1:]
+    counters, storage = [change_counter(tensor), change_counter(view)], weak_storage(tensor)
+    before = [changes_in_place(counter) for counter in counters]
+    assert [counter.untyped_storage().nbytes() for counter in counters] == [0, 0]
+    with torch.no_grad():
+        view.add_(1)
+    assert tensor.tolist() == [1, 2, 2, 2]
+    del tensor, view
+    assert storage.expired()
+    assert [changes_in_place(counter) for counter in counters] == [count + 1 for count in before]
 
 
 def test_a_weak_reference_to_a_storage_outlives_views_and_not_the_storage() -> None:
