@@ -32,7 +32,7 @@ from monetlite.core.steps import Step, check_legal
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_aot import keeps_gradients
-from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, RESTARTS, break_reason, taken_apart
+from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, RESTARTS, break_reason, dynamo_settings, taken_apart
 from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
@@ -449,7 +449,9 @@ class ModelInPieces:
             Those of `PiecewiseTraining.step_begins`.
         """
         self.training.step_begins(args, kwargs)
-        with capture_settings(), taken_apart(), called_instead_for_now(self._children):
+        # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
+        unless_captured = dynamo_settings(suppress_errors=True)
+        with capture_settings(), taken_apart(), unless_captured, called_instead_for_now(self._children):
             try:
                 output = self._compiled(*args, **kwargs)
             except BaseException as error:
