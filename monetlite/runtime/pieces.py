@@ -290,17 +290,10 @@ class PiecewiseTraining:
     def _settle(self, recorded: RecordedStep) -> bool:
         """Take the peak of the final plan from a step that ran by it; False if it exceeds the budget.
 
-        What code between pieces takes may depend on the plan, as where it asks for gradients of a piece. What it
-        changes does not. But a tensor that another plan keeps alive may be one of which that can't be told.
+        What code between pieces takes may depend on the plan, as where it asks for gradients of a piece.
         """
         assert self.schedule is not None
-        assert self._plan is not None
-        runs = [
-            replace(run, changed=known.changed, outputs_changed=known.outputs_changed)
-            for run, known in zip(recorded.runs, self._plan.recorded.runs, strict=True)
-        ]
-        self._priced = self._joined(replace(recorded, runs=runs), self._profiles, as_run=True)
-        self._settled = True
+        self._priced, self._settled = self._joined(recorded, self._profiles, as_run=True), True
         peak_bytes = self._peak_bytes(self.schedule)
         if peak_bytes <= self._budget_bytes:
             self.schedule = replace(self.schedule, peak_bytes=peak_bytes)
