@@ -1,17 +1,16 @@
 """A schedule within seconds of a step's capture, and a better one beside training.
 
 `first` takes the costs of the default operators, from one run each, and solves for one to three seconds. Costs that
-the cache has are exact.
+the cache has are exact. If nothing fits, the other implementations run once, too.
 
 `advance` is called between two steps, when nothing else runs: there it measures every implementation, a while at a
 time. Then a process of low priority solves beside training.
 
-If `first` finds nothing that fits, it measures and solves until something does, as waiting would.
+If `first` still finds nothing that fits, it measures and solves until something does, as waiting would.
 """
 
 import contextlib
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from monetlite.core.child_processes import own_environment
+from monetlite.core.child_processes import give_way, own_environment
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, MonetliteError
 from monetlite.core.graph import LOSS, OperatorGraph, ValueKind
@@ -36,14 +35,14 @@ from monetlite.profiling.measured import Measurement
 from monetlite.profiling.memory_use import may_profile
 from monetlite.profiling.step_additions import with_additions
 
-ROUGH_SECONDS = 2.5
+ROUGH_SECONDS = 1.25
 """Time for the first costs."""
-FIRST_SECONDS, FIRST_OPERATORS = (1.0, 3.0), 400
+FIRST_SECONDS, FIRST_OPERATORS = (1.0, 2.0), 400
 """Time for the first schedule, from least to most: a second for so many operators."""
+TIGHT_SECONDS = 1.5, 2.0
+"""The same where the default implementations don't suffice."""
 PLAIN_SECONDS = 0.2
 """The same where plain training keeps to the budget, and all costs are known."""
-NICENESS = 10
-"""Of the process that solves beside training: it gets a tenth of a core that training wants, too."""
 MEASURING_SHARE = 0.25
 """Time for measuring between two steps, as a part of the last step's."""
 PATIENCE = 2.0
@@ -94,36 +93,68 @@ class PlanningBesideTraining:
         Raises:
             Those of `monetlite.optimize`.
         """
-        rough = [item.rough_profile(ROUGH_SECONDS / len(self._measurements)) for item in self._measurements]
         complete = all(item.known for item in self._measurements)
-        profiles = self._steps(rough or self._estimated())
-        try:
-            schedule = self._found_soon(profiles, complete)
-        except InfeasibleBudget:
-            if not settle:
-                raise
-            return self.best()
-        self.finished = complete and schedule.status is Status.OPTIMAL
-        return schedule
+        defaults = not complete and self._defaults_may_do()
+        if complete or defaults:
+            try:
+                return self._found_soon(self._rough() or self._estimated(), FIRST_SECONDS, complete)
+            except InfeasibleBudget:
+                if not settle:
+                    raise
+        if not complete:
+            with contextlib.suppress(InfeasibleBudget):
+                return self._found_soon(self._rough(alternatives=True), TIGHT_SECONDS)
+            self._measure()
+            with contextlib.suppress(InfeasibleBudget):
+                return self._found_soon(self._complete(), TIGHT_SECONDS, complete=True)
+        return self.best()
 
-    def _found_soon(self, profiles: list[Profile], complete: bool) -> Schedule:
-        """The first schedule, by all costs or by those of the default operators alone.
+    def _defaults_may_do(self) -> bool:
+        """False if schedules of the default implementations exceed the budget by what they keep in memory alone."""
+        from monetlite.solving.bounding.peak_bound import operator_bound
+        from monetlite.solving.problem import Problem
+
+        bare = self._steps([without_costs(graph.restricted(lambda item: False)) for graph in self._graphs])[0]
+        budget_bytes = parse_budget(self._budget_of(bare), simulate(bare, plain_steps(bare.graph)).peak_bytes)
+        return operator_bound(Problem.of(bare)) <= budget_bytes
+
+    def _rough(self, *, alternatives: bool = False) -> list[Profile]:
+        """Costs of one run each; none where nothing is measured."""
+        seconds = ROUGH_SECONDS / max(1, len(self._measurements))
+        return [item.rough_profile(seconds, alternatives=alternatives) for item in self._measurements]
+
+    def _found_soon(
+        self, profiles: list[Profile], seconds: tuple[float, float], complete: bool = False
+    ) -> Schedule:
+        """A schedule within seconds, by all costs or by the first ones.
 
         Of default operators, nothing is faster than plain training.
+
+        Args:
+            profiles: of the graphs.
+            seconds: the least and the most time.
+            complete: all costs are measured, so that an optimal schedule is the last one.
+
+        Raises:
+            InfeasibleBudget: none was found.
         """
-        profile, (least, most) = profiles[0], FIRST_SECONDS
+        profiles = self._steps(profiles)
+        profile, (least, most) = profiles[0], seconds
         steps = plain_steps(profile.graph)
         plain_bytes = simulate(profile, steps).peak_bytes
         budget_bytes = parse_budget(self._budget_of(profile), plain_bytes)
-        seconds = max(least, min(most, len(profile.graph.operators) / FIRST_OPERATORS))
+        limit = max(least, min(most, len(profile.graph.operators) / FIRST_OPERATORS))
         if plain_bytes <= budget_bytes and not self._solving.reserved:
             if not complete:
                 from monetlite.solving.incumbent import Solution
 
                 plain = Solution.of_steps(profile, steps, method="plain")
                 return as_schedule(profile, budget_bytes, plain, self._solving.tolerance)
-            seconds = PLAIN_SECONDS
-        return self._solved(profiles, replace(self._solving, time_limit=min(seconds, self._solving.time_limit)))
+            limit = PLAIN_SECONDS
+        limit = min(limit, self._solving.time_limit)
+        schedule = self._solved(profiles, replace(self._solving, time_limit=limit))
+        self.finished = complete and schedule.status is Status.OPTIMAL
+        return schedule
 
     def take_off(self, size_bytes: int) -> None:
         """Plan for so much less than the budget from here on."""
@@ -218,9 +249,7 @@ class PlanningBesideTraining:
                 env=own_environment(),
             )
         weakref.finalize(self, _end, self._process)
-        if hasattr(os, "setpriority"):
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+        give_way(self._process)
 
     def _result(self) -> Schedule | None:
         assert self._process is not None

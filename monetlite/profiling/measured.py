@@ -54,6 +54,8 @@ def measure_profile(
     return measurement.profile()
 
 
+_LARGE = 0.25
+"""Calls that move this part of what the largest one does are large, too."""
 _rough: dict[tuple[str, str], Cost] = {}
 """Costs of one run each, by device and call, of this process."""
 
@@ -160,21 +162,32 @@ class Measurement:
             if isinstance(error, _OutOfMemory):
                 self._too_large.append(candidate.name)
 
-    def rough_profile(self, seconds: float) -> Profile:
-        """Costs of the default implementations alone, in so many seconds; of all where the cache has them.
+    def rough_profile(self, seconds: float, *, alternatives: bool = False) -> Profile:
+        """Costs of the default implementations alone, in about so many seconds; of all where the cache has them.
 
-        Costs that the cache doesn't have are of one run, the largest calls first. What there is no time for costs
-        what others of its family do, by the bytes that they move.
+        Costs that the cache doesn't have are of one or two runs, the largest calls first. The largest decide the
+        peak, so defaults among them run in any case. What there is no time for costs what others of its family do,
+        by the bytes that they move. With `alternatives` the other implementations are run, too, but for cuDNN's
+        plans; those that there is no time for are left out.
         """
-        graph = self._graph if self.known else self._graph.restricted(lambda item: False)
+        graph = self._graph
+        if not self.known:
+            graph = graph.restricted(lambda item: alternatives and not _is_plan(item))
         candidates, end = _candidates(graph), time.monotonic() + seconds
         moved = {signature: _moved_bytes(candidate) for signature, candidate in candidates.items()}
+        large = _LARGE * max(moved.values(), default=0)
+        order = sorted(
+            candidates, key=lambda item: (not candidates[item].needed or moved[item] < large, -moved[item])
+        )
         costs: dict[str, Cost] = {}
         with steady_heap() if self._meter.device == "cpu" else contextlib.nullcontext():
-            for signature in sorted(candidates, key=lambda signature: -moved[signature]):
-                key = self._meter.device, signature
+            for signature in order:
+                key, decides = (
+                    (self._meter.device, signature),
+                    candidates[signature].needed and moved[signature] >= large,
+                )
                 cost = self._cache.get(signature) or _rough.get(key)
-                if cost is None and time.monotonic() < end:
+                if cost is None and (decides or time.monotonic() < end):
                     with contextlib.suppress(RuntimeError, IndexError, TypeError, MemoryError):
                         cost = _rough[key] = _cost(candidates[signature], self._meter, rough=True)
                 if cost is not None:
@@ -183,6 +196,8 @@ class Measurement:
             signature: (family_of(candidates[signature].call.target), cost) for signature, cost in costs.items()
         }
         for signature in candidates.keys() - costs.keys():
+            if not candidates[signature].needed:
+                continue
             family, size = family_of(candidates[signature].call.target), moved[signature]
             alike = [item for item in known if known[item][0] == family]
             ms = sorted(known[item][1].latency_ms / max(1, moved[item]) for item in alike or known)
@@ -191,6 +206,8 @@ class Measurement:
                 latency_ms=size * (ms[len(ms) // 2] if ms else 0.0),
                 workspace_bytes=math.ceil(size * max(workspace, default=0.0)),
             )
+        return on_front(self._priced(_of_known_costs(graph, costs), costs))
+
         return on_front(self._priced(graph, costs))
 
     def profile(self) -> Profile:
@@ -205,8 +222,7 @@ class Measurement:
                 stacklevel=4,
             )
         graph, costs = self._graph, self._costs
-        graph = graph.restricted(lambda item: all(call.signature in costs for call in _calls(graph, item)))
-        return on_front(self._priced(graph, costs))
+        return on_front(self._priced(_of_known_costs(graph, costs), costs))
 
     def _priced(self, graph: OperatorGraph, costs: Mapping[str, Cost]) -> Profile:
         graph = replace(graph, resident=replace(graph.resident, libraries=_library_bytes(graph, self._meter)))
@@ -318,6 +334,11 @@ def _candidates(graph: OperatorGraph) -> dict[str, _MeasuredCall]:
     return found
 
 
+def _of_known_costs(graph: OperatorGraph, costs: Mapping[str, Cost]) -> OperatorGraph:
+    """A graph with the defaults and the implementations whose costs are known."""
+    return graph.restricted(lambda item: all(call.signature in costs for call in _calls(graph, item)))
+
+
 def _calls(graph: OperatorGraph, item: Implementation) -> Iterator[_MeasuredCall]:
     """The first call of an implementation and, where later runs make another call, that one."""
     if item.call is None or not item.call.outputs:  # nothing is computed
@@ -386,20 +407,30 @@ def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
 
 def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False, rough: bool = False) -> Cost:
     with _callable(measured.call, meter.device, fractions=fractions) as (call, recent):
-        growth_bytes = meter.growth_bytes(call)
-        latency_ms = _once_ms(call, meter) if rough else meter.latency_ms(call, recent)
+        timed = _Timed(call, meter)
+        growth_bytes = meter.growth_bytes(timed)
+        if rough and len(timed.ms) < 2:
+            timed()  # without what the first run has to load
+        latency_ms = min(timed.ms) if rough else meter.latency_ms(call, recent)
         host_ms = 0.0 if rough else meter.host_ms(call)
         workspace_bytes = max(0, growth_bytes - measured.result_bytes)
         return Cost(latency_ms=latency_ms, workspace_bytes=workspace_bytes, host_ms=host_ms)
 
 
-def _once_ms(call: Callable[[], object], meter: Meter) -> float:
-    """Latency of one run, in ms."""
-    began = time.perf_counter()
-    call()
-    if meter.device == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began)
+class _Timed:
+    """A call that notes how long its runs take."""
+
+    def __init__(self, call: Callable[[], object], meter: Meter) -> None:
+        self._call, self._meter = call, meter
+        self.ms: list[float] = []
+
+    def __call__(self) -> object:
+        began = time.perf_counter()
+        result = self._call()
+        if self._meter.device == "cuda":
+            torch.cuda.synchronize()
+        self.ms.append(1e3 * (time.perf_counter() - began))
+        return result
 
 
 @contextlib.contextmanager

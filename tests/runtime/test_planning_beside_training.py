@@ -9,10 +9,14 @@ from small_models import SmallCNN, assert_same, step, twin
 from torch import nn
 
 import monetlite
+from monetlite.core.costs import without_costs
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.planning import beside_training
 from monetlite.planning.beside_training import PlanningBesideTraining
+from monetlite.profiling.measured import Measurement
 from monetlite.runtime.step_plans import StepPlans
+from monetlite.solving.bounding.peak_bound import operator_bound
+from monetlite.solving.problem import Problem
 
 
 class Dropping(nn.Module):
@@ -120,6 +124,23 @@ def test_where_plain_training_fits_it_is_the_first_plan(monkeypatch, cache_folde
     schedule = monetlite.schedule_of(model)
     assert schedule.overhead == 0
     assert schedule.peak_bytes == schedule.plain_peak_bytes
+
+
+def test_a_budget_below_what_default_implementations_need_is_planned_for_at_once(monkeypatch, cache_folder):
+    """Other implementations run once, too; nothing is measured at length."""
+    monkeypatch.setattr(PlanningBesideTraining, "best", lambda *_: pytest.fail("solved for all the time"))
+    monkeypatch.setattr(Measurement, "run", lambda *_: pytest.fail("measured"))
+    model, inputs = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 1)), (torch.randn(4096, 8),)
+    plain = twin(model)
+    graph = monetlite.trace(model, inputs)
+    defaults = graph.restricted(lambda item: False)
+    assert defaults != graph
+    budget_bytes = operator_bound(Problem.of(without_costs(defaults))) - 2**20
+    monetlite.within(model, budget=budget_bytes, time_limit=5)
+    assert_same(step(model, inputs), step(plain, inputs))
+    schedule = monetlite.schedule_of(model)
+    assert schedule.peak_bytes <= budget_bytes
+    assert any(name != "default" for name in schedule.choices.implementations.values())
 
 
 def test_what_does_not_fit_is_refused_at_the_first_step(planned):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numba
 
+from monetlite.core.child_processes import give_way
 from monetlite.core.costs import Profile, ProfileKind
 from monetlite.core.graph import OperatorGraph, Resident
 from monetlite.solving.annealing import compiled
@@ -55,6 +56,7 @@ def ensure_compiled(deadline: float, should_stop: Callable[[], bool] = lambda: F
     process = _compiler()
     while process.poll() is None:
         if time.monotonic() >= deadline or should_stop():
+            give_way(process)
             return False
         time.sleep(0.05)
     load()
