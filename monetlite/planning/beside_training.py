@@ -1,7 +1,7 @@
 """A schedule within seconds of a step's capture, and a better one beside training.
 
-`first` takes the costs of the default operators, from one run each, and solves for one to three seconds. Costs that
-the cache has are exact. If nothing fits, the other implementations run once, too.
+`first` takes the costs of implementations from one run each, as far as two seconds go, and solves for two seconds.
+Costs that the cache has are exact. Where plain training fits, it is the first schedule.
 
 `advance` is called between two steps, when nothing else runs: there it measures every implementation, a while at a
 time. Then a process of low priority solves beside training.
@@ -35,12 +35,10 @@ from monetlite.profiling.measured import Measurement
 from monetlite.profiling.memory_use import may_profile
 from monetlite.profiling.step_additions import with_additions
 
-ROUGH_SECONDS = 1.25
-"""Time for the first costs."""
-FIRST_SECONDS, FIRST_OPERATORS = (1.0, 2.0), 400
+ROUGH_SECONDS = 1.25, 1.75
+"""Time for the first costs: of the default implementations, and of all."""
+FIRST_SECONDS, FIRST_OPERATORS = (1.5, 2.0), 400
 """Time for the first schedule, from least to most: a second for so many operators."""
-TIGHT_SECONDS = 1.5, 2.0
-"""The same where the default implementations don't suffice."""
 PLAIN_SECONDS = 0.2
 """The same where plain training keeps to the budget, and all costs are known."""
 MEASURING_SHARE = 0.25
@@ -94,64 +92,51 @@ class PlanningBesideTraining:
             Those of `monetlite.optimize`.
         """
         complete = all(item.known for item in self._measurements)
-        defaults = not complete and self._defaults_may_do()
-        if complete or defaults:
-            try:
-                return self._found_soon(self._rough() or self._estimated(), FIRST_SECONDS, complete)
-            except InfeasibleBudget:
-                if not settle:
-                    raise
+        try:
+            return self._found_soon(self._rough() or self._estimated(), complete)
+        except InfeasibleBudget:
+            if not settle:
+                raise
         if not complete:
-            with contextlib.suppress(InfeasibleBudget):
-                return self._found_soon(self._rough(alternatives=True), TIGHT_SECONDS)
             self._measure()
             with contextlib.suppress(InfeasibleBudget):
-                return self._found_soon(self._complete(), TIGHT_SECONDS, complete=True)
+                return self._found_soon(self._complete(), complete=True)
         return self.best()
 
-    def _defaults_may_do(self) -> bool:
-        """False if schedules of the default implementations exceed the budget by what they keep in memory alone."""
-        from monetlite.solving.bounding.peak_bound import operator_bound
-        from monetlite.solving.problem import Problem
+    def _rough(self) -> list[Profile]:
+        """Costs of one run each: of the default implementations, and of others unless plain training may fit."""
+        others = not self._plain_fits(self._steps([without_costs(graph) for graph in self._graphs])[0])
+        seconds = ROUGH_SECONDS[others] / max(1, len(self._measurements))
+        return [item.rough_profile(seconds, alternatives=others) for item in self._measurements]
 
-        bare = self._steps([without_costs(graph.restricted(lambda item: False)) for graph in self._graphs])[0]
-        budget_bytes = parse_budget(self._budget_of(bare), simulate(bare, plain_steps(bare.graph)).peak_bytes)
-        return operator_bound(Problem.of(bare)) <= budget_bytes
+    def _plain_fits(self, profile: Profile) -> bool:
+        plain_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
+        return plain_bytes <= parse_budget(self._budget_of(profile), plain_bytes) and not self._solving.reserved
 
-    def _rough(self, *, alternatives: bool = False) -> list[Profile]:
-        """Costs of one run each; none where nothing is measured."""
-        seconds = ROUGH_SECONDS / max(1, len(self._measurements))
-        return [item.rough_profile(seconds, alternatives=alternatives) for item in self._measurements]
-
-    def _found_soon(
-        self, profiles: list[Profile], seconds: tuple[float, float], complete: bool = False
-    ) -> Schedule:
+    def _found_soon(self, profiles: list[Profile], complete: bool) -> Schedule:
         """A schedule within seconds, by all costs or by the first ones.
 
         Of default operators, nothing is faster than plain training.
 
         Args:
             profiles: of the graphs.
-            seconds: the least and the most time.
             complete: all costs are measured, so that an optimal schedule is the last one.
 
         Raises:
             InfeasibleBudget: none was found.
         """
         profiles = self._steps(profiles)
-        profile, (least, most) = profiles[0], seconds
-        steps = plain_steps(profile.graph)
-        plain_bytes = simulate(profile, steps).peak_bytes
-        budget_bytes = parse_budget(self._budget_of(profile), plain_bytes)
-        limit = max(least, min(most, len(profile.graph.operators) / FIRST_OPERATORS))
-        if plain_bytes <= budget_bytes and not self._solving.reserved:
+        profile, (least, most) = profiles[0], FIRST_SECONDS
+        seconds = max(least, min(most, len(profile.graph.operators) / FIRST_OPERATORS))
+        if self._plain_fits(profile):
             if not complete:
                 from monetlite.solving.incumbent import Solution
 
-                plain = Solution.of_steps(profile, steps, method="plain")
+                plain = Solution.of_steps(profile, plain_steps(profile.graph), method="plain")
+                budget_bytes = parse_budget(self._budget_of(profile), plain.peak_bytes)
                 return as_schedule(profile, budget_bytes, plain, self._solving.tolerance)
-            limit = PLAIN_SECONDS
-        limit = min(limit, self._solving.time_limit)
+            seconds = PLAIN_SECONDS
+        limit = min(seconds, self._solving.time_limit)
         schedule = self._solved(profiles, replace(self._solving, time_limit=limit))
         self.finished = complete and schedule.status is Status.OPTIMAL
         return schedule

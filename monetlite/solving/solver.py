@@ -186,7 +186,8 @@ class _PeakSolve:
         try:
             if deep is not None:
                 for length, share in STAGES[1:]:
-                    self._plan_blocks(deep, length, share)
+                    if not self.should_stop():
+                        self._plan_blocks(deep, length, share)
             self._improve()
             while bounding.is_alive() and not self.should_stop():
                 bounding.join(min(0.1, max(0.0, self.left)))

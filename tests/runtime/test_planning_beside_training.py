@@ -15,7 +15,7 @@ from monetlite.planning import beside_training
 from monetlite.planning.beside_training import PlanningBesideTraining
 from monetlite.profiling.measured import Measurement
 from monetlite.runtime.step_plans import StepPlans
-from monetlite.solving.bounding.peak_bound import operator_bound
+from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.problem import Problem
 
 
@@ -135,7 +135,7 @@ def test_a_budget_below_what_default_implementations_need_is_planned_for_at_once
     graph = monetlite.trace(model, inputs)
     defaults = graph.restricted(lambda item: False)
     assert defaults != graph
-    budget_bytes = operator_bound(Problem.of(without_costs(defaults))) - 2**20
+    budget_bytes = smallest_budget_bound(Problem.of(without_costs(defaults))) - 2**20
     monetlite.within(model, budget=budget_bytes, time_limit=5)
     assert_same(step(model, inputs), step(plain, inputs))
     schedule = monetlite.schedule_of(model)

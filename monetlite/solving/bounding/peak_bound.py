@@ -92,34 +92,20 @@ def smallest_budget_bound(problem: Problem) -> int:
     """
     if not problem.runnable:
         return problem.resident_bytes
-    needs = _operator_needs(problem)
-    bound = _largest_need(needs)
-    backward = len(problem.main) - problem.forward_main
-    if backward * len(problem.extra) <= _AVAILABILITY_LIMIT:
-        bound = max(bound, _availability_bound(problem, needs))
-    return problem.resident_bytes + bound
-
-
-def operator_bound(problem: Problem) -> int:
-    """The first part of `smallest_budget_bound`, which takes much less time: what single operators need."""
-    return problem.resident_bytes + (_largest_need(_operator_needs(problem)) if problem.runnable else 0)
-
-
-def _operator_needs(problem: Problem) -> list[list[tuple[Option, int]]]:
-    """For each main operator, its options and the bytes that are live while it runs whatever the schedule."""
     lifetimes = certain_lifetimes(problem)
     nothing: frozenset[int] = frozenset()
-    return [
+    needs = [
         [
             (option, lifetimes.fixed_bytes[at] + own_bytes(problem, at, option, lifetimes, nothing))
             for option in problem.options[operator]
         ]
         for at, operator in enumerate(problem.main)
     ]
-
-
-def _largest_need(needs: list[list[tuple[Option, int]]]) -> int:
-    return max(0, max((min(need for _, need in ways) for ways in needs), default=0))
+    bound = max((min(need for _, need in ways) for ways in needs), default=0)
+    backward = len(problem.main) - problem.forward_main
+    if backward * len(problem.extra) <= _AVAILABILITY_LIMIT:
+        bound = max(bound, _availability_bound(problem, needs))
+    return problem.resident_bytes + max(bound, 0)
 
 
 def _availability_bound(problem: Problem, needs: list[list[tuple[Option, int]]]) -> int:
