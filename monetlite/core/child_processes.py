@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-_NICENESS = 13
+NICENESS = 13
 """Of a process that gives way: beside one that wants a core, too, it gets a twentieth of it."""
 
 
@@ -22,4 +22,4 @@ def give_way(process: "subprocess.Popen[bytes]") -> None:
     """
     if hasattr(os, "setpriority"):
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)

@@ -1,5 +1,6 @@
 """Before the core is compiled there are answers already, and waiting for it ends when time is up."""
 
+import os
 import random
 import subprocess
 import time
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from random_graphs import random_profile
 
+from monetlite.core import child_processes
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -25,6 +27,8 @@ from monetlite.solving.problem import Problem
 
 class NeverDone:
     """A process that compiles for ever."""
+
+    pid = 2**30  # of no process
 
     def poll(self) -> int | None:
         return None
@@ -90,9 +94,13 @@ def test_known_schedules_are_kept(nothing_compiled: list[list[str]]) -> None:
     assert len(nothing_compiled) == 1  # The second found the first one's still at it.
 
 
-def test_waiting_stops_when_asked(nothing_compiled: list[list[str]]) -> None:
+def test_waiting_stops_when_asked(nothing_compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes on compiling gives way to what comes next, training most likely."""
+    given: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "setpriority", lambda *args: given.append(args))
     assert not compiling.ensure_compiled(time.monotonic() + 600, lambda: True)
     assert len(nothing_compiled) == 1
+    assert given == [(os.PRIO_PROCESS, NeverDone.pid, child_processes.NICENESS)]
 
 
 def test_without_a_cache_it_compiles_here(monkeypatch: pytest.MonkeyPatch) -> None:
