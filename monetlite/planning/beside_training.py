@@ -6,7 +6,7 @@ Costs that the cache has are exact. Where plain training fits, it is the first s
 `advance` is called between two steps, when nothing else runs: there it measures every implementation, a while at a
 time. Then a process of low priority solves beside training.
 
-If `first` still finds nothing that fits, it measures and solves until something does, as waiting would.
+If `first` finds nothing that fits so, it measures and solves until something does, as waiting would.
 """
 
 import contextlib

@@ -176,18 +176,13 @@ class Measurement:
         candidates, end = _candidates(graph), time.monotonic() + seconds
         moved = {signature: _moved_bytes(candidate) for signature, candidate in candidates.items()}
         large = _LARGE * max(moved.values(), default=0)
-        order = sorted(
-            candidates, key=lambda item: (not candidates[item].needed or moved[item] < large, -moved[item])
-        )
+        decisive = {item for item in candidates if candidates[item].needed and moved[item] >= large}
         costs: dict[str, Cost] = {}
         with steady_heap() if self._meter.device == "cpu" else contextlib.nullcontext():
-            for signature in order:
-                key, decides = (
-                    (self._meter.device, signature),
-                    candidates[signature].needed and moved[signature] >= large,
-                )
+            for signature in sorted(candidates, key=lambda item: (item not in decisive, -moved[item])):
+                key = self._meter.device, signature
                 cost = self._cache.get(signature) or _rough.get(key)
-                if cost is None and (decides or time.monotonic() < end):
+                if cost is None and (signature in decisive or time.monotonic() < end):
                     with contextlib.suppress(RuntimeError, IndexError, TypeError, MemoryError):
                         cost = _rough[key] = _cost(candidates[signature], self._meter, rough=True)
                 if cost is not None:
@@ -195,9 +190,7 @@ class Measurement:
         known = {
             signature: (family_of(candidates[signature].call.target), cost) for signature, cost in costs.items()
         }
-        for signature in candidates.keys() - costs.keys():
-            if not candidates[signature].needed:
-                continue
+        for signature in {item for item in candidates if candidates[item].needed} - costs.keys():
             family, size = family_of(candidates[signature].call.target), moved[signature]
             alike = [item for item in known if known[item][0] == family]
             ms = sorted(known[item][1].latency_ms / max(1, moved[item]) for item in alike or known)
@@ -207,8 +200,6 @@ class Measurement:
                 workspace_bytes=math.ceil(size * max(workspace, default=0.0)),
             )
         return on_front(self._priced(_of_known_costs(graph, costs), costs))
-
-        return on_front(self._priced(graph, costs))
 
     def profile(self) -> Profile:
         """The profile of all costs, once all calls are measured."""
