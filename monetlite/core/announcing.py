@@ -23,3 +23,10 @@ def planned(schedule: Schedule) -> str:
         f"{schedule.overhead:+.1%} over plain training, {format_bytes(schedule.peak_bytes)} of "
         f"{format_bytes(schedule.budget_bytes)}"
     )
+
+
+def bettered(before: Schedule, better: Schedule) -> str:
+    """The schedule that takes another's place, in a few words."""
+    if better.choices == before.choices:
+        return f"plan, with measured costs: {planned(better)}"
+    return f"better plan, from this step on: {planned(better)}"

@@ -4,33 +4,28 @@
 Costs that the cache has are exact. Where plain training fits, it is the first schedule.
 
 `advance` is called between two steps, when nothing else runs: there it measures every implementation, a while at a
-time. Then a process of low priority solves beside training.
+time. Then a process solves beside training (`solving_process`).
 
 If `first` finds nothing that fits so, it measures and solves until something does, as waiting would.
 """
 
 import contextlib
 import math
-import subprocess
-import sys
-import tempfile
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from monetlite.core.child_processes import give_way, own_environment
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, MonetliteError
 from monetlite.core.graph import LOSS, OperatorGraph, ValueKind
 from monetlite.core.options import PricingOptions, SolvingOptions
-from monetlite.core.schedule import Schedule, Status, read_schedule
+from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import parse_budget
 from monetlite.planning.budgets import as_schedule, solve_layouts
 from monetlite.planning.pipeline import measured_here, price
+from monetlite.planning.solving_process import SolvingProcess
 from monetlite.profiling.measured import Measurement
 from monetlite.profiling.memory_use import may_profile
 from monetlite.profiling.step_additions import with_additions
@@ -43,8 +38,6 @@ PLAIN_SECONDS = 0.2
 """The same where plain training keeps to the budget, and all costs are known."""
 MEASURING_SHARE = 0.25
 """Time for measuring between two steps, as a part of the last step's."""
-PATIENCE = 2.0
-"""Its time limit, as a multiple of what was asked for."""
 
 
 class PlanningBesideTraining:
@@ -77,8 +70,8 @@ class PlanningBesideTraining:
             for graph, device in zip(graphs, measured, strict=True)
             if device is not None
         ]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: SolvingProcess | None = None
+        self._first: Schedule | None = None
         self._seconds = 0.0
         self._credit_seconds = 0.0  # time that measuring may take between steps
         self._less_bytes = 0
@@ -91,6 +84,10 @@ class PlanningBesideTraining:
         Raises:
             Those of `monetlite.optimize`.
         """
+        self._first = self._at_once(settle)
+        return self._first
+
+    def _at_once(self, settle: bool) -> Schedule:
         complete = all(item.known for item in self._measurements)
         try:
             return self._found_soon(self._rough() or self._estimated(), complete)
@@ -163,9 +160,12 @@ class PlanningBesideTraining:
         if self.finished:
             return None
         if self._process is not None:
-            return None if self._process.poll() is None else self._result()
+            return self._handed_over(self._process)
         if all(item.done == item.total for item in self._measurements):
-            self._start()
+            assert self._first is not None
+            profiles = self._steps(self._complete())
+            budget, layout = self._budget_of(profiles[0]), self._pricing.layout
+            self._process = SolvingProcess(profiles, budget, self._solving, layout, self._first)
             return None
         self._credit_seconds += MEASURING_SHARE * step_seconds
         if self._credit_seconds > 0 and may_profile():
@@ -177,6 +177,16 @@ class PlanningBesideTraining:
                 self.told.append(f"no better plan is looked for: {error}")
             self._credit_seconds -= time.monotonic() - began  # the last call may have taken longer
         return None
+
+    def _handed_over(self, process: SolvingProcess) -> Schedule | None:
+        """The next better schedule; the process is over once it has ended and left none."""
+        ended = not process.running
+        better = process.better()
+        if better is None and ended:
+            self.finished = True
+            if process.failure is not None:
+                self.told.append(f"no better plan was found: {process.failure}")
+        return better
 
     def _measure(self, seconds: float = math.inf) -> None:
         began = time.monotonic()
@@ -207,49 +217,6 @@ class PlanningBesideTraining:
         plain_peak_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
         return parse_budget(self._budget, plain_peak_bytes) - self._less_bytes
 
-    def _start(self) -> None:
-        """Begin to solve, in a process that takes and gives files."""
-        self._folder = tempfile.TemporaryDirectory(prefix="monetlite-")
-        folder = Path(self._folder.name)
-        profiles = self._steps(self._complete())
-        paths = [folder / f"{number}.json" for number in range(len(profiles))]
-        for path, profile in zip(paths, profiles, strict=True):
-            profile.save(path)
-        solving = self._solving
-        budget = _as_text(self._budget_of(profiles[0]))
-        command = [sys.executable, "-m", "monetlite", "solve", "--budget", budget]
-        command += [word for path in paths for word in ("--profile", str(path))]
-        command += ["--time-limit", str(PATIENCE * solving.time_limit), "--solver", solving.solver]
-        command += ["--tolerance", str(solving.tolerance), "--implementations", solving.implementations]
-        command += ["--seed", str(solving.seed), "--output", str(folder / "schedule.yaml")]
-        if self._pricing.layout is not None:
-            command += ["--layout", self._pricing.layout]
-        with open(folder / "log", "wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                cwd=folder,
-                env=own_environment(),
-            )
-        weakref.finalize(self, _end, self._process)
-        give_way(self._process)
-
-    def _result(self) -> Schedule | None:
-        assert self._process is not None
-        assert self._folder is not None
-        self.finished = True
-        folder = Path(self._folder.name)
-        try:
-            if self._process.returncode == 0:
-                return read_schedule(folder / "schedule.yaml")
-            said = (folder / "log").read_text(errors="replace").strip().splitlines()
-            self.told.append(f"no better plan was found: {said[-1] if said else 'the solver ended'}")
-            return None
-        finally:
-            self._folder.cleanup()
-
 
 def least_stored(graph: OperatorGraph, once: Collection[int]) -> tuple[Step, ...]:
     """Steps that store nothing between forward and backward that can be computed again.
@@ -271,13 +238,3 @@ def least_stored(graph: OperatorGraph, once: Collection[int]) -> tuple[Step, ...
         elif index in once:
             operators[index] = replace(operator, rerunnable=False)
     return segment_checkpointing(without_costs(replace(graph, values=passing, operators=tuple(operators))), [])
-
-
-def _as_text(budget: str | int | float) -> str:
-    return budget if isinstance(budget, str) else f"{int(budget)}B"
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.terminate()
-        process.wait()

@@ -1,6 +1,5 @@
 """Step time against memory: the best schedules of several budgets, beside the baselines."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -16,6 +15,7 @@ from monetlite.solving.annealing.compiling import ensure_compiled, is_cached
 from monetlite.solving.annealing.flat_problem import flatten
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.search import search
+from monetlite.solving.clock import now
 from monetlite.solving.incumbent import Incumbent, Solution
 from monetlite.solving.problem import Problem
 from monetlite.solving.smallest import smallest_budget
@@ -124,7 +124,7 @@ def trade_off(
     if not is_cached():
         # No budget's time should go into this, nor its result depend on it.
         work.begin("compiling the search, once on this machine")
-        ensure_compiled(time.monotonic() + _COMPILING_SECONDS)
+        ensure_compiled(now() + _COMPILING_SECONDS)
     work.begin("the smallest feasible budget")
     smallest = smallest_budget(allowed, seconds=time_limit, seed=seed, starts=[own.steps])
     assert smallest.smallest_reached_steps is not None

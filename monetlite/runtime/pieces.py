@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from monetlite.core.announcing import planned, tell
+from monetlite.core.announcing import bettered, planned, tell
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import IllegalSchedule, ModelError, TraceError
 from monetlite.core.graph import AS_TRACED, Resident, TensorSpec
@@ -244,9 +244,9 @@ class PiecewiseTraining:
                 elif self._plan is None:
                     self._wanted = True
             elif self._planning is not None:
-                better = self._planning.advance(now - self._border)
-                if better is not None and self._take(better):
-                    self._planning.told.append(f"better plan, from this step on: {planned(better)}")
+                better, before = self._planning.advance(now - self._border), self.schedule
+                if better is not None and before is not None and self._take(better):
+                    self._planning.told.append(bettered(before, better))
                 while self._planning.told:
                     tell(self._planning.told.pop(0))
                 if self._planning.finished:

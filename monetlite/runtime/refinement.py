@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from monetlite.core.announcing import planned, tell
+from monetlite.core.announcing import bettered, tell
 from monetlite.core.errors import ScheduleMismatch
 from monetlite.core.schedule import Schedule
 from monetlite.runtime.fitting import Fitting
@@ -75,7 +75,7 @@ class Refinement:
         better = self._planning.advance(seconds)
         told, taken = self._planning.told, None
         if better is not None and self._exchange(better):
-            told.append(f"better plan, from this step on: {planned(better)}")
+            told.append(bettered(self.schedule, better))
             taken, self.schedule = (self.schedule, better), better
         while told:
             tell(told.pop(0))

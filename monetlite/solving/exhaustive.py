@@ -12,13 +12,13 @@ can run, so each step removes at most its own operator from that set: the heuris
 import functools
 import heapq
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
+from monetlite.solving.clock import now
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
 
@@ -188,7 +188,7 @@ def exhaustive(
     if not problem.runnable:
         return Solution(status=Status.INFEASIBLE, lower_bound_ms=math.inf)
     space = _Space(problem, latency_matters=latency_matters)
-    deadline = time.monotonic() + seconds
+    deadline = now() + seconds
     limit_bytes = budget_bytes - problem.resident_bytes
     last = len(problem.main)
     # Entries: (bound on the whole latency, −main operators done, tie-break, latency so far, done, live, ran).
@@ -201,7 +201,7 @@ def exhaustive(
         bound_ms, _, _, so_far_ms, done, live, ran = queue[0]
         stop = looked >= state_limit or pushed >= 8 * state_limit
         if not stop and looked % _CHECK_EVERY == 0:
-            stop = time.monotonic() > deadline or should_stop()
+            stop = now() > deadline or should_stop()
         if stop:
             return Solution(status=Status.TIMEOUT, lower_bound_ms=bound_ms if latency_matters else 0.0)
         heapq.heappop(queue)
@@ -268,14 +268,14 @@ def exhaustive_smallest_peak(
         `smallest_proven_bytes`, and the reached ones where there are any. Its status is optimal if both are equal,
         infeasible if no steps are legal at all.
     """
-    deadline = time.monotonic() + seconds
+    deadline = now() + seconds
 
     def attempt(budget_bytes: int) -> Solution:
         return exhaustive(
             problem,
             budget_bytes,
             state_limit=state_limit,
-            seconds=deadline - time.monotonic(),
+            seconds=deadline - now(),
             latency_matters=False,
             should_stop=should_stop,
         )

@@ -32,7 +32,6 @@ cutoff. A template with fewer candidates, or a budget lowered for the solver's t
 
 import importlib.util
 import math
-import time
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +45,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
 from monetlite.solving.bounding.latency_bound import rounded_down
 from monetlite.solving.bounding.zero_one import ZeroOneProgram
+from monetlite.solving.clock import now, on_the_wall
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Option, Problem
 
@@ -267,7 +267,7 @@ def solve_program(
     name = check_solver(solver)
     if not problem.runnable:
         return Solution(status=Status.INFEASIBLE, lower_bound_ms=math.inf)
-    deadline = time.monotonic() + seconds
+    deadline = now() + seconds
     slots = full_template(problem, passes)
     room = max(0, budget_bytes - problem.resident_bytes)
     bound_ms = 0.0
@@ -317,7 +317,7 @@ def solve_rows(
 
     Args:
         rows: the program. boolean: its columns that are 0 or 1; the others are continuous. upper: of every column.
-        solver: as cvxpy knows it. deadline: of `time.monotonic`. cutoff_ms: the most that is of interest.
+        solver: as cvxpy knows it. deadline: of `clock.now`. cutoff_ms: the most that is of interest.
         gap: part of the objective to which it has to be optimal.
     """
     import cvxpy
@@ -336,10 +336,10 @@ def solve_rows(
     if math.isfinite(cutoff_ms):
         constraints.append(cost @ x <= cutoff_ms / unit_ms * (1 + 1e-7))
     stated = cvxpy.Problem(cvxpy.Minimize(cost @ x), constraints)
-    began = time.monotonic()
+    began = now()
     data, chain, inverse = stated.get_problem_data(solver)
     # Handing the data on to the solver takes longer than compiling it; the limit does not count it.
-    seconds = max(0.1, deadline - time.monotonic() - 2 * (time.monotonic() - began))
+    seconds = on_the_wall(max(0.1, deadline - now() - 2 * (now() - began)))
     limits: dict[str, dict[str, Any]] = {
         "SCIP": {"scip_params": {"limits/time": seconds, "limits/gap": gap}},
         "HIGHS": {"time_limit": seconds, "mip_rel_gap": gap, "threads": 1},

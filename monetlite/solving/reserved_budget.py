@@ -10,7 +10,6 @@ of annealing lower a schedule's latency and the memory that the allocator on pap
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -28,6 +27,7 @@ from monetlite.solving.annealing.compiled import REFRESH, Integers
 from monetlite.solving.annealing.compiling import ensure_compiled
 from monetlite.solving.annealing.flat_problem import encode, flatten
 from monetlite.solving.annealing.runs import NEVER_FITS, AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.clock import now
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
 from monetlite.solving.solver import solve_peak
@@ -87,7 +87,7 @@ def solve_reserved(
         SolverError: the solver is unknown or not installed.
     """
     refuse_without_gpu(profile)
-    began = time.monotonic()
+    began = now()
     deadline = began + options.time_limit
     known = list(starts)
 
@@ -132,12 +132,12 @@ def solve_reserved(
         assert found.peak_bytes is not None
         over_bytes = max(0, least_limit(profile, found.steps) - budget_bytes) + int(budget_bytes * _STEP)
         target_bytes = min(found.peak_bytes, target_bytes) - over_bytes
-        found = solve(target_bytes, max(MIN_SECONDS, ROUND_SHARE * (deadline - time.monotonic())))
+        found = solve(target_bytes, max(MIN_SECONDS, ROUND_SHARE * (deadline - now())))
         if found.steps is None:
             break
         least_bytes = min(least_bytes, least_limit(profile, found.steps))
         best = _best_within(profile, budget_bytes, [found])
-    seconds = time.monotonic() - began
+    seconds = now() - began
     if best is None or best.latency_ms is None:
         return Solution(
             status=Status.TIMEOUT,
@@ -199,7 +199,7 @@ def arrange(
     Returns:
         The steps of the fastest schedule found, or None.
     """
-    began = time.monotonic()
+    began = now()
     if not ensure_compiled(began + seconds):
         return None
     arrangement = _Arrangement(profile, limit_bytes, seed)
@@ -237,10 +237,10 @@ class _Arrangement:
         present = min(trials, key=_rank)
         share = present.cost.budget_bytes / self.limit_bytes
         for number in range(_RUNS_PER_HEAT * len(_RUNS)):
-            if self.best is None and time.monotonic() >= began + GIVE_UP * seconds:
+            if self.best is None and now() >= began + GIVE_UP * seconds:
                 return
             until = began + seconds * (number + 1) / (_RUNS_PER_HEAT * len(_RUNS))
-            left = until - time.monotonic()
+            left = until - now()
             if left <= 0:
                 continue
             # Every other run chooses implementations for another peak.
@@ -265,7 +265,7 @@ class _Arrangement:
         """Anneal, and look now and then if the best so far keeps to the limit."""
         checked_ms = math.inf
         for check in range(1, _CHECKS + 1):
-            self.workspace.advance(run, check / _CHECKS, lambda: time.monotonic() >= until)
+            self.workspace.advance(run, check / _CHECKS, lambda: now() >= until)
             if run.best_ms >= min(checked_ms, self.best_ms):
                 continue
             steps = self.workspace.steps(run.best, run.cost.budget_bytes)

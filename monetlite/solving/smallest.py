@@ -2,13 +2,13 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from monetlite.core.costs import Profile
 from monetlite.core.steps import Step
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
+from monetlite.solving.clock import now
 from monetlite.solving.exhaustive import exhaustive_smallest_peak
 from monetlite.solving.incumbent import Incumbent, Solution
 from monetlite.solving.problem import Problem
@@ -65,7 +65,7 @@ def bracket_smallest(
         should_stop: asked now and then; stop early when it says so.
     """
     problem = incumbent.problem
-    deadline = time.monotonic() + seconds
+    deadline = now() + seconds
     incumbent.raise_smallest(smallest_budget_bound(problem))
     if not problem.runnable:
         return
@@ -82,7 +82,7 @@ def bracket_smallest(
             incumbent.offer(exact.smallest_reached_steps, "smallest")
         if incumbent.proven_bytes == incumbent.smallest_bytes:
             return
-    left = deadline - time.monotonic()
+    left = deadline - now()
     if left > 0 and not should_stop():
         _lower_in_threads(incumbent, seconds=left, seed=seed, should_stop=should_stop, enough_bytes=enough_bytes)
 

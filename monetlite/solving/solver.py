@@ -3,7 +3,6 @@
 import logging
 import math
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from monetlite.solving.bounding.latency_bound import LatencyBound, integer_bound
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import Floats
+from monetlite.solving.clock import now
 from monetlite.solving.exhaustive import exhaustive
 from monetlite.solving.incumbent import Incumbent, Solution
 from monetlite.solving.problem import Problem
@@ -86,7 +86,7 @@ def solve_peak(
     """Solve for a budget of the peak, as `monetlite.solving.solve_profile` says."""
     check_solver(options.solver)
     closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * options.time_limit)
-    solve = _PeakSolve(profile, budget_bytes, options, time.monotonic() + options.time_limit - closing, progress)
+    solve = _PeakSolve(profile, budget_bytes, options, now() + options.time_limit - closing, progress)
     infeasible = False
     try:
         infeasible = solve.run(tuple(starts))
@@ -142,7 +142,7 @@ class _PeakSolve:
     @property
     def left(self) -> float:
         """Seconds."""
-        return self.deadline - time.monotonic()
+        return self.deadline - now()
 
     def should_stop(self) -> bool:
         return self.stopped.is_set() or self.left <= 0 or self.incumbent.proven
@@ -200,17 +200,17 @@ class _PeakSolve:
 
     def _try_settings(self) -> None:
         """Offer what people set in one line: no schedule is slower than that at the same peak."""
-        end = time.monotonic() + _SETTINGS_SHARE * self.left
+        end = now() + _SETTINGS_SHARE * self.left
         for steps in checkpointing_settings(self.problem.profile):
             self.incumbent.offer(steps, "checkpointing")
-            if time.monotonic() >= end or self.should_stop():
+            if now() >= end or self.should_stop():
                 return
 
     def _drop_greedily(self) -> None:
         """Find something that fits, before anything is compiled."""
         flat = flatten(self.problem)
         for base in (keep_everything(flat), read_least(flat)):
-            deadline = time.monotonic() + max(_FIRST_SECONDS, _FIRST_SHARE * self.left)
+            deadline = now() + max(_FIRST_SECONDS, _FIRST_SHARE * self.left)
             greedy = Greedy(flat, self.budget_bytes, base=base, interpreted=not is_cached(), deadline=deadline)
             first = greedy.first()
             if first is not None:
@@ -232,7 +232,7 @@ class _PeakSolve:
         budget_bytes = self.budget_bytes
         for _ in range(_MASTERS):
             program = deep.program(budget_bytes)
-            chosen = program.solve(solver, time.monotonic() + _MASTER_SHARE * self.left, _MASTER_GAP)
+            chosen = program.solve(solver, now() + _MASTER_SHARE * self.left, _MASTER_GAP)
             if chosen is None or self.should_stop():
                 return
             steps = deep.steps(chosen)

@@ -1,6 +1,5 @@
 """Several budgets for one profile, each with what the others know."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,6 +8,7 @@ from monetlite.core.costs import Profile
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.steps import Step
+from monetlite.solving.clock import now
 from monetlite.solving.incumbent import PROVEN_GAP, Solution
 from monetlite.solving.solver import solve_peak
 
@@ -44,9 +44,9 @@ def sweep_profile(
     ascending = sorted(set(budgets_bytes))
     solutions: dict[int, Solution] = {}
     found: list[tuple[Step, ...]] = []
-    deadline = time.monotonic() + options.time_limit
+    deadline = now() + options.time_limit
     for number, budget_bytes in enumerate(ascending):
-        share = (deadline - time.monotonic()) / (len(ascending) - number)
+        share = (deadline - now()) / (len(ascending) - number)
         solution = solve_peak(
             profile,
             budget_bytes,

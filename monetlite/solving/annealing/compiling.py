@@ -20,6 +20,7 @@ from monetlite.core.graph import OperatorGraph, Resident
 from monetlite.solving.annealing import compiled
 from monetlite.solving.annealing.flat_problem import flatten, keep_everything
 from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.clock import now
 from monetlite.solving.problem import Problem
 
 _COMMAND = "import gc; gc.disable(); from monetlite.solving.annealing.compiling import load; load()"
@@ -42,7 +43,7 @@ def load() -> None:
 
 
 def ensure_compiled(deadline: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
-    """Prepare compiled code by a deadline (of `time.monotonic`); False if time was too short.
+    """Prepare compiled code by a deadline (of `clock.now`); False if time was too short.
 
     Where numba has nothing in its cache, another process compiles; it is left to itself when time is up.
     """
@@ -55,7 +56,7 @@ def ensure_compiled(deadline: float, should_stop: Callable[[], bool] = lambda: F
         return True
     process = _compiler()
     while process.poll() is None:
-        if time.monotonic() >= deadline or should_stop():
+        if now() >= deadline or should_stop():
             give_way(process)
             return False
         time.sleep(0.05)

@@ -1,7 +1,6 @@
 """Greedy choices: drop one value after the other until the rest fits. A baseline, and a start for the search."""
 
 import math
-import time
 from collections.abc import Iterator
 
 import numpy
@@ -17,6 +16,7 @@ from monetlite.solving.annealing.compiled import (
     new_scratch,
 )
 from monetlite.solving.annealing.flat_problem import FlatProblem, decode, keep_everything
+from monetlite.solving.clock import now
 
 TRIALS = 1000
 """With more values than this, several are dropped at a time."""
@@ -33,7 +33,7 @@ class Greedy:
         budget_bytes: no step may need more.
         base: choices to begin from; by default those of plain training.
         interpreted: compile nothing; slower by some thousand times, and there at once.
-        deadline: of `time.monotonic`; nothing else is tried after it.
+        deadline: of `clock.now`; nothing else is tried after it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Greedy:
 
     def _overflow_bytes(self, found: Integers) -> float:
         """Bytes beyond the budget, summed over steps; infinite when time is up."""
-        if time.monotonic() >= self.deadline:
+        if now() >= self.deadline:
             return math.inf
         cost = self.evaluate(
             self.flat.tables, found, self.scratch, self.budget_bytes, 1.0, self.never_fits, numpy.inf

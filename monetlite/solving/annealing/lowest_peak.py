@@ -1,6 +1,5 @@
 """Annealing for the smallest peak, whatever the latency: runs towards ever smaller budgets."""
 
-import time
 from collections.abc import Callable
 
 from monetlite.core.steps import Step
@@ -10,6 +9,7 @@ from monetlite.solving.annealing.compiling import ensure_compiled
 from monetlite.solving.annealing.flat_problem import KEEP_ALWAYS, encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import RERUN_EVERY_TIME
 from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace, round_down
+from monetlite.solving.clock import now
 from monetlite.solving.incumbent import Incumbent
 
 METHOD = "smallest"
@@ -48,10 +48,10 @@ def lower_peak(
         The choices of the smallest peak; None if compiled code was not ready in time.
     """
     problem = incumbent.problem
-    deadline = time.monotonic() + seconds
+    deadline = now() + seconds
 
     def finished() -> bool:
-        return time.monotonic() >= deadline or should_stop()
+        return now() >= deadline or should_stop()
 
     known: list[tuple[Step, ...]] = []
     for steps in baselines.known_schedules(problem.profile):
@@ -98,7 +98,7 @@ def lower_peak(
     turn = failures = 0
     while not finished() and failures < MAX_FAILURES and best_bytes > floor_bytes:
         cost = AnnealingCost(budget_bytes=max(floor_bytes, best_bytes - step_bytes), weight=weight)
-        affordable = workspace.rate * (deadline - time.monotonic()) * LONGEST_RUN
+        affordable = workspace.rate * (deadline - now()) * LONGEST_RUN
         iterations = round_down(min(RUN_LENGTH * flat.operator_count, affordable))
         # From the best, and from elsewhere in turn: each place has peaks that small changes don't lower.
         start = best if turn % 2 == 0 else bases[turn // 2 % STARTS]

@@ -5,7 +5,6 @@ memory. The moves and the loop are compiled (`compiled`); here are the arrays th
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from monetlite.solving.annealing.compiled import (
     new_scratch,
 )
 from monetlite.solving.annealing.flat_problem import FlatProblem, decode, keep_everything
+from monetlite.solving.clock import now
 
 MAX_STEPS_PER_OPERATOR = 20
 """Longest schedule, as a multiple of the number of operators."""
@@ -142,7 +142,7 @@ class Workspace:
         """
         until = min(run.total, int(run.total * share))
         while run.at < until and not finished():
-            began = time.perf_counter()
+            began = now()
             end = min(until, run.at + self.chunk)
             if anneal(
                 self.flat.tables,
@@ -164,7 +164,7 @@ class Workspace:
                 stop_when_fits,
             ):
                 return True
-            elapsed = max(1e-6, time.perf_counter() - began)
+            elapsed = max(1e-6, now() - began)
             self.rate = (end - run.at) / elapsed
             run.at = end
             if elapsed < CHUNK_SECONDS / 2:

@@ -28,6 +28,7 @@ from monetlite.solving.annealing.runs import (
     Workspace,
     round_down,
 )
+from monetlite.solving.clock import now
 from monetlite.solving.incumbent import Incumbent
 
 METHOD = "search"
@@ -104,7 +105,7 @@ def search(
         neighbour_busy: True while another thread is computing; on two cores the search then takes one.
         should_stop: asked several times a second.
     """
-    deadline = time.monotonic() + seconds
+    deadline = now() + seconds
     known = [*starts, *baselines.known_schedules(incumbent.problem.profile)]
     if not ensure_compiled(deadline, should_stop):
         for steps in known:
@@ -113,7 +114,7 @@ def search(
     stop = threading.Event()
 
     def finished() -> bool:
-        return stop.is_set() or time.monotonic() >= deadline or should_stop()
+        return stop.is_set() or now() >= deadline or should_stop()
 
     beginning = _begin(incumbent, known, tight)
     if incumbent.latency_ms <= incumbent.problem.least_latency_ms * (1 + 1e-12):
@@ -192,7 +193,7 @@ class _Worker:
         """Latencies, with the choices they are of; ascending."""
         if self.best_ms < math.inf:
             self.best.append((self.best_ms, beginning.starts[0].copy()))
-        self.total_seconds = max(1e-9, deadline - time.monotonic())
+        self.total_seconds = max(1e-9, deadline - now())
         self.turn = 0
         self.idle = 0
         self.guided = 0
@@ -217,7 +218,7 @@ class _Worker:
     @property
     def spent(self) -> float:
         """The share of the time that is over."""
-        return 1 - (self.deadline - time.monotonic()) / self.total_seconds
+        return 1 - (self.deadline - now()) / self.total_seconds
 
     def explore(self) -> None:
         """A bracket of runs from the start, of which the most promising go on; the first time one short run."""

@@ -1,7 +1,6 @@
 """Deep steps: plans for every kind of stretch, the master program, and the schedule that these make."""
 
 import os
-import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -12,6 +11,7 @@ from monetlite.core.steps import Step
 from monetlite.solving.annealing.search import THREADS
 from monetlite.solving.blocks.block_plans import Plan, PlanSearch, Stretch, Stretches
 from monetlite.solving.blocks.master_program import MasterProgram, Prices
+from monetlite.solving.clock import now
 
 MIN_BLOCKS = 4
 """Fewer blocks than this are one step to the search."""
@@ -71,10 +71,10 @@ class DeepStep:
 
     def price(self, budget_bytes: int, seconds: float, finished: Callable[[], bool]) -> None:
         """Add plans that the master program's multipliers ask for, until none gets better or the time is up."""
-        end = time.monotonic() + seconds
+        end = now() + seconds
 
         def over() -> bool:
-            return finished() or time.monotonic() >= end
+            return finished() or now() >= end
 
         while not over():
             prices = self.program(budget_bytes).prices()

@@ -5,7 +5,6 @@ the layers of the model, so that a plan keeps what checkpointing a layer keeps, 
 then any budget is a small boolean program.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
 from monetlite.solving.baselines import layer_numbers
 from monetlite.solving.blocks.deep_step import MIN_BLOCKS, DeepStep
+from monetlite.solving.clock import now
 from monetlite.solving.program import check_solver
 
 _MASTERS, _MASTER_SECONDS, _MASTER_GAP = 4, 1.0, 1e-3
@@ -68,7 +68,7 @@ class LayerPlans:
         asked_bytes = budget_bytes
         for _ in range(_MASTERS):
             program = self.deep.program(asked_bytes)
-            chosen = program.solve(self.solver, time.monotonic() + _MASTER_SECONDS, _MASTER_GAP)
+            chosen = program.solve(self.solver, now() + _MASTER_SECONDS, _MASTER_GAP)
             if chosen is None:
                 return None
             steps = tuple(self._with_deliveries(self.deep.steps(chosen)))
@@ -109,8 +109,8 @@ class LayerPlans:
 
 def _over(seconds: float) -> Callable[[], bool]:
     """True once so many seconds have passed."""
-    end = time.monotonic() + seconds
-    return lambda: time.monotonic() >= end
+    end = now() + seconds
+    return lambda: now() >= end
 
 
 def _only(profile: Profile, operators: list[int]) -> Profile:

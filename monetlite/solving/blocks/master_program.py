@@ -94,7 +94,7 @@ class MasterProgram:
         """The fastest plans within the budget, in order; None if none fit, or the time is up.
 
         Args:
-            solver: as cvxpy knows it. deadline: of `time.monotonic`. gap: to which it has to be optimal.
+            solver: as cvxpy knows it. deadline: of `clock.now`. gap: to which it has to be optimal.
         """
         upper = [1.0] * len(self.rows.cost_ms)
         status, found, _ = solve_rows(self.rows, self.columns, upper, solver, deadline, gap=gap)

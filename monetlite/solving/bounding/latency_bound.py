@@ -7,7 +7,6 @@ running out of time, cost quality and never validity.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from monetlite.core.errors import SolverError
 from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import Floats, ZeroOneProgram, dual_bound_ms
+from monetlite.solving.clock import now, on_the_wall
 from monetlite.solving.problem import Problem
 
 COARSE_ROWS = (2, 3, 4, 8, 16)
@@ -70,7 +70,7 @@ def latency_bound(
     """
     if not problem.runnable:
         return LatencyBound(lower_bound_ms=math.inf)
-    began = time.monotonic()
+    began = now()
     relaxation = Relaxation(
         problem,
         budget_bytes,
@@ -82,7 +82,7 @@ def latency_bound(
     bound_ms = problem.least_latency_ms
     if not program.cost_ms or not program.limit:
         return LatencyBound(lower_bound_ms=bound_ms)
-    highs, unit_ms = _loaded(program, integer=False, seconds=max(0.1, seconds - (time.monotonic() - began)))
+    highs, unit_ms = _loaded(program, integer=False, seconds=max(0.1, seconds - (now() - began)))
     highs.run()
     found = highs.getSolution()
     if found.dual_valid:
@@ -100,15 +100,15 @@ def latency_bounds(problem: Problem, budget_bytes: int, *, seconds: float) -> It
     Args:
         problem, budget_bytes: as for `latency_bound`. seconds: the most that all of them may take.
     """
-    deadline = time.monotonic() + seconds
+    deadline = now() + seconds
     for rows in COARSE_ROWS:
-        began, left = time.monotonic(), deadline - time.monotonic()
+        began, left = now(), deadline - now()
         yield latency_bound(
             problem, budget_bytes, seconds=left, checkpoint_limit=rows, forward_limit=rows, value_limit=None
         )
-        if time.monotonic() - began > _MAX_SHARE * left:
+        if now() - began > _MAX_SHARE * left:
             return
-    yield latency_bound(problem, budget_bytes, seconds=deadline - time.monotonic())
+    yield latency_bound(problem, budget_bytes, seconds=deadline - now())
 
 
 def integer_bound(
@@ -158,15 +158,15 @@ def integer_bound(
         return program.constant_ms + unit_ms * bound
 
     raised: list[BaseException] = []
-    began = risen_at = time.monotonic()
+    began = risen_at = now()
     highest_ms = -math.inf
 
     def stalled(bound_ms: float) -> bool:
         nonlocal highest_ms, risen_at
-        now = time.monotonic()
+        at = now()
         if bound_ms > highest_ms + _RISE * abs(bound_ms) or not math.isfinite(highest_ms):
-            highest_ms, risen_at = bound_ms, now
-        return now - risen_at > max(patience_seconds, 0.5 * (now - began))
+            highest_ms, risen_at = bound_ms, at
+        return at - risen_at > max(patience_seconds, 0.5 * (at - began))
 
     def watch(event: Any) -> None:
         try:
@@ -224,7 +224,7 @@ def _loaded(program: ZeroOneProgram, *, integer: bool, seconds: float) -> tuple[
         model.integrality_ = [highspy.HighsVarType.kInteger] * columns
     highs = highspy.Highs()
     highs.silent()
-    highs.setOptionValue("time_limit", float(max(0.0, seconds)))
+    highs.setOptionValue("time_limit", on_the_wall(max(0.0, seconds)))
     highs.setOptionValue("threads", 1)
     highs.passModel(model)
     return highs, unit_ms
