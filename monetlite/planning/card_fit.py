@@ -321,7 +321,6 @@ class _Search:
                 self.profile,
                 self.path,
                 seconds=PLANS_SHARE * seconds,
-                solver=self.solving.solver,
                 seed=self.solving.seed,
             )
             planned = plans.deep is not None

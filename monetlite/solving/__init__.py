@@ -10,11 +10,13 @@
 | `baselines.py` | other methods' schedules: starts, and comparisons |
 | `exhaustive.py` | up to 40 operators: all schedules, by A* |
 | `blocks/block_plans.py` | a stretch of blocks as a step of its own, and its plans |
-| `blocks/master_program.py` | a plan for every block within one budget: a boolean program, by the same solvers |
+| `blocks/master_program.py` | a plan for every block within one budget: a boolean program, by HiGHS |
 | `blocks/deep_step.py` | from 600 operators: plans for all stretches, and the schedules they make |
 | `program.py` | up to 100 operators: the boolean program, by SCIP, HiGHS or Gurobi |
 | `smallest.py` | the smallest feasible budget: proven, and reached |
 | `sweep.py` | several budgets, each with what the others know |
+| `clock.py` | the clock of time limits and deadlines |
+| `bounding/highs.py` | HiGHS with a program, for the bounds and the master program |
 | `bounding/zero_one.py` | rows of 0-1 programs, and their Lagrangian bound |
 | `bounding/peak_bound.py` | values that are live in every schedule: a bound on the peak |
 | `bounding/relaxation.py` | the whole problem as a 0-1 relaxation |

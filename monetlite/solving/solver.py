@@ -225,14 +225,14 @@ class _PeakSolve:
 
     def _plan_blocks(self, deep: DeepStep, length: int, share: float) -> None:
         """Find plans of stretches of so many blocks in a share of the time left, and choose one for each block."""
-        incumbent, solver = self.incumbent, check_solver(self.options.solver)
+        incumbent = self.incumbent
         incumbent.phase = "planning block by block"
         deep.sweep(length, share * self.left, self.should_stop)
         deep.price(self.budget_bytes, _PRICING_SHARE * share * self.left, self.should_stop)
         budget_bytes = self.budget_bytes
         for _ in range(_MASTERS):
             program = deep.program(budget_bytes)
-            chosen = program.solve(solver, now() + _MASTER_SHARE * self.left, _MASTER_GAP)
+            chosen = program.solve(now() + _MASTER_SHARE * self.left, _MASTER_GAP)
             if chosen is None or self.should_stop():
                 return
             steps = deep.steps(chosen)

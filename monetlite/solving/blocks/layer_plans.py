@@ -17,7 +17,6 @@ from monetlite.core.steps import Step
 from monetlite.solving.baselines import layer_numbers
 from monetlite.solving.blocks.deep_step import MIN_BLOCKS, DeepStep
 from monetlite.solving.clock import now
-from monetlite.solving.program import check_solver
 
 _MASTERS, _MASTER_SECONDS, _MASTER_GAP = 4, 1.0, 1e-3
 """Programs for one budget, each for less memory until their schedule fits; the most time for each; their gap."""
@@ -36,12 +35,11 @@ class LayerPlans:
 
     Args:
         profile: the step and its costs. path: of the list of layers among the model's modules.
-        seconds: about how long to look for plans. solver: of the boolean programs. seed: of the search.
+        seconds: about how long to look for plans. seed: of the search.
     """
 
-    def __init__(self, profile: Profile, path: str, *, seconds: float, solver: str, seed: int) -> None:
+    def __init__(self, profile: Profile, path: str, *, seconds: float, seed: int) -> None:
         self.profile = profile
-        self.solver = check_solver(solver)
         self.own = [at for at, item in enumerate(profile.graph.operators) if item.family != DELIVERY]
         """Operators that are planned. Deliveries take no time, and would make equal layers differ."""
         bare = _only(profile, self.own)
@@ -68,7 +66,7 @@ class LayerPlans:
         asked_bytes = budget_bytes
         for _ in range(_MASTERS):
             program = self.deep.program(asked_bytes)
-            chosen = program.solve(self.solver, now() + _MASTER_SECONDS, _MASTER_GAP)
+            chosen = program.solve(now() + _MASTER_SECONDS, _MASTER_GAP)
             if chosen is None:
                 return None
             steps = tuple(self._with_deliveries(self.deep.steps(chosen)))

@@ -16,16 +16,17 @@ plan that is not there yet is worth adding if its reduced cost is negative (colu
 pass several blocks.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from monetlite.core.schedule import Status
 from monetlite.solving.blocks.block_plans import Plan
+from monetlite.solving.bounding.highs import loaded, module
 from monetlite.solving.bounding.zero_one import ZeroOneProgram
-from monetlite.solving.program import solve_rows
+from monetlite.solving.clock import now
 
 Place = tuple[int, int]
 """A stretch by its first block and the one after its last."""
@@ -90,38 +91,28 @@ class MasterProgram:
             self.rows.row([before, *forward], 1.0)
             self.rows.row([before, *backward], 1.0)
 
-    def solve(self, solver: str, deadline: float, gap: float) -> list[tuple[Place, Plan]] | None:
-        """The fastest plans within the budget, in order; None if none fit, or the time is up.
+    def solve(self, deadline: float, gap: float) -> list[tuple[Place, Plan]] | None:
+        """The fastest plans within the budget, in order; None if none fit, or the time is up before any are found.
 
         Args:
-            solver: as cvxpy knows it. deadline: of `clock.now`. gap: to which it has to be optimal.
+            deadline: of `clock.now`. gap: part of the time to which it has to be optimal.
         """
-        upper = [1.0] * len(self.rows.cost_ms)
-        status, found, _ = solve_rows(self.rows, self.columns, upper, solver, deadline, gap=gap)
-        if found is None or status not in (Status.OPTIMAL, Status.FEASIBLE):
+        highs, _ = loaded(self.rows, integer=self.columns, seconds=max(0.1, deadline - now()))
+        highs.setOptionValue("mip_rel_gap", gap)
+        highs.run()
+        if highs.getInfo().primal_solution_status != module().SolutionStatus.kSolutionStatusFeasible:
             return None
+        found = highs.getSolution().col_value
         taken = [item for column, item in zip(self.columns, self.offered, strict=True) if found[column] > 0.5]
         return sorted(taken, key=lambda item: item[0])
 
     def prices(self) -> dict[Place, Prices] | None:
-        """Multipliers of the linear relaxation as each stretch sees them, by HiGHS; None if nothing fits."""
-        from scipy.optimize import linprog
-
-        matrix, limit, equal = self.rows.matrix(), np.array(self.rows.limit), np.array(self.rows.equal)
-        # cvxpy's way to HiGHS prints a line on stdout.
-        found = linprog(
-            self.rows.cost_ms,
-            A_ub=matrix[~equal],
-            b_ub=limit[~equal],
-            A_eq=matrix[equal],
-            b_eq=limit[equal],
-            method="highs",
-        )
-        if found.status != 0:
+        """Multipliers of the linear relaxation as each stretch sees them; None if nothing fits."""
+        highs, unit_ms = loaded(self.rows, seconds=math.inf)
+        highs.run()
+        if highs.getModelStatus() != module().HighsModelStatus.kOptimal:
             return None
-        multipliers = np.zeros(len(limit))
-        multipliers[~equal], multipliers[equal] = -found.ineqlin.marginals, -found.eqlin.marginals
-        of = multipliers[1:].reshape(-1, _ROWS)
+        of = -unit_ms * np.array(highs.getSolution().row_dual)[1:].reshape(-1, _ROWS)
         prices: dict[Place, Prices] = {}
         for (start, end), _ in self.offered:
             later_ms = of[start, _BACKWARD] * self.later_bytes[end - 1] * self.scale

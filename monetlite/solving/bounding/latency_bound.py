@@ -1,9 +1,8 @@
 """Lower bounds on the latency of every legal schedule within a budget, from the relaxation, by HiGHS.
 
-HiGHS is called through its own interface, for duals, a dual bound while it runs, and stopping it. The bound of the
-linear relaxation comes from dual multipliers, whoever computed them and however exactly: Lagrangian duality turns
-*any* non-negative multipliers into a valid bound (`zero_one.dual_bound_ms`). So a solver's tolerances, or its
-running out of time, cost quality and never validity.
+The bound of the linear relaxation comes from dual multipliers, whoever computed them and however exactly:
+Lagrangian duality turns *any* non-negative multipliers into a valid bound (`zero_one.dual_bound_ms`). So a solver's
+tolerances, or its running out of time, cost quality and never validity.
 """
 
 import math
@@ -13,18 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from monetlite.core.errors import SolverError
+from monetlite.solving.bounding.highs import loaded, module
 from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import Floats, ZeroOneProgram, dual_bound_ms
-from monetlite.solving.clock import now, on_the_wall
+from monetlite.solving.clock import now
 from monetlite.solving.problem import Problem
 
 COARSE_ROWS = (2, 3, 4, 8, 16)
 """Memory rows of each part of the step in coarse relaxations."""
 _MAX_SHARE = 0.25
 """Part of the time left that a linear program may take where a larger one is to follow."""
-_USUAL_COST = 1e4
-"""Sum that costs are scaled to, since the solver's tolerances on them are absolute."""
 _HEURISTIC_EFFORT = 0.2
 """Part of the effort that goes to solutions, where somebody wants them; HiGHS's default is 0.05."""
 _RISE = 2e-5
@@ -82,7 +79,7 @@ def latency_bound(
     bound_ms = problem.least_latency_ms
     if not program.cost_ms or not program.limit:
         return LatencyBound(lower_bound_ms=bound_ms)
-    highs, unit_ms = _loaded(program, integer=False, seconds=max(0.1, seconds - (now() - began)))
+    highs, unit_ms = loaded(program, seconds=max(0.1, seconds - (now() - began)))
     highs.run()
     found = highs.getSolution()
     if found.dual_valid:
@@ -144,8 +141,8 @@ def integer_bound(
 
     The GIL is released while HiGHS runs; the callbacks are called from the same thread, with it held.
     """
-    highspy = _highspy()
-    highs, unit_ms = _loaded(program, integer=True, seconds=seconds)
+    highspy = module()
+    highs, unit_ms = loaded(program, integer=range(len(program.cost_ms)), seconds=seconds)
     highs.setOptionValue("mip_heuristic_effort", 0.0 if on_solution is None else _HEURISTIC_EFFORT)
     # No gap is good enough.
     highs.setOptionValue("mip_rel_gap", 0.0)
@@ -202,47 +199,6 @@ def integer_bound(
     return rounded_down(bound_ms), status == highspy.HighsModelStatus.kOptimal
 
 
-def _loaded(program: ZeroOneProgram, *, integer: bool, seconds: float) -> tuple[Any, float]:
-    """HiGHS with the program, less its constant, and the ms that a unit of its objective stands for."""
-    highspy = _highspy()
-    columns, rows = len(program.cost_ms), len(program.limit)
-    matrix = program.matrix()
-    matrix.sum_duplicates()
-    cost_ms, limit = np.array(program.cost_ms), np.array(program.limit)
-    unit_ms = float(np.abs(cost_ms).sum()) / _USUAL_COST or 1.0
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = columns, rows
-    model.col_cost_ = cost_ms / unit_ms
-    model.col_lower_, model.col_upper_ = np.zeros(columns), np.ones(columns)
-    model.row_lower_ = np.where(program.equal, limit, -highspy.kHighsInf)
-    model.row_upper_ = limit
-    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = matrix.indptr
-    model.a_matrix_.index_ = matrix.indices
-    model.a_matrix_.value_ = matrix.data
-    if integer:
-        model.integrality_ = [highspy.HighsVarType.kInteger] * columns
-    highs = highspy.Highs()
-    highs.silent()
-    highs.setOptionValue("time_limit", on_the_wall(max(0.0, seconds)))
-    highs.setOptionValue("threads", 1)
-    highs.passModel(model)
-    return highs, unit_ms
-
-
 def rounded_down(bound_ms: float) -> float:
     """A dual bound of branch and bound, less the solver's tolerances; the same if it is infinite."""
     return bound_ms - _BRANCH_AND_BOUND_ROUNDING * abs(bound_ms) if math.isfinite(bound_ms) else bound_ms
-
-
-def _highspy() -> Any:
-    """The highspy module.
-
-    Raises:
-        SolverError: it is not installed.
-    """
-    try:
-        import highspy
-    except ImportError as error:
-        raise SolverError("bounds need HiGHS, which is not installed; pip install highspy") from error
-    return highspy

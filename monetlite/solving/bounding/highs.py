@@ -1,0 +1,66 @@
+"""HiGHS through its own interface: for duals, bounds while it runs, and stopping it."""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from monetlite.core.errors import SolverError
+from monetlite.solving.bounding.zero_one import ZeroOneProgram
+from monetlite.solving.clock import on_the_wall
+
+_USUAL_COST = 1e4
+"""Sum that costs are scaled to, since the solver's tolerances on them are absolute."""
+
+
+def loaded(program: ZeroOneProgram, *, integer: Collection[int] = (), seconds: float) -> tuple[Any, float]:
+    """HiGHS with the program, less its constant, and the ms that a unit of its objective stands for.
+
+    Args:
+        program: the rows; every column is between 0 and 1.
+        integer: columns that are 0 or 1.
+        seconds: its time limit.
+
+    Raises:
+        SolverError: HiGHS is not installed.
+    """
+    highspy = module()
+    columns, rows = len(program.cost_ms), len(program.limit)
+    matrix = program.matrix()
+    matrix.sum_duplicates()
+    cost_ms, limit = np.array(program.cost_ms), np.array(program.limit)
+    unit_ms = float(np.abs(cost_ms).sum()) / _USUAL_COST or 1.0
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = columns, rows
+    model.col_cost_ = cost_ms / unit_ms
+    model.col_lower_, model.col_upper_ = np.zeros(columns), np.ones(columns)
+    model.row_lower_ = np.where(program.equal, limit, -highspy.kHighsInf)
+    model.row_upper_ = limit
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = matrix.indptr
+    model.a_matrix_.index_ = matrix.indices
+    model.a_matrix_.value_ = matrix.data
+    if integer:
+        kinds = [highspy.HighsVarType.kContinuous] * columns
+        for column in integer:
+            kinds[column] = highspy.HighsVarType.kInteger
+        model.integrality_ = kinds
+    highs = highspy.Highs()
+    highs.silent()
+    highs.setOptionValue("time_limit", on_the_wall(max(0.0, seconds)))
+    highs.setOptionValue("threads", 1)
+    highs.passModel(model)
+    return highs, unit_ms
+
+
+def module() -> Any:
+    """The highspy module.
+
+    Raises:
+        SolverError: it is not installed.
+    """
+    try:
+        import highspy
+    except ImportError as error:
+        raise SolverError("bounds need HiGHS, which is not installed; pip install highspy") from error
+    return highspy
