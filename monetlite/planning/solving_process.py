@@ -18,7 +18,7 @@ from monetlite.core.child_processes import give_way, own_environment
 from monetlite.core.costs import Profile, load_profile
 from monetlite.core.errors import MonetliteError
 from monetlite.core.options import SolvingOptions
-from monetlite.core.schedule import Schedule, Status, read_schedule
+from monetlite.core.schedule import Schedule, read_schedule
 from monetlite.planning.budgets import solve_layouts
 from monetlite.solving.clock import count_own_time
 
@@ -112,7 +112,7 @@ def _solve(folder: Path) -> None:
         if found.latency_ms < (1 - BETTER) * least_ms:
             found.save(_better(folder, number))
             best, least_ms, number = found, found.latency_ms, number + 1
-        if found.status is Status.OPTIMAL:
+        if found.latency_ms - found.lower_bound_ms <= BETTER * found.latency_ms:
             return
 
 
