@@ -112,7 +112,7 @@ def _solve(folder: Path) -> None:
         if found.latency_ms < (1 - BETTER) * least_ms:
             found.save(_better(folder, number))
             best, least_ms, number = found, found.latency_ms, number + 1
-        if found.latency_ms - found.lower_bound_ms <= BETTER * found.latency_ms:
+        if found.gap <= BETTER:
             return
 
 
