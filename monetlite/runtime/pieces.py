@@ -42,7 +42,7 @@ from monetlite.runtime.captured_piece import CapturedPiece
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.step_record import RecordedStep, StepRecord
-from monetlite.tracing.capture import Joint, capture_settings, compile_step, module_call, training_step
+from monetlite.tracing.capture import Joint, capture_settings, compile_step, module_call, training_step, unpacked
 from monetlite.tracing.operator_graph import build_graph
 from monetlite.tracing.refusals import explain, line_of, own_error
 from monetlite.tracing.step_inputs import (
@@ -426,6 +426,7 @@ class ModelInPieces:
 
     def __init__(self, model: nn.Module, training: PiecewiseTraining) -> None:
         self.training = training
+        self._model = model
         self._compiled = compile_step(training_step(model), training.backend, whole=False)
         # TorchDynamo captures functions of torch as part of others only. If what calls them can't be captured, as a
         # loop that data ends, they are captured by themselves.
@@ -444,7 +445,8 @@ class ModelInPieces:
         self.training.step_begins(args, kwargs)
         # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
         unless_captured = dynamo_settings(suppress_errors=True)
-        with capture_settings(), taken_apart(), unless_captured, called_instead_for_now(self._children):
+        alone = unpacked(self._model, args, kwargs)
+        with capture_settings(), taken_apart(), unless_captured, alone, called_instead_for_now(self._children):
             try:
                 output = self._compiled(*args, **kwargs)
             except BaseException as error:

@@ -43,6 +43,7 @@ from monetlite.tracing.capture import (
     run_captured,
     too_many_programs,
     training_step,
+    unpacked,
 )
 from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
@@ -256,7 +257,7 @@ class ScheduledTraining:
             return run_captured(self.model, lambda: self._compiled()(*call.args, **call.kwargs))
 
         sizes = self.plans.sizes
-        with patched(), self.plans.capturing(call):  # by one thread at a time
+        with patched(), self.plans.capturing(call), unpacked(self.model, *call):  # by one thread at a time
             with sizes.asked_to_vary(call) as asked:
                 try:
                     return run()

@@ -10,8 +10,10 @@ import contextlib
 import copy
 import inspect
 import re
+import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +33,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
     dynamo_settings,
     messages_left_out,
+    none_found_by,
     recompile_reason,
 )
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
@@ -106,11 +109,7 @@ def training_step(model: nn.Module, outputs: str = ALL_OUTPUTS) -> Callable[...,
     A transformers model is asked not to return its key-value cache, which training does not use and which
     would keep every layer's keys and values in memory until the step ends (as gradient checkpointing does).
     """
-    config = getattr(model, "config", None)
-    without_cache = (
-        bool(getattr(config, "use_cache", False)) and "use_cache" in inspect.signature(model.forward).parameters
-    )
-
+    without_cache = _caches(model)
     in_place = called_instead(model) is not None
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -121,6 +120,31 @@ def training_step(model: nn.Module, outputs: str = ALL_OUTPUTS) -> Callable[...,
 
     keep_all = outputs == ALL_OUTPUTS
     return _with_own_code(run)
+
+
+def _caches(model: nn.Module) -> bool:
+    """True if a transformers model keeps keys and values by default."""
+    wanted = bool(getattr(getattr(model, "config", None), "use_cache", False))
+    return wanted and "use_cache" in inspect.signature(model.forward).parameters
+
+
+def unpacked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Have a capture see no packed sequences where a transformers model finds none in plain training.
+
+    It looks for them in the positions where it has neither a mask nor a cache. A capture can't look at values, so
+    it would make a mask for any case: other kernels would run than in plain training, and take more memory.
+    Positions that the model makes itself have no packed sequences. A model that keeps a cache in plain training
+    does not look.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    find = getattr(masking, "find_packed_sequence_indices", None)
+    if find is None:
+        return contextlib.nullcontext()
+    with contextlib.suppress(TypeError):
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        kwargs = {**given, **kwargs}
+    looks = kwargs.get("position_ids") is not None and not (_caches(model) and "use_cache" not in kwargs)
+    return contextlib.nullcontext() if looks else none_found_by(find)
 
 
 def module_call(module: nn.Module) -> Callable[..., Any]:
@@ -283,7 +307,8 @@ def capture(
             if not captured:
                 raise
 
-    run_captured(model, run, (Exception,))
+    with unpacked(model, args, kwargs):
+        run_captured(model, run, (Exception,))
     if not captured:
         off = "" if torch.is_grad_enabled() else "; gradients are switched off here (torch.no_grad)"
         raise TraceError(

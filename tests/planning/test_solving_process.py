@@ -1,5 +1,6 @@
 """The process that solves beside training: better schedules in turn, or the reason why there are none."""
 
+import itertools
 import time
 
 import pytest
@@ -46,9 +47,7 @@ def test_each_schedule_is_better_than_the_one_before(profile: Profile):
         timeline = simulate(profile, item.choices.steps(profile.graph), item.budget_bytes)
         assert timeline.latency_ms == pytest.approx(item.latency_ms)
     latencies = [start.latency_ms / (1 - BETTER), *(item.latency_ms for item in found)]
-    assert all(
-        later <= (1 - BETTER) * before * (1 + 1e-9) for before, later in zip(latencies, latencies[1:], strict=False)
-    )
+    assert all(later <= (1 - BETTER) * before * (1 + 1e-9) for before, later in itertools.pairwise(latencies))
     assert process.better() is None
 
 

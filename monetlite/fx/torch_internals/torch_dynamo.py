@@ -10,6 +10,7 @@
 | `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
 | `wrap_symfloat`, `RestartAnalysis` | symbols in place of numbers that vary; each would be compiled by itself |
+| `UserFunctionVariable.call_function` | gives a result that is known; masks would be made for packed sequences |
 | `torch._numpy.random` | module of functions that stand for numpy's generator; other numbers would be drawn |
 """
 
@@ -32,6 +33,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 
@@ -51,6 +53,7 @@ _RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.GRU, nn.LSTM)
 _log = logging.getLogger("torch._dynamo")
 _log_settings = _utils._get_dynamo_config_for_logging
 _wrap_float = VariableBuilder.wrap_symfloat
+_call_function = UserFunctionVariable.call_function
 
 
 class LoggerMethods(set[Callable[..., Any]]):
@@ -78,6 +81,17 @@ def messages_left_out() -> AbstractContextManager[None]:
         mock.patch.object(_utils, "_get_dynamo_config_for_logging", _settings_if_sortable),
         _config.patch(**_message_settings()),
     )
+
+
+def none_found_by(function: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Have captures take None for what a function returns, for the time of a block."""
+
+    def call(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is function:
+            return ConstantVariable.create(None)
+        return _call_function(self, translator, args, kwargs)
+
+    return patched(mock.patch.object(UserFunctionVariable, "call_function", call))
 
 
 def taken_apart() -> AbstractContextManager[None]:
