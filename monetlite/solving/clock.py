@@ -20,7 +20,7 @@ def count_own_time() -> None:
 
 
 def on_the_wall(seconds: float) -> float:
-    """How long so many seconds take, as the time so far did; for solvers that have a clock of their own."""
+    """Seconds of the wall clock for so many of this one, at the rate so far; for solvers that count those."""
     if _own_since is None:
         return seconds
     wall_seconds, own_seconds = time.monotonic() - _own_since[0], time.process_time() - _own_since[1]
