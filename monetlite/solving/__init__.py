@@ -32,10 +32,11 @@
 | `reserved_budget.py` | schedules for a budget of reserved memory, whose tensors lie without gaps |
 
 Each method has earned its place. Of the 78 schedules in `schedules/`, whose files name the methods that improved
-the schedule or its bound, HiGHS (bound) improved 77, the search 76, a start from another budget 62, plans of blocks
-16, greedy choices 7. Ten are proven optimal. The others serve what those large models don't ask for. Exhaustive search proves every small graph, and its smallest budget to the byte. The program's
-bound closes gaps that the relaxation leaves, in 3 of 213 random steps. `lowest_peak` finds schedules where a tenth
-of the time found nothing, and says what the smallest budget is. `arrange` finds those of reserved budgets.
+the schedule or its bound, HiGHS (bound) improved 77, the search 76, a start from another budget 62, plans of
+blocks 16, greedy choices 7. Ten are proven optimal. The others serve what those large models don't ask for.
+Exhaustive search proves every small graph, and its smallest budget to the byte. The program's bound closes gaps
+that the relaxation leaves, in 3 of 213 random steps. `lowest_peak` finds schedules where a tenth of the time found
+nothing, and says what the smallest budget is. `arrange` finds those of reserved budgets.
 """
 
 from collections.abc import Callable, Iterable
