@@ -55,7 +55,7 @@ class SolvingProcess:
             profile.save(self._path / name)
         start.save(self._path / _START)
         request = {"profiles": names, "budget": budget, "solving": asdict(solving), "layout": layout}
-        (self._path / _REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        (self._path / _REQUEST).write_text(json.dumps(request, default=int), encoding="utf-8")
         with open(self._path / _LOG, "wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, str(self._path)],

@@ -311,14 +311,12 @@ def solve_rows(
     deadline: float,
     *,
     cutoff_ms: float = math.inf,
-    gap: float = 0.0,
 ) -> tuple[Status, npt.NDArray[np.float64] | None, float]:
     """State rows in cvxpy and solve them: the status, the columns and the dual bound in ms, less the constant.
 
     Args:
         rows: the program. boolean: its columns that are 0 or 1; the others are continuous. upper: of every column.
         solver: as cvxpy knows it. deadline: of `clock.now`. cutoff_ms: the most that is of interest.
-        gap: part of the objective to which it has to be optimal.
     """
     import cvxpy
 
@@ -341,9 +339,9 @@ def solve_rows(
     # Handing the data on to the solver takes longer than compiling it; the limit does not count it.
     seconds = on_the_wall(max(0.1, deadline - now() - 2 * (now() - began)))
     limits: dict[str, dict[str, Any]] = {
-        "SCIP": {"scip_params": {"limits/time": seconds, "limits/gap": gap}},
-        "HIGHS": {"time_limit": seconds, "mip_rel_gap": gap, "threads": 1},
-        "GUROBI": {"TimeLimit": seconds, "MIPGap": gap},
+        "SCIP": {"scip_params": {"limits/time": seconds, "limits/gap": 0.0}},
+        "HIGHS": {"time_limit": seconds, "mip_rel_gap": 0.0, "threads": 1},
+        "GUROBI": {"TimeLimit": seconds, "MIPGap": 0.0},
     }
     try:
         # The solver's own result has the dual bound, also where there is no solution.

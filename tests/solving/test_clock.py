@@ -29,5 +29,5 @@ def test_own_time_stands_still_while_others_compute(monkeypatch: pytest.MonkeyPa
     assert clock.now() - began < 0.1
     spend(0.05)
     assert clock.now() - began >= 0.05
-    # It got at most a quarter of the time, so the rest of its work takes at least four times as long.
+    # It computed for a fifth of the time or so: as much again takes about five times as long.
     assert clock.on_the_wall(1.0) > 1.9
