@@ -62,5 +62,5 @@ def module() -> Any:
     try:
         import highspy
     except ImportError as error:
-        raise SolverError("bounds and plans of blocks need HiGHS, which is not installed; pip install highspy") from error
+        raise SolverError("HiGHS is not installed, which bounds and blocks need; pip install highspy") from error
     return highspy
