@@ -176,7 +176,7 @@ class _Joiner:
                 elif kind is ValueKind.OUTPUT and index not in piece.held:
                     kind = ValueKind.ACTIVATION
                 self.values.append(replace(value, name=_named(number, value.name), kind=kind))
-        released = _latest([of.kept_bytes for of in outside], outside[-1].released_bytes)
+        released = [*_latest([of.kept_bytes for of in outside[:-1]], outside[-1].released_bytes), 0]
         self.kept = [
             self._value(f"outside {number}: kept", of.kept_bytes - released[number], ValueKind.ACTIVATION)
             for number, of in enumerate(outside)
@@ -196,9 +196,9 @@ class _Joiner:
         for number, of in enumerate(self.outside):
             workspace_bytes = max(0, of.forward_bytes - of.kept_bytes)
             cost = Cost(latency_ms=of.forward_ms, workspace_bytes=workspace_bytes)
-            self._add_outside(
-                f"outside {number}", cost, Phase.FORWARD, writes=(self.kept[number], self.released[number])
-            )
+            let_go = self._let_go() if number == len(self.pieces) else ()
+            writes = (self.kept[number], self.released[number])
+            self._add_outside(f"outside {number}", cost, Phase.FORWARD, reads=let_go, writes=writes)
             if number < len(self.pieces):
                 self._add(number, Phase.FORWARD)
         for number in reversed(range(len(self.pieces))):
@@ -281,13 +281,10 @@ class _Joiner:
                 left_bytes -= self.values[value].size_bytes
                 overwrites.append(value)
         of, kept = self.outside[number + 1], self.kept[number + 1]
-        outputs, let_go = set(loss.reads), list[int]()
-        gone = [[value + by for value in piece.gone] for by, piece in zip(self.first, self.pieces, strict=True)]
-        if number == len(self.pieces) - 1:  # the forward pass ends
-            let_go = [*itertools.chain.from_iterable(gone[:-1]), *self.released]
-        else:
-            outputs.difference_update(gone[number])
-        freed_bytes = of.freed_output_bytes + self._size([kept, *given_back, *let_go])
+        outputs = set(loss.reads)
+        if number < len(self.pieces) - 1:
+            outputs.difference_update(self._gone(number))
+        freed_bytes = of.freed_output_bytes + self._size([kept, *given_back]) + self._let_go_bytes(number)
         new_bytes = of.gradient_bytes + self._size(loss.writes)
         left_bytes = of.backward_change_bytes + freed_bytes - new_bytes
         taken = []
@@ -301,17 +298,30 @@ class _Joiner:
         self.left.append(self._value(f"outside {number + 1}: left", max(0, left_bytes), ValueKind.GRADIENT))
         return replace(
             loss,
-            reads=tuple(sorted({*outputs, *given_back, *taken, *let_go, kept})),
+            reads=tuple(sorted({*outputs, *given_back, *taken, kept})),
             writes=(*loss.writes, self.gradients[number + 1], self.left[-1]),
             overwrites=tuple(overwrites),
         )
+
+    def _gone(self, number: int) -> list[int]:
+        return [value + self.first[number] for value in self.pieces[number].gone]
+
+    def _let_go(self) -> tuple[int, ...]:
+        """Values that go when the forward pass ends. The output of the last piece is for the loss."""
+        gone = itertools.chain.from_iterable(map(self._gone, range(len(self.pieces) - 1)))
+        return (*gone, *self.released[:-1])
+
+    def _let_go_bytes(self, number: int) -> int:
+        """Bytes that go in the code behind a piece since the forward pass ends."""
+        return self._size(self._let_go()) if number == len(self.pieces) - 1 else 0
 
     def _size(self, values: Iterable[int]) -> int:
         return sum(self.values[value].size_bytes for value in values)
 
     def _cost_behind(self, number: int, loss: Implementation) -> Cost:
         of = self.outside[number + 1]
-        workspace_bytes = max(0, of.backward_bytes - self._size(loss.writes) + self._size(loss.overwrites))
+        reused_bytes = self._size(loss.overwrites) + self._let_go_bytes(number)
+        workspace_bytes = max(0, of.backward_bytes - self._size(loss.writes) + reused_bytes)
         return Cost(latency_ms=of.backward_ms, workspace_bytes=workspace_bytes)
 
     def _given_back(self, outside: int) -> list[int]:

@@ -11,17 +11,12 @@ import weakref
 import pytest
 import torch
 from small_models import assert_same, step, twin
-from step_lists import free_profile
 from thoroughness import often
 from torch import nn
 from torch._dynamo import graph_break
 
 import monetlite
 from monetlite.core.errors import InfeasibleBudget, TraceError
-from monetlite.core.graph import Phase, Resident
-from monetlite.core.joining import OutsideCode, Piece, join
-from monetlite.core.simulate import simulate
-from monetlite.core.steps import check_legal, plain_steps
 from monetlite.profiling.memory_use import is_profiling
 from monetlite.runtime import pieces
 
@@ -134,63 +129,6 @@ def test_what_separates_the_pieces_is_told_once_and_whole_refuses():
         model(x).sum().backward()
     with pytest.raises(InfeasibleBudget):
         model(x)
-
-
-NO_CODE = OutsideCode()
-
-
-def joined(outside=NO_CODE):
-    """Two perceptrons in a row, as two pieces."""
-    graph = monetlite.trace(mlp(), torch.randn(32, 16, requires_grad=True))
-    profile = free_profile(graph)
-    (gradient,) = (
-        ref.value
-        for operator in graph.operators
-        if operator.name.startswith("deliver")
-        for ref in operator.implementations[0].call.tensors()
-        if ref.spec.shape == (32, 16)
-    )
-    pieces = [Piece(profile=profile, handed_back={}), Piece(profile=profile, handed_back={gradient: 1})]
-    resident = Resident(parameters=2 * graph.resident.parameters)
-    return graph, join("both", pieces, [outside] * 3, resident=resident, inputs={})
-
-
-def test_steps_of_joined_pieces_are_legal_steps_of_each():
-    graph, both = joined()
-    steps = plain_steps(both.profile.graph)
-    assert both.in_order(steps) == steps
-    first, second = both.split(steps)
-    for own in (first, second):
-        check_legal(graph, own)
-        assert [index for index, _ in own] == [index for index, _ in plain_steps(graph)]
-    assert both.pieces == 2
-    # A re-run that the search puts into the backward part of the other piece comes first in its own.
-    operators = both.profile.graph.operators
-    gelu = next(index for index, item in enumerate(operators) if item.family == "gelu")
-    turn = next(at for at, (index, _) in enumerate(steps) if operators[index].phase is Phase.BACKWARD)
-    early = (*steps[: turn + 2], (gelu, 0), *steps[turn + 2 :])
-    moved = both.split(both.in_order(early))[0]
-    loss = next(at for at, (index, _) in enumerate(moved) if graph.operators[index].family == "monetlite.loss")
-    assert moved[loss + 1][0] == both.origin[gelu][1]
-    check_legal(graph, moved)
-
-
-def test_memory_of_joined_pieces_is_the_sum_of_what_is_alive():
-    """What the first of two equal pieces keeps in plain training is there while the second runs."""
-    graph, both = joined()
-    alone = simulate(free_profile(graph), plain_steps(graph))
-    forward = [item for item in graph.operators if item.phase is Phase.FORWARD and not item.optional]
-    kept = alone.memory_bytes[len(forward) - 1]
-    peak = simulate(both.profile, plain_steps(both.profile.graph)).peak_bytes
-    inside = kept - graph.resident.total
-    assert peak >= 2 * graph.resident.parameters + 2 * inside
-    with_code = joined(OutsideCode(kept_bytes=1000, forward_bytes=1500, backward_bytes=10**6))[1]
-    steps = plain_steps(with_code.profile.graph)
-    timeline = simulate(with_code.profile, steps)
-    assert timeline.peak_bytes >= 3000 + 10**6
-    names = [with_code.profile.graph.operators[index].name for index, _ in steps]
-    first = names.index("outside 0")
-    assert timeline.memory_bytes[first] == timeline.resident_bytes + 1500
 
 
 class AsksForAGradient(nn.Module):
