@@ -42,7 +42,14 @@ from monetlite.runtime.captured_piece import CapturedPiece
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.step_record import RecordedStep, StepRecord
-from monetlite.tracing.capture import Joint, capture_settings, compile_step, module_call, training_step, unpacked
+from monetlite.tracing.capture import (
+    Joint,
+    capture_settings,
+    compile_step,
+    masks_as_plain,
+    module_call,
+    training_step,
+)
 from monetlite.tracing.operator_graph import build_graph
 from monetlite.tracing.refusals import explain, line_of, own_error
 from monetlite.tracing.step_inputs import (
@@ -445,7 +452,7 @@ class ModelInPieces:
         self.training.step_begins(args, kwargs)
         # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
         unless_captured = dynamo_settings(suppress_errors=True)
-        alone = unpacked(self._model, args, kwargs)
+        alone = masks_as_plain(self._model, args, kwargs)
         with capture_settings(), taken_apart(), unless_captured, alone, called_instead_for_now(self._children):
             try:
                 output = self._compiled(*args, **kwargs)

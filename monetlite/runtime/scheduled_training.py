@@ -7,6 +7,7 @@ gradients reach autograd as they become ready (`gradient_delivery`).
 """
 
 import contextlib
+import functools
 import re
 import sys
 import warnings
@@ -34,16 +35,17 @@ from monetlite.runtime.lowering import lower
 from monetlite.runtime.pieces import ModelInPieces, PiecewiseTraining
 from monetlite.runtime.serving import TooLarge, shapes_of
 from monetlite.runtime.step_plans import StepPlans
+from monetlite.tracing.attention_masks import is_known, masks_known, with_known_masks
 from monetlite.tracing.capture import (
     MAX_PROGRAMS,
     Compiler,
     Joint,
     compile_step,
+    masks_as_plain,
     refuse_uninitialized,
     run_captured,
     too_many_programs,
     training_step,
-    unpacked,
 )
 from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
@@ -114,6 +116,12 @@ class ScheduledTraining:
         self._warned_of_shapes = False
         self._forget()
 
+    @functools.cached_property
+    def _looks_at_masks(self) -> bool:
+        """True if plans may be for masks of ones only. Without a budget, they are as the schedules given are."""
+        given = (spec for schedule in self.plans.schedules for spec in schedule.inputs.values())
+        return masks_known(self.model) and (self.plans.budget is not None or any(map(is_known, given)))
+
     def _forget(self) -> None:
         """Have programs made anew."""
         self._step: Callable[..., Any] | None = None  # the compiled training step
@@ -140,6 +148,8 @@ class ScheduledTraining:
                 "after monetlite.release(model)"
             )
         call = Arguments(args, kwargs)
+        if self._looks_at_masks:
+            call = with_known_masks(self.model, call)
         with on_its_gpu(self.model, (args, kwargs)):
             if self.plans.count_loss():
                 self._forget()
@@ -257,7 +267,7 @@ class ScheduledTraining:
             return run_captured(self.model, lambda: self._compiled()(*call.args, **call.kwargs))
 
         sizes = self.plans.sizes
-        with patched(), self.plans.capturing(call), unpacked(self.model, *call):  # by one thread at a time
+        with patched(), self.plans.capturing(call), masks_as_plain(self.model, *call):  # by one thread at a time
             with sizes.asked_to_vary(call) as asked:
                 try:
                     return run()

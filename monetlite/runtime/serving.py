@@ -18,6 +18,7 @@ from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import storage_key
 from monetlite.profiling.step_additions import with_additions
+from monetlite.tracing.attention_masks import is_known
 
 CONSTANTS = (bool, int, float, complex, str, bytes)
 """Types of arguments whose values a program is compiled for. Dynamo's guards notice a change of any other."""
@@ -106,6 +107,11 @@ def serving_problem(
                 f"input {number} {ways[0]}, the schedule was solved for one that {ways[1]}; "
                 "solve with example inputs that have requires_grad as the step's do"
             )
+        if is_known(spec) and not is_known(tensor):
+            return (
+                f"input {number} is an attention mask with padding, the schedule was solved for one of ones, which "
+                "transformers leaves out; solve with padding in the example inputs, which serves any mask"
+            )
         shape = tuple(tensor.shape)
         if len(shape) != len(spec.shape) or any(size > most for size, most in zip(shape, spec.shape, strict=True)):
             return (
@@ -113,6 +119,11 @@ def serving_problem(
                 "that are no larger in any dimension; solve a schedule for this shape"
             )
     return None
+
+
+def same_masks(schedule: Schedule, tensors: Sequence[torch.Tensor]) -> bool:
+    """True if the same inputs are masks of ones as those that a schedule was solved for."""
+    return [is_known(tensor) for tensor in tensors] == [is_known(spec) for spec in schedule.inputs.values()]
 
 
 def plain_if_smaller(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...] | None:

@@ -44,6 +44,7 @@ from monetlite.runtime.serving import (
     as_passed,
     own_bytes,
     plain_if_smaller,
+    same_masks,
     serving_problem,
     size_served,
 )
@@ -455,10 +456,12 @@ class StepPlans:
 
     def serving(self, call: Arguments) -> list[Schedule]:
         """The schedules that can serve a call's inputs, those for the smallest inputs first."""
+        ordered = [(schedule, self._order(schedule, call)) for schedule in self.schedules]
         return [
             schedule
-            for schedule in self.schedules
-            if serving_problem(schedule, self._order(schedule, call), self._autocast) is None
+            for schedule, tensors in ordered
+            if serving_problem(schedule, tensors, self._autocast) is None
+            and (self.budget is None or same_masks(schedule, tensors))
         ]
 
     def _order(self, schedule: Schedule, call: Arguments) -> list[torch.Tensor]:

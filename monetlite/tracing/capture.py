@@ -10,7 +10,6 @@ import contextlib
 import copy
 import inspect
 import re
-import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,13 +32,13 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
     dynamo_settings,
     messages_left_out,
-    none_found_by,
     recompile_reason,
 )
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import torch_random
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.tracing.attention_capture import Capability, as_on_gpu
+from monetlite.tracing.attention_masks import masks_of_plain_training
 from monetlite.tracing.model_outputs import detach_all_but_loss
 from monetlite.tracing.names import source_of
 from monetlite.tracing.refusals import explain, install_recorders, own_error
@@ -128,23 +127,9 @@ def _caches(model: nn.Module) -> bool:
     return wanted and "use_cache" in inspect.signature(model.forward).parameters
 
 
-def unpacked(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Have a capture see no packed sequences where a transformers model finds none in plain training.
-
-    It looks for them in the positions where it has neither a mask nor a cache. A capture can't look at values, so
-    it would make a mask for any case: other kernels would run than in plain training, and take more memory.
-    Positions that the model makes itself have no packed sequences. A model that keeps a cache in plain training
-    does not look.
-    """
-    masking = sys.modules.get("transformers.masking_utils")
-    find = getattr(masking, "find_packed_sequence_indices", None)
-    if find is None:
-        return contextlib.nullcontext()
-    with contextlib.suppress(TypeError):
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-        kwargs = {**given, **kwargs}
-    looks = kwargs.get("position_ids") is not None and not (_caches(model) and "use_cache" not in kwargs)
-    return contextlib.nullcontext() if looks else none_found_by(find)
+def masks_as_plain(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Have a capture of a call make the attention masks that plain training makes, for the time of a block."""
+    return masks_of_plain_training(model, args, kwargs, caches=_caches(model))
 
 
 def module_call(module: nn.Module) -> Callable[..., Any]:
@@ -307,7 +292,7 @@ def capture(
             if not captured:
                 raise
 
-    with unpacked(model, args, kwargs):
+    with masks_as_plain(model, args, kwargs):
         run_captured(model, run, (Exception,))
     if not captured:
         off = "" if torch.is_grad_enabled() else "; gradients are switched off here (torch.no_grad)"

@@ -10,7 +10,8 @@
 | `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
 | `wrap_symfloat`, `RestartAnalysis` | symbols in place of numbers that vary; each would be compiled by itself |
-| `UserFunctionVariable.call_function` | gives a result that is known; masks would be made for packed sequences |
+| `UserFunctionVariable.call_function` | gives results that are known; masks would be made that say nothing |
+| `TensorVariable.as_proxy` | tells which input a tensor is; masks of ones would be made whole |
 | `torch._numpy.random` | module of functions that stand for numpy's generator; other numbers would be drawn |
 """
 
@@ -19,7 +20,7 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -33,7 +34,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 
@@ -50,6 +51,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 _SPARSE = ("embedding", "embedding_bag")
 """Functions of `torch.nn.functional` that have a sparse gradient where they are asked for one."""
 _RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.GRU, nn.LSTM)
+_CONVERSIONS = ("to", "bool", "int", "long", "float", "contiguous")
 _log = logging.getLogger("torch._dynamo")
 _log_settings = _utils._get_dynamo_config_for_logging
 _wrap_float = VariableBuilder.wrap_symfloat
@@ -83,15 +85,37 @@ def messages_left_out() -> AbstractContextManager[None]:
     )
 
 
-def none_found_by(function: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Have captures take None for what a function returns, for the time of a block."""
+def calls_changed(
+    results: Mapping[Callable[..., Any], object], leave_out: Collection[Callable[..., Any]]
+) -> AbstractContextManager[None]:
+    """Change what captures see of calls of some functions, for the time of a block.
+
+    Args:
+        results: for functions, what each call of them returns: a constant.
+        leave_out: functions that take None in place of a tensor of one element, repeated along every dimension.
+    """
 
     def call(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn is function:
-            return ConstantVariable.create(None)
+        if self.fn in results:
+            return ConstantVariable.create(results[self.fn])
+        if self.fn in leave_out:
+            args = [_unless_repeated(item) for item in args]
+            kwargs = {name: _unless_repeated(item) for name, item in kwargs.items()}
         return _call_function(self, translator, args, kwargs)
 
     return patched(mock.patch.object(UserFunctionVariable, "call_function", call))
+
+
+def _unless_repeated(variable: Any) -> Any:
+    """A variable of a capture; None for an input of one element, repeated, though it may have been converted."""
+    if not isinstance(variable, TensorVariable):
+        return variable
+    node: Any = variable.as_proxy().node
+    while node.op == "call_method" and node.target in _CONVERSIONS:
+        node = node.args[0]
+    strides = node.meta["example_value"].stride() if node.op == "placeholder" else ()
+    repeated = bool(strides) and all(isinstance(item, int) and item == 0 for item in strides)
+    return ConstantVariable.create(None) if repeated else variable
 
 
 def taken_apart() -> AbstractContextManager[None]:

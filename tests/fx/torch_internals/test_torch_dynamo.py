@@ -214,3 +214,26 @@ def test_numpy_draws_are_torchs() -> None:
     graphs = Graphs()
     torch.compile(lambda x: x + torch.rand(2), backend=graphs)(torch.ones(2))
     assert not any(draws_like_numpy(node) for graph in graphs.all for node in graph.graph.nodes)
+
+
+def finds(x: torch.Tensor) -> Any:
+    return x.sum() if x.sum() > 0 else None
+
+
+def scales(x: torch.Tensor, by: torch.Tensor | None) -> torch.Tensor:
+    return x if by is None else x * by
+
+
+def looks(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    found = finds(x)
+    return scales(x if found is None else x + found, by.to(torch.float64))
+
+
+def test_results_are_known_and_repeated_elements_left_out() -> None:
+    graphs, x = Graphs(), torch.ones(2, 3)
+    by = torch.tensor(2).expand(2, 3)
+    with torch_dynamo.calls_changed({finds: None}, [scales]):
+        compiled = torch.compile(looks, backend=graphs, fullgraph=True)
+        assert torch.equal(compiled(x, by), x)
+        assert torch.equal(compiled(x, by.contiguous()), 2 * x.double())
+    assert len(graphs.all) == 2, "the strides of an input are not guarded"

@@ -1,0 +1,98 @@
+"""Attention masks of transformers models, made in a capture as plain training makes them.
+
+transformers looks at values: attention without padding gets no mask, and positions are searched for packed
+sequences. A capture can't look at values. It would make a mask for any case: other kernels would run than in plain
+training, without flash attention, and take more memory.
+
+A mask that is known to be of ones has strides of zero (`with_known_masks`). So its layout says what it is, and
+whatever is kept by layouts is kept for each kind of mask: programs, schedules, guards.
+"""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from monetlite.core.graph import TensorSpec
+from monetlite.fx.torch_internals.torch_dynamo import calls_changed
+from monetlite.tracing.step_inputs import Arguments
+
+_MASKS = ("attention_mask", "decoder_attention_mask", "encoder_attention_mask")
+"""Arguments that say which tokens are padding."""
+_LEAVE_OUT = (
+    "_ignore_causal_mask_sdpa",
+    "_ignore_bidirectional_mask_sdpa",
+    "create_recurrent_attention_mask",
+    "flex_attention_mask",
+)
+"""Functions of `transformers.masking_utils` that find out if a mask is of ones. Then they go on as without it."""
+
+
+def is_known(mask: torch.Tensor | TensorSpec) -> bool:
+    """True for a mask of ones, by its layout."""
+    stride = mask.stride() if isinstance(mask, torch.Tensor) else mask.stride
+    return tuple(stride) == (0, 0)
+
+
+def masks_known(model: nn.Module) -> bool:
+    """True if transformers makes masks in this model, so that it matters whether they are known."""
+    return _masking() is not None and any(
+        type(module).__module__.startswith("transformers.") for module in model.modules()
+    )
+
+
+def with_known_masks(model: nn.Module, call: Arguments) -> Arguments:
+    """A call whose masks of ones have strides of zero, and whose other masks don't.
+
+    Looking at a mask waits for its device, as plain training does.
+    """
+    names = [*inspect.signature(model.forward).parameters]
+    args = tuple(
+        _known(item) if at < len(names) and names[at] in _MASKS else item for at, item in enumerate(call.args)
+    )
+    kwargs = {name: _known(item) if name in _MASKS else item for name, item in call.kwargs.items()}
+    return Arguments(args, kwargs)
+
+
+def _known(mask: Any) -> Any:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.is_meta or mask.requires_grad:
+        return mask
+    if not bool((mask == 1).all()):
+        return mask.contiguous() if is_known(mask) else mask
+    return mask.new_empty(0).set_(mask.untyped_storage(), mask.storage_offset(), mask.shape, (0, 0))
+
+
+def masks_of_plain_training(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], caches: bool
+) -> AbstractContextManager[Any]:
+    """Have a capture of a call make the masks that plain training makes, for the time of a block.
+
+    Packed sequences are looked for in positions that are given where there is neither a mask nor a cache.
+
+    Args:
+        model, args, kwargs: the call.
+        caches: the model keeps keys and values in plain training unless it is told not to.
+    """
+    masking = _masking()
+    if masking is None:
+        return contextlib.nullcontext()
+    with contextlib.suppress(TypeError):
+        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        kwargs = {**given, **kwargs}
+    looks = kwargs.get("position_ids") is not None and not (caches and "use_cache" not in kwargs)
+    results: dict[Callable[..., Any], Any] = {}
+    if not looks and (find := getattr(masking, "find_packed_sequence_indices", None)) is not None:
+        results[find] = None
+    if (exporting := getattr(masking, "is_torchdynamo_exporting", None)) is not None:
+        results[exporting] = False  # TorchDynamo says True in any capture, before torch 2.13
+    leave_out = [function for name in _LEAVE_OUT if (function := getattr(masking, name, None)) is not None]
+    return calls_changed(results, leave_out)
+
+
+def _masking() -> Any:
+    return sys.modules.get("transformers.masking_utils")
