@@ -227,6 +227,9 @@ def fit_card(
     searches = [_Search(exact, 0.0, path, every, solving, card.budget_bytes)]
     if tolerant is not None:
         searches.append(_Search(tolerant, REORDERED_SUMS, path, every, solving, card.budget_bytes))
+    proven_bytes = min(search.proven_bytes for search in searches)
+    # The last one has every choice that the first one has.
+    searches = [search for search in searches if search.possible] or searches[-1:]
     seconds = solving.time_limit / max(1, sum(search.possible for search in searches))
     plain_fits = plain.peak_bytes <= card.budget_bytes
     planned, lean = [], [way for way in (plain, checkpointed) if way]
@@ -244,7 +247,7 @@ def fit_card(
         plain=plain,
         checkpointed=checkpointed,
         planned=tuple(planned),
-        proven_bytes=min(search.proven_bytes for search in searches),
+        proven_bytes=proven_bytes,
         leanest=leanest,
         helpful=(),
         larger_card=None,
