@@ -34,6 +34,8 @@ MAX_MISS = 0.01
 """Relative error of a peak by its powers from which nothing is told of other sizes."""
 PLANS_SHARE, MIN_SECONDS = 0.6, 0.5
 """Part of the time for plans of layers; the least time of a solve."""
+WORTH = 0.01
+"""Part of the step's time that a schedule has to save where plain training fits."""
 LOGITS = "logits and loss"
 
 
@@ -133,7 +135,8 @@ class CardFit:
         batch, length: sizes that were asked for; no length for a model of images.
         plain: training as it is.
         checkpointed: the fastest setting of checkpointing layers that fits, or the leanest; None without layers.
-        planned: monetlite's schedules that fit: with the same bits, and with the loss in tiles.
+        planned: monetlite's schedules that fit: with the same bits, and with the loss in tiles. Where plain training
+            fits, those that are faster.
         proven_bytes: no schedule of either kind needs less.
         leanest: the way with the smallest peak that is known.
         helpful: changes that lower the smallest peak, where nothing fits.
@@ -231,14 +234,13 @@ def fit_card(
     # The last one has every choice that the first one has.
     searches = [search for search in searches if search.possible] or searches[-1:]
     seconds = solving.time_limit / max(1, sum(search.possible for search in searches))
-    plain_fits = plain.peak_bytes <= card.budget_bytes
+    most_ms = (1 - WORTH) * plain.latency_ms if plain.peak_bytes <= card.budget_bytes else math.inf
     planned, lean = [], [way for way in (plain, checkpointed) if way]
     for search in searches:
         tell(f"planning within {format_bytes(card.budget_bytes)}, tolerance {search.tolerance:g}")
-        wanted = search.possible and not plain_fits
-        found, least = search.run(seconds if wanted else MIN_SECONDS, wanted=wanted)
+        found, least = search.run(seconds if search.possible else MIN_SECONDS, wanted=search.possible)
         lean.append(least)
-        planned += [found] if found and not plain_fits else []
+        planned += [found] if found and found.latency_ms < most_ms else []
     leanest = min(lean, key=lambda way: way.peak_bytes)
     answer = CardFit(
         card=card,
@@ -383,7 +385,9 @@ def _limits(answer: CardFit, model: ModelSteps, kinds: Mapping[str, Sequence[Fit
 
 
 def _sized_steps(answer: CardFit, model: ModelSteps) -> dict[str, SizedStep]:
-    """The step at telling sizes, by layout; nothing if the model has none."""
+    """The step at telling sizes, by layout; nothing if the model has none, or if measuring it would take minutes."""
+    if model.pricing.device == "cpu":
+        return {}
     tensors = (*model.built.model.parameters(), *model.built.model.buffers())
     sizes = telling_sizes({size for tensor in tensors for size in tensor.shape}, answer.length)
     if sizes is None:

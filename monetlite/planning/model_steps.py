@@ -5,16 +5,20 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from monetlite.core.costs import Profile
-from monetlite.core.graph import AS_TRACED, TILED_LOSS, Resident
+from monetlite.core.graph import AS_TRACED, TILED_LOSS, OperatorGraph, Resident
 from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.models.equal_layers import EqualLayers, find_equal_layers, shorten
 from monetlite.planning.batch_costs import Unlike
 from monetlite.planning.depth_costs import at_full_depth
-from monetlite.planning.pipeline import price
+from monetlite.planning.pipeline import measured_here, price
 from monetlite.profiling.step_additions import with_additions
 
 if TYPE_CHECKING:
     from monetlite.models import BuiltModel
+
+
+MEASURING_SECONDS = 10.0
+"""About the most time to measure a step's costs on this machine, each of one run or two."""
 
 
 @dataclass
@@ -116,7 +120,18 @@ class ModelSteps:
         found = {}
         for graph in graphs:
             options = PricingOptions(device=device)
-            profile = price(replace(graph, name=built.name), options, self.solving)
+            profile = _priced(replace(graph, name=built.name), options, self.solving)
             profile = with_additions(profile if whole is None else whole(profile), self.pricing)
             found[graph.layout] = replace(profile, source=built.source)
         return found
+
+
+def _priced(graph: OperatorGraph, options: PricingOptions, solving: SolvingOptions) -> Profile:
+    """Costs of a step: on this machine those of a run or two of each call, as an answer is wanted soon."""
+    device = measured_here(graph, options)
+    if device is None:
+        return price(graph, options, solving)
+    from monetlite.profiling.measured import Measurement
+
+    measurement = Measurement(graph, device, tolerance=solving.tolerance)
+    return measurement.rough_profile(MEASURING_SECONDS, alternatives=True)

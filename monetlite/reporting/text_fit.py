@@ -90,6 +90,8 @@ def _verdict(answer: CardFit) -> str:
         return f"It does not fit {where}: {format_bytes(answer.leanest.peak_bytes)} is the least that was found."
     slower = fastest.latency_ms / answer.plain.latency_ms - 1
     how = "by checkpointing layers" if fastest.every else "with monetlite"
+    if answer.fits(answer.plain):
+        return f"It fits {where} as it is; {slower:+.1%} step time {how}."
     return f"It fits {where} {how}, {slower:+.1%} step time. As it is, it does not fit."
 
 
