@@ -10,7 +10,6 @@ from monetlite.cli.command_options import (
     ModelChoice,
     output_option,
     schedule_argument,
-    schedule_device_option,
     schedule_model_option,
     size_options,
 )
@@ -43,7 +42,11 @@ TARGETS = ("checkpoint", "transformers", "torchtitan", COMPILE)
     output_option("The plan: a Python file that needs torch alone.", required=True),
     schedule_model_option,
     size_options("schedule"),
-    schedule_device_option,
+    click.option(
+        "--device",
+        type=click.Choice(MEASURED_HERE),
+        help="The machine's part that trains; by default the schedule's own.",
+    ),
 )
 def export_command(
     terminal: Terminal, schedule: str, target: str, output: Path, choice: ModelChoice, device: str | None

@@ -9,7 +9,7 @@ from monetlite.allocator import reserve
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.devices import CONTEXT_BYTES, Device, known_devices
-from monetlite.core.errors import MonetliteError
+from monetlite.core.errors import MonetliteError, ScheduleMismatch
 from monetlite.core.graph import AS_TRACED, TILED_LOSS
 from monetlite.core.options import REORDERED_SUMS, SolvingOptions
 from monetlite.core.simulate import simulate
@@ -135,7 +135,7 @@ class CardFit:
         batch, length: sizes that were asked for; no length for a model of images.
         plain: training as it is.
         checkpointed: the fastest setting of checkpointing layers that fits, or the leanest; None without layers.
-        planned: monetlite's schedules that fit: with the same bits, and with the loss in tiles. Where plain training
+        planned: monetlite's schedules that fit, with the same bits and with the loss in tiles; where plain training
             fits, those that are faster.
         proven_bytes: no schedule of either kind needs less.
         leanest: the way with the smallest peak that is known.
@@ -365,7 +365,10 @@ def _limits(answer: CardFit, model: ModelSteps, kinds: Mapping[str, Sequence[Fit
 
     def limit(way: FitSetting) -> SizeLimits | None:
         sized = steps[way.profile.graph.layout]
-        peak = sized.peak(Choices.of_steps(way.profile.graph, way.steps).steps(sized.profile.graph))
+        try:
+            peak = sized.peak(Choices.of_steps(way.profile.graph, way.steps).steps(sized.profile.graph))
+        except ScheduleMismatch:  # other operators run at the telling sizes
+            return None
         if abs(peak(answer.batch, length) - way.peak_bytes) > MAX_MISS * way.peak_bytes:
             return None
         batch = largest(lambda count: peak(count, length) <= budget_bytes, MAX_BATCH)
@@ -385,7 +388,7 @@ def _limits(answer: CardFit, model: ModelSteps, kinds: Mapping[str, Sequence[Fit
 
 
 def _sized_steps(answer: CardFit, model: ModelSteps) -> dict[str, SizedStep]:
-    """The step at telling sizes, by layout; nothing if the model has none, or if measuring it would take minutes."""
+    """The step at telling sizes, by layout; nothing if the model has none, and on a CPU, where it takes minutes."""
     if model.pricing.device == "cpu":
         return {}
     tensors = (*model.built.model.parameters(), *model.built.model.buffers())
