@@ -20,6 +20,7 @@ from monetlite.models.equal_layers import find_layers
 from monetlite.planning.advice import LOSS_FAMILIES, LeastPeak, Setting
 from monetlite.planning.model_steps import ModelSteps
 from monetlite.planning.size_costs import SizedStep, largest, telling_sizes
+from monetlite.solving.clock import now
 
 GAPS_SHARE = 0.04
 """Part of a card that is left to gaps between tensors. Computed for language models: at most 3% of the peak."""
@@ -32,6 +33,8 @@ LENGTHS = {False: 8, True: 128}
 """Lengths are told in multiples of this, for short and for long sequences."""
 MAX_MISS = 0.01
 """Relative error of a peak by its powers from which nothing is told of other sizes."""
+COMPILING_SECONDS = 20.0
+"""Most time to wait for the solver's code, which the first command after an installation compiles."""
 PLANS_SHARE, MIN_SECONDS = 0.6, 0.5
 """Part of the time for plans of layers; the least time of a solve."""
 WORTH = 0.01
@@ -217,7 +220,10 @@ def fit_card(
     Raises:
         TraceError: the model can't be captured.
     """
+    from monetlite.solving.annealing.compiling import begin_compiling
+
     tell = progress or (lambda text: None)
+    begin_compiling()
     tell("tracing")
     path = find_layers(model.built.model)  # before some of them are left out
     profiles = model.priced()
@@ -311,7 +317,7 @@ class _Search:
     def run(self, seconds: float, *, wanted: bool) -> tuple[FitSetting | None, FitSetting]:
         """The fastest schedule found within the budget, looked for if `wanted`, and the leanest one found."""
         from monetlite.solving import solve_profile
-        from monetlite.solving.annealing.compiling import is_cached
+        from monetlite.solving.annealing.compiling import ensure_compiled
         from monetlite.solving.baselines import sqrt_checkpointing, with_lighter_implementations
         from monetlite.solving.blocks.layer_plans import LayerPlans
 
@@ -321,7 +327,7 @@ class _Search:
         lean_bytes = min(self._way(steps).peak_bytes for steps in known)
         fitting: list[tuple[Step, ...]] = []
         planned = False
-        if self.path is not None and is_cached():
+        if self.path is not None and ensure_compiled(now() + COMPILING_SECONDS):
             plans = LayerPlans(
                 self.profile,
                 self.path,

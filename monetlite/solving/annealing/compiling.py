@@ -64,6 +64,12 @@ def ensure_compiled(deadline: float, should_stop: Callable[[], bool] = lambda: F
     return True
 
 
+def begin_compiling() -> None:
+    """Have another process compile, if numba has nothing in its cache, while this one does something else."""
+    if not is_cached() and compiled.cache_folder() is not None:
+        _compiler()
+
+
 def _compiler() -> "subprocess.Popen[bytes]":
     """The process that compiles: the one that an earlier solve left behind, if it is still at it."""
     global _compiling
