@@ -10,7 +10,7 @@ from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.devices import CONTEXT_BYTES, Device, known_devices
 from monetlite.core.errors import MonetliteError, ScheduleMismatch
-from monetlite.core.graph import AS_TRACED, TILED_LOSS
+from monetlite.core.graph import AS_TRACED, TILED_ROWS
 from monetlite.core.options import REORDERED_SUMS, SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import Holding, StepAnalysis
@@ -228,7 +228,7 @@ def fit_card(
     path = find_layers(model.built.model)  # before some of them are left out
     profiles = model.priced()
     exact = profiles[AS_TRACED].within(0.0)
-    tolerant = None if exact_only else profiles.get(TILED_LOSS)
+    tolerant = None if exact_only else profiles.get(TILED_ROWS)
     plain = FitSetting(profile=exact, steps=plain_steps(exact.graph))
     tell("trying settings of checkpointing")
     checkpointed = _checkpointed(exact, path, card.budget_bytes)

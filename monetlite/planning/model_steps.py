@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from monetlite.core.costs import Profile
-from monetlite.core.graph import AS_TRACED, TILED_LOSS, OperatorGraph, Resident
+from monetlite.core.graph import AS_TRACED, TILED_ROWS, OperatorGraph, Resident
 from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.models.equal_layers import EqualLayers, find_equal_layers, shorten
 from monetlite.planning.batch_costs import Unlike
@@ -112,7 +112,7 @@ class ModelSteps:
         graphs = trace_layouts(
             built.model,
             inputs,
-            (AS_TRACED, TILED_LOSS) if self.solving.tolerance > 0 else (AS_TRACED,),
+            (AS_TRACED, TILED_ROWS) if self.solving.tolerance > 0 else (AS_TRACED,),
             device=device,
             meta_device="cuda" if device == "cuda" else "cpu",
             each_gradient=whole is not None,

@@ -15,6 +15,7 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving import solve_profile, solver
+from monetlite.solving.blocks import master_program
 from monetlite.solving.blocks.block_plans import Plan
 from monetlite.solving.blocks.deep_step import DeepStep
 from monetlite.solving.blocks.master_program import MasterProgram
@@ -126,7 +127,7 @@ def _rows(step: DeepStep, chosen: list[tuple[tuple[int, int], Plan]]) -> int:
 
 
 @pytest.mark.parametrize("seed", often(range(25), *range(10)))
-def test_the_master_program_is_solved_exactly(seed: int) -> None:
+def test_the_master_program_is_solved_exactly(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds what trying every combination of plans finds."""
     rng = random.Random(1000 + seed)
     step = in_blocks(rng, most=3)
@@ -148,6 +149,11 @@ def test_the_master_program_is_solved_exactly(seed: int) -> None:
         assert _rows(step, found) <= room_bytes
         best_ms = min(sum(plan.time_ms for _, plan in chosen) for chosen in fitting)
         assert sum(plan.time_ms for _, plan in found) == pytest.approx(best_ms)
+        with monkeypatch.context() as patch:  # among few plans it may find a slower one, but never none
+            patch.setattr(master_program, "NEAR", 2)
+            among_few = master.solve(NEVER, 0.0)
+        assert among_few is not None
+        assert _rows(step, among_few) <= room_bytes
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -20,6 +20,8 @@ from monetlite.solving.clock import now
 
 _MASTERS, _MASTER_SECONDS, _MASTER_GAP = 4, 1.0, 1e-3
 """Programs for one budget, each for less memory until their schedule fits; the most time for each; their gap."""
+_ANY_SECONDS, _ANY_GAP = 0.5, 1.0
+"""The same for programs whose schedule only has to fit."""
 _SWEEPS = ((1, 0.3), (2, 0.2), (4, 0.2))
 """Layers in a row for which plans are looked for, and parts of the time for that."""
 _LIGHTER_SHARE = 0.3
@@ -63,10 +65,13 @@ class LayerPlans:
         if self._pricing_seconds > 0:
             self.deep.price(budget_bytes, self._pricing_seconds, _over(self._pricing_seconds))
             self._pricing_seconds = 0.0
+        return self._within(budget_bytes, _MASTER_SECONDS, _MASTER_GAP)
+
+    def _within(self, budget_bytes: int, seconds: float, gap: float) -> tuple[Step, ...] | None:
+        assert self.deep is not None
         asked_bytes = budget_bytes
         for _ in range(_MASTERS):
-            program = self.deep.program(asked_bytes)
-            chosen = program.solve(now() + _MASTER_SECONDS, _MASTER_GAP)
+            chosen = self.deep.program(asked_bytes).solve(now() + seconds, gap)
             if chosen is None:
                 return None
             steps = tuple(self._with_deliveries(self.deep.steps(chosen)))
@@ -93,11 +98,16 @@ class LayerPlans:
 
     def leanest(self, least_bytes: int, most_bytes: int) -> tuple[Step, ...] | None:
         """The schedule within the smallest budget that the plans can keep to, between two that are given."""
-        found = None
+        if self.deep is None:
+            return None
         low, high = least_bytes, most_bytes
-        while high - low > _NARROW * high:
+        while high - low > _NARROW * high:  # a relaxed program is solved at once
             middle = (low + high) // 2
-            steps = self.within(middle)
+            low, high = (middle, high) if self.deep.program(middle).prices() is None else (low, middle)
+        found, high = None, most_bytes
+        while high - low > _NARROW * high:
+            middle = (3 * low + high) // 4
+            steps = self._within(middle, _ANY_SECONDS, _ANY_GAP)
             if steps is None:
                 low = middle
             else:
