@@ -93,7 +93,8 @@ class JoinedStep:
         """The order in which pieces run the steps of a schedule, each in its own parts.
 
         Where a schedule has an operator of a piece in the backward part of another, it runs at the beginning of the
-        piece's own backward part if it is run again, and else at the end of its forward part.
+        piece's own backward part if it is run again, and else at the end of its forward part. What one reads there
+        is not overwritten before.
         """
         graph, turn = self.profile.graph, border(self.profile.graph, steps)
         early: dict[int, list[Step]] = {piece: [] for piece in range(self.pieces)}
@@ -120,7 +121,7 @@ class JoinedStep:
             piece = self._piece(step)
             if piece is not None and graph.operators[step[0]].family == LOSS:
                 ordered += late[piece]
-        return tuple(ordered)
+        return _sparing(graph, ordered)
 
     def split(self, steps: Sequence[Step]) -> list[tuple[Step, ...]]:
         """The steps of each piece, of steps that are `in_order`."""
@@ -343,6 +344,19 @@ class _Joiner:
             call=None,
             again=None,
         )
+
+
+def _sparing(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The same steps, with the default implementation where another overwrites what a later step reads."""
+    needed: set[int] = set()
+    spared: list[Step] = []
+    for index, choice in reversed(steps):
+        ways = graph.operators[index].implementations
+        taken = 0 if not needed.isdisjoint(ways[choice].overwrites) else choice
+        needed.difference_update(ways[taken].writes)
+        needed.update(ways[taken].reads)
+        spared.append((index, taken))
+    return tuple(reversed(spared))
 
 
 def _latest(sizes: Sequence[int], total: int) -> list[int]:

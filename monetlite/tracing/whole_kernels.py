@@ -12,7 +12,8 @@ And dropout of everything: a plain step multiplies by zero, where a capture woul
 the random number generator in another state.
 
 Batch norm on a CPU makes a tensor in order (contiguous, or channels-last) whatever it reads, where fake tensors
-have the result in the strides of the input. A view that those allow would fail on the real one.
+have the result in the strides of the input. A view that those allow would fail on the real one. The gradient of
+dropout is the other way round: a CPU makes it in the strides of the gradient it reads, and fake ones are in order.
 """
 
 import contextlib
@@ -56,6 +57,7 @@ def kernels_kept_whole() -> Iterator[None]:
         patched(),  # so that no other thread's changes are wrapped by these
         without_python_kernels(list(_overloads()), _KEYS),
         _batch_norm_in_order(),
+        _dropout_backward_as_read(),
         _batch_norm_by_cudnn(),
         _dropout_of_everything(DispatchKey.Autograd),
         _dropout_of_everything(DispatchKey.CompositeImplicitAutograd),
@@ -95,6 +97,18 @@ def _batch_norm_in_order() -> AbstractContextManager[None]:
         return made
 
     return decomposed_by({operator: in_order(operator, decomposition_table[operator]) for operator in _BATCH_NORMS})
+
+
+def _dropout_backward_as_read() -> AbstractContextManager[None]:
+    """Have fake gradients that a CPU's dropout makes be laid out as real ones are: a product's, of what is read."""
+    operator = torch.ops.aten.native_dropout_backward.default
+    decomposed = decomposition_table[operator]
+
+    @functools.wraps(decomposed)
+    def made(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
+        return gradient * mask * scale if gradient.device.type == "cpu" else decomposed(gradient, mask, scale)
+
+    return decomposed_by({operator: made})
 
 
 def _dropout_of_everything(key: DispatchKey) -> AbstractContextManager[None]:

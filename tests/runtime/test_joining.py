@@ -91,3 +91,27 @@ def test_what_the_forward_pass_lets_go_is_gone_before_the_loss():
     names = [both.profile.graph.operators[index].name for index, _ in steps]
     change_bytes = 32 * 16 * 4 - 1000  # the output's gradient, for what was let go
     assert simulate(both.profile, steps).memory_bytes[names.index("piece2.loss")] == loss - 5000 + change_bytes
+
+
+def test_what_runs_earlier_in_pieces_finds_what_it_reads():
+    """A copy that is first made in another piece's backward part is made in its own forward part.
+
+    There, what it reads is not overwritten.
+    """
+    both = joined()[1]
+    graph = both.profile.graph
+    at = {operator.name: index for index, operator in enumerate(graph.operators)}
+
+    def by(name, way):
+        names = [item.name for item in graph.operators[at[name]].implementations]
+        return at[name], names.index(way)
+
+    changed = dict([by("piece1.1", "inplace"), by("piece1.1.backward", "from_bfloat16")])
+    steps = [(index, changed.get(index, choice)) for index, choice in plain_steps(graph)]
+    turn = steps.index((at["piece2.3.backward"], 0))
+    steps[turn:turn] = [(at["piece1.0"], 0), (at["piece1.1.bfloat16"], 0)]
+    check_legal(graph, steps)
+    ordered = both.in_order(steps)
+    check_legal(graph, ordered)
+    assert (at["piece1.1"], 0) in ordered
+    assert ordered.index((at["piece1.1.bfloat16"], 0)) < ordered.index((at["piece2.0"], 0))
