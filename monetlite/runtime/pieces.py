@@ -32,7 +32,14 @@ from monetlite.core.steps import Step, check_legal
 from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_aot import keeps_gradients
-from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, RESTARTS, break_reason, dynamo_settings, taken_apart
+from monetlite.fx.torch_internals.torch_dynamo import (
+    REFUSALS,
+    RESTARTS,
+    break_reason,
+    drawing_functions,
+    dynamo_settings,
+    taken_apart,
+)
 from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
@@ -434,6 +441,7 @@ class ModelInPieces:
     def __init__(self, model: nn.Module, training: PiecewiseTraining) -> None:
         self.training = training
         self._model = model
+        self._left_alone = drawing_functions(model)
         self._compiled = compile_step(training_step(model), training.backend, whole=False)
         # TorchDynamo captures functions of torch as part of others only. If what calls them can't be captured, as a
         # loop that data ends, they are captured by themselves.
@@ -453,7 +461,13 @@ class ModelInPieces:
         # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
         unless_captured = dynamo_settings(suppress_errors=True)
         alone = masks_as_plain(self._model, args, kwargs)
-        with capture_settings(), taken_apart(), unless_captured, alone, called_instead_for_now(self._children):
+        with (
+            capture_settings(),
+            taken_apart(self._left_alone),
+            unless_captured,
+            alone,
+            called_instead_for_now(self._children),
+        ):
             try:
                 output = self._compiled(*args, **kwargs)
             except BaseException as error:

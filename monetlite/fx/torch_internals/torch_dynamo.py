@@ -19,12 +19,15 @@ import contextlib
 import functools
 import inspect
 import logging
+import sys
+import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 from torch import fx, nn
 from torch._dynamo import config as _config
@@ -118,18 +121,40 @@ def _unless_repeated(variable: Any) -> Any:
     return ConstantVariable.create(None) if repeated else variable
 
 
-def taken_apart() -> AbstractContextManager[None]:
+def drawing_functions(model: nn.Module) -> list[tuple[types.ModuleType, str]]:
+    """Functions beside a model's classes that draw from numpy's generator, by module and name.
+
+    Taken apart, they would be compiled anew for each number that they draw.
+    """
+    return [
+        (module, name)
+        for module in dict.fromkeys(sys.modules[type(item).__module__] for item in model.modules())
+        for name, function in vars(module).items()
+        if isinstance(function, types.FunctionType) and _draws_from_numpy(function)
+    ]
+
+
+def _draws_from_numpy(function: types.FunctionType) -> bool:
+    names = function.__code__.co_names
+    return "random" in names and any(function.__globals__.get(name) is numpy for name in names)
+
+
+def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> AbstractContextManager[None]:
     """Have TorchDynamo take functions apart in many pieces without log lines, for the time of a block.
 
     Layers of a model often have a function in common, which is compiled for each. Recurrent modules run by torch's
     own kernels, and so do functions that look at their results or have sparse gradients: what calls them is taken
     apart there. A loop is taken apart once for each round. TorchDynamo would leave out its whole function.
     Functions that are called with a number which another one has read of a tensor are compiled for any number.
+
+    Args:
+        left_alone: functions that run as they are, by module and name.
     """
     kept_plain = [mock.patch.object(kind, "forward", _disabled(kind.forward)) for kind in _RECURRENT]
     kept_plain += [
         mock.patch.object(torch.linalg, name, _disabled(getattr(torch.linalg, name))) for name in _CHECKED
     ]
+    kept_plain += [mock.patch.object(module, name, _disabled(getattr(module, name))) for module, name in left_alone]
     kept_plain += [mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_loop)]
     kept_plain += [mock.patch.object(kind, "__iter__", _iterated) for kind in _LISTS]
     kept_plain += [mock.patch.object(nn.functional, name, _dense_captured(name)) for name in _SPARSE]
