@@ -72,7 +72,7 @@ class FitModel(ModelName):
         default=1e-5,
         help="Largest relative difference of a result from plain training's; 0 leaves out what differs in bits.",
     ),
-    time_limit_option(10.0, "Seconds of solving; tracing comes on top."),
+    time_limit_option(8.0, "Seconds of solving; tracing comes on top."),
     rare=("input_size", "tolerance", "time_limit", "autocast"),
 )
 def fit_command(

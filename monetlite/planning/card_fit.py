@@ -237,14 +237,15 @@ def fit_card(
     if tolerant is not None:
         searches.append(_Search(tolerant, REORDERED_SUMS, path, every, solving, card.budget_bytes))
     proven_bytes = min(search.proven_bytes for search in searches)
-    # The last one has every choice that the first one has.
     searches = [search for search in searches if search.possible] or searches[-1:]
     seconds = solving.time_limit / max(1, sum(search.possible for search in searches))
     most_ms = (1 - WORTH) * plain.latency_ms if plain.peak_bytes <= card.budget_bytes else math.inf
     planned, lean = [], [way for way in (plain, checkpointed) if way]
     for search in searches:
         tell(f"planning within {format_bytes(card.budget_bytes)}, tolerance {search.tolerance:g}")
-        found, least = search.run(seconds if search.possible else MIN_SECONDS, wanted=search.possible)
+        # What differs in bits can do all that has the same bits, so its leanest schedule is leaner.
+        last = search is searches[-1]
+        found, least = search.run(seconds if search.possible else MIN_SECONDS, wanted=search.possible, lean=last)
         lean.append(least)
         planned += [found] if found and found.latency_ms < most_ms else []
     leanest = min(lean, key=lambda way: way.peak_bytes)
@@ -314,8 +315,8 @@ class _Search:
     def possible(self) -> bool:
         return HOPELESS * self.proven_bytes <= self.budget_bytes
 
-    def run(self, seconds: float, *, wanted: bool) -> tuple[FitSetting | None, FitSetting]:
-        """The fastest schedule found within the budget, looked for if `wanted`, and the leanest one found."""
+    def run(self, seconds: float, *, wanted: bool, lean: bool) -> tuple[FitSetting | None, FitSetting]:
+        """The fastest schedule found within the budget, looked for if `wanted`, and the leanest one, if `lean`."""
         from monetlite.solving import solve_profile
         from monetlite.solving.annealing.compiling import ensure_compiled
         from monetlite.solving.baselines import sqrt_checkpointing, with_lighter_implementations
@@ -336,15 +337,15 @@ class _Search:
             )
             planned = plans.deep is not None
             fitting += filter(None, [plans.within(self.budget_bytes) if wanted else None])
-            known += filter(None, [plans.leanest(self.proven_bytes, lean_bytes)])
+            known += filter(None, [plans.leanest(self.proven_bytes, lean_bytes) if lean else None])
         if wanted and not fitting and not planned:
             options = replace(self.solving, time_limit=max(MIN_SECONDS, seconds))
             found = solve_profile(self.profile, self.budget_bytes, options, starts=known)
             fitting += filter(None, [found.steps])
             known += filter(None, [found.smallest_reached_steps])
-        lean = min(map(self._way, [*known, *fitting]), key=lambda way: way.peak_bytes)
+        leanest = min(map(self._way, [*known, *fitting]), key=lambda way: way.peak_bytes)
         ways = [way for way in map(self._way, [*known, *fitting]) if way.peak_bytes <= self.budget_bytes]
-        return min(ways, key=lambda way: way.latency_ms, default=None), lean
+        return min(ways, key=lambda way: way.latency_ms, default=None), leanest
 
     def _way(self, steps: tuple[Step, ...]) -> FitSetting:
         return FitSetting(tolerance=self.tolerance, profile=self.profile, steps=steps)

@@ -20,7 +20,7 @@ from monetlite.solving.clock import now
 
 _MASTERS, _MASTER_SECONDS, _MASTER_GAP = 4, 1.0, 1e-3
 """Programs for one budget, each for less memory until their schedule fits; the most time for each; their gap."""
-_ANY_SECONDS, _ANY_GAP = 0.5, 1.0
+_ANY_SECONDS, _ANY_GAP = 0.3, 1.0
 """The same for programs whose schedule only has to fit."""
 _SWEEPS = ((1, 0.3), (2, 0.2), (4, 0.2))
 """Layers in a row for which plans are looked for, and parts of the time for that."""
