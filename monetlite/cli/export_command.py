@@ -13,7 +13,7 @@ from monetlite.cli.command_options import (
     schedule_model_option,
     size_options,
 )
-from monetlite.cli.option_types import MEASURED_HERE
+from monetlite.cli.option_types import MEASURED_HERE, DeviceName
 from monetlite.cli.running import check_writable, command
 from monetlite.cli.subjects import OpenedSchedule, open_schedule
 from monetlite.cli.terminal import Terminal
@@ -44,8 +44,8 @@ TARGETS = ("checkpoint", "transformers", "torchtitan", COMPILE)
     size_options("schedule"),
     click.option(
         "--device",
-        type=click.Choice(MEASURED_HERE),
-        help="The machine's part that trains; by default the schedule's own.",
+        type=DeviceName(),
+        help="cpu or cuda, of the machine that trains; by default the schedule's own.",
     ),
 )
 def export_command(

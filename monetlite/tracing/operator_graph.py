@@ -53,6 +53,7 @@ from monetlite.tracing.step_inputs import (
     split_inputs,
     tensors_in_order,
 )
+from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 OF_ROWS = {TILED_LOSS: has_loss_of_rows, TILED_ROWS: has_rows}
 """For each layout of rows, whether a captured graph may differ in it."""
@@ -189,7 +190,8 @@ def build_graph(
     """
     plain = uncompiled_layout(layout)
     if plain == CHANNELS_LAST:
-        joint = channels_last(joint)
+        with kernels_kept_whole():  # fake tensors are made anew
+            joint = channels_last(joint)
     graph = joint.graph.graph
     merge(graph)
     if plain in (TILED_LOSS, TILED_ROWS):
