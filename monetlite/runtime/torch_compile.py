@@ -26,6 +26,7 @@ from monetlite.fx.torch_internals.torch_compiled_calls import CompiledCall, curr
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.torch_internals.torch_dynamo import (
     break_reason,
+    drawing_functions,
     draws_like_numpy,
     dynamo_settings,
     leave_messages_out,
@@ -68,7 +69,7 @@ class CompileOptions:
         return self.schedule is not None and (self.schedule.startswith("zoo:") or Path(self.schedule).exists())
 
 
-_PIECES, _WHOLE = "pieces", "whole"
+_PIECES, _WHOLE, _LEFT_ALONE = "pieces", "whole", "left alone"
 _thread = threading.local()
 _solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
 _peaks: dict[str, MeasuredPeak] = {}
@@ -221,6 +222,8 @@ def _around_call() -> Iterator[None]:
         yield
         return
     known: PiecewiseTraining | None = call.given.get(_PIECES)
+    if _LEFT_ALONE not in call.notes:
+        call.notes[_LEFT_ALONE] = drawing_functions(call.model)
     handled = sys.exc_info()[1]  # by the code that makes the call
     before, _thread.whole = getattr(_thread, "whole", False), False
     with on_its_gpu(call.model, (call.args, call.kwargs)):
@@ -228,7 +231,7 @@ def _around_call() -> Iterator[None]:
             known.step_begins(call.args, call.kwargs)
         # Numbers that pass from piece to piece are not made symbols.
         fixed = dynamo_settings(automatic_dynamic_shapes=False) if known else contextlib.nullcontext()
-        with taken_apart(), fixed:
+        with taken_apart(call.notes[_LEFT_ALONE]), fixed:
             try:
                 yield
             finally:

@@ -28,7 +28,6 @@ _LEAVE_OUT = (
     "_ignore_causal_mask_sdpa",
     "_ignore_bidirectional_mask_sdpa",
     "create_recurrent_attention_mask",
-    "flex_attention_mask",
 )
 """Functions of `transformers.masking_utils` that find out if a mask is of ones. Then they go on as without it."""
 
@@ -89,7 +88,7 @@ def masks_of_plain_training(
     if not looks and (find := getattr(masking, "find_packed_sequence_indices", None)) is not None:
         results[find] = None
     if (exporting := getattr(masking, "is_torchdynamo_exporting", None)) is not None:
-        results[exporting] = False  # TorchDynamo says True in any capture, before torch 2.13
+        results[exporting] = False  # TorchDynamo says True in any capture in torch 2.11
     leave_out = [function for name in _LEAVE_OUT if (function := getattr(masking, name, None)) is not None]
     return calls_changed(results, leave_out)
 

@@ -6,8 +6,9 @@ multiplies by its matrices, what is made of that alone, and the sums with the re
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Any
 
 from torch import fx
@@ -42,10 +43,9 @@ def has_rows(graph: fx.Graph) -> bool:
 
 def chain_rows(graph: fx.Graph, forward_outputs: int) -> None:
     """Replace the row chains of a joint graph by two kernels each: one forward, one backward."""
-    reach = storages.Reachability(graph, forward_outputs)
-    finder = _Finder(graph, reach)
+    finder = _Finder(storages.Reachability(graph, forward_outputs))
     for node in reversed([node for node in graph.nodes if storages.is_kernel(node)]):
-        if node in reach.forward and node not in finder.taken:
+        if node in finder.reach.forward and node not in finder.taken:
             found = finder.find(node)
             if found is not None and _replace(graph, finder, found):
                 finder.taken.update(found.forward, found.backward)
@@ -54,14 +54,30 @@ def chain_rows(graph: fx.Graph, forward_outputs: int) -> None:
             graph.erase_node(node)
 
 
+class _InOrder:
+    """Nodes of a graph in its order, each once. Whoever looks at a node may add later ones."""
+
+    def __init__(self) -> None:
+        self._waiting: list[fx.Node] = []
+        self._seen: set[fx.Node] = set()
+
+    def add(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            if node not in self._seen:
+                self._seen.add(node)
+                heappush(self._waiting, node)
+
+    def __iter__(self) -> Iterator[fx.Node]:
+        while self._waiting:
+            yield heappop(self._waiting)
+
+
 class _Finder:
     """Finds chains in a joint graph."""
 
-    def __init__(self, graph: fx.Graph, reach: storages.Reachability) -> None:
+    def __init__(self, reach: storages.Reachability) -> None:
         self.reach = reach
         self.taken: set[fx.Node] = set()
-        self.order = {node: at for at, node in enumerate(graph.nodes)}
-        self._read: dict[fx.Node, list[fx.Node]] = {}
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """Readers of a node's storage, by way of views too: kernels and the output."""
@@ -83,7 +99,7 @@ class _Finder:
         works = any(kernel.target in (*PRODUCTS, *REDUCTIONS) for kernel in kernels)
         if len(kernels) <= len(ends) or not works:
             return None
-        chain.forward = dict(sorted(chain.forward.items(), key=lambda item: self.order[item[0]]))
+        chain.forward = {node: chain.forward[node] for node in sorted(chain.forward)}
         self._add_backward(chain)
         return chain if chain.backward else None
 
@@ -174,7 +190,10 @@ class _Finder:
         there = {*chain.forward, *(row for kernel in chain.forward.values() for row in kernel.rows)}
         beside: dict[fx.Node, RowKernel] = {}
         """Kernels that only the backward pass needs, of what the chain has without a gradient."""
-        for node in self.order:
+        waiting = _InOrder()
+        for known in (*there, *shared):
+            waiting.add(self.readers(known))
+        for node in waiting:
             if node in self.taken or node in self.reach.forward or not storages.is_kernel(node):
                 continue
             kernel = self.parse(node)
@@ -184,6 +203,7 @@ class _Finder:
                 if there.issuperset(kernel.rows) and kernel.target not in (OUTER, SUM):
                     beside[node] = kernel
                     there.add(node)
+                    waiting.add(self.readers(node))
                 continue
             mine = [row for row in kernel.rows if row in chain.backward]
             reads_inside = not inside.isdisjoint(kernel.rows)
@@ -198,6 +218,7 @@ class _Finder:
             if reads_inside or reads_shared or made_of or joins:
                 self._add_with_operands(chain, kernel, beside)
                 there.add(node)
+                waiting.add(self.readers(node))
 
     def _mandatory(self, node: fx.Node) -> list[fx.Node]:
         """Readers of a node's storage in the forward or the backward pass, and the output."""
@@ -225,13 +246,12 @@ def _replace(graph: fx.Graph, finder: _Finder, chain: _Chain) -> bool:
         if node not in ends and any(reader in chain.backward for reader in finder.readers(node))
     ]
     made = [node for node in chain.backward if _is_read_beside(finder, node, inside)]
-    order = {node: at for at, node in enumerate(graph.nodes)}
     forward = _Program(chain.forward.values(), known=())
     backward = _Program([*chain.forward.values(), *chain.backward.values()], known=[*ends, *saved])
     results = [_results(forward, [*ends, *saved], chain), _results(backward, made, chain)]
     places = [
-        _place(order, forward.operands, [*ends, *saved], finder, set(chain.forward) | set(chain.backward)),
-        _place(order, backward.operands, made, finder, inside),
+        _place(forward.operands, [*ends, *saved], finder, set(chain.forward) | set(chain.backward)),
+        _place(backward.operands, made, finder, inside),
     ]
     if None in results or None in places or not made or not forward.rows:
         return False
@@ -242,7 +262,7 @@ def _replace(graph: fx.Graph, finder: _Finder, chain: _Chain) -> bool:
     ):
         assert place is not None
         assert outcome is not None
-        _hoist_views(place, program.operands, order)
+        _hoist_views(place, program.operands)
         args = (program.rows, program.wholes, program.steps(), outcome, own, 1, None)
         with graph.inserting_before(place):
             call = graph.call_function(row_chain, args)
@@ -265,7 +285,6 @@ def _is_read_beside(finder: _Finder, node: fx.Node, inside: set[fx.Node]) -> boo
 
 
 def _place(
-    order: dict[fx.Node, int],
     operands: Iterable[fx.Node],
     results: Iterable[fx.Node],
     finder: _Finder,
@@ -275,15 +294,15 @@ def _place(
     users = [reader for node in results for reader in finder.readers(node) if reader not in inside]
     if not users:
         return None
-    first = min(users, key=order.__getitem__)
-    return first if all(order[storages.base(operand)] < order[first] for operand in operands) else None
+    first = min(users)
+    return first if all(storages.base(operand) < first for operand in operands) else None
 
 
-def _hoist_views(place: fx.Node, operands: Iterable[fx.Node], order: dict[fx.Node, int]) -> None:
+def _hoist_views(place: fx.Node, operands: Iterable[fx.Node]) -> None:
     """Put views that are operands of a kernel before the place where it is going to stand."""
     for node in operands:
-        if (storages.is_view(node) or storages.is_item(node)) and order[node] > order[place]:
-            _hoist_views(place, node.all_input_nodes, order)
+        if (storages.is_view(node) or storages.is_item(node)) and node > place:
+            _hoist_views(place, node.all_input_nodes)
             place.prepend(node)
 
 

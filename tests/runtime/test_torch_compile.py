@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from small_models import SmallCNN, assert_same, step, twin
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import monetlite
 from monetlite.profiling import meters
 from monetlite.profiling.memory_use import is_profiling, peak_growth_bytes
+from monetlite.runtime import pieces
 from monetlite.runtime.torch_compile import on_gpu
 from monetlite.tracing.step_inputs import gpu_of
 
@@ -257,6 +259,37 @@ def test_equal_models_have_pieces_of_their_own():
     smaller = torch.randn(3, 8)
     for model, other, _ in pairs:
         assert_same(step(other, (smaller,)), step(model, (smaller,)))
+
+
+def spans(count):
+    """Some numbers below another one, by numpy's generator."""
+    more = np.random.rand(1).item()  # as transformers' models of speech draw
+    return np.random.choice(np.arange(count), count // 2 + int(more), replace=False)
+
+
+class MasksSpans(Breaks):
+    def forward(self, x):
+        kept = torch.ones(8)
+        kept[torch.from_numpy(spans(8))] = 0.0
+        return super().forward(x * kept)
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_functions_that_draw_by_numpy_are_not_compiled_in_each_step(monkeypatch):
+    compiled, backend = [], pieces.PiecewiseTraining.backend
+    monkeypatch.setattr(
+        pieces.PiecewiseTraining, "backend", lambda *given: (compiled.append(1), backend(*given))[1]
+    )
+    model, other, x = both(MasksSpans, torch.randn(4, 8))
+    for seed in range(6):
+        if seed == 3:
+            compiled.clear()
+        steps = []
+        for trained in (other, model):
+            np.random.seed(seed)
+            steps.append(step(trained, x, seed))
+        assert_same(*steps)
+    assert not compiled
 
 
 class OutOfSight(Breaks):

@@ -126,10 +126,12 @@ def drawing_functions(model: nn.Module) -> list[tuple[types.ModuleType, str]]:
 
     Taken apart, they would be compiled anew for each number that they draw.
     """
+    names = dict.fromkeys(type(item).__module__ for item in model.modules())
     return [
         (module, name)
-        for module in dict.fromkeys(sys.modules[type(item).__module__] for item in model.modules())
-        for name, function in vars(module).items()
+        for module in (sys.modules.get(item) for item in names)
+        if module is not None  # as a file's that was run and not imported
+        for name, function in list(vars(module).items())
         if isinstance(function, types.FunctionType) and _draws_from_numpy(function)
     ]
 

@@ -20,6 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -102,13 +103,19 @@ class MasterProgram:
         Args:
             deadline: of `clock.now`. gap: part of the time to which it has to be optimal.
         """
-        relaxed, _ = loaded(self.rows, seconds=max(0.1, deadline - now()))
-        relaxed.run()
-        if relaxed.getModelStatus() != module().HighsModelStatus.kOptimal:
+        relaxed, _ = self._relaxed()
+        if relaxed is None:
             return None
         reduced = np.array(relaxed.getSolution().col_dual)[self.columns]
         far = [self.columns[at] for at in np.argsort(reduced, kind="stable")[NEAR:]]
         return self._solved(deadline, gap, far) or (self._solved(deadline, gap, []) if far else None)
+
+    def _relaxed(self) -> tuple[Any, float]:
+        """The linear relaxation, solved, and the ms of its unit; None in its place if nothing fits."""
+        highs, unit_ms = loaded(self.rows, seconds=math.inf)
+        highs.run()
+        solved = highs.getModelStatus() == module().HighsModelStatus.kOptimal
+        return highs if solved else None, unit_ms
 
     def _solved(self, deadline: float, gap: float, left_out: Sequence[int]) -> list[tuple[Place, Plan]] | None:
         """The same without some columns."""
@@ -125,9 +132,8 @@ class MasterProgram:
 
     def prices(self) -> dict[Place, Prices] | None:
         """Multipliers of the linear relaxation as each stretch sees them; None if nothing fits."""
-        highs, unit_ms = loaded(self.rows, seconds=math.inf)
-        highs.run()
-        if highs.getModelStatus() != module().HighsModelStatus.kOptimal:
+        highs, unit_ms = self._relaxed()
+        if highs is None:
             return None
         of = -unit_ms * np.array(highs.getSolution().row_dual)[1:].reshape(-1, _ROWS)
         prices: dict[Place, Prices] = {}
