@@ -1,5 +1,6 @@
 """`monetlite fit`: whether a training fits a card, and the fastest setting that does, on one screen."""
 
+import functools
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,6 @@ def fit_command(
     """
     choice = _adapted(choice, full, lora)
     device = chosen_device(pricing.device, terminal, DEFAULT_ESTIMATE, "name a card to estimate", option="--gpu")
-    import torch
-
     from monetlite.planning.card_fit import fit_card
     from monetlite.reporting.fit_lines import lines_to_paste
     from monetlite.reporting.text_fit import fit_facts, print_fit
@@ -100,11 +99,7 @@ def fit_command(
     card = _card(device, None if budget is None else parse_budget(budget))
     model, choice = _model(choice, replace(pricing, device=device), solving, terminal)
     request = _request(model.built, choice, pricing)
-    dtype = getattr(torch, choice.autocast or "bfloat16")
-    with (
-        terminal.line(f"fitting {model.built.name} to {card.title}") as tell,
-        torch.autocast("cuda" if device == "cuda" else "cpu", dtype, enabled=choice.autocast is not None),
-    ):
+    with terminal.line(f"fitting {model.built.name} to {card.title}") as tell:
         description = model.built.description.partition("; input")[0]
         answer = fit_card(model, card, solving, exact_only=solving.tolerance == 0, progress=tell)
     lines = lines_to_paste(answer, request)
@@ -157,11 +152,15 @@ def _model(
 
     built, choice = _built(choice, terminal)
 
-    def rebuild(batch: int | None, length: int | None) -> "BuiltModel":
-        sized = replace(choice, batch=batch or choice.batch, sequence_length=length or choice.sequence_length)
-        return build(sized, None, meta=True)
+    rebuild = functools.partial(_rebuilt, choice)
+    steps = ModelSteps(built=built, rebuild=rebuild, pricing=pricing, solving=solving, autocast=choice.autocast)
+    return steps, choice
 
-    return ModelSteps(built=built, rebuild=rebuild, pricing=pricing, solving=solving), choice
+
+def _rebuilt(choice: ModelChoice, batch: int | None, length: int | None) -> "BuiltModel":
+    """The model at another batch and length, or at its own."""
+    sized = replace(choice, batch=batch or choice.batch, sequence_length=length or choice.sequence_length)
+    return build(sized, None, meta=True)
 
 
 def _built(choice: ModelChoice, terminal: Terminal) -> "tuple[BuiltModel, ModelChoice]":

@@ -1,9 +1,17 @@
 """Processes of this Python beside this one."""
 
 import contextlib
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 NICENESS = 13
 """Of a process that gives way: beside one that wants a core, too, it gets a twentieth of it."""
@@ -23,3 +31,49 @@ def give_way(process: "subprocess.Popen[bytes]") -> None:
     if hasattr(os, "setpriority"):
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+
+
+class ChildFailed(RuntimeError):
+    """A process ended before it had the result of its call."""
+
+
+def begin_call(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Callable[[], _T]:
+    """Begin a call in a process beside this one, which ends with this one. It has no standard error.
+
+    Args:
+        function, args, kwargs: of the call. They are pickled, and so is the result.
+
+    Returns:
+        Waits for the call's result. Raises what the call raises, or ChildFailed.
+    """
+    context = multiprocessing.get_context("spawn")  # a copy of this process would lack threads that torch counts on
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(sender, function, args, kwargs), daemon=True)
+    process.start()
+    sender.close()
+
+    def result() -> _T:
+        try:
+            error, value = receiver.recv()
+        except EOFError:
+            process.join()
+            raise ChildFailed(f"a process of monetlite ended with exit code {process.exitcode}") from None
+        process.join()
+        if error is not None:
+            raise error
+        found: _T = value
+        return found
+
+    return result
+
+
+def _send_result(
+    sender: Connection, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that waits, and so this one
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    try:
+        answer: tuple[Exception | None, object] = (None, function(*args, **kwargs))
+    except Exception as error:  # raised in the process that waits
+        answer = (error, None)
+    sender.send(answer)

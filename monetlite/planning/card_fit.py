@@ -227,6 +227,7 @@ def fit_card(
     tell("tracing")
     path = find_layers(model.built.model)  # before some of them are left out
     profiles = model.priced()
+    sized_steps = _begin_sized_steps(model)
     exact = profiles[AS_TRACED].within(0.0)
     tolerant = None if exact_only else profiles.get(TILED_ROWS)
     plain = FitSetting(profile=exact, steps=plain_steps(exact.graph))
@@ -269,7 +270,7 @@ def fit_card(
         )
     tell("looking for the largest batch and length")
     kinds = {PLAINLY: [plain], CHECKPOINTED: list(layer_ways(exact, path, (1,))), PLANNED: lean[-len(searches) :]}
-    return replace(answer, limits=_limits(answer, model, kinds))
+    return replace(answer, limits=_limits(answer, model, sized_steps(), kinds))
 
 
 def layer_ways(profile: Profile, path: str | None, settings: Sequence[int] = EVERY) -> Iterator[FitSetting]:
@@ -363,9 +364,10 @@ def card_memory(device: Device, budget_bytes: int | None = None) -> CardMemory:
     return CardMemory.of(device.name, device.title, device.memory_bytes, budget_bytes)
 
 
-def _limits(answer: CardFit, model: ModelSteps, kinds: Mapping[str, Sequence[FitSetting]]) -> dict[str, SizeLimits]:
+def _limits(
+    answer: CardFit, model: ModelSteps, steps: Mapping[str, SizedStep], kinds: Mapping[str, Sequence[FitSetting]]
+) -> dict[str, SizeLimits]:
     """The largest batch and length of each kind of way, by any of its ways."""
-    steps = _sized_steps(answer, model)
     budget_bytes, length = answer.card.budget_bytes, answer.length or 0
     longest = getattr(getattr(model.built.model, "config", None), "max_position_embeddings", None) or MAX_LENGTH
     unit = LENGTHS[length >= 8 * LENGTHS[True]]
@@ -394,17 +396,24 @@ def _limits(answer: CardFit, model: ModelSteps, kinds: Mapping[str, Sequence[Fit
     return found
 
 
-def _sized_steps(answer: CardFit, model: ModelSteps) -> dict[str, SizedStep]:
-    """The step at telling sizes, by layout; nothing if the model has none, and on a CPU, where it takes minutes."""
-    if model.pricing.device == "cpu":
-        return {}
+def _begin_sized_steps(model: ModelSteps) -> Callable[[], dict[str, SizedStep]]:
+    """Begin to trace the step at telling sizes.
+
+    Returns:
+        Waits for the steps, by layout: nothing if the model has no such sizes, and on a CPU, as it takes minutes.
+    """
     tensors = (*model.built.model.parameters(), *model.built.model.buffers())
-    sizes = telling_sizes({size for tensor in tensors for size in tensor.shape}, answer.length)
-    if sizes is None:
-        return {}
-    try:
-        profiles = model.priced(sizes.batch, sizes.length or None)
-    except MonetliteError:
-        return {}  # a model of a person's own that takes no batch
-    exact = {AS_TRACED: profiles[AS_TRACED].within(0.0)}
-    return {layout: SizedStep(profile, sizes) for layout, profile in (profiles | exact).items()}
+    sizes = telling_sizes({size for tensor in tensors for size in tensor.shape}, model.length)
+    if sizes is None or model.pricing.device == "cpu":
+        return dict
+    priced = model.begin_priced(sizes.batch, sizes.length or None)
+
+    def steps() -> dict[str, SizedStep]:
+        try:
+            profiles = priced()
+        except MonetliteError:
+            return {}  # a model of a person's own that takes no batch
+        exact = {AS_TRACED: profiles[AS_TRACED].within(0.0)}
+        return {layout: SizedStep(profile, sizes) for layout, profile in (profiles | exact).items()}
+
+    return steps

@@ -1,9 +1,12 @@
 """Priced training steps of one model at several sizes, for questions that take many."""
 
+import functools
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from monetlite.core.child_processes import ChildFailed, begin_call
 from monetlite.core.costs import Profile
 from monetlite.core.graph import AS_TRACED, TILED_ROWS, OperatorGraph, Resident
 from monetlite.core.options import PricingOptions, SolvingOptions
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 MEASURING_SECONDS = 10.0
 """About the most time to measure a step's costs on this machine, each of one run or two."""
+WORTH_A_PROCESS = 3.0
+"""Seconds that a trace takes from which another is made in a process of its own, which starts in about five."""
 
 
 @dataclass
@@ -29,15 +34,17 @@ class ModelSteps:
 
     Attributes:
         built: the model with its inputs.
-        rebuild: builds it again at a batch and a length.
+        rebuild: builds it again at a batch and a length; picklable.
         pricing: device, optimizer and accumulation; the device is given.
         solving: says which implementations are priced.
+        autocast: dtype of the `torch.autocast` that the step runs in: bfloat16 or float16; or None.
     """
 
     built: "BuiltModel"
     rebuild: "Callable[[int | None, int | None], BuiltModel]"
     pricing: PricingOptions
     solving: SolvingOptions
+    autocast: str | None = None
     layers: EqualLayers | None = field(init=False)
     """Equal layers, of which few are traced."""
 
@@ -45,6 +52,7 @@ class ModelSteps:
         self.layers = find_equal_layers(self.built.model) if self.built.name.startswith("hf:") else None
         self._whole: Resident | None = None
         self._asked = self.built
+        self._seconds = 0.0
 
     @property
     def batch(self) -> int:
@@ -76,6 +84,24 @@ class ModelSteps:
         built = self.rebuild(batch, length)
         return self._traced(built, built.example_inputs)
 
+    def begin_priced(self, batch: int, length: int | None) -> Callable[[], dict[str, Profile]]:
+        """Begin `priced` in a process beside this one, where nothing is to be measured here.
+
+        Returns:
+            Waits for the costs. Raises what `priced` raises.
+        """
+        if self.pricing.device in ("cpu", "cuda") or self._seconds < WORTH_A_PROCESS:
+            return functools.partial(self.priced, batch, length)
+        begun = begin_call(_priced_anew, self.rebuild, self.pricing, self.solving, self.autocast, batch, length)
+
+        def priced() -> dict[str, Profile]:
+            try:
+                return begun()
+            except ChildFailed:  # two processes may need more memory than there is
+                return self.priced(batch, length)
+
+        return priced
+
     def _of_few_layers(self, layers: EqualLayers, batch: int | None, length: int | None) -> dict[str, Profile]:
         from monetlite.tracing.step_inputs import resident_bytes, split_inputs, tensors_in_order
 
@@ -106,17 +132,24 @@ class ModelSteps:
     def _traced(
         self, built: "BuiltModel", inputs: Any, whole: Callable[[Profile], Profile] | None = None
     ) -> dict[str, Profile]:
+        import torch
+
         from monetlite.tracing import trace_layouts
 
+        began = time.monotonic()
         device = self.pricing.device
-        graphs = trace_layouts(
-            built.model,
-            inputs,
-            (AS_TRACED, TILED_ROWS) if self.solving.tolerance > 0 else (AS_TRACED,),
-            device=device,
-            meta_device="cuda" if device == "cuda" else "cpu",
-            each_gradient=whole is not None,
-        )
+        kind = "cuda" if device == "cuda" else "cpu"
+        dtype = getattr(torch, self.autocast or "bfloat16")
+        with torch.autocast(kind, dtype, enabled=self.autocast is not None):
+            graphs = trace_layouts(
+                built.model,
+                inputs,
+                (AS_TRACED, TILED_ROWS) if self.solving.tolerance > 0 else (AS_TRACED,),
+                device=device,
+                meta_device=kind,
+                each_gradient=whole is not None,
+            )
+        self._seconds = time.monotonic() - began
         found = {}
         for graph in graphs:
             options = PricingOptions(device=device)
@@ -124,6 +157,21 @@ class ModelSteps:
             profile = with_additions(profile if whole is None else whole(profile), self.pricing)
             found[graph.layout] = replace(profile, source=built.source)
         return found
+
+
+def _priced_anew(
+    rebuild: "Callable[[int | None, int | None], BuiltModel]",
+    pricing: PricingOptions,
+    solving: SolvingOptions,
+    autocast: str | None,
+    batch: int,
+    length: int | None,
+) -> dict[str, Profile]:
+    """`ModelSteps.priced`, in a process that has no model yet."""
+    steps = ModelSteps(
+        built=rebuild(None, None), rebuild=rebuild, pricing=pricing, solving=solving, autocast=autocast
+    )
+    return steps.priced(batch, length)
 
 
 def _priced(graph: OperatorGraph, options: PricingOptions, solving: SolvingOptions) -> Profile:

@@ -1,6 +1,7 @@
 """`monetlite fit`: the answer agrees with what solve says, and what can't be has an answer that helps."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from commands import run
 from thoroughness import often
 
 import monetlite.tracing
+from monetlite.core.child_processes import ChildFailed, begin_call
 from monetlite.core.devices import find_device
 from monetlite.core.units import format_bytes
+from monetlite.planning import model_steps
 from monetlite.planning.card_fit import CardMemory, card_memory
 from monetlite.planning.size_costs import TellingSizes, largest, telling_sizes
 
@@ -101,6 +104,28 @@ def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_pa
 
 
 @pytest.mark.thorough
+def test_sizes_are_told_by_another_process_where_tracing_takes_long(folder, roomy, monkeypatch):
+    begun, begin = [], model_steps.begin_call
+    monkeypatch.setattr(model_steps, "WORTH_A_PROCESS", 0.0)
+    monkeypatch.setattr(model_steps, "begin_call", lambda *given: begun.append(given) or begin(*given))
+    found = json.loads(run("fit", folder, *FIT, "--json").stdout)
+    assert len(begun) == 1
+    assert found["largest"] == roomy["largest"]
+
+
+def ends(code):
+    os._exit(code)
+
+
+def test_a_call_in_another_process_returns_raises_or_says_that_it_ended():
+    results = [begin_call(abs, -3), begin_call(int, "three"), begin_call(ends, 7)]
+    assert results[0]() == 3
+    with pytest.raises(ValueError, match="three"):
+        results[1]()
+    with pytest.raises(ChildFailed, match="exit code 7"):
+        results[2]()
+
+
 def test_the_largest_batch_is_the_largest(roomy, folder):
     """Plain training's peak at that batch, traced, is within the budget, and at the next one it is not."""
     batch = 6
