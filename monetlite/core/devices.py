@@ -82,8 +82,10 @@ def find_device(name: str) -> Device:
     for device in devices.values():
         if wanted in {_normalise(alias) for alias in (device.name, device.title, *device.aliases)}:
             return device
-    starts = [device for device in devices if wanted and _normalise(device).startswith(wanted)]
-    near = starts or difflib.get_close_matches(name.lower(), devices, n=3, cutoff=0.6)
+    own = {device: _normalise(device) for device in devices} if wanted else {}
+    longer = [device for device, known in own.items() if known.startswith(wanted)]
+    shorter = [device for device, known in own.items() if wanted.startswith(known)]
+    near = longer or shorter or difflib.get_close_matches(name.lower(), devices, n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
     raise DeviceError(
         f"no figures for a device called {name!r}{hint} Known: {', '.join(devices)}. "

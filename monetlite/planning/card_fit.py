@@ -230,9 +230,10 @@ def fit_card(
     sized_steps = _begin_sized_steps(model)
     exact = profiles[AS_TRACED].within(0.0)
     tolerant = None if exact_only else profiles.get(TILED_ROWS)
-    plain = FitSetting(profile=exact, steps=plain_steps(exact.graph))
+    eager = _by_pytorch(exact)
+    plain = FitSetting(profile=eager, steps=plain_steps(eager.graph))
     tell("trying settings of checkpointing")
-    checkpointed = _checkpointed(exact, path, card.budget_bytes)
+    checkpointed = _checkpointed(eager, path, card.budget_bytes)
     every = checkpointed.every if checkpointed else 1
     searches = [_Search(exact, 0.0, path, every, solving, card.budget_bytes)]
     if tolerant is not None:
@@ -271,6 +272,18 @@ def fit_card(
     tell("looking for the largest batch and length")
     kinds = {PLAINLY: [plain], CHECKPOINTED: list(layer_ways(exact, path, (1,))), PLANNED: lean[-len(searches) :]}
     return replace(answer, limits=_limits(answer, model, sized_steps(), kinds))
+
+
+def _by_pytorch(profile: Profile) -> Profile:
+    """A step as PyTorch runs it: on a CPU, its dropout keeps a mask of its input's dtype, not of booleans."""
+    if profile.device != "cpu":
+        return profile
+    values = list(profile.graph.values)
+    for operator in profile.graph.operators:
+        if operator.family == "dropout":
+            output, mask = operator.writes
+            values[mask] = replace(values[mask], size_bytes=values[output].size_bytes)
+    return replace(profile, graph=replace(profile.graph, values=tuple(values)))
 
 
 def layer_ways(profile: Profile, path: str | None, settings: Sequence[int] = EVERY) -> Iterator[FitSetting]:

@@ -46,11 +46,17 @@ def test_no_two_devices_share_a_name():
 
 @pytest.mark.parametrize(
     ("written", "suggested"),
-    [("A100", "a100-40gb or a100-80gb"), ("rtx-4091", "rtx-4090"), ("", "Known: p100")],
+    [
+        ("A100", "a100-40gb or a100-80gb?"),
+        ("rtx-4091", "rtx-4090"),
+        ("H100-80GB", "mean h100?"),
+        ("", "Known: p100"),
+    ],
 )
 def test_unknown_devices_are_answered_with_known_ones(written, suggested):
-    with pytest.raises(DeviceError, match=suggested) as failure:
+    with pytest.raises(DeviceError) as failure:
         find_device(written)
+    assert suggested in str(failure.value)
     assert "h200" in str(failure.value)
     assert "measure" in str(failure.value)
 
