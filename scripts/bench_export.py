@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import monetlite
@@ -48,7 +49,7 @@ import sys
 sys.modules["monetlite"] = None
 sys.path[:0] = {paths!r}
 import torch, plan
-torch.set_num_threads(1)
+torch.set_num_threads({threads})
 torch.manual_seed(0)
 model, inputs, gradients = torch.load({file!r}, weights_only=False)
 plan.apply(model)
@@ -145,7 +146,7 @@ def alone(text: str, model: Any, inputs: dict[str, torch.Tensor], gradients: dic
         Path(folder, "plan.py").write_text(text, encoding="utf-8")
         file = str(Path(folder, "step.pt"))
         torch.save((model, inputs, gradients), file)
-        code = ALONE.format(paths=[folder], file=file)
+        code = ALONE.format(paths=[folder], file=file, threads=torch.get_num_threads())
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else done.stderr[-500:]
 
@@ -209,6 +210,7 @@ def trainer(name: str, args: argparse.Namespace) -> Iterator[str]:
                 use_cpu=True, save_strategy="no", disable_tqdm=True,
             )  # fmt: skip
             run = Measured(item, options, train_dataset=rows * args.steps)
+            run.remove_callback(transformers.PrinterCallback)
             run.train()
             losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
     yield (
@@ -238,10 +240,10 @@ def partitioner(name: str, args: argparse.Namespace) -> Iterator[str]:
             )
             ours.step()
             peak = f"{ours.memory().peak_bytes / 1e6:.2f} MB"
-        except Exception as error:  # torch wraps it
-            if "smallest peak" not in str(error):
+        except BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, monetlite.InfeasibleBudget):
                 raise
-            peak = "refused"
+            peak = f"refused: {error.inner_exception.reached_bytes / 1e6:.2f} MB is the least"
         torch.compiler.reset()
 
         def backend(graph: Any, tensors: Any, share: float = share) -> Any:
