@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import monetlite
 from monetlite.checking.comparison.bench import environment
 from monetlite.checking.trainee import Trainee, default_loss, step_times_ms
+from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.options import PricingOptions
 from monetlite.exporting.checkpoint_search import CheckpointSearch, FoundPlan
 from monetlite.exporting.eager_step import record_step
@@ -241,7 +242,7 @@ def partitioner(name: str, args: argparse.Namespace) -> Iterator[str]:
             ours.step()
             peak = f"{ours.memory().peak_bytes / 1e6:.2f} MB"
         except BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, monetlite.InfeasibleBudget):
+            if not isinstance(error.inner_exception, InfeasibleBudget):
                 raise
             peak = f"refused: {error.inner_exception.reached_bytes / 1e6:.2f} MB is the least"
         torch.compiler.reset()
