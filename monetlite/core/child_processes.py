@@ -38,7 +38,7 @@ class ChildFailed(RuntimeError):
 
 
 def begin_call(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Callable[[], _T]:
-    """Begin a call in a process beside this one, which ends with this one. It has no standard error.
+    """Begin a call in a process beside this one, which ends with this one. What it prints is left out.
 
     Args:
         function, args, kwargs: of the call. They are pickled, and so is the result.
@@ -71,7 +71,9 @@ def _send_result(
     sender: Connection, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that waits, and so this one
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for standard in (1, 2):
+        os.dup2(nowhere, standard)
     try:
         answer: tuple[Exception | None, object] = (None, function(*args, **kwargs))
     except Exception as error:  # raised in the process that waits
