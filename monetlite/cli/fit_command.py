@@ -181,7 +181,6 @@ def _built(choice: ModelChoice, terminal: Terminal) -> "tuple[BuiltModel, ModelC
 
 def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) -> "TrainingRequest":
     """Facts that the lines to paste are made of."""
-    from monetlite.models.equal_layers import find_layers
     from monetlite.models.library_models import split_adapters
     from monetlite.reporting.fit_lines import TrainingRequest
 
@@ -190,7 +189,6 @@ def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) 
     base, rank = split_adapters(name) if library == "hf" else ("", 0)
     published = find_published(base)
     model: Any = built.model.get_base_model() if rank else built.model  # type: ignore[operator]  # peft's
-    path = find_layers(built.model)
     weights = {parameter.dtype for parameter in built.model.parameters()}
     return TrainingRequest(
         model_class=type(model).__name__ if library == "hf" else "",
@@ -200,6 +198,5 @@ def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) 
         rank=rank,
         optimizer=pricing.optimizer or "adamw",
         accumulate=pricing.accumulate,
-        layers=0 if path is None else len(list(built.model.get_submodule(path).children())),
         settings_by_new_name=library == "hf" and hasattr(model, "activation_checkpointing_enable"),
     )

@@ -44,11 +44,12 @@ torch.utils.checkpoint. Keys and values are not cached (config.use_cache): the r
 """,
     Target.TORCHTITAN: """\
     import {module}
-    {module}.apply(model)  # in the model's parallelize function, in place of apply_ac(model, ...)
+    {module}.apply(model)  # in the model's parallelize function, in place of ac_config.build(...).apply(model)
 
-Do it where apply_ac is called, before torch.compile and FSDP, and set the mode of activation_checkpoint to "none":
-torchtitan's own modes treat all layers alike. Names of parameters stay as they are. The figures are of a step that
-is not compiled: torch.compile decides again what to keep within a layer.
+Do it there, before torch.compile and FSDP, and train with activation-checkpoint:none (torchtitan 0.3; before it, in
+place of apply_ac, with activation_checkpoint.mode "none"). Its own policies treat all layers alike. Names of
+parameters stay as they are. The figures are of a step that is not compiled: torch.compile decides again what to
+keep within a layer.
 """,
 }
 _CODE = '''
@@ -62,26 +63,33 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 def apply(model):
     """Wrap the layers of a model in training mode by torch.utils.checkpoint, as planned."""
-    found = dict(model.named_modules())
-    missing = [name for name in LAYERS if name not in found]
-    if missing:
-        raise ValueError(f"the plan is for another model: there is no module {{missing[0]!r}}")
-    if any("forward" in vars(found[name]) for name in LAYERS):
+    layers = _layers(model)
+    if any("forward" in vars(layer) for layer in layers.values()):
         raise ValueError("a layer's forward function has been replaced already, perhaps by this plan")
     if getattr(getattr(model, "config", None), "use_cache", False):
         model.config.use_cache = False
-    for name, kind in LAYERS.items():
-        layer = found[name]
-        layer.forward = functools.partial(_run, layer, layer.forward, name, SAVED[kind])
+    for name, layer in layers.items():
+        layer.forward = functools.partial(_run, layer, layer.forward, name, SAVED[LAYERS[name]])
     return model
 
 
 def remove(model):
     """Unwrap the layers."""
-    found = dict(model.named_modules())
-    for name in LAYERS:
-        vars(found[name]).pop("forward", None)
+    for layer in _layers(model).values():
+        vars(layer).pop("forward", None)
     return model
+
+
+def _layers(model):
+    """The layers by their names in the model that was planned, which may hold this one."""
+    found = dict(model.named_modules())
+    first = next(iter(LAYERS), "")
+    for start in ["", *(first[: at + 1] for at, letter in enumerate(first) if letter == ".")]:
+        layers = {{name: found.get(name.removeprefix(start)) for name in LAYERS}}
+        if None not in layers.values():
+            return layers
+    missing = next(name for name in LAYERS if name not in found)
+    raise ValueError(f"the plan is for another model: there is no module {{missing!r}}")
 
 
 def _run(layer, forward, name, saved, *args, **kwargs):

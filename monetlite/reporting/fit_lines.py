@@ -10,8 +10,8 @@ from monetlite.profiling.step_additions import OPTIMIZERS
 _WIDTH = 79
 _TRAINER_NAMES = {"sgd": "sgd", "adamw": "adamw_torch", "adamw8bit": "adamw_8bit"}
 """transformers' names of optimizers whose memory is the one that was counted."""
-_TITAN_NAMES = {"adam": "Adam", "adamw": "AdamW"}
-"""torchtitan's names of its optimizers."""
+_TITAN_TYPES = ("bfloat16", "float32")
+"""Dtypes that torchtitan trains in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,6 @@ class TrainingRequest:
         dtype: of the weights. autocast: of `torch.autocast`, or empty.
         rank: of LoRA adapters; 0 without.
         optimizer: by the name that commands know. accumulate: over several batches.
-        layers: of the model's list, or 0.
         settings_by_new_name: the installed transformers calls its setting `activation_checkpointing`.
     """
 
@@ -35,7 +34,6 @@ class TrainingRequest:
     rank: int
     optimizer: str
     accumulate: bool
-    layers: int
     settings_by_new_name: bool
 
 
@@ -50,8 +48,9 @@ def lines_to_paste(answer: CardFit, request: TrainingRequest) -> dict[str, list[
         if request.model_class.endswith("ForCausalLM"):
             lines["TRL"] = list(_trl(answer, way, request))
     lines["Lightning"] = list(_lightning(answer, way, request))
-    # torchtitan trains all weights.
-    if request.model_class.endswith("ForCausalLM") and request.optimizer in _TITAN_NAMES and not request.rank:
+    # torchtitan trains all weights, by AdamW where nothing else is said.
+    titan = request.optimizer == "adamw" and not request.rank and request.dtype in _TITAN_TYPES
+    if request.model_class.endswith("ForCausalLM") and titan and request.autocast != "float16":
         lines["torchtitan"] = list(_torchtitan(answer, request))
     return lines
 
@@ -156,21 +155,13 @@ def _lightning(answer: CardFit, way: FitSetting, request: TrainingRequest) -> It
 
 
 def _torchtitan(answer: CardFit, request: TrainingRequest) -> Iterator[str]:
-    """torchtitan builds its own model: the best of its settings that are Trainer's, too."""
-    every = answer.checkpointed.every if answer.checkpointed and answer.fits(answer.checkpointed) else 0
-    if answer.fits(answer.plain):
-        mode = "none"
-    elif not every:
+    """torchtitan 0.3 builds its own model, and checkpoints all of its layers or none."""
+    if not any(way is not None and answer.fits(way) for way in (answer.plain, answer.checkpointed)):
         yield "# checkpointing its layers is not enough on this card"
         return
-    else:
-        # It checkpoints the last layer of so many, transformers the first: as many only where they divide.
-        every = max(number for number in range(1, every + 1) if request.layers % number == 0)
-        mode = "full" if every == 1 else "selective"
     yield f"--training.local_batch_size={answer.batch} --training.seq_len={answer.length}"
     if request.accumulate:
         yield f"--training.global_batch_size={2 * answer.batch}"
-    yield f"--training.dtype={request.dtype} --optimizer.name={_TITAN_NAMES[request.optimizer]}"
-    yield f"--activation_checkpoint.mode={mode}"
-    if mode == "selective":
-        yield f"--activation_checkpoint.selective_ac_option={every}"
+    dtype = request.autocast or request.dtype
+    yield f"--training.dtype={request.dtype} --training.mixed_precision_param={dtype}"
+    yield f"activation-checkpoint:{'none' if answer.fits(answer.plain) else 'full'}"

@@ -81,7 +81,8 @@ def test_what_fits_as_it_is_needs_nothing(roomy):
     plain, checkpointed, planned = roomy["largest"].values()
     assert plain["batch"] <= checkpointed["batch"] <= planned["batch"]
     assert set(roomy["lines"]) == {"plain loop", "Trainer", "TRL", "Lightning", "torchtitan"}
-    assert "--training.dtype=float32 --optimizer.name=AdamW" in roomy["lines"]["torchtitan"]
+    assert "--training.dtype=float32 --training.mixed_precision_param=float32" in roomy["lines"]["torchtitan"]
+    assert roomy["lines"]["torchtitan"][-1] == "activation-checkpoint:none"
 
 
 def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_path):

@@ -169,6 +169,30 @@ def test_other_models_are_refused(planned):
         other(tokens)
 
 
+class Holder(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs):
+        return self.model(*inputs)
+
+
+def test_a_plan_is_for_a_part_of_the_planned_model_too(planned):
+    """A loss is often computed around a model that a trainer wraps without it."""
+    model, inputs, _ = planned
+    priced = price_step(record_step(Holder(copy.deepcopy(model)), inputs, default_loss), PricingOptions())
+    plan = plan_module(priced, random_plan(priced, 1))
+    assert all(name.startswith("model.layers.") for name in plan["LAYERS"])
+    part, plain = plan["apply"](copy.deepcopy(model)), copy.deepcopy(model)
+    assert len([module for module in part.modules() if "forward" in vars(module)]) == len(plan["LAYERS"])
+    default_loss(part(*inputs)).backward()
+    default_loss(plain(*inputs)).backward()
+    for own, expected in zip(part.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, expected.grad)
+    assert not any("forward" in vars(module) for module in plan["remove"](part).modules())
+
+
 def test_what_is_saved_is_taken_by_every_torch(planned):
     """Before 2.13 torch asked the policy again in the recomputation, where it has to give the same answers."""
     model, (tokens,), plan = planned
