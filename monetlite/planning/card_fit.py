@@ -227,7 +227,7 @@ def fit_card(
     tell("tracing")
     path = find_layers(model.built.model)  # before some of them are left out
     profiles = model.priced()
-    sized_steps = _begin_sized_steps(model)
+    sized_steps = _begin_sized_steps(model, profiles)
     exact = profiles[AS_TRACED].within(0.0)
     tolerant = None if exact_only else profiles.get(TILED_ROWS)
     eager = _by_pytorch(exact)
@@ -409,8 +409,8 @@ def _limits(
     return found
 
 
-def _begin_sized_steps(model: ModelSteps) -> Callable[[], dict[str, SizedStep]]:
-    """Begin to trace the step at telling sizes.
+def _begin_sized_steps(model: ModelSteps, asked: Mapping[str, Profile]) -> Callable[[], dict[str, SizedStep]]:
+    """Begin to trace the step at telling sizes, beside the one at the sizes that were asked for.
 
     Returns:
         Waits for the steps, by layout: nothing if the model has no such sizes, and on a CPU, as it takes minutes.
@@ -426,7 +426,11 @@ def _begin_sized_steps(model: ModelSteps) -> Callable[[], dict[str, SizedStep]]:
             profiles = priced()
         except MonetliteError:
             return {}  # a model of a person's own that takes no batch
-        exact = {AS_TRACED: profiles[AS_TRACED].within(0.0)}
-        return {layout: SizedStep(profile, sizes) for layout, profile in (profiles | exact).items()}
+        own, sized = ({**of, AS_TRACED: of[AS_TRACED].within(0.0)} for of in (asked, profiles))
+        return {
+            layout: SizedStep(profile, sizes, own[layout], model.batch, model.length or 0)
+            for layout, profile in sized.items()
+            if layout in own
+        }
 
     return steps

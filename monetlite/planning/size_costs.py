@@ -6,7 +6,7 @@ as `length + 1` has no such factor: sizes are checked against the trace at the s
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -66,39 +66,60 @@ class SizedStep:
     Args:
         profile: with the optimizer and accumulation.
         sizes: that it was traced at.
+        asked, batch, length: the step at other sizes. Both tell of workspace that has a constant part.
     """
 
-    def __init__(self, profile: Profile, sizes: TellingSizes) -> None:
+    def __init__(self, profile: Profile, sizes: TellingSizes, asked: Profile, batch: int, length: int) -> None:
         self.profile, self.sizes = profile, sizes
         graph = profile.graph
+        samples = batch / sizes.batch * (length / sizes.length if sizes.length else 1.0)
+        other = {operator.name: costs for operator, costs in zip(asked.graph.operators, asked.costs, strict=True)}
         value_of = [sizes.power(value.size_bytes) for value in graph.values]
-        cost_of = [
-            [(0, 0) if operator.family == OPTIMIZER_STEP else sizes.power(cost.workspace_bytes) for cost in of]
+        workspaces = [
+            [
+                {(0, 0): cost.workspace_bytes}
+                if operator.family == OPTIMIZER_STEP
+                else self._workspace(cost, there, samples)
+                for cost, there in itertools.zip_longest(of, other.get(operator.name, ())[: len(of)])
+            ]
             for operator, of in zip(graph.operators, profile.costs, strict=True)
         ]
         inputs = sizes.power(graph.resident.inputs)
-        powers = {(0, 0), inputs, *value_of, *itertools.chain.from_iterable(cost_of)}
-        self.parts = {power: self._part(power, value_of, cost_of, inputs) for power in powers}
+        grown = itertools.chain.from_iterable(itertools.chain.from_iterable(workspaces))
+        powers = {(0, 0), inputs, *value_of, *grown}
+        self.parts = {power: self._part(power, value_of, workspaces, inputs) for power in powers}
         """For each power, the step with the memory that grows so, and nothing else."""
 
+    def _workspace(self, cost: Cost, asked: Cost | None, samples: float) -> dict[Power, int]:
+        """Workspace by power. Tiles of rows have one that grows with their rows, and sums of a constant size."""
+        found, power = cost.workspace_bytes, self.sizes.power(cost.workspace_bytes)
+        if power == (0, 0) and asked is not None and samples != 1:
+            growing = (found - asked.workspace_bytes) / (1 - samples)
+            if 0 < growing <= found:
+                constant = found - round(growing)
+                return {(0, 0): constant, (1, 1 if self.sizes.length else 0): found - constant}
+        return {power: found}
+
     def _part(
-        self, power: Power, value_of: Sequence[Power], cost_of: Sequence[Sequence[Power]], inputs: Power
+        self,
+        power: Power,
+        value_of: Sequence[Power],
+        workspaces: Sequence[Sequence[Mapping[Power, int]]],
+        inputs: Power,
     ) -> Profile:
         graph = self.profile.graph
 
         def value(item: Value, own: Power) -> Value:
             return item if own == power else replace(item, size_bytes=0)
 
-        def cost(item: Cost, own: Power) -> Cost:
-            return Cost(latency_ms=0.0, workspace_bytes=item.workspace_bytes if own == power else 0)
-
         resident = replace(graph.resident, inputs=0) if power == (0, 0) else Resident()
         if inputs == power:
             resident = replace(resident, inputs=graph.resident.inputs)
+        costs = (tuple(Cost(latency_ms=0.0, workspace_bytes=own.get(power, 0)) for own in of) for of in workspaces)
         return replace(
             self.profile,
             graph=replace(graph, values=tuple(map(value, graph.values, value_of)), resident=resident),
-            costs=tuple(tuple(map(cost, of, own)) for of, own in zip(self.profile.costs, cost_of, strict=True)),
+            costs=tuple(costs),
         )
 
     def peak(self, steps: Sequence[Step]) -> "Callable[[int, int], int]":
