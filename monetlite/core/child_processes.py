@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import ParamSpec, TypeVar
 
@@ -49,7 +51,8 @@ def begin_call(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
     context = multiprocessing.get_context("spawn")  # a copy of this process would lack threads that torch counts on
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_result, args=(sender, function, args, kwargs), daemon=True)
-    process.start()
+    with _without_interrupts():
+        process.start()
     sender.close()
 
     def result() -> _T:
@@ -67,10 +70,24 @@ def begin_call(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
     return result
 
 
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Have processes that begin in a block not hear Ctrl-C, which ends this one, and them with it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # where multiprocessing starts it, it lets interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _send_result(
     sender: Connection, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that waits, and so this one
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for standard in (1, 2):
         os.dup2(nowhere, standard)
@@ -79,3 +96,10 @@ def _send_result(
     except Exception as error:  # raised in the process that waits
         answer = (error, None)
     sender.send(answer)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

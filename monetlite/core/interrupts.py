@@ -1,7 +1,9 @@
 """Ctrl-C: a solve that is interrupted returns its best so far; a command of several solves ends."""
 
+import _thread
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -9,6 +11,8 @@ from types import FrameType
 BOUND_THREAD = "monetlite-bound"
 """Name of the thread in which a solver computes bounds: Ctrl-C does not stop it at once."""
 
+SECONDS_UNTIL_PRESSED_AGAIN = 0.05
+"""Where Ctrl-C was lost in a callback of Python's own, such as a weak reference's."""
 
 _ending = 0
 """Number of open contexts in which Ctrl-C ends everything."""
@@ -29,12 +33,27 @@ def interrupts_kept() -> Iterator[None]:
         pressed = True
         signal.default_int_handler(number, frame)
 
+    hook = sys.unraisablehook
+    again: threading.Timer | None = None
+
+    def lost(unraisable: "sys.UnraisableHookArgs") -> None:
+        nonlocal again
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            again = threading.Timer(SECONDS_UNTIL_PRESSED_AGAIN, _thread.interrupt_main)
+            again.start()
+        else:
+            hook(unraisable)
+
     signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = lost
     _ending += 1
     try:
         yield
     finally:
+        if again is not None:
+            again.cancel()
         _ending -= 1
+        sys.unraisablehook = hook
         signal.signal(signal.SIGINT, before)
         if pressed:  # a solver's callback may have lost the exception
             raise KeyboardInterrupt

@@ -72,17 +72,21 @@ class SizedStep:
     def __init__(self, profile: Profile, sizes: TellingSizes, asked: Profile, batch: int, length: int) -> None:
         self.profile, self.sizes = profile, sizes
         graph = profile.graph
-        samples = batch / sizes.batch * (length / sizes.length if sizes.length else 1.0)
-        other = {operator.name: costs for operator, costs in zip(asked.graph.operators, asked.costs, strict=True)}
+        wide, long = batch / sizes.batch, length / sizes.length if sizes.length else 1.0
+        there = {
+            (operator.name, way.name): cost.workspace_bytes
+            for operator, costs in zip(asked.graph.operators, asked.costs, strict=True)
+            for way, cost in zip(operator.implementations, costs, strict=True)
+        }
         value_of = [sizes.power(value.size_bytes) for value in graph.values]
         workspaces = [
             [
                 {(0, 0): cost.workspace_bytes}
                 if operator.family == OPTIMIZER_STEP
-                else self._workspace(cost, there, samples)
-                for cost, there in itertools.zip_longest(of, other.get(operator.name, ())[: len(of)])
+                else self._workspace(cost.workspace_bytes, there.get((operator.name, way.name)), wide, long)
+                for way, cost in zip(operator.implementations, costs, strict=True)
             ]
-            for operator, of in zip(graph.operators, profile.costs, strict=True)
+            for operator, costs in zip(graph.operators, profile.costs, strict=True)
         ]
         inputs = sizes.power(graph.resident.inputs)
         grown = itertools.chain.from_iterable(itertools.chain.from_iterable(workspaces))
@@ -90,15 +94,20 @@ class SizedStep:
         self.parts = {power: self._part(power, value_of, workspaces, inputs) for power in powers}
         """For each power, the step with the memory that grows so, and nothing else."""
 
-    def _workspace(self, cost: Cost, asked: Cost | None, samples: float) -> dict[Power, int]:
-        """Workspace by power. Tiles of rows have one that grows with their rows, and sums of a constant size."""
-        found, power = cost.workspace_bytes, self.sizes.power(cost.workspace_bytes)
-        if power == (0, 0) and asked is not None and samples != 1:
-            growing = (found - asked.workspace_bytes) / (1 - samples)
-            if 0 < growing <= found:
-                constant = found - round(growing)
-                return {(0, 0): constant, (1, 1 if self.sizes.length else 0): found - constant}
-        return {power: found}
+    def _workspace(self, size: int, asked: int | None, wide: float, long: float) -> dict[Power, int]:
+        """Workspace by power. That of tiles grows with their rows, and has sums of a constant size.
+
+        Args:
+            size: in the trace, in bytes.
+            asked: at the sizes that were asked for, if known.
+            wide, long: their batch and length as multiples of the trace's.
+        """
+        batches, lengths = self.sizes.power(size)
+        if asked is not None and round(size * wide**batches * long**lengths) != asked and wide * long != 1:
+            growing = round((size - asked) / (1 - wide * long))
+            if 0 < growing <= size:
+                return {(0, 0): size - growing, (1, 1 if self.sizes.length else 0): growing}
+        return {(batches, lengths): size}
 
     def _part(
         self,

@@ -11,10 +11,13 @@ from thoroughness import often
 import monetlite.tracing
 from monetlite.core.child_processes import ChildFailed, begin_call
 from monetlite.core.devices import find_device
+from monetlite.core.graph import TILED_ROWS
+from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.units import format_bytes
+from monetlite.models import build_model
 from monetlite.planning import model_steps
 from monetlite.planning.card_fit import CardMemory, card_memory
-from monetlite.planning.size_costs import TellingSizes, largest, telling_sizes
+from monetlite.planning.size_costs import SizedStep, TellingSizes, largest, telling_sizes
 
 NARROW = {
     "model_type": "llama",
@@ -104,7 +107,6 @@ def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_pa
     assert all(way["latency_ms"] <= checkpointed["latency_ms"] for way in planned if checkpointed["fits"])
 
 
-@pytest.mark.thorough
 def test_sizes_are_told_by_another_process_where_tracing_takes_long(folder, roomy, monkeypatch):
     begun, begin = [], model_steps.begin_call
     monkeypatch.setattr(model_steps, "WORTH_A_PROCESS", 0.0)
@@ -112,6 +114,41 @@ def test_sizes_are_told_by_another_process_where_tracing_takes_long(folder, room
     found = json.loads(run("fit", folder, *FIT, "--json").stdout)
     assert len(begun) == 1
     assert found["largest"] == roomy["largest"]
+
+
+def test_workspace_of_tiles_follows_to_other_sizes(folder):
+    """It has a constant part, which no factor tells."""
+
+    def rebuild(batch, length):
+        return build_model(f"hf:{folder}", batch=batch or 2, sequence_length=length or 128, meta=True)
+
+    model = model_steps.ModelSteps(
+        built=rebuild(2, 128),
+        rebuild=rebuild,
+        pricing=PricingOptions(device="rtx-4090", optimizer="adamw"),
+        solving=SolvingOptions(tolerance=1e-5),
+    )
+    sizes = telling_sizes({16, 32, 64, 128, 512}, 128)
+    of = [(sizes.batch, sizes.length), (2, 128), (3, 320)]
+    sized, asked, other = (model.priced(*given)[TILED_ROWS] for given in of)
+    step, tiled = SizedStep(sized, sizes, asked, 2, 128), 0
+    expected, known = ({key: cost.workspace_bytes for key, cost in costs_of(item)} for item in (other, asked))
+    parts = {power: dict(costs_of(part)) for power, part in step.parts.items()}
+    for key in expected.keys() & known.keys() & dict(costs_of(sized)).keys():
+        told = sum(
+            costs[key].workspace_bytes * (3 / sizes.batch) ** wide * (320 / sizes.length) ** long
+            for (wide, long), costs in parts.items()
+        )
+        assert told == pytest.approx(expected[key], rel=1e-2, abs=1024), key
+        tiled += "tiles" in key[1]
+    assert tiled > 20
+
+
+def costs_of(profile):
+    """Costs by the names of operator and implementation."""
+    for operator, costs in zip(profile.graph.operators, profile.costs, strict=True):
+        for way, cost in zip(operator.implementations, costs, strict=True):
+            yield (operator.name, way.name), cost
 
 
 def ends(code):
@@ -127,6 +164,7 @@ def test_a_call_in_another_process_returns_raises_or_says_that_it_ended():
         results[2]()
 
 
+@pytest.mark.thorough
 def test_the_largest_batch_is_the_largest(roomy, folder):
     """Plain training's peak at that batch, traced, is within the budget, and at the next one it is not."""
     batch = 6

@@ -1,11 +1,13 @@
 """Ctrl-C: a solve returns its best so far, more than a solve ends; so do processes in which a solver is at work."""
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -84,6 +86,47 @@ def test_handlers_are_put_back_and_other_threads_left_alone():
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_an_interrupt_that_a_callback_loses_comes_again():
+    """Python prints exceptions of a weak reference's callback, and goes on."""
+
+    class Value:
+        pass
+
+    value = Value()
+    watched = weakref.ref(value, lambda reference: os.kill(os.getpid(), signal.SIGINT))
+    hook, reached = sys.unraisablehook, []
+    with pytest.raises(KeyboardInterrupt), interrupts_kept():
+        del value
+        for _ in range(1000):
+            time.sleep(0.01)
+        reached.append(watched())
+    assert reached == []
+    assert sys.unraisablehook is hook
+
+
+def test_a_process_ends_with_the_one_that_began_it():
+    program = """
+import os, time
+from monetlite.core.child_processes import begin_call
+begin_call(time.sleep, 120)
+print(__import__("multiprocessing").active_children()[0].pid, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    deadline = time.monotonic() + 60
+    while alive(int(done.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(int(done.stdout))
+
+
+def alive(pid):
+    """True unless a process ended. Nobody may have asked for its exit code."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_process_ends_by_its_exit_code_while_bounds_are_computed():
