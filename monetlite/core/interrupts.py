@@ -12,7 +12,7 @@ BOUND_THREAD = "monetlite-bound"
 """Name of the thread in which a solver computes bounds: Ctrl-C does not stop it at once."""
 
 SECONDS_UNTIL_PRESSED_AGAIN = 0.05
-"""Where Ctrl-C was lost in a callback of Python's own, such as a weak reference's."""
+"""Pause after a callback of Python's own, such as a weak reference's, has lost Ctrl-C."""
 
 _ending = 0
 """Number of open contexts in which Ctrl-C ends everything."""
