@@ -50,7 +50,7 @@ def test_each_value_is_alive_from_its_writer_to_its_last_reader():
         held = graph.values[stay.value].held
         assert stay.end == (len(steps) - 1 if held else max((stay.begin, *stay.reads)))
     begins = next(at for at, (index, _) in enumerate(steps) if graph.operators[index].phase is Phase.BACKWARD)
-    assert parts.border == begins
+    assert parts.timeline.border == begins
     assert len({stay.backward for stay in parts.lifetimes}) == 2
     for stay in parts.lifetimes:
         assert stay.backward == (stay.begin >= begins)

@@ -13,6 +13,7 @@ from monetlite.core.costs import Profile, load_profile
 from monetlite.core.errors import DeviceError, ModelError, ScheduleMismatch
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.options import PricingOptions, SolvingOptions
+from monetlite.core.source import batch_of
 
 if TYPE_CHECKING:
     from monetlite.core.schedule import Schedule
@@ -146,9 +147,7 @@ def load_profiles(
             )
     if layout is not None and layout not in [profile.graph.layout for profile in loaded]:
         raise ModelError(f"no profile is of a step in layout {layout!r}; give one made with --layout {layout}")
-    sizes = [spec.shape[0] for spec in first.graph.inputs.values() if spec.shape]
-    batch = first.source.batch if first.source else sizes[0] if sizes else 1
-    return loaded, batch, _described(first)
+    return loaded, batch_of(first.source, first.graph.inputs) or 1, _described(first)
 
 
 def _step(profile: Profile) -> tuple[object, ...]:

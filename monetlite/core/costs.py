@@ -174,10 +174,12 @@ class _OperatorRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     implementations: Annotated[tuple[_ImplementationRow, ...], Meta(min_length=1)]
 
 
-class _CostSource(msgspec.Struct, frozen=True, kw_only=True):
-    device: str
+class CostSource(msgspec.Struct, frozen=True, kw_only=True):
+    """Origin of costs, as files have it."""
+
+    device: Annotated[str, Meta(description="what the costs are of")]
     kind: ProfileKind
-    environment: dict[str, str]
+    environment: Annotated[dict[str, str], Meta(description="versions behind measured costs")]
 
 
 class ProfileFile(Document, frozen=True, kw_only=True, tag="monetlite-profile"):
@@ -199,7 +201,7 @@ class ProfileFile(Document, frozen=True, kw_only=True, tag="monetlite-profile"):
     optimizer: str | None = None
     accumulate: bool
     step_in_backward: bool = False
-    costs: _CostSource
+    costs: CostSource
     resident: Resident
     values: Annotated[tuple[_ValueRow, ...], _MAX_ITEMS]
     operators: Annotated[tuple[_OperatorRow, ...], _MAX_ITEMS]
@@ -212,7 +214,7 @@ def profile_text(profile: Profile) -> str:
         "model": graph.name,
         "device": graph.device,
         "autocast": graph.autocast or None,
-        "costs": _CostSource(**common_fields(_CostSource, profile)),
+        "costs": CostSource(**common_fields(CostSource, profile)),
         "values": tuple(_ValueRow(**common_fields(_ValueRow, value)) for value in graph.values),
         "operators": tuple(
             _row(operator, costs) for operator, costs in zip(graph.operators, profile.costs, strict=True)

@@ -49,6 +49,10 @@ class DeviceError(MonetliteError, ValueError):
     """An unknown device, or one that this machine does not have."""
 
 
+class CompileError(MonetliteError, RuntimeError):
+    """Inductor can't compile a region of operators."""
+
+
 class ModelError(MonetliteError):
     """A model name that can't be resolved, or a model or input that the schedule can't serve."""
 

@@ -11,7 +11,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from monetlite.core.choices import DEFAULT, Choices, Run
-from monetlite.core.costs import ProfileKind
+from monetlite.core.costs import CostSource
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.files.documents import (
     Document,
@@ -128,12 +128,6 @@ class Schedule:
         write_atomically(path, schedule_text(self))
 
 
-class _CostsFields(msgspec.Struct, frozen=True, kw_only=True):
-    device: Annotated[str, Meta(description="what the costs are of")]
-    kind: ProfileKind
-    environment: Annotated[dict[str, str], Meta(description="versions behind measured costs")]
-
-
 class _PredictedFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     peak_bytes: Count
     latency_ms: Amount
@@ -191,7 +185,7 @@ class ScheduleFile(Document, frozen=True, kw_only=True, tag="monetlite-schedule"
     outputs: Annotated[
         Literal["all", "loss"], Meta(description="what the caller gets of a model that computes its loss")
     ] = ALL_OUTPUTS
-    costs: _CostsFields
+    costs: CostSource
     budget_bytes: Annotated[Positive, Meta(description="what was asked for")]
     predicted: _PredictedFields
     plain: Annotated[_PlainFields, Meta(description="plain training")]
@@ -221,7 +215,7 @@ def schedule_text(schedule: Schedule) -> str:
     differing = {
         "tolerance": float(schedule.tolerance),
         "autocast": schedule.autocast or None,
-        "costs": _CostsFields(**common_fields(_CostsFields, schedule)),
+        "costs": CostSource(**common_fields(CostSource, schedule)),
         "predicted": msgspec.convert(schedule, _PredictedFields, from_attributes=True),
         "plain": _PlainFields(peak_bytes=schedule.plain_peak_bytes, latency_ms=float(schedule.plain_latency_ms)),
         "solve": replace(solve, gap=round(solve.gap, 6), seconds=round(solve.seconds, 1)),

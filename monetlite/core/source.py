@@ -1,11 +1,13 @@
 """The source of a schedule's model, from which another machine can build and trace it again."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
+from monetlite.core.graph import TensorSpec
 from monetlite.core.units import Positive
 
 Dtype: TypeAlias = Literal["float32", "float64", "bfloat16", "float16"]
@@ -30,3 +32,10 @@ class ModelSource:
 def is_shareable(model: str) -> bool:
     """True if a name means the same model everywhere: not a path, nor a function, nor something on a hub."""
     return re.search(_SHAREABLE, model) is not None
+
+
+def batch_of(source: ModelSource | None, inputs: Mapping[str, TensorSpec]) -> int | None:
+    """The batch that a model was built for; of a person's own model, the first dimension of the first input."""
+    if source is not None:
+        return source.batch
+    return next((spec.shape[0] for spec in inputs.values() if spec.shape), None)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from monetlite.core.costs import Profile
 from monetlite.core.graph import OperatorGraph, ValueKind
 from monetlite.core.simulate import Timeline
-from monetlite.core.steps import Lifetime, border, lifetimes
+from monetlite.core.steps import Lifetime, lifetimes
 
 
 class Holding(StrEnum):
@@ -69,11 +69,6 @@ class StepAnalysis:
     @property
     def graph(self) -> OperatorGraph:
         return self.profile.graph
-
-    @cached_property
-    def border(self) -> int:
-        """First step of the backward part."""
-        return border(self.graph, self.timeline.steps)
 
     @cached_property
     def lifetimes(self) -> tuple[Lifetime, ...]:
@@ -168,6 +163,6 @@ class StepAnalysis:
         if self.graph.values[value].kind is ValueKind.GRADIENT:
             return Fate.GRADIENT
         recomputed = stays[-1].backward
-        if any(stay.begin < self.border <= stay.end for stay in stays):
+        if any(stay.begin < self.timeline.border <= stay.end for stay in stays):
             return Fate.STORED_THEN_RECOMPUTED if recomputed else Fate.STORED
         return Fate.RECOMPUTED if recomputed else Fate.FREED

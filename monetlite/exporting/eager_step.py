@@ -6,10 +6,9 @@ everything that autograd would keep is dropped. A tensor that lives on is then h
 """
 
 import contextlib
-import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 
 from monetlite.core.errors import ModelError, TraceError
 from monetlite.core.graph import Argument, Call, Resident, TensorRef, TensorSpec
-from monetlite.exporting.weightless_run import Contents, weightless_copy
+from monetlite.exporting.weightless_run import Contents, changed_arguments, weightless_copy
 from monetlite.fx.call_encoding import encode_arguments, spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import (
@@ -30,6 +29,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     without_modes,
 )
 from monetlite.operators.random import forked_state
+from monetlite.tracing.capture import caches
 from monetlite.tracing.step_inputs import Inputs, device_of, resident_bytes, split_inputs, tensors_in_order
 
 OUTSIDE_BLOCKS = -1
@@ -156,7 +156,7 @@ def record_step(
     )
     recorder = _Recorder(contents, here)
     with forked_state(here), recorder.recording(copied):
-        output = copied(*args, **kwargs, **_without_cache(copied, kwargs))
+        output = copied(*args, **({"use_cache": False} if caches(copied) else {}) | dict(kwargs))
         loss = objective(output)
         del output
         recorder.begin_backward()
@@ -181,13 +181,6 @@ def record_step(
         device=here,
         inputs={f"input{number}": spec_of(tensor) for number, tensor in enumerate(tensors)},
     )
-
-
-def _without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument that keeps a transformers model from making a key-value cache, which training does not use."""
-    if not getattr(getattr(model, "config", None), "use_cache", False) or "use_cache" in kwargs:
-        return {}
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
 def _input(tensor: torch.Tensor, contents: Contents, device: str) -> torch.Tensor:
@@ -381,15 +374,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         )
 
     def _changed(self, operator: OpOverload, args: Any, kwargs: Any) -> list[int | None]:
-        schema = schema_of(operator)
-        if not schema.is_mutable:
-            return []
-        given = [*args, *(kwargs.get(item.name) for item in schema.arguments[len(args) :])]
         return [
             self._value_of.get(storage_key(item), (None, None))[0]
-            for argument, value in zip(schema.arguments, given, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for item in pytree.tree_leaves(value)
+            for item in pytree.tree_leaves(changed_arguments(operator, args, kwargs))
             if isinstance(item, torch.Tensor)
         ]
 

@@ -6,6 +6,7 @@ training. Fake tensors would not do: libraries know them, and take other branche
 """
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +54,7 @@ class Contents:
         made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
         if not unknown and sum(item.untyped_storage().nbytes() for item in made) <= COMPUTED_BYTES:
             return operator(*args, **kwargs)
-        changed = [
-            value
-            for argument, value in zip(schema.arguments, _in_order(operator, args, kwargs), strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+        changed = changed_arguments(operator, args, kwargs)
         for item in pytree.tree_leaves(changed):
             if isinstance(item, torch.Tensor):
                 lacking.add(storage_key(item))
@@ -131,6 +128,12 @@ def _only_views(result: Any, operands: set[int]) -> bool:
     return bool(made) and all(storage_key(item) in operands for item in made)
 
 
-def _in_order(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    names = [argument.name for argument in schema_of(operator).arguments]
-    return [*args, *(kwargs.get(name) for name in names[len(args) :])]
+def changed_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Arguments of a call that the operator changes in place."""
+    arguments = schema_of(operator).arguments
+    given = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
+    return [
+        value
+        for argument, value in zip(arguments, given, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

@@ -5,7 +5,7 @@ and values is made of those, and views are rebuilt where they are read.
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -166,13 +166,13 @@ class Reachability:
     @cached_property
     def needed(self) -> set[fx.Node]:
         """Nodes that some output depends on, or the generator's state."""
-        return _ancestors(iter([*(node for node in self.output if node is not None), *self.effects]))
+        return ancestors([*(node for node in self.output if node is not None), *self.effects])
 
     @cached_property
     def forward(self) -> set[fx.Node]:
         """Nodes that a result of the forward pass depends on, or the state that it leaves the generator in."""
         results = [node for node in self.output[: self.forward_outputs] if node is not None]
-        return _ancestors(iter([*results, *(self.effects - self.backward)]))
+        return ancestors([*results, *(self.effects - self.backward)])
 
     @cached_property
     def backward(self) -> set[fx.Node]:
@@ -184,12 +184,13 @@ class Reachability:
         return found
 
 
-def _ancestors(roots: Iterator[fx.Node]) -> set[fx.Node]:
+def ancestors(roots: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
+    """Nodes that some are made from, and themselves; without those that it ends at."""
     found: set[fx.Node] = set()
     waiting = list(roots)
     while waiting:
         node = waiting.pop()
-        if node not in found:
+        if node not in found and not ends(node):
             found.add(node)
             waiting.extend(node.all_input_nodes)
     return found

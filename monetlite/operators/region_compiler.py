@@ -86,10 +86,12 @@ def serve() -> None:
     work = json.load(sys.stdin)
     torch.set_num_threads(work["threads"])
     for text in work["texts"]:
-        with contextlib.suppress(Exception):
+        try:
             compile_text(text)
-            marker = _marker(text)
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.touch()
-            sys.stdout.write(DONE)
-            sys.stdout.flush()
+        except Exception:  # the first call raises it again
+            continue
+        marker = _marker(text)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        sys.stdout.write(DONE)
+        sys.stdout.flush()  # ends this process where the other one has ended

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from monetlite.core.errors import CompileError
 from monetlite.core.graph import Implementation, TensorRef, TorchConstant
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import decode_argument, encode_arguments, spec_of
@@ -35,6 +36,7 @@ Over: TypeAlias = tuple[int, int]
 TEXTS: dict[str, str] = {}
 """Descriptions of regions that are still to be compiled in this process, by the target of their calls."""
 _ITEM = "item"
+_COMPILED = "compiled_region"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +87,34 @@ def one_by_one(program: fx.GraphModule) -> Callable[..., Any]:
     )
 
 
+def is_compiled(target: str) -> bool:
+    """True if calls of this target run a region as Inductor compiles it."""
+    return target.startswith(PREFIX + _COMPILED)
+
+
 def compiled(program: fx.GraphModule, over: Over | None = None) -> Callable[..., Any]:
     """The registered function that runs a region as Inductor compiles it, when it is first called.
+
+    It raises CompileError if Inductor can't.
 
     Args:
         over: the result that overwrites an argument, if one does.
     """
     text = described(program, over)
-    return _registered("compiled_region" if over is None else "compiled_region_", text, lambda: compile_text(text))
+
+    def make() -> Callable[[list[Any]], Any]:
+        try:
+            return compile_text(text)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise CompileError(
+                f"Inductor can't compile a region of operators: {reason}. Solve with costs that are measured on "
+                "this machine (no device's name), which leaves such regions out, or without compile=True"
+            ) from error
+
+    inner_bytes = _inner_bytes(program)  # at most, if Inductor makes several kernels of it
+    kind = _COMPILED if over is None else f"{_COMPILED}_"
+    return _registered(kind, text, make, workspace_bytes=lambda _: inner_bytes)
 
 
 def _registered(
@@ -113,7 +135,7 @@ def _registered(
         return results
 
     run.__name__ = run.__qualname__ = name.replace(".", "_")  # by which generated code calls it
-    if kind.startswith("compiled"):
+    if kind.startswith(_COMPILED):
         TEXTS[PREFIX + name] = text
     return function(name, **costing)(run)
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from monetlite.core.costs import Cost, Profile
 from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, OperatorGraph, Phase, Value, ValueKind
 from monetlite.core.simulate import simulate
+from monetlite.core.source import batch_of
 from monetlite.core.step_analysis import StepAnalysis
 from monetlite.core.steps import Step, step_in_words
 from monetlite.core.units import format_bytes
@@ -109,9 +110,7 @@ class LeastPeak:
     @property
     def batch(self) -> int:
         """The first dimension of the inputs; 0 if there is none."""
-        if self.profile.source is not None:
-            return self.profile.source.batch
-        return next((spec.shape[0] for spec in self.graph.inputs.values() if spec.shape), 0)
+        return batch_of(self.profile.source, self.graph.inputs) or 0
 
     @cached_property
     def trained_bytes(self) -> int:

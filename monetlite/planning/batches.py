@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
 
 from monetlite.allocator.reserved import least_limit, refuse_without_gpu
@@ -43,19 +42,6 @@ MAX_CORRECTIONS = 8
 """Traces of a largest batch that may turn out to be another step than the others say."""
 POINTS_BEYOND_PLAIN = 4
 """Batches beyond plain training's largest that are solved for."""
-
-
-class Fit(StrEnum):
-    """A batch within a budget: whether, and how, it fits."""
-
-    PLAIN = "plain"
-    """Plain training fits."""
-    SCHEDULED = "scheduled"
-    """A schedule fits, and plain training does not."""
-    NOT_FOUND = "not found"
-    """No schedule was found, and none is ruled out."""
-    IMPOSSIBLE = "impossible"
-    """No schedule fits (proven)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +274,7 @@ class _Prober:
         while low < high and failures < MAX_FAILURES and (left := deadline - time.monotonic()) > 0:
             leanest = self._leanest(batch, max(MIN_SECONDS, PROBE_SHARE * left), seed)
             served = 0 if leanest is None else self._largest_served(leanest, low, batch)
-            self.tell(batch, str(Fit.SCHEDULED if served == batch else Fit.NOT_FOUND))
+            self.tell(batch, "scheduled" if served == batch else "not found")
             if leanest is not None and served > low:
                 self.found.append(leanest)
                 low, failures = served, 0

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 TRIAL_SHARE = 0.15
 """Share of the time limit for which each layout is tried."""
+TRIALS_SHARE = 0.6
+"""Share of the time limit for which all are tried, at most."""
 
 
 def solve(
@@ -181,7 +183,7 @@ def solve_layouts(
 
     if len(distinct) == 1:
         return run(distinct[0], options.time_limit)
-    trial = options.time_limit * TRIAL_SHARE
+    trial = options.time_limit * min(TRIAL_SHARE, TRIALS_SHARE / len(distinct))
     found: list[tuple[Schedule, Profile]] = []
     refused: list[tuple[InfeasibleBudget, Profile]] = []
     for item in distinct:

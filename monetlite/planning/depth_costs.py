@@ -7,7 +7,6 @@ every other one is traced whole.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -17,6 +16,7 @@ from monetlite.core.graph import DELIVERY, Implementation, Operator, Resident, V
 from monetlite.models.equal_layers import EqualLayers
 from monetlite.planning.batch_costs import Unlike
 from monetlite.tracing.graph_builder import least_delivery
+from monetlite.tracing.names import UniqueNames
 
 _OUTSIDE, _FIRST, _ONE, _TWO, _REST = range(5)
 """Groups of operators: of no layer, the first layer, the first and second period, and the layers behind them."""
@@ -190,7 +190,7 @@ class _Deepening:
     def profile(self, resident: Resident) -> Profile:
         operators, costs, values = [], [], list[Value]()
         index: dict[Place, int] = {}
-        names = _Names()
+        names = UniqueNames()
         places = list(self._places())
         for at, copy in places:
             for value in self.graph.operators[at].writes:
@@ -236,17 +236,6 @@ class _Deepening:
         return _handed_over(replace(self.traced, graph=graph, costs=tuple(costs)))
 
 
-class _Names:
-    """Unique names, numbered as a trace numbers them."""
-
-    def __init__(self) -> None:
-        self.taken: Counter[str] = Counter()
-
-    def reserve(self, name: str) -> str:
-        self.taken[name] += 1
-        return name if self.taken[name] == 1 else self.reserve(f"{name}#{self.taken[name]}")
-
-
 def _segments(operators: Sequence[Operator]) -> list[list[int]]:
     """Positions of operators: forward, optional, derived, and backward ones."""
     found: dict[Any, list[int]] = {}
@@ -269,7 +258,7 @@ def _handed_over(profile: Profile) -> Profile:
     delivered = {value for item in graph.operators if item.family == DELIVERY for value in _reads(item)}
     least = least_delivery(sum(graph.values[value].size_bytes for value in delivered))
     operators, costs = [], []
-    names = _Names()
+    names = UniqueNames()
     waiting: list[Operator] = []
 
     def hand_over(cost: tuple[Cost, ...], least: int) -> None:

@@ -6,7 +6,7 @@ reorders it (`reordering_to_mimic_autograd_engine`). Both are one operator graph
 memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,15 +88,9 @@ class PartitionedStep:
         )
         return simulate(without_costs(made), plain_steps(made)).peak_bytes
 
-    def _needed(self, wanted: Iterable[fx.Node], given: Iterable[fx.Node]) -> list[fx.Node]:
+    def _needed(self, wanted: Iterable[fx.Node], given: Collection[fx.Node]) -> list[fx.Node]:
         """The nodes that some take, in order, up to those that are given."""
-        found: set[fx.Node] = set()
-        waiting = list(wanted)
-        while waiting:
-            node = waiting.pop()
-            if node not in found and node not in given:
-                found.add(node)
-                waiting.extend(node.all_input_nodes)
+        found = storages.ancestors(wanted, given.__contains__)
         return [node for node in self.joint_graph.nodes if node in found]
 
     def _backward(self, gradients: Sequence[fx.Node]) -> list[fx.Node]:
@@ -109,12 +103,7 @@ class PartitionedStep:
         first = min((order[user] for user in users), default=0)
         placed: dict[fx.Node, None] = {}
         for node in (item for item in needed if order[item] >= first):
-            missing, waiting = set[fx.Node](), [node]
-            while waiting:
-                item = waiting.pop()
-                if item not in missing and item not in placed and item in inside:
-                    missing.add(item)
-                    waiting.extend(item.all_input_nodes)
+            missing = storages.ancestors([node], lambda item: item in placed or item not in inside)
             placed.update(dict.fromkeys(sorted(missing, key=order.__getitem__)))
         return list(placed)
 

@@ -5,6 +5,7 @@ tensor's bytes tell how often the batch and the length are in it, and its memory
 as `length + 1` has no such factor: sizes are checked against the trace at the sizes that were asked for.
 """
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -149,11 +150,4 @@ class SizedStep:
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
     """The largest number up to `most` that fits, where all smaller ones do; 0 if none does."""
-    low, high = 0, 1
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect.bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))

@@ -13,12 +13,13 @@ from functools import partial
 import torch
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
-from monetlite.core.errors import MonetliteError, ProfileError
+from monetlite.core.errors import CompileError, MonetliteError, ProfileError
 from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
 from monetlite.operators.program_calls import compacting
 from monetlite.operators.random import REPLAY, drawn_call, forked_state
 from monetlite.operators.region_compiler import compile_ahead
+from monetlite.operators.regions import is_compiled
 from monetlite.operators.traits import family_of, traits_of
 from monetlite.profiling.arguments import depends_on_contents, make_arguments
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
@@ -66,7 +67,8 @@ class Measurement:
     On CUDA, convolutions also have cuDNN's plans where its frontend is installed: those that run here, and of them
     those that beat the others in latency or workspace. Memory that cuBLAS keeps between calls counts as resident.
 
-    An implementation that runs out of memory, and that the operator can do without, is left out, with a warning.
+    An implementation that runs out of memory or that Inductor can't compile, and that the operator can do without,
+    is left out, with a warning.
     Costs that the cache has are measured again if the slowest of them now take much less: with a warning, as other
     programs used the machine then.
 
@@ -91,6 +93,7 @@ class Measurement:
         self._candidates = _candidates(graph)
         self._costs: dict[str, Cost] = {}
         self._too_large: list[str] = []
+        self._not_compiled: list[str] = []
         self._rechecked = False
         self._waiting = list(self._candidates)
         self.total = len(self._candidates)
@@ -156,11 +159,13 @@ class Measurement:
                 self._cache.put(signature, cost)
             self._costs[signature] = cost
         except MonetliteError as error:
-            if candidate.needed or not (candidate.only_plans or isinstance(error, _OutOfMemory)):
+            if candidate.needed or not (candidate.only_plans or isinstance(error, (_OutOfMemory, CompileError))):
                 raise
             _log.info("left out: %s", error)
             if isinstance(error, _OutOfMemory):
                 self._too_large.append(candidate.name)
+            elif isinstance(error, CompileError):
+                self._not_compiled.append(f"{candidate.name}: {error.__cause__}")
 
     def rough_profile(self, seconds: float, *, alternatives: bool = False) -> Profile:
         """Costs of the default implementations alone, in about so many seconds; of all where the cache has them.
@@ -205,11 +210,16 @@ class Measurement:
         """The profile of all costs, once all calls are measured."""
         assert not self._waiting, "calls are still to be measured"
         if self._too_large:
-            listed = ", ".join(self._too_large[:MAX_NAMED])
             warnings.warn(
                 f"{len(self._too_large)} implementations ran out of memory while they were measured and are left "
-                f"out: {listed}{' and others' if len(self._too_large) > MAX_NAMED else ''}. "
+                f"out: {_listed(self._too_large)}. "
                 f"With more of {self._meter.device}'s memory free, there would be more to choose from",
+                stacklevel=4,
+            )
+        if self._not_compiled:
+            warnings.warn(
+                f"Inductor can't compile {len(self._not_compiled)} implementations of regions of operators, which "
+                f"are left out: {_listed(self._not_compiled)}. Those regions run in their other ways",
                 stacklevel=4,
             )
         graph, costs = self._graph, self._costs
@@ -239,6 +249,10 @@ class Measurement:
             costs=tuple(tuple(cost_of(item) for item in operator.implementations) for operator in graph.operators),
             environment=dict(self._meter.environment()),
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_NAMED]) + (" and others" if len(names) > MAX_NAMED else "")
 
 
 def _moved_bytes(candidate: "_MeasuredCall") -> int:
@@ -374,12 +388,14 @@ def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
         try:
             return _cost(candidate, meter)
         except (RuntimeError, IndexError) as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, CompileError):
                 raise
             try:
                 return _cost(candidate, meter, fractions=True)
             except RuntimeError:
                 raise error from None
+    except CompileError:
+        raise
     except (RuntimeError, MemoryError, IndexError, TypeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if is_out_of_memory(error):
@@ -398,6 +414,8 @@ def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
 
 def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False, rough: bool = False) -> Cost:
     with _callable(measured.call, meter.device, fractions=fractions) as (call, recent):
+        if is_compiled(measured.call.target):
+            call()  # compiles, and tunes with memory of its own
         timed = _Timed(call, meter)
         growth_bytes = meter.growth_bytes(timed)
         if rough and len(timed.ms) < 2:

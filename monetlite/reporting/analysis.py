@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from monetlite.core.costs import Profile
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
+from monetlite.core.source import batch_of
 from monetlite.core.step_analysis import StepAnalysis
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, format_ms
@@ -31,7 +32,7 @@ class Analysis:
     @property
     def title(self) -> str:
         """The model and its batch."""
-        batch = batch_of(self.schedule)
+        batch = batch_of(self.schedule.source, self.schedule.inputs)
         name = self.schedule.name.rpartition("/")[2]
         return name if batch is None else f"{name}, batch {batch}"
 
@@ -79,10 +80,3 @@ def cost_source(priced: Profile | Schedule) -> str:
     if priced.kind == "estimated":
         return f"estimated for {priced.device}"
     return f"measured on {priced.environment.get('device', priced.device)}"
-
-
-def batch_of(schedule: Schedule) -> int | None:
-    """The batch that a model was built for; of a person's own model, the first dimension of the first input."""
-    if schedule.source is not None:
-        return schedule.source.batch
-    return next((spec.shape[0] for spec in schedule.inputs.values() if spec.shape), None)

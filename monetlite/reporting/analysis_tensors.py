@@ -117,7 +117,7 @@ def peak_step_of(side: StepAnalysis) -> PeakStep:
         operator=operator.name,
         implementation=implementation.name,
         again=any(earlier == index for earlier, _ in timeline.steps[:at]),
-        backward=at >= side.border,
+        backward=at >= side.timeline.border,
         held_bytes=side.peak_bytes_of,
         own_bytes=side.peak_bytes_of[Holding.WORKSPACE] + sum(size(stay) for stay in there if stay.value in own),
         largest=tuple(
@@ -132,7 +132,7 @@ def peak_step_of(side: StepAnalysis) -> PeakStep:
     )
 
 
-def largest_tensors(side: StepAnalysis, count: int = LARGEST_TENSORS) -> tuple[TensorHistory, ...]:
+def largest_tensors(side: StepAnalysis) -> tuple[TensorHistory, ...]:
     """The largest tensors that forward operators write, in the schedule or in plain training; largest first."""
     graph = side.graph
     plain = plain_steps(graph)
@@ -144,7 +144,7 @@ def largest_tensors(side: StepAnalysis, count: int = LARGEST_TENSORS) -> tuple[T
         and graph.operators[graph.writer[value]].phase is Phase.FORWARD
     ]
     candidates.sort(key=lambda value: (-graph.values[value].size_bytes, graph.writer[value], value))
-    return tuple(_history(side, plain, value) for value in candidates[:count])
+    return tuple(_history(side, plain, value) for value in candidates[:LARGEST_TENSORS])
 
 
 def _history(side: StepAnalysis, plain: tuple[Step, ...], value: int) -> TensorHistory:

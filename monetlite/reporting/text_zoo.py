@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
+from monetlite.core.command_lines import command_line
 from monetlite.core.schedule import Schedule
+from monetlite.core.source import batch_of
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import batch_of, cost_source
+from monetlite.reporting.analysis import cost_source
 from monetlite.reporting.text_solve import overhead_row, schedule_rows
 from monetlite.reporting.text_tables import facts_table, figures_table
 from monetlite.zoo.check import Checked
@@ -48,14 +50,7 @@ def print_shared(console: Console, file: str, schedule: Schedule) -> None:
     source = schedule.source
     built = "somebody's own code"
     if source is not None:
-        options = [f"--batch {source.batch}"]
-        if source.input_size is not None:
-            options.append("--input-size {}x{}".format(*source.input_size))
-        if source.sequence_length is not None:
-            options.append(f"--sequence-length {source.sequence_length}")
-        if source.dtype is not None:
-            options.append(f"--dtype {source.dtype}")
-        built = f"--model {source.model} {' '.join(options)}"
+        built = command_line("", vars(source)).removeprefix("monetlite ")
     inputs = [f"{name} {'×'.join(map(str, spec.shape))} {spec.dtype}" for name, spec in schedule.inputs.items()]
     rows = [
         ("file", file),
@@ -85,7 +80,7 @@ def print_rescaled(console: Console, before: Schedule, after: Schedule, output: 
     rows = [
         (
             label,
-            str(batch_of(item) or ""),
+            str(batch_of(item.source, item.inputs) or ""),
             cost_source(item),
             format_bytes(item.peak_bytes),
             f"{item.peak_bytes / item.plain_peak_bytes:.0%}",

@@ -20,7 +20,19 @@ _NAME = re.compile(r"[^.\[\]'\"]+")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-class Namer:
+class UniqueNames:
+    """Names that differ, by numbers where they have to."""
+
+    def __init__(self) -> None:
+        self.taken: Counter[str] = Counter()
+
+    def reserve(self, name: str) -> str:
+        """A name that nothing else has."""
+        self.taken[name] += 1
+        return name if self.taken[name] == 1 else self.reserve(f"{name}#{self.taken[name]}")
+
+
+class Namer(UniqueNames):
     """Gives every kernel of a joint graph a unique name.
 
     The main kernel of a leaf module, the one with the largest results, has the module's name, and its gradient
@@ -28,11 +40,11 @@ class Namer:
     """
 
     def __init__(self, model: nn.Module, kernels: Sequence[fx.Node]) -> None:
+        super().__init__()
         self._model = uncompiled(model)
         self._named = {module: name for name, module in self._model.named_modules()}
         self._paths = frozenset(self._named.values())
         leaves = {name for module, name in self._named.items() if not any(True for _ in module.children())}
-        self._taken: Counter[str] = Counter()
         self._forward: dict[tuple[str, int], str] = {}
         """Module of a forward kernel, by what it does and its autograd sequence number."""
         for node in kernels:
@@ -63,12 +75,6 @@ class Namer:
     def unique(self, node: fx.Node, suffix: str = "") -> str:
         """The name of (a part of) a kernel, made unique by a number if it has to be."""
         return self.reserve(self._names[node] + suffix)
-
-    def reserve(self, name: str) -> str:
-        self._taken[name] += 1
-        if self._taken[name] == 1:
-            return name
-        return self.reserve(f"{name}#{self._taken[name]}")
 
     def module(self, node: fx.Node) -> str:
         """Path of the innermost module that a node belongs to; empty for the model itself."""

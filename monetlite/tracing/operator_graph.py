@@ -43,7 +43,7 @@ from monetlite.tracing.capture import Joint, capture, copied
 from monetlite.tracing.channels_last import channels_last, has_images
 from monetlite.tracing.graph_builder import GraphBuilder
 from monetlite.tracing.names import Namer, source_of
-from monetlite.tracing.region_finder import form_regions
+from monetlite.tracing.region_finder import form_regions, read_or_made_by_regions
 from monetlite.tracing.row_chains import chain_rows, has_rows
 from monetlite.tracing.step_inputs import (
     Inputs,
@@ -203,6 +203,7 @@ def build_graph(
         joint = form_regions(joint, _reach(joint))
         graph = joint.graph.graph
     reach = _reach(joint)
+    reach.needed.update(read_or_made_by_regions(graph))
     kernels = [node for node in graph.nodes if node in reach.needed and storages.is_kernel(node)]
     for node in kernels:
         _refuse_unplannable(node)

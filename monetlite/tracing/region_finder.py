@@ -41,8 +41,13 @@ from monetlite.operators.taking_apart import FUSIBLE
 from monetlite.operators.traits import traits_of
 from monetlite.tracing.capture import Joint
 
-SMALL = 16
-"""A result is small if it has at most a 16th of the elements of what it is computed from."""
+REDUCTIONS = frozenset(
+    f"aten.{name}" for name in ("sum", "mean", "var_mean", "amax", "amin", "any", "all", "native_layer_norm")
+) | {"aten.native_group_norm", "aten.native_batch_norm", "aten._fused_rms_norm"}
+"""Operators whose results are small where they have fewer elements than what they are computed from."""
+COMPARISONS = frozenset({"aten.eq.Tensor", "aten.ne.Tensor"})
+"""Operators that are in no region where they compare floating-point numbers: a maximum's gradient looks for the
+maximum, and finds it only if its operands have the bits that they had. Compiled regions round elsewhere."""
 NEGLIGIBLE_SHARE = 1e-3
 """Regions that move less than this share of the bytes that all regions move are not compiled."""
 MIN_KERNELS = 2
@@ -97,7 +102,9 @@ class _Regions:
             return False
         if not isinstance(target, OpOverload):
             return target in FUSIBLE
-        if schema_of(target).is_mutable:
+        if schema_of(target).is_mutable or (
+            str(target) in COMPARISONS and any(item.is_floating_point() for item in tensors)
+        ):
             return False
         return torch.Tag.pointwise in target.tags or traits_of(str(target)).fusible
 
@@ -208,7 +215,7 @@ class _Regions:
 
     def _is_small(self, kernel: fx.Node, tensor: fx.Node) -> bool:
         largest = max((item.meta["val"].numel() for item in storages_read(kernel)), default=0)
-        return bool(SMALL * tensor.meta["val"].numel() <= largest)
+        return str(kernel.target).rpartition(".")[0] in REDUCTIONS and bool(tensor.meta["val"].numel() < largest)
 
     def _program(
         self, region: _Region, sources: Iterable[_Region] = ()
@@ -362,6 +369,15 @@ class _Regions:
             else:
                 waiting += node.all_input_nodes
         return alive
+
+
+def read_or_made_by_regions(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Results of regions, and what any of their forms reads, though the default one may not."""
+    for node in graph.nodes:
+        if REGION_CALLS in node.meta:
+            yield from node.users
+            for call in node.meta[REGION_CALLS]:
+                yield from call.args
 
 
 def storages_read(node: fx.Node) -> Iterator[fx.Node]:

@@ -236,7 +236,7 @@ def fastest(entries: Iterable[ZooEntry]) -> ZooEntry:
     return min(entries, key=lambda entry: (entry.overhead, entry.peak_bytes))
 
 
-def find_entry(text: str, shelf: Shelf | None = None) -> ZooEntry:
+def find_entry(text: str, shelf: Shelf) -> ZooEntry:
     """Find the schedule that a name stands for.
 
     Args:
@@ -244,13 +244,13 @@ def find_entry(text: str, shelf: Shelf | None = None) -> ZooEntry:
             of the whole step; of the files that keep within it, the fastest is taken. Without a device, one
             for this machine's GPU if there is any, else for whichever device the collection has. Only schedules
             that make the same bits as plain training are found by their budget; others, by their names.
-        shelf: where to look; by default in the collection that comes along.
+        shelf: where to look.
 
     Raises:
         ScheduleFileError: nothing of that name, or nothing that fits; says what there is.
         BudgetError: the budget can't be read.
     """
-    entries = (shelf or shipped()).entries()
+    entries = shelf.entries()
     wanted = text.removeprefix(PREFIX)
     for entry in entries:
         if wanted in (entry.name, entry.file):
@@ -279,7 +279,7 @@ def find_entry(text: str, shelf: Shelf | None = None) -> ZooEntry:
     if not fitting:
         least = min(there, key=lambda entry: entry.peak_bytes)
         options = {
-            **vars(_source((shelf or shipped()).load(least))),
+            **vars(_source(shelf.load(least))),
             "budget": query["budget"],
             "device": least.device,
             "optimizer": least.optimizer,

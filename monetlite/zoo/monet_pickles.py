@@ -9,13 +9,12 @@ import math
 import pickle
 from collections.abc import Callable
 from os import PathLike
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from monetlite.core.errors import ScheduleFileError
-from monetlite.core.files.plain_data import shown
+from monetlite.core.files.plain_data import read_bounded, shown
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_CELLS = 2**22
@@ -71,15 +70,7 @@ def load_pickle(path: str | PathLike[str]) -> Any:
         ScheduleFileError: the file can't be read, is too large, is damaged, or names anything but classes of MONeT
             and plain data.
     """
-    try:
-        if Path(path).is_dir():
-            raise ScheduleFileError(f"{path} can't be read: it is a folder, not a MONeT solution")
-        with Path(path).open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ScheduleFileError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(raw) > MAX_FILE_BYTES:
-        raise ScheduleFileError(f"{path} is larger than {MAX_FILE_BYTES} bytes, which no MONeT solution is")
+    raw = read_bounded(path, MAX_FILE_BYTES, "MONeT solution")
     try:
         return _Reader(raw).load()
     except ScheduleFileError as error:

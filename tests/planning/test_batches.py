@@ -17,7 +17,7 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.planning.batch_costs import Unlike, at_batch, same_step
-from monetlite.planning.batches import Fit, _bisect, largest_batch
+from monetlite.planning.batches import _bisect, largest_batch
 from monetlite.solving.smallest import smallest_budget
 
 
@@ -144,10 +144,6 @@ def test_a_budget_for_nothing_and_one_for_everything():
         largest_batch(price, 1_500_000, SolvingOptions(time_limit=1), first=4)
     with pytest.raises(ModelError, match="not what limits this model"):
         largest_batch(lambda _: price(2), 2**40, SolvingOptions(time_limit=1), first=4)
-
-
-def test_names_of_fits_are_for_people():
-    assert [str(fit) for fit in Fit] == ["plain", "scheduled", "not found", "impossible"]
 
 
 OWN = """

@@ -183,7 +183,7 @@ def test_choices_are_what_the_steps_say(opened):
     assert sum(sum(column.bytes_of.values()) for column in found) == pytest.approx(
         sum(graph.values[value].size_bytes for value in written), abs=100
     )
-    begins = shown.border
+    begins = shown.timeline.border
     again = [index for index, _ in steps[begins:] if graph.operators[index].phase is Phase.FORWARD]
     assert sum(column.again for column in found) == len(again) > 10
     convolution = next(column for column in found if column.name == "1.0")
@@ -203,7 +203,7 @@ def test_choices_name_other_implementations(opened, subject, solved, work_folder
     result = plot(solved, "--kind", "choices", "--output", "c.svg", "--csv", "c.csv", "--json")
     facts = json.loads(result.stdout)
     assert sum(item["runs"] for item in facts["implementations"]) == others
-    begins = subject.scheduled.border
+    begins = subject.scheduled.timeline.border
     phases = [subject.scheduled.profile.graph.operators[index].phase for index, _ in opened.steps[begins:]]
     assert facts["runs_again"] == phases.count(Phase.FORWARD)
     words = words_of_svg("c.svg")

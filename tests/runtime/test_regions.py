@@ -1,6 +1,7 @@
 """Regions of operators: the step that plain training runs, one by one and compiled, whatever is recomputed."""
 
 import gc
+import json
 import logging
 import os
 import random
@@ -23,12 +24,15 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import monetlite
+from monetlite.core.errors import CompileError
 from monetlite.core.graph import Phase, ValueKind
+from monetlite.core.steps import plain_steps
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor
 from monetlite.operators import region_compiler, resolve
 from monetlite.operators.regions import TEXTS, compile_text
 from monetlite.profiling.arguments import make_arguments
+from monetlite.profiling.measured import measure_profile
 from monetlite.tracing import trace_layouts
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.region_finder import form_regions
@@ -120,6 +124,53 @@ def test_compiled_they_are_plain_training_but_for_rounding(make):
         wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps))
         assert_close(step(wrapper, inputs), step(twin(model), inputs))
     assert {"compiled", "compiled_inplace"} <= used.keys()
+
+
+class Statistic(nn.Module):
+    """A mean that the backward pass reads only where it computes from inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        inner = self.first(x)
+        return self.second(torch.tanh(inner + inner.mean(-1, keepdim=True)))
+
+
+class Maximum(nn.Module):
+    """Its gradient is that of the elements that equal the maximum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.second(nn.functional.silu(self.first(x)).amax((2, 3)))
+
+
+@pytest.mark.parametrize("form", ["from_inputs", "compiled_from_inputs"])
+def test_what_only_one_form_reads_is_there(form):
+    model, inputs = Statistic(), (torch.randn(16, 32),)
+    graph = compiled_graph(model, inputs)
+    assert any(operator.find(form) for operator in regions(graph))
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), in_form(graph, form)))
+    assert_close(step(wrapper, inputs), step(model, inputs))
+
+
+def test_a_maximum_is_found_again_in_16_bits():
+    model, inputs = Maximum().bfloat16(), (torch.randn(8, 3, 12, 12).bfloat16(),)
+    graph = compiled_graph(model, inputs)
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), in_form(graph, "compiled")))
+    found, expected = step(wrapper, inputs), step(model, inputs)
+    for name, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=0.1, atol=0.05)
+
+
+def in_form(graph, name):
+    """Plain training's steps, by the implementation of that name where there is one."""
+    names = [[item.name for item in operator.implementations] for operator in graph.operators]
+    return tuple((at, names[at].index(name) if name in names[at] else choice) for at, choice in plain_steps(graph))
 
 
 def test_results_are_within_the_tolerance_and_laid_out_as_captured():
@@ -276,6 +327,33 @@ def test_compiled_ahead_they_are_there_for_this_process_and_the_next(tmp_path, m
     assert f"compiled {len(targets)} of {len(targets)} regions" in caplog.text
     monkeypatch.setattr(region_compiler, "_process", None)
     region_compiler.compile_ahead(targets)
+
+
+def test_what_inductor_cannot_compile_is_left_out(monkeypatch):
+    compile_any = compile_text
+
+    def failing(text):
+        if json.loads(text)["over"] is not None:
+            raise KeyError("buf1")
+        return compile_any(text)
+
+    monkeypatch.setattr("monetlite.operators.regions.compile_text", failing)
+    monkeypatch.setattr("monetlite.profiling.measured.compile_ahead", lambda targets: None)
+    graph = compiled_graph(Mixed(), (torch.randn(13, 3, 16),))  # a size that nothing else has compiled
+    with pytest.warns(UserWarning, match=r"can't compile \d+ implementations of regions.*'buf1'"):
+        profile = measure_profile(graph, "cpu")
+    names = {item.name for operator in regions(profile.graph) for item in operator.implementations}
+    assert "compiled" in names
+    assert "compiled_inplace" not in names
+    call = next(
+        item.call
+        for operator in regions(graph)
+        for item in operator.implementations
+        if item.name == "compiled_inplace"
+    )
+    args, _ = make_arguments(call, "cpu")
+    with pytest.raises(CompileError, match=r"buf1.*leaves such regions out"):
+        resolve(call.target)(*args)
 
 
 def test_optimize_chooses_them_where_asked(tmp_path):

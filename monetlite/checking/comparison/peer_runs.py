@@ -1,7 +1,7 @@
 """Results of a comparison, and the verdict at each budget. Tables, pictures and JSON are made from them."""
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -203,10 +203,6 @@ class Comparison:
         if self.ratio(run) is None:
             return None
         return min(run.times_ms) / self.plain.step_ms, max(run.times_ms) / self.plain.step_ms
-
-    def of(self, peer: Peer) -> Iterator[PeerRun]:
-        """The runs of one way that the tables show."""
-        return (run for run in self.runs if run.peer is peer)
 
 
 def fastest_within(runs: Sequence[PeerRun], budgets_bytes: Iterable[int]) -> list[PeerRun]:

@@ -100,7 +100,8 @@ def load_yaml(path: str | PathLike[str], kind: FileKind) -> PlainData:
         ScheduleFileError: the file can't be read, is of another kind, too large or too deeply nested, not YAML, or
             uses tags, anchors, aliases, merge keys, control characters or whole numbers beyond 2⁶².
     """
-    raw = _read_bounded(path, MAX_YAML_BYTES, kind)
+    raw = read_bounded(path, MAX_YAML_BYTES, kind.called)
+    kind.check(raw, path)
     try:
         text = raw.decode("utf-8")
         _check_events(text, path)
@@ -119,7 +120,8 @@ def load_json(path: str | PathLike[str], kind: FileKind) -> PlainData:
         ScheduleFileError: the file can't be read, is of another kind, too large, not JSON, or has a name twice in
             one object, control characters or a number that is none.
     """
-    raw = _read_bounded(path, MAX_JSON_BYTES, kind)
+    raw = read_bounded(path, MAX_JSON_BYTES, kind.called)
+    kind.check(raw, path)
     try:
         loaded = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -176,17 +178,21 @@ for _kind in (list, tuple):
     _Dumper.add_representer(_kind, _list)
 
 
-def _read_bounded(path: str | PathLike[str], max_bytes: int, kind: FileKind) -> bytes:
+def read_bounded(path: str | PathLike[str], max_bytes: int, called: str) -> bytes:
+    """Read a file of somebody else's.
+
+    Raises:
+        ScheduleFileError: it can't be read, or is too large to be what it is called.
+    """
     try:
         if Path(path).is_dir():
-            raise ScheduleFileError(f"{path} can't be read: it is a folder, not a {kind.called}")
+            raise ScheduleFileError(f"{path} can't be read: it is a folder, not a {called}")
         with Path(path).open("rb") as file:
             raw = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         raise ScheduleFileError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
     if len(raw) > max_bytes:
-        raise ScheduleFileError(f"{path} is larger than {max_bytes} bytes, which no {kind.called} is")
-    kind.check(raw, path)
+        raise ScheduleFileError(f"{path} is larger than {max_bytes} bytes, which no {called} is")
     return raw
 
 

@@ -6,7 +6,10 @@
 | `select_decomp_table` | operators that Inductor knows, for a program traced into those |
 | `force_stride_order`, `user_visible_output_idxs` | results in captured strides; views and anchors would fail |
 | `cache_dir` | folder of compiled code; regions would be compiled anew by processes beside this one |
-| `size_asserts`, `alignment_asserts` | checks of arguments, which a program need not make |
+| `size_asserts` | checks of strides; a region would read other elements where its operand is laid out otherwise |
+| `alignment_asserts` | checks of addresses, which a region need not make |
+| `triton.cudagraphs` | graphs with memory of their own; a region's peak would not be the predicted one |
+| `TracingContext`, `tracing`, `ShapeEnv` | for which a region is compiled; the cache would not have it |
 | `fallback_random` | torch's own random numbers; dropout would draw others than plain training |
 | `compile_fx`, `aot_eager_decomp_partition` | `torch.compile` as others use it, to compare with |
 """
@@ -69,10 +72,16 @@ def compile_alone(
         strides: of its results.
 
     Returns:
-        A function of one list, without any check of its contents.
+        A function of one list.
     """
-    with without_modes(), torch.no_grad():
-        mode = FakeTensorMode()
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    device = inputs[0][3].type if inputs else "cpu"
+    as_it_is = torch.autocast(device, enabled=False)
+    with without_modes(), torch.no_grad(), as_it_is, tracing(TracingContext(mode)):
         with mode:
             fakes = [
                 torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -82,9 +91,7 @@ def compile_alone(
         with mode, patch.object(mode, "allow_non_fake_inputs", True):
             traced = make_fx(torch.func.functionalize(function), decompositions())(*fakes)
             _in_strides(traced, strides)
-        from torch._inductor import config
-
-        with patched(config.patch(size_asserts=False, alignment_asserts=False)):
+        with patched(config.patch({"size_asserts": True, "alignment_asserts": False, "triton.cudagraphs": False})):
             compiled: Callable[[list[Any]], Any] = compile_program(traced, fakes)
         return compiled
 

@@ -125,7 +125,7 @@ def _kinds(side: StepAnalysis, in_plain: frozenset[str]) -> list[StepKind]:
     ran: set[int] = set()
     for at, (index, _) in enumerate(side.timeline.steps):
         operator = side.graph.operators[index]
-        first = StepKind.FORWARD if at < side.border else StepKind.BACKWARD
+        first = StepKind.FORWARD if at < side.timeline.border else StepKind.BACKWARD
         kinds.append(StepKind.AGAIN if index in ran else first if operator.name in in_plain else StepKind.EXTRA)
         ran.add(index)
     return kinds
@@ -160,7 +160,7 @@ def _run(side: StepAnalysis, kinds: Sequence[StepKind]) -> dict[str, Any]:
         "part": [_KINDS.index(kind) for kind in kinds],
         "latency_ms": [_short(latency_ms) for latency_ms in timeline.latencies_ms],
         "workspace_bytes": side.workspace_bytes,
-        "backward_begins": side.border,
+        "backward_begins": side.timeline.border,
         "peak_step": timeline.peak_step,
         "always_bytes": [side.resident_bytes[holding] for holding in _HOLDINGS],
         "stays": {

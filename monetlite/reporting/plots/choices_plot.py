@@ -35,14 +35,6 @@ MAX_COLUMNS = 240
 COUNTER_BYTES = 8
 """Operators that write no more than one number (a counter, a scalar) have no column, unless all are like that."""
 
-FATES = {
-    Fate.STORED: "stored",
-    Fate.STORED_THEN_RECOMPUTED: "stored_then_recomputed",
-    Fate.RECOMPUTED: "recomputed",
-    Fate.FREED: "freed",
-}
-"""Fates of a forward operator's results, in the order in which pictures stack them, and their names in files."""
-
 
 class When(StrEnum):
     """Kinds of runs of an operator and of those that belong to it."""
@@ -96,6 +88,7 @@ _FATES = {
     Fate.RECOMPUTED: FILLS[Holding.RECOMPUTED],
     Fate.FREED: Fill("#e8e8e8"),
 }
+"""Fates of a forward operator's results, in the order in which pictures stack them."""
 _WHEN = {
     When.FIRST: FILLS[Holding.STORED],
     When.AGAIN: Fill(FILLS[Holding.RECOMPUTED].colour),
@@ -277,13 +270,13 @@ def columns_of(side: StepAnalysis) -> tuple[Column, ...]:
         if graph.operators[writer].phase is Phase.FORWARD and writer in place:
             fate = side.fate(value)
             # An output is stored as well, whoever holds it.
-            bytes_of[place[writer]][fate if fate in FATES else Fate.STORED] += graph.values[value].size_bytes
+            bytes_of[place[writer]][fate if fate in _FATES else Fate.STORED] += graph.values[value].size_bytes
     for step, (index, choice) in enumerate(side.timeline.steps):
         at = place.get(index)
         if at is None:
             continue
         operator = graph.operators[index]
-        when = When.FIRST if step < side.border else When.AGAIN
+        when = When.FIRST if step < side.timeline.border else When.AGAIN
         if operator.phase is Phase.BACKWARD:
             when = When.BACKWARD
         again[at] += when is When.AGAIN
@@ -382,7 +375,7 @@ def choices_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
         yield {
             "operator": column.name,
             "module": column.module,
-            **{f"{name}_bytes": column.bytes_of.get(fate, 0) for fate, name in FATES.items()},
+            **{f"{fate.name.lower()}_bytes": column.bytes_of.get(fate, 0) for fate in _FATES},
             "runs_again": column.again,
             **{f"{when}_implementations": ways[when] for when in When},
         }
@@ -394,7 +387,7 @@ def choices_facts(analysis: Analysis) -> dict[str, Any]:
     total = _merged(columns)
     return {
         "forward_operators": len(columns),
-        **{f"{name}_bytes": total.bytes_of.get(fate, 0) for fate, name in FATES.items()},
+        **{f"{fate.name.lower()}_bytes": total.bytes_of.get(fate, 0) for fate in _FATES},
         "runs_again": total.again,
         "implementations": [
             {"name": name, "when": str(when), "runs": count} for (name, when), count in sorted(total.ways.items())

@@ -119,7 +119,7 @@ def _mark_budget(axes: Axes, budget_bytes: int) -> None:
 
 def _mark_phases(axes: Axes, side: StepAnalysis, *, by_time: bool) -> None:
     """A line where the backward pass begins, and the names of both above the panel."""
-    timeline, begins = side.timeline, side.border
+    timeline, begins = side.timeline, side.timeline.border
     if not 0 < begins < len(timeline.steps):
         return
     at = sum(timeline.latencies_ms[:begins]) if by_time else float(begins)
@@ -135,7 +135,7 @@ def _mark_peak(figure: Figure, axes: Axes, side: StepAnalysis, at: float, budget
     timeline = side.timeline
     share = at / axes.get_xlim()[1]
     rooms = {True: 1 - share, False: share}
-    onward = timeline.peak_step >= side.border
+    onward = timeline.peak_step >= side.timeline.border
     text = f"{format_bytes(side.peak_bytes)} at {side.peak_operator}"
     width = WIDTH - _LEFT - _RIGHT
     if fitted(figure, text, rooms[onward] * width, size=8.5, weight="bold") != text:
@@ -208,7 +208,7 @@ def timeline_facts(analysis: Analysis) -> dict[str, Any]:
         timeline = side.timeline
         return {
             "steps": len(timeline.steps),
-            "backward_begins": step_number(side.border),
+            "backward_begins": step_number(side.timeline.border),
             "latency_ms": side.latency_ms,
             "peak_bytes": side.peak_bytes,
             "peak_step": step_number(timeline.peak_step),

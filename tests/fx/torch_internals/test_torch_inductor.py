@@ -1,10 +1,13 @@
-"""Inductor compiles functions alone, where regions are found again, without checks of their arguments."""
+"""Inductor compiles functions alone, where regions are found again, with checks of their arguments."""
 
+import operator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -36,19 +39,40 @@ def test_its_folder_is_the_one_that_the_environment_names(tmp_path: Path, monkey
     assert cache_folder() == str(tmp_path / "own")
 
 
-def test_arguments_are_checked_unless_it_is_told_not_to(lowered: list[GraphLowering]) -> None:
-    x = torch.randn(6, 4).t()
+def test_strides_of_arguments_are_checked(lowered: list[GraphLowering]) -> None:
+    """A region would read other elements."""
     with FakeTensorMode():
         fake = torch.empty(4, 6)
-    with config.patch(fx_graph_cache=False):
+    with config.patch(fx_graph_cache=False, size_asserts=False):
         alone = compile_alone(run, [((4, 6), (6, 1), torch.float32, torch.device("cpu"))], [(6, 1)])
-        checked = compile_program(make_fx(run, decompositions())(fake), [fake])
-    assert alone([x])[0].shape == x.shape
+        compile_program(make_fx(run, decompositions())(fake), [fake])
+    assert alone([torch.randn(4, 6)])[0].shape == (4, 6)
     with pytest.raises(AssertionError, match="stride"):
-        checked([x])
-    of_alone, of_checked = lowered
+        alone([torch.randn(6, 4).t()])
+    of_alone, of_other = lowered
     assert of_alone.user_visible_output_strides
-    assert not of_checked.user_visible_output_strides
+    assert not of_other.user_visible_output_strides
+
+
+def test_a_function_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    given = [((5, 7), (7, 1), torch.float32, torch.device("cpu"))]
+    found = []
+    for _ in range(2):
+        counters.clear()
+        compile_alone(run, given, [(7, 1)])
+        found.append((counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]))
+    assert found == [(1, 0), (0, 1)]
+
+
+def test_it_is_compiled_while_dynamo_captures_something_else() -> None:
+    mode = FakeTensorMode()
+    with tracing(TracingContext(mode)), torch.autocast("cpu", torch.bfloat16):
+        alone = compile_alone(
+            lambda x, y: (x @ y,), [((3, 3), (3, 1), torch.float32, torch.device("cpu"))] * 2, [(3, 1)]
+        )
+    x = torch.randn(3, 3)
+    assert torch.equal(alone([x, x])[0], x @ x)
 
 
 def test_results_come_in_the_strides_that_are_asked_for() -> None:
@@ -59,6 +83,6 @@ def test_results_come_in_the_strides_that_are_asked_for() -> None:
     assert torch.allclose(found, torch.sin(x))
 
 
-@pytest.mark.parametrize("name", ["size_asserts", "alignment_asserts"])
+@pytest.mark.parametrize("name", ["size_asserts", "alignment_asserts", "triton.cudagraphs"])
 def test_checks_have_settings(name: str) -> None:
-    assert getattr(config, name) in (True, False)
+    assert operator.attrgetter(name)(config) in (True, False)
