@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from monetlite.core.errors import ModelError
 from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, format_ms
@@ -22,7 +23,7 @@ from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
 from monetlite.fx.torch_internals.torch_dynamo import messages_left_out
 from monetlite.fx.torch_internals.torch_inductor import inductor_backend
 from monetlite.fx.torch_internals.torch_partitioner import partitioned_by
-from monetlite.planning.compile_budget import Backend, PartitionSolver
+from monetlite.planning.compile_budget import UNASKED, Backend, PartitionSolver
 from monetlite.tracing.capture import faked, without_meta
 from monetlite.tracing.refusals import explain, own_error
 from monetlite.tracing.step_inputs import Inputs, split_inputs
@@ -91,7 +92,8 @@ def compile_plan(
 
     def within_budget(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         with partitioned_by(choose, solver.estimate_ms):
-            return compile_graph(graph, inputs)
+            compile_graph(graph, inputs)
+        raise ModelError(f"{UNASKED}, and a plan could change nothing")
 
     try:
         with messages_left_out(), mode:

@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     without_modes,
 )
 from monetlite.operators.random import forked_state
-from monetlite.tracing.capture import caches
 from monetlite.tracing.step_inputs import Inputs, device_of, resident_bytes, split_inputs, tensors_in_order
 
 OUTSIDE_BLOCKS = -1
@@ -154,9 +153,13 @@ def record_step(
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda item: _input(item, contents, here), (args, dict(kwargs))
     )
+    for module in copied.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # as the plan does
     recorder = _Recorder(contents, here)
     with forked_state(here), recorder.recording(copied):
-        output = copied(*args, **({"use_cache": False} if caches(copied) else {}) | dict(kwargs))
+        output = copied(*args, **kwargs)
         loss = objective(output)
         del output
         recorder.begin_backward()
@@ -167,15 +170,20 @@ def record_step(
         *(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)),
     ]
     gradients = recorder.values_of(item.grad for item in leaves if item.is_leaf and item.grad is not None)
+    called = [at for at, block in enumerate(recorder.blocks) if block.end]
+    called.sort(key=lambda at: recorder.blocks[at].start)
+    place = {OUTSIDE_BLOCKS: OUTSIDE_BLOCKS, **{before: at for at, before in enumerate(called)}}
+    for item in recorder.kept:
+        item.block = place[item.block]
     return EagerStep(
-        calls=tuple(recorder.calls),
+        calls=tuple(replace(call, block=place[call.block]) for call in recorder.calls),
         border=recorder.border,
         sizes=tuple(recorder.sizes),
         specs=tuple(recorder.specs),
         kept=tuple(recorder.kept),
         held=tuple(recorder.held),
         gradients=gradients,
-        blocks=tuple(sorted((item for item in recorder.blocks if item.end), key=lambda item: item.start)),
+        blocks=tuple(recorder.blocks[at] for at in called),
         resident=resident_bytes(model, tensors),
         name=type(model).__name__,
         device=here,

@@ -66,8 +66,9 @@ def apply(model):
     layers = _layers(model)
     if any("forward" in vars(layer) for layer in layers.values()):
         raise ValueError("a layer's forward function has been replaced already, perhaps by this plan")
-    if getattr(getattr(model, "config", None), "use_cache", False):
-        model.config.use_cache = False
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False
     for name, layer in layers.items():
         layer.forward = functools.partial(_run, layer, layer.forward, name, SAVED[LAYERS[name]])
     return model

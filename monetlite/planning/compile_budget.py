@@ -6,6 +6,7 @@ takes the first whose step fits, from the fastest on. The choices and their orde
 What a smaller budget had no room for has a higher peak, so peaks rise with budgets, and step times fall.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,9 @@ MAX_CHOICES = 32
 """Choices on the front that are looked at for a graph."""
 DISTANCES = (1, 2, 4)
 """Distances in layers at which results are kept."""
+UNASKED = (
+    "torch's partitioner has nothing to choose in this step, whose results take little memory beside what it reads"
+)
 _costs: dict[tuple[str, str], Cost] = {}
 """Measured costs by device and call: the same for every budget of a process."""
 Backend = Callable[[fx.GraphModule, list[torch.Tensor]], Any]
@@ -74,7 +78,11 @@ def compile_within(
     def within_budget(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         solver = PartitionSolver(budget_bytes, outputs)
         with partitioned_by(solver.choose, solver.estimate_ms):
-            return compile_graph(graph, inputs)
+            compiled = compile_graph(graph, inputs)
+        trained = torch.is_grad_enabled() and any(getattr(item, "requires_grad", False) for item in inputs)
+        if trained and solver.peak_bytes is None:
+            warnings.warn(f"{UNASKED}: its peak may be over {format_bytes(budget_bytes)}", stacklevel=2)
+        return compiled
 
     with partitioned_by(lambda *_: [], lambda _: 0.0):
         pass  # refuses at once what this torch lacks

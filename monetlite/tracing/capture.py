@@ -108,7 +108,7 @@ def training_step(model: nn.Module, outputs: str = ALL_OUTPUTS) -> Callable[...,
     A transformers model is asked not to return its key-value cache, which training does not use and which
     would keep every layer's keys and values in memory until the step ends (as gradient checkpointing does).
     """
-    without_cache = caches(model)
+    without_cache = _caches(model)
     in_place = called_instead(model) is not None
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +121,7 @@ def training_step(model: nn.Module, outputs: str = ALL_OUTPUTS) -> Callable[...,
     return _with_own_code(run)
 
 
-def caches(model: nn.Module) -> bool:
+def _caches(model: nn.Module) -> bool:
     """True if a transformers model keeps keys and values by default."""
     wanted = bool(getattr(getattr(model, "config", None), "use_cache", False))
     return wanted and "use_cache" in inspect.signature(model.forward).parameters
@@ -129,7 +129,7 @@ def caches(model: nn.Module) -> bool:
 
 def masks_as_plain(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Have a capture of a call make the attention masks that plain training makes, for the time of a block."""
-    return masks_of_plain_training(model, args, kwargs, caches=caches(model))
+    return masks_of_plain_training(model, args, kwargs, caches=_caches(model))
 
 
 def module_call(module: nn.Module) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import transformers
 from layered_models import Transformer, convolutions, transformer
 from small_models import tiny_transformer
 from thoroughness import often
@@ -51,16 +52,53 @@ def random_plan(priced: PricedStep, seed: int):
     }
 
 
+class UpAndDown(nn.Module):
+    """Rows of modules that are registered in another order than they are called in, and one that is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.ModuleList([self.block(64) for _ in range(2)])
+        self.up = nn.ModuleList([self.block(64) for _ in range(3)])
+        self.down = nn.ModuleList([self.block(256) for _ in range(3)])
+
+    @staticmethod
+    def block(width):
+        return nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, 64), nn.Tanh())
+
+    def forward(self, x):
+        for block in (*self.down, *self.up):
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Wrapped(nn.Module):
+    """A language model with a loss of its own, and no configuration."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_hidden_layers": 3}
+        config = transformers.LlamaConfig(vocab_size=50, max_position_embeddings=64, **sizes)
+        self.model = transformers.LlamaForCausalLM(config)
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens).logits.float().logsumexp(-1).mean()
+
+
 BUILT = {
     "transformer": transformer,
     "with dropout": lambda: transformer(0.2),
     "convolutions": convolutions,
     "gpt2": lambda: tiny_transformer("gpt2", layers=2),
     "llama": lambda: tiny_transformer("llama", layers=2),
+    "up and down": lambda: (UpAndDown(), (torch.randn(2048, 64),)),
+    "a model that holds one": lambda: (Wrapped(), (torch.randint(0, 50, (4, 32)),)),
 }
 
 
-@pytest.fixture(scope="module", params=often(BUILT, "with dropout", "convolutions", "gpt2"))
+@pytest.fixture(
+    scope="module",
+    params=often(BUILT, "with dropout", "convolutions", "gpt2", "up and down", "a model that holds one"),
+)
 def recorded(request):
     model, inputs = BUILT[request.param]()
     if hasattr(model, "config"):
