@@ -67,6 +67,11 @@ def export_command(
             f"{schedule} is for {priced_for}, at estimated costs. A plan is made on the machine that "
             "trains: PyTorch's own operators are recorded and measured there. There, add --device cuda or cpu"
         )
+    if known.step_in_backward or known.reserved_bytes is not None:
+        raise ModelError(
+            "a plan in plain PyTorch takes no step in the backward pass, and its budget is of tensors, not of "
+            "reserved memory; solve a schedule without these"
+        )
     if target == COMPILE and (known.optimizer or known.accumulate or known.autocast):
         raise ModelError(
             "a plan for torch.compile counts no optimizer and no earlier gradients, and is made without autocast; "
@@ -85,7 +90,9 @@ def export_command(
     if target == COMPILE:
         _export_compiled(terminal, opened, solved, output)
         return
-    pricing = PricingOptions(device=graph.device, optimizer=solved.optimizer, accumulate=solved.accumulate)
+    pricing = PricingOptions(
+        device=graph.device, optimizer=solved.optimizer, accumulate=solved.accumulate, outputs=solved.outputs
+    )
     dtype = getattr(torch, solved.autocast or "bfloat16")
     with (
         terminal.bar("measuring operators as PyTorch runs them") as progress,

@@ -101,7 +101,7 @@ def fit_command(
     request = _request(model.built, choice, pricing)
     with terminal.line(f"fitting {model.built.name} to {card.title}") as tell:
         description = model.built.description.partition("; input")[0]
-        answer = fit_card(model, card, solving, exact_only=solving.tolerance == 0, progress=tell)
+        answer = fit_card(model, card, solving, tell)
     lines = lines_to_paste(answer, request)
     if terminal.as_json:
         terminal.print_json(fit_facts(answer, description, lines))
@@ -187,12 +187,11 @@ def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) 
     assert choice.spec is not None
     library, _, name = choice.spec.partition(":")
     base, rank = split_adapters(name) if library == "hf" else ("", 0)
-    published = find_published(base)
     model: Any = built.model.get_base_model() if rank else built.model  # type: ignore[operator]  # peft's
     weights = {parameter.dtype for parameter in built.model.parameters()}
     return TrainingRequest(
         model_class=type(model).__name__ if library == "hf" else "",
-        loaded_from=published.hub_name if published else base if os.path.isdir(base) else "",
+        loaded_from=_loaded_from(base),
         dtype=", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in weights)),
         autocast=choice.autocast or "",
         rank=rank,
@@ -200,3 +199,16 @@ def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) 
         accumulate=pricing.accumulate,
         settings_by_new_name=library == "hf" and hasattr(model, "activation_checkpointing_enable"),
     )
+
+
+def _loaded_from(name: str) -> str:
+    """The name or folder that `from_pretrained` takes; a folder comes first, as it does for `--model`."""
+    path = os.path.expanduser(name)
+    if os.path.isfile(path):
+        return os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        return name
+    from monetlite.models.library_models import is_cached
+
+    published = find_published(name)
+    return published.hub_name if published else name if is_cached(name) else ""

@@ -22,10 +22,11 @@ _ending = 0
 def interrupts_kept() -> Iterator[None]:
     """Let Ctrl-C end everything at once. Outside, an interrupted solve returns its best so far."""
     global _ending
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    # None is a handler that is not Python's. A job in the background ignores Ctrl-C.
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
     pressed = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -39,6 +40,8 @@ def interrupts_kept() -> Iterator[None]:
     def lost(unraisable: "sys.UnraisableHookArgs") -> None:
         nonlocal again
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            if again is not None:
+                again.cancel()
             again = threading.Timer(SECONDS_UNTIL_PRESSED_AGAIN, _thread.interrupt_main)
             again.start()
         else:

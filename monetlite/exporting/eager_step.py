@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.core.graph import Argument, Call, Resident, TensorRef, TensorSpec
+from monetlite.core.graph import ALL_OUTPUTS, LOSS_ONLY, Argument, Call, Resident, TensorRef, TensorSpec
 from monetlite.exporting.weightless_run import Contents, changed_arguments, weightless_copy
 from monetlite.fx.call_encoding import encode_arguments, spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
@@ -130,7 +130,12 @@ def module_rows(model: nn.Module) -> list[str]:
 
 
 def record_step(
-    model: nn.Module, example_inputs: Inputs, objective: Callable[[Any], torch.Tensor], *, device: str | None = None
+    model: nn.Module,
+    example_inputs: Inputs,
+    objective: Callable[[Any], torch.Tensor],
+    *,
+    device: str | None = None,
+    outputs: str = LOSS_ONLY,
 ) -> EagerStep:
     """Record a training step as PyTorch runs it, without memory for what it computes.
 
@@ -138,6 +143,7 @@ def record_step(
         model: in training mode, on any device, the meta device included; it is not changed.
         example_inputs: as in `trace`. objective: makes the loss of the output.
         device: `cpu` or `cuda`, that the step runs on; by default where the model is.
+        outputs: `"all"` if the caller holds them to the end of the step, as in `trace`.
 
     Raises:
         TraceError: the code looks at numbers that the step computes, or runs something that is no operator.
@@ -161,10 +167,12 @@ def record_step(
     with forked_state(here), recorder.recording(copied):
         output = copied(*args, **kwargs)
         loss = objective(output)
+        held = output if outputs == ALL_OUTPUTS else None
         del output
         recorder.begin_backward()
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         del loss
+    del held
     leaves = [
         *copied.parameters(),
         *(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)),

@@ -56,7 +56,7 @@ def export_plan(
     Raises:
         TraceError: the step can't be recorded. InfeasibleBudget: no plan fits. ProfileError: as in `profile`.
     """
-    step = record_step(model, example_inputs, default_loss, device=pricing.device)
+    step = record_step(model, example_inputs, default_loss, device=pricing.device, outputs=pricing.outputs)
     search = CheckpointSearch(price_step(step, pricing, progress))
     return ExportedPlan(
         step=step,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from monetlite.core.graph import ALL_OUTPUTS
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.exporting.checkpoint_search import FoundPlan
@@ -186,6 +187,10 @@ def _facts(exported: ExportedPlan, schedule: Schedule) -> Iterator[str]:
     )
     yield f"schedule    {format_bytes(schedule.peak_bytes)}, {format_ms(schedule.latency_ms)}: run by monetlite"
     yield f"plain       {format_bytes(plain.peak_bytes)}, {format_ms(plain.latency_ms)}"
+    if schedule.autocast:
+        yield f"Model and loss run within torch.autocast, in {schedule.autocast}."
+    if schedule.outputs == ALL_OUTPUTS:
+        yield "The model's outputs are held to the end of the step."
     yield f"Peak of a training step and its time, predicted for {step.device} with torch {torch.__version__}."
 
 

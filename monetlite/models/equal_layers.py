@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _OWN_INDEX = ("layer_idx", "layer_id", "layer_index")
 """Attributes by which layers know their place."""
+_SET_TO_BE_CHECKPOINTED = "GradientCheckpointingLayer"
+"""Class of the layers that transformers' setting checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,16 @@ def find_layers(model: "nn.Module") -> str | None:
     counts = {path: len(item) for path, item in model.named_modules() if isinstance(item, nn.ModuleList)}
     longest = [path for path, count in counts.items() if count == max(counts.values()) > 1]
     return longest[0] if len(longest) == 1 else None
+
+
+def are_all_layers(model: "nn.Module", path: str) -> bool:
+    """False if transformers' setting checkpoints other layers than those of a list, too."""
+    own = [module for module in model.modules() if _SET_TO_BE_CHECKPOINTED in map(_name, type(module).__mro__)]
+    return not own or own == list(model.get_submodule(path).children())
+
+
+def _name(kind: type) -> str:
+    return kind.__name__
 
 
 def find_equal_layers(model: "nn.Module") -> EqualLayers | None:

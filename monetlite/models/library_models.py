@@ -130,7 +130,7 @@ def check_library_name(library: str, name: str) -> None:
             raise ModelError(
                 f"hf:{name}: there is no file or folder {path}; check the path, or give a model type like hf:gpt2"
             )
-        if known is not None and name not in known and not _in_hub_cache(name):
+        if known is not None and name not in known and not is_cached(name):
             raise _unknown("hf", name, known)
     elif known is not None and name.partition(".")[0] not in known:  # timm's names may end in a tag
         raise _unknown(library, name, known)
@@ -166,7 +166,8 @@ def _looks_like_path(name: str) -> bool:
     return name.endswith(".json") or name.startswith((".", "~", os.sep)) or name.count("/") > 1
 
 
-def _in_hub_cache(name: str) -> bool:
+def is_cached(name: str) -> bool:
+    """True if a model of the hub is in the local cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return os.path.isdir(os.path.join(HF_HUB_CACHE, f"models--{name.replace('/', '--')}"))

@@ -11,12 +11,12 @@ from monetlite.core.costs import Profile
 from monetlite.core.devices import CONTEXT_BYTES, Device, known_devices
 from monetlite.core.errors import MonetliteError, ScheduleMismatch
 from monetlite.core.graph import AS_TRACED, TILED_ROWS
-from monetlite.core.options import REORDERED_SUMS, SolvingOptions
+from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes
-from monetlite.models.equal_layers import find_layers
+from monetlite.models.equal_layers import are_all_layers, find_layers
 from monetlite.planning.advice import LOSS_FAMILIES, LeastPeak, Setting
 from monetlite.planning.model_steps import ModelSteps
 from monetlite.planning.size_costs import SizedStep, largest, telling_sizes
@@ -204,8 +204,6 @@ def fit_card(
     model: ModelSteps,
     card: CardMemory,
     solving: SolvingOptions,
-    *,
-    exact_only: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> CardFit:
     """Find out whether a training step fits a card, and the fastest way to run it there.
@@ -214,7 +212,6 @@ def fit_card(
         model: to train.
         card: to train on.
         solving: the time limit is of all searches together.
-        exact_only: leave out what differs in bits.
         progress: told what comes next.
 
     Raises:
@@ -229,15 +226,16 @@ def fit_card(
     profiles = model.priced()
     sized_steps = _begin_sized_steps(model, profiles)
     exact = profiles[AS_TRACED].within(0.0)
-    tolerant = None if exact_only else profiles.get(TILED_ROWS)
+    tolerant = profiles.get(TILED_ROWS)  # at a tolerance that allows it
     eager = _by_pytorch(exact)
     plain = FitSetting(profile=eager, steps=plain_steps(eager.graph))
     tell("trying settings of checkpointing")
-    checkpointed = _checkpointed(eager, path, card.budget_bytes)
+    settable = path if path and are_all_layers(model.built.model, path) else None
+    checkpointed = _checkpointed(eager, settable, card.budget_bytes)
     every = checkpointed.every if checkpointed else 1
     searches = [_Search(exact, 0.0, path, every, solving, card.budget_bytes)]
     if tolerant is not None:
-        searches.append(_Search(tolerant, REORDERED_SUMS, path, every, solving, card.budget_bytes))
+        searches.append(_Search(tolerant, solving.tolerance, path, every, solving, card.budget_bytes))
     proven_bytes = min(search.proven_bytes for search in searches)
     searches = [search for search in searches if search.possible] or searches[-1:]
     seconds = solving.time_limit / max(1, sum(search.possible for search in searches))
@@ -270,7 +268,8 @@ def fit_card(
             larger_card=_larger_card(leanest.peak_bytes),
         )
     tell("looking for the largest batch and length")
-    kinds = {PLAINLY: [plain], CHECKPOINTED: list(layer_ways(exact, path, (1,))), PLANNED: lean[-len(searches) :]}
+    wrapped = list(layer_ways(exact, settable, (1,)))
+    kinds = {PLAINLY: [plain], CHECKPOINTED: wrapped, PLANNED: lean[-len(searches) :]}
     return replace(answer, limits=_limits(answer, model, sized_steps(), kinds))
 
 
@@ -352,7 +351,7 @@ class _Search:
             planned = plans.deep is not None
             fitting += filter(None, [plans.within(self.budget_bytes) if wanted else None])
             known += filter(None, [plans.leanest(self.proven_bytes, lean_bytes) if lean else None])
-        if wanted and not fitting and not planned:
+        if not fitting and not planned and (wanted or lean):
             options = replace(self.solving, time_limit=max(MIN_SECONDS, seconds))
             found = solve_profile(self.profile, self.budget_bytes, options, starts=known)
             fitting += filter(None, [found.steps])
@@ -382,11 +381,15 @@ def _limits(
 ) -> dict[str, SizeLimits]:
     """The largest batch and length of each kind of way, by any of its ways."""
     budget_bytes, length = answer.card.budget_bytes, answer.length or 0
-    longest = getattr(getattr(model.built.model, "config", None), "max_position_embeddings", None) or MAX_LENGTH
+    config = getattr(model.built.model, "config", None)
+    longest = getattr(config, "max_position_embeddings", None) or MAX_LENGTH
+    window = getattr(config, "sliding_window", None)
     unit = LENGTHS[length >= 8 * LENGTHS[True]]
 
     def limit(way: FitSetting) -> SizeLimits | None:
-        sized = steps[way.profile.graph.layout]
+        sized = steps.get(way.profile.graph.layout)
+        if sized is None:  # of sizes at which this layout differs in nothing
+            return None
         try:
             peak = sized.peak(Choices.of_steps(way.profile.graph, way.steps).steps(sized.profile.graph))
         except ScheduleMismatch:  # other operators run at the telling sizes
@@ -397,7 +400,9 @@ def _limits(
         if not sized.sizes.length:
             return SizeLimits(batch=batch, length=None)
         count = largest(lambda count: peak(answer.batch, count * unit) <= budget_bytes, longest // unit)
-        return SizeLimits(batch=batch, length=count * unit)
+        # From a sliding window's length on, attention has a mask, and another kernel.
+        known = window is None or length >= window or count * unit < window
+        return SizeLimits(batch=batch, length=count * unit if known else None)
 
     found = {}
     for kind, ways in kinds.items():

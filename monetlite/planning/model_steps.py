@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from monetlite.core.child_processes import ChildFailed, begin_call
 from monetlite.core.costs import Profile
 from monetlite.core.graph import AS_TRACED, TILED_ROWS, OperatorGraph, Resident
-from monetlite.core.options import PricingOptions, SolvingOptions
+from monetlite.core.options import REORDERED_SUMS, PricingOptions, SolvingOptions
 from monetlite.models.equal_layers import EqualLayers, find_equal_layers, shorten
 from monetlite.planning.batch_costs import Unlike
 from monetlite.planning.depth_costs import at_full_depth
@@ -92,13 +92,17 @@ class ModelSteps:
         """
         if self.pricing.device in ("cpu", "cuda") or self._seconds < WORTH_A_PROCESS:
             return functools.partial(self.priced, batch, length)
-        begun = begin_call(_priced_anew, self.rebuild, self.pricing, self.solving, self.autocast, batch, length)
+        alone = functools.partial(self.priced, batch, length)
+        try:
+            begun = begin_call(_priced_anew, self.rebuild, self.pricing, self.solving, self.autocast, batch, length)
+        except OSError:  # two processes need more than there is
+            return alone
 
         def priced() -> dict[str, Profile]:
             try:
                 return begun()
-            except ChildFailed:  # two processes may need more memory than there is
-                return self.priced(batch, length)
+            except ChildFailed:
+                return alone()
 
         return priced
 
@@ -144,7 +148,7 @@ class ModelSteps:
             graphs = trace_layouts(
                 built.model,
                 inputs,
-                (AS_TRACED, TILED_ROWS) if self.solving.tolerance > 0 else (AS_TRACED,),
+                (AS_TRACED, TILED_ROWS) if self.solving.tolerance >= REORDERED_SUMS else (AS_TRACED,),
                 device=device,
                 meta_device=kind,
                 each_gradient=whole is not None,

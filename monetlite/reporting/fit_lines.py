@@ -12,6 +12,10 @@ _TRAINER_NAMES = {"sgd": "sgd", "adamw": "adamw_torch", "adamw8bit": "adamw_8bit
 """transformers' names of optimizers whose memory is the one that was counted."""
 _TITAN_TYPES = ("bfloat16", "float32")
 """Dtypes that torchtitan trains in."""
+_TITAN_MODELS = ("Llama", "Llama4", "Qwen3", "Qwen3Moe", "DeepseekV3", "GptOss")
+"""Beginnings of transformers' classes of the models that torchtitan has, too."""
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+"""Ends of transformers' classes of models that TRL trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +49,12 @@ def lines_to_paste(answer: CardFit, request: TrainingRequest) -> dict[str, list[
     lines = {"plain loop": [*_loading(request), *_scheduling(answer, way, request), *_optimizer(request)]}
     if request.model_class:
         lines["Trainer"] = list(_trainer(answer, way, request))
-        if request.model_class.endswith("ForCausalLM"):
+        if request.model_class.endswith(_LANGUAGE_MODELS):
             lines["TRL"] = list(_trl(answer, way, request))
     lines["Lightning"] = list(_lightning(answer, way, request))
     # torchtitan trains all weights, by AdamW where nothing else is said.
     titan = request.optimizer == "adamw" and not request.rank and request.dtype in _TITAN_TYPES
-    if request.model_class.endswith("ForCausalLM") and titan and request.autocast != "float16":
+    if request.model_class.removesuffix("ForCausalLM") in _TITAN_MODELS and titan and request.autocast != "float16":
         lines["torchtitan"] = list(_torchtitan(answer, request))
     return lines
 

@@ -107,6 +107,42 @@ def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_pa
     assert all(way["latency_ms"] <= checkpointed["latency_ms"] for way in planned if checkpointed["fits"])
 
 
+@pytest.mark.parametrize(("tolerance", "allowed"), [("1e-6", {0.0}), ("1e-3", {0.0, 1e-3})])
+def test_the_tolerance_is_the_one_that_was_asked_for(tolerance, allowed, folder, tight):
+    budget = ("--budget", f"{tight['budget_bytes']}B", "--json", "--tolerance", tolerance)
+    found = json.loads(run("fit", folder, *FIT, *budget).stdout)
+    assert {way["tolerance"] for way in found["ways"] if way["tolerance"] is not None} == allowed
+
+
+def test_a_length_beyond_a_window_is_not_told(tmp_path):
+    """Attention has a mask there, and another kernel."""
+    for window in (256, 4096):
+        model = NARROW | {"model_type": "mistral", "sliding_window": window}
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        found = json.loads(run("fit", tmp_path, *FIT, "--json").stdout)
+        lengths = {kind: of["length"] for kind, of in found["largest"].items()}
+        assert set(lengths.values()) == ({None} if window == 256 else {512})
+
+
+def test_a_folder_is_the_folder_though_a_published_model_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(NARROW))
+    for given in ("gpt2", "gpt2/config.json"):
+        found = json.loads(run("fit", given, *FIT, "--json").stdout)
+        assert any('from_pretrained("gpt2"' in line for line in found["lines"]["plain loop"]), given
+
+
+def test_no_setting_is_shown_that_checkpoints_more_than_its_figures(tmp_path):
+    model = {"model_type": "bart", "vocab_size": 128, "d_model": 32, "encoder_attention_heads": 2}
+    model |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    model |= {"encoder_layers": 4, "decoder_layers": 2, "max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    found = json.loads(run("fit", tmp_path, *FIT, "--json").stdout)
+    assert not any(way["every_n_layers"] for way in found["ways"])
+
+
 def test_sizes_are_told_by_another_process_where_tracing_takes_long(folder, roomy, monkeypatch):
     begun, begin = [], model_steps.begin_call
     monkeypatch.setattr(model_steps, "WORTH_A_PROCESS", 0.0)

@@ -1,5 +1,6 @@
 """Recorded steps and checkpoint plans: predictions against what PyTorch takes, plans against all plans."""
 
+import contextlib
 import copy
 import itertools
 import random
@@ -15,6 +16,7 @@ from torch import nn
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.choices import Choices
 from monetlite.core.errors import InfeasibleBudget, ModelError, TraceError
+from monetlite.core.graph import ALL_OUTPUTS, LOSS_ONLY
 from monetlite.core.options import PricingOptions
 from monetlite.core.schedule import Schedule, Status
 from monetlite.exporting.checkpoint_search import CheckpointSearch, FoundPlan
@@ -133,6 +135,42 @@ def test_gradients_and_random_numbers_are_those_of_plain_training(recorded):
         assert torch.equal(found.random_state, plain.random_state)
         assert found.gradients.keys() == plain.gradients.keys()
         assert all(torch.equal(found.gradients[name], plain.gradients[name]) for name in plain.gradients)
+
+
+def test_outputs_that_are_held_are_counted():
+    model, inputs = BUILT["gpt2"]()
+    peaks = {}
+    for outputs in (LOSS_ONLY, ALL_OUTPUTS):
+        priced = price_step(record_step(model, inputs, default_loss, outputs=outputs), PricingOptions())
+        everything = dict.fromkeys(priced.recompute, frozenset())
+        plan = plan_module(priced, everything)["apply"](copy.deepcopy(model))
+        taken = trainee(plan, inputs)
+        with Held(plan) if outputs == ALL_OUTPUTS else contextlib.nullcontext():
+            taken.step()
+            peaks[outputs] = checkpointed(priced, everything).timeline.peak_bytes
+            assert peaks[outputs] == pytest.approx(taken.memory().peak_bytes, rel=0.01)
+    assert peaks[ALL_OUTPUTS] > 1.02 * peaks[LOSS_ONLY]
+
+
+class Held:
+    """A caller that holds a model's last output."""
+
+    def __init__(self, model):
+        self.model, self.output = model, None
+
+    def __enter__(self):
+        def hold(module, args, output):
+            self.output = output
+
+        def let_go(module, args):
+            self.output = None
+
+        self.hooks = [self.model.register_forward_hook(hold), self.model.register_forward_pre_hook(let_go)]
+
+    def __exit__(self, *error):
+        self.output = None
+        for hook in self.hooks:
+            hook.remove()
 
 
 def test_a_recording_changes_nothing():

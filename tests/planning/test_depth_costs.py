@@ -96,8 +96,8 @@ def test_the_longest_list_is_found_before_layers_are_left_out(tmp_path, monkeypa
 
     solving = SolvingOptions(time_limit=0.1)
     model = ModelSteps(built=built, rebuild=rebuild, pricing=PRICING, solving=solving)
-    card_fit.fit_card(model, card_fit.card_memory(find_device("rtx-4090")), solving, exact_only=True)
-    assert paths == {"model.decoder.layers"}
+    card_fit.fit_card(model, card_fit.card_memory(find_device("rtx-4090")), solving)
+    assert paths == {"model.decoder.layers", None}  # None where transformers would checkpoint the encoder, too
 
 
 class Shortcut(nn.Module):
