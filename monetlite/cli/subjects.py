@@ -79,7 +79,7 @@ def price_layouts(
     device = chosen_device(pricing.device, terminal, DEFAULT_ESTIMATE, "name a device to estimate")
     import torch
 
-    from monetlite.planning.pipeline import profile
+    from monetlite.planning.pipeline import price
     from monetlite.tracing import trace_layouts
 
     built = build(choice, terminal, meta=True)
@@ -101,15 +101,7 @@ def price_layouts(
     for graph in graphs:
         measured = device in MEASURED_HERE
         with terminal.bar("measuring operators" if measured else f"estimating operators on {device}") as progress:
-            priced = profile(
-                replace(graph, name=built.name),
-                device,
-                optimizer=pricing.optimizer,
-                accumulate=pricing.accumulate,
-                step_in_backward=pricing.step_in_backward,
-                tolerance=None if solving is None else solving.tolerance,
-                progress=progress,
-            )
+            priced = price(replace(graph, name=built.name), replace(pricing, device=device), solving, progress)
         profiles.append(replace(priced, source=built.source))
     return built, profiles
 

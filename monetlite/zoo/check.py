@@ -108,7 +108,8 @@ class Checker:
             schedule: with a source.
             plain: of plain training, in the layout that the model has.
         """
-        from monetlite.planning.pipeline import profile
+        from monetlite.profiling.estimate import estimate_profile
+        from monetlite.profiling.step_additions import with_additions
 
         layout = "as_traced" if plain else schedule.layout
         priced = schedule.device if schedule.kind == "estimated" else ""
@@ -119,13 +120,7 @@ class Checker:
             assert schedule.source is not None
             graph = traced(schedule.source, *form)
             self._profiles[key] = (
-                profile(
-                    graph,
-                    find_device(priced).name,
-                    optimizer=schedule.optimizer,
-                    accumulate=schedule.accumulate,
-                    step_in_backward=schedule.step_in_backward,
-                )
+                with_additions(estimate_profile(graph, find_device(priced).name), schedule)
                 if priced
                 else without_costs(graph)
             )

@@ -385,7 +385,7 @@ def test_a_model_that_ends_the_process_is_a_failure(folder):
 
 @pytest.mark.parametrize("where", ["nowhere/s.yaml", "net.py/s.yaml", "/dev/null", "x" * 300 + ".yaml"])
 def test_where_nothing_can_be_written_nothing_is_solved(where, folder, monkeypatch):
-    monkeypatch.setattr("monetlite.planning.pipeline.profile", lambda *_, **__: pytest.fail("it was priced"))
+    monkeypatch.setattr("monetlite.planning.pipeline.price", lambda *_, **__: pytest.fail("it was priced"))
     result = run(*SOLVE, "--budget", "95%", "--output", where)
     assert result.exit_code == 4
     assert "can't be written" in result.stderr

@@ -304,7 +304,7 @@ SOLVE, CHECK = COMMANDS[0], "check mine.yaml --model net.py:build"
 PHASES = {
     "building": (SOLVE, "monetlite.models.build_model"),
     "tracing": (SOLVE, "monetlite.tracing.trace_layouts"),
-    "pricing": (SOLVE, "monetlite.planning.pipeline.profile"),
+    "pricing": (SOLVE, "monetlite.planning.pipeline.price"),
     "solving": (SOLVE, "monetlite.planning.budgets.solve_budget"),
     "writing a schedule": (SOLVE, "os.fsync"),
     "searching batches": (COMMANDS[1], "monetlite.planning.batches.largest_batch"),
