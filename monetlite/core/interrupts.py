@@ -23,8 +23,8 @@ def interrupts_kept() -> Iterator[None]:
     """Let Ctrl-C end everything at once. Outside, an interrupted solve returns its best so far."""
     global _ending
     before = signal.getsignal(signal.SIGINT)
-    # None is a handler that is not Python's. A job in the background ignores Ctrl-C.
-    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+    # None is a handler that is not Python's.
+    if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
     pressed = False

@@ -92,6 +92,11 @@ def is_compiled(target: str) -> bool:
     return target.startswith(PREFIX + _COMPILED)
 
 
+def is_region(target: str) -> bool:
+    """True if calls of this target run a region, in any way."""
+    return is_compiled(target) or target.startswith(f"{PREFIX}region.")
+
+
 def compiled(program: fx.GraphModule, over: Over | None = None) -> Callable[..., Any]:
     """The registered function that runs a region as Inductor compiles it, when it is first called.
 

@@ -169,7 +169,7 @@ _record(
 )
 _record(
     "binary_cross_entropy binary_cross_entropy_backward bernoulli bernoulli_ multinomial poisson binomial "
-    "_standard_gamma normal normal_ region compiled_region compiled_region_",
+    "_standard_gamma normal normal_",
     fractions=True,
 )
 _record("nll_loss_backward nll_loss2d_forward nll_loss2d_backward index_copy scatter_reduce take put")  # `is_known`

@@ -10,6 +10,7 @@ from monetlite.core.graph import Call, TensorRef
 from monetlite.fx.call_encoding import decode_argument
 from monetlite.operators import resolve
 from monetlite.operators.implementations import find_function
+from monetlite.operators.regions import is_region
 from monetlite.operators.traits import aten_name, is_known, traits_of
 
 NOTES_ON_CPU = "aten._scaled_dot_product_efficient_attention_backward."
@@ -23,9 +24,9 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
 
     Tensors that shared a storage in the step share one here. With `fractions`, numbers are between 0 and 1 and
     integers above 0, as operators require of probabilities, rates, deviations and pivots: always those that
-    `Traits` says it of.
+    `Traits` says it of, and regions, in which any operator may be.
     """
-    fractions = fractions or traits_of(call.target).fractions
+    fractions = fractions or traits_of(call.target).fractions or is_region(call.target)
     bound = index_bound(call)
     wide = wide_statistics(call)
     # No bag of an `EmbeddingBag` may be empty: the kernel copies only those that are not.
