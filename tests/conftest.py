@@ -4,7 +4,9 @@ import functools
 import gc
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +23,12 @@ from monetlite.solving.annealing import compiling
 for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
+
+
+def pytest_configure():
+    """Hear Ctrl-C, which jobs in the background ignore: tests press it, here and in processes that they start."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
