@@ -1,6 +1,11 @@
 """The errors monetlite raises on purpose. Each message names the thing, gives numbers and says what to do."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its class where there is none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class MonetliteError(Exception):
     """Base of every error that monetlite raises for a person to read."""
 

@@ -49,12 +49,12 @@ def find_layers(model: "nn.Module") -> str | None:
 
 def are_all_layers(model: "nn.Module", path: str) -> bool:
     """False if transformers' setting checkpoints other layers than those of a list, too."""
-    own = [module for module in model.modules() if _SET_TO_BE_CHECKPOINTED in map(_name, type(module).__mro__)]
+    own = [
+        module
+        for module in model.modules()
+        if any(kind.__name__ == _SET_TO_BE_CHECKPOINTED for kind in type(module).__mro__)
+    ]
     return not own or own == list(model.get_submodule(path).children())
-
-
-def _name(kind: type) -> str:
-    return kind.__name__
 
 
 def find_equal_layers(model: "nn.Module") -> EqualLayers | None:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from monetlite.core.errors import CompileError
+from monetlite.core.errors import CompileError, first_line
 from monetlite.core.graph import Implementation, TensorRef, TorchConstant
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import decode_argument, encode_arguments, spec_of
@@ -111,10 +111,9 @@ def compiled(program: fx.GraphModule, over: Over | None = None) -> Callable[...,
         try:
             return compile_text(text)
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise CompileError(
-                f"Inductor can't compile a region of operators: {reason}. Solve with costs that are measured on "
-                "this machine (no device's name), which leaves such regions out, or without compile=True"
+                f"Inductor can't compile a region of operators: {first_line(error)}. Solve with costs that are "
+                "measured on this machine (no device's name), which leaves such regions out, or without compile=True"
             ) from error
 
     inner_bytes = _inner_bytes(program)  # at most, if Inductor makes several kernels of it

@@ -409,7 +409,7 @@ def _limits(
         known = [limits for way in ways if steps and (limits := limit(way)) is not None]
         if known:
             lengths = [limits.length for limits in known if limits.length is not None]
-            most = max(lengths, default=None)
+            most = max(lengths) if len(lengths) == len(known) else None
             found[kind] = SizeLimits(batch=max(limits.batch for limits in known), length=most)
     return found
 

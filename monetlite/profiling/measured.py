@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
-from monetlite.core.errors import CompileError, MonetliteError, ProfileError
+from monetlite.core.errors import CompileError, MonetliteError, ProfileError, first_line
 from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
 from monetlite.operators.program_calls import compacting
@@ -165,7 +165,7 @@ class Measurement:
             if isinstance(error, _OutOfMemory):
                 self._too_large.append(candidate.name)
             elif isinstance(error, CompileError):
-                self._not_compiled.append(f"{candidate.name}: {error.__cause__}")
+                self._not_compiled.append(f"{candidate.name}: {first_line(error.__cause__ or error)}")
 
     def rough_profile(self, seconds: float, *, alternatives: bool = False) -> Profile:
         """Costs of the default implementations alone, in about so many seconds; of all where the cache has them.
@@ -397,7 +397,7 @@ def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
     except CompileError:
         raise
     except (RuntimeError, MemoryError, IndexError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         if is_out_of_memory(error):
             raise _OutOfMemory(
                 f"{candidate.name} does not fit into {meter.device}'s memory, alone: {reason.rstrip('.')}. "

@@ -26,11 +26,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import monetlite
 from monetlite.core.errors import CompileError
 from monetlite.core.graph import Phase, ValueKind
+from monetlite.core.options import SolvingOptions
 from monetlite.core.steps import plain_steps
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor
 from monetlite.operators import region_compiler, resolve
 from monetlite.operators.regions import TEXTS, compile_text
+from monetlite.planning import budgets
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.measured import measure_profile
 from monetlite.tracing import trace_layouts
@@ -156,6 +158,38 @@ def test_what_only_one_form_reads_is_there(form):
     assert any(operator.find(form) for operator in regions(graph))
     wrapper = monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), in_form(graph, form)))
     assert_close(step(wrapper, inputs), step(model, inputs))
+
+
+class Weighted(nn.Module):
+    """Statistics over the batch, as a loss with weights has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        inner = self.first(x)
+        return self.second(torch.tanh((inner - inner.mean(0)) ** 2))
+
+
+def test_a_smaller_batch_has_the_same_structure():
+    graphs = [compiled_graph(Weighted(), (torch.randn(batch, 16),)) for batch in (64, 8, 2)]
+    assert len({graph.structure for graph in graphs}) == 1
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_every_layout_is_tried_within_the_time(count, monkeypatch):
+    profiles = [free_profile(compiled_graph(Weighted(), (torch.randn(8 + at, 16),))) for at in range(count)]
+    given, solve = [], budgets.solve_budget
+
+    def noted(profile, budget_bytes, options, **rest):
+        given.append(options.time_limit)
+        return solve(profile, budget_bytes, replace(options, time_limit=0.05), **rest)
+
+    monkeypatch.setattr(budgets, "solve_budget", noted)
+    budgets.solve_layouts(profiles, "200%", SolvingOptions(time_limit=10))
+    assert len(given) == count + 1
+    assert sum(given) == pytest.approx(10)
 
 
 def test_a_maximum_is_found_again_in_16_bits():
