@@ -112,8 +112,8 @@ def compiled(program: fx.GraphModule, over: Over | None = None) -> Callable[...,
             return compile_text(text)
         except Exception as error:
             raise CompileError(
-                f"Inductor can't compile a region of operators: {first_line(error)}. Solve with costs that are "
-                "measured on this machine (no device's name), which leaves such regions out, or without compile=True"
+                f"Inductor can't compile a region of operators: {first_line(error)}. Solve with costs that "
+                "are measured here (no device's name), which leaves such regions out, or without compile=True"
             ) from error
 
     inner_bytes = _inner_bytes(program)  # at most, if Inductor makes several kernels of it
