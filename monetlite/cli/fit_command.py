@@ -191,7 +191,7 @@ def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) 
     weights = {parameter.dtype for parameter in built.model.parameters()}
     return TrainingRequest(
         model_class=type(model).__name__ if library == "hf" else "",
-        loaded_from=_loaded_from(base),
+        loaded_from=_loaded_from(base) if library == "hf" else "",
         dtype=", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in weights)),
         autocast=choice.autocast or "",
         rank=rank,
