@@ -81,11 +81,16 @@ def each_dimension(sizes: Argument, dimensions: int) -> tuple[int, ...]:
 
 
 def decode_argument(argument: Argument, tensor: Callable[[TensorRef], Any]) -> Any:
-    """The reverse of `encode_arguments`: `tensor` says what stands for each tensor."""
+    """The reverse of `encode_arguments`: `tensor` says what stands for each tensor.
+
+    Tuples become lists, but for tuples of tuples without a tensor: those stay the same object in every call.
+    """
     if isinstance(argument, TensorRef):
         return tensor(argument)
     if isinstance(argument, tuple):
-        return [decode_argument(item, tensor) for item in argument]
+        return [
+            item if _is_table(item) and _is_constant(item) else decode_argument(item, tensor) for item in argument
+        ]
     if isinstance(argument, TorchConstant):
         if argument.kind == _COMPLEX:
             return complex(argument.name)
@@ -93,3 +98,13 @@ def decode_argument(argument: Argument, tensor: Callable[[TensorRef], Any]) -> A
         assert isinstance(constant, _CONSTANTS[argument.kind])
         return constant
     return argument
+
+
+def _is_table(argument: Argument) -> bool:
+    return isinstance(argument, tuple) and any(isinstance(item, tuple) for item in argument)
+
+
+def _is_constant(argument: Argument) -> bool:
+    if isinstance(argument, tuple):
+        return all(map(_is_constant, argument))
+    return argument is None or isinstance(argument, bool | int | float | str)

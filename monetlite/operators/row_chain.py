@@ -20,7 +20,7 @@ from torch import Tensor
 
 from monetlite.core.graph import Call, Implementation, TensorRef, TensorSpec, ValueKind
 from monetlite.core.options import REORDERED_SUMS
-from monetlite.fx.torch_internals.torch_dispatch import named_operator
+from monetlite.fx.torch_internals.torch_dispatch import named_operator, unchecked
 from monetlite.operators.implementations import MIN_TILE_ROWS, TracedKernel, alternatives_for, function, slices
 from monetlite.operators.traits import traits_of
 
@@ -106,24 +106,79 @@ def _over(step: ChainStep, dying: Sequence[int], made: dict[int, tuple[int, str]
     return None
 
 
-def _call(step: ChainStep, over: int | None, operand: Callable[[Any], Any]) -> Tensor:
-    """Run a step on the rows of a tile."""
-    args = [operand(item) for item in step.args]
-    kwargs = {name: operand(item) for name, item in step.kwargs}
-    target = step.target
+@dataclass(frozen=True)
+class _Launch:
+    """A step as a tile runs it.
+
+    Attributes:
+        step: it.
+        run: its operator; sums have none.
+        args, kwargs: operands, as those of a step; dtypes are torch's.
+        dying: slots that nothing reads after it.
+        dtype: of its result.
+    """
+
+    step: ChainStep
+    run: Callable[..., Tensor] | None
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    dying: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _launch(step: ChainStep, dying: Sequence[int], over: int | None) -> _Launch:
+    """A step with its operator, which writes over an operand where it may."""
+    target, kwargs = step.target, {name: _resolved(item) for name, item in step.kwargs}
     if over is not None:
         _, name, overload = target.split(".")
         if name.endswith("_backward"):
-            target, kwargs = f"aten.{name}.grad_input", {**kwargs, "grad_input": args[over]}
+            target = f"aten.{name}.grad_input"
+            kwargs["grad_input"] = step.args[over]
         elif over == 0:
             target = _IN_PLACE.get(target, f"aten.{name}_.{overload}")
         else:
-            target, kwargs = f"aten.{name}.out", {**kwargs, "out": args[over]}
-    made: Tensor = named_operator(target)(*args, **kwargs)
-    return made
+            target = f"aten.{name}.out"
+            kwargs["out"] = step.args[over]
+    return _Launch(
+        step=step,
+        run=None if step.sums else unchecked(named_operator(target)),
+        args=tuple(map(_resolved, step.args)),
+        kwargs=tuple(kwargs.items()),
+        dying=tuple(dying),
+        dtype=getattr(torch, step.dtype),
+    )
 
 
 _IN_PLACE = {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar", "aten.mul.Scalar": "aten.mul_.Tensor"}
+
+
+def _resolved(item: Any) -> Any:
+    return getattr(torch, item[1]) if _is_operand(item, DTYPE) else item
+
+
+_launches_of: dict[tuple[Any, ...], tuple[Any, Any, list[_Launch]]] = {}
+"""Launches of chains, by the identities of their steps and results and the rows that are given.
+
+With steps and results, so that no others take their identities. Equality would not do: 0.0 equals -0.0.
+"""
+_MOST_CHAINS = 4096
+
+
+def _launches_for(steps: Sequence[Any], given: Sequence[Tensor | None], results: Sequence[Any]) -> list[_Launch]:
+    """The launches of a chain, which are the same in each training step."""
+    key = (id(steps), id(results), *(row is None for row in given))
+    if found := _launches_of.get(key):
+        return found[2]
+    launches = []
+    made: dict[int, tuple[int, str]] = {}
+    for step, dying in _needed(steps, given, results):
+        launches.append(_launch(step, dying, None if step.sums else _over(step, dying, made)))
+        if not step.sums:
+            made[step.slot] = (step.width, step.dtype)
+    if len(_launches_of) >= _MOST_CHAINS:
+        _launches_of.clear()
+    _launches_of[key] = (steps, results, launches)
+    return launches
 
 
 @dataclass(frozen=True)
@@ -253,16 +308,15 @@ def row_chain(
     """
     flat = [None if row is None else row.reshape(-1, row.shape[-1]) for row in rows]
     first = next(row for row in flat if row is not None)
-    planned = _needed(steps, rows, results)
+    launches = _launches_for(steps, rows, results)
     count = first.shape[0]
     taken: dict[int, int] = {} if over is None else {over[0]: over[1]}
     sums: dict[int, Tensor] = {}
-    dtypes: dict[int, torch.dtype] = {}
+    dtypes = {launch.step.slot: launch.dtype for launch in launches if launch.run is None}
     made: dict[int, Tensor] = {}
     vectors = [item.reshape(-1) if item.dim() and item.dim() != 2 else item for item in wholes]
     for some in slices(count, max(1, -(-count // tiles))):
         slots = {at: row[some] for at, row in enumerate(flat) if row is not None}
-        layouts: dict[int, tuple[int, str]] = {}
 
         def operand(item: Any, slots: dict[int, Tensor] = slots) -> Any:
             if not isinstance(item, list | tuple) or len(item) < 2:
@@ -270,18 +324,17 @@ def row_chain(
             kind, of, *rest = item
             if kind == ROW:
                 return slots[of]
-            if kind == WIDENED:
-                return slots[of].expand(-1, rest[0])
-            return getattr(torch, of) if kind == DTYPE else vectors[of]
+            return slots[of].expand(-1, rest[0]) if kind == WIDENED else vectors[of]
 
-        for step, dying in planned:
-            if step.sums:
-                dtypes[step.slot] = getattr(torch, step.dtype)
-                _add(sums, step, [operand(item) for item in step.args], tiles)
+        for launch in launches:
+            args = [operand(item) for item in launch.args]
+            if launch.run is None:
+                _add(sums, launch.step, args, tiles)
             else:
-                slots[step.slot] = _call(step, _over(step, dying, layouts), operand)
-                layouts[step.slot] = (step.width, step.dtype)
-            for slot in dying:
+                kwargs = {name: operand(item) for name, item in launch.kwargs}
+                slots[launch.step.slot] = launch.run(*args, **kwargs)
+            del args
+            for slot in launch.dying:
                 slots.pop(slot, None)
         for position, (slot, _, shape) in enumerate(results):
             if slot is None or shape is not None:
