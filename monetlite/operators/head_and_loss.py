@@ -2,9 +2,12 @@
 
 `tile_loss` finds head and loss in a captured graph: a matrix product, element-wise operators with numbers (a soft
 cap, a scale, a conversion), and the cross-entropy of the result. Where the model leaves out some of the logits (the
-last of each sequence), their targets are ignored ones instead. Where it divides the loss by a number that is known
-in the forward pass (of items), the gradients are made of that quotient: scaled by one afterwards, they are not
-rounded once more.
+last of each sequence), their targets are ignored ones instead.
+
+The gradients are made in the forward pass, for a gradient of one of what becomes of the loss, and scaled in the
+backward pass by the one that comes in. So what is done with the loss, up to a single number, must be linear in it
+and known in the forward pass: a division by the number of items, the weights and the mean of losses that were not
+reduced, the two parts of a smoothed loss.
 """
 
 import math
@@ -21,7 +24,8 @@ from monetlite.fx import storages
 from monetlite.fx.call_encoding import fake_mode
 from monetlite.fx.torch_internals.torch_aot import is_tangent
 from monetlite.operators.cross_entropy import cross_entropy_backward
-from monetlite.operators.tiled_loss import BY_CLASS, BY_FEATURE, MEAN, SUM, linear_cross_entropy
+from monetlite.operators.random import is_random
+from monetlite.operators.tiled_loss import BY_CLASS, BY_FEATURE, linear_cross_entropy
 
 _VIEWS = frozenset(
     {
@@ -38,6 +42,41 @@ _PRODUCTS = {"aten.mm.default": (0, 1, None), "aten.addmm.default": (1, 2, 0)}
 """Positions of rows, matrix and bias."""
 _TRANSPOSE = "aten.t.default"
 _BY_NUMBER = {"aten.mul.Tensor": "mul", "aten.div.Tensor": "div"}
+_SUM_OF_CLASSES = "aten.sum.dim_IntList"
+_LINEAR = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar", "neg.default"),
+        *("expand.default", "view.default", "unsqueeze.default", "alias.default", "detach.default"),
+    )
+)
+"""In their first operands."""
+_MASKED = "aten.masked_fill.Scalar"
+
+
+@dataclass(frozen=True)
+class _LossGradient:
+    """The kernels that make the gradient of the logits.
+
+    Attributes:
+        last: the kernel that makes it.
+        kernels: all of them, without those that only spread a gradient over the classes.
+        slope: the gradient of the loss; of shape (rows,) without reduction.
+        spread: that of the log-probabilities' sums over classes, of shape (rows,); None without label smoothing.
+        of_loss: log-probabilities, target, weight, reduction, ignore_index and total, as `nll_loss_backward` takes
+            them.
+    """
+
+    last: fx.Node
+    kernels: frozenset[fx.Node]
+    slope: fx.Node
+    spread: fx.Node | None
+    of_loss: tuple[Any, ...]
+
+    @property
+    def total(self) -> Any:
+        """The node of the sum of the targets' weights."""
+        return self.of_loss[5]
 
 
 @dataclass
@@ -47,7 +86,11 @@ class _HeadAndLoss:
     Attributes:
         product: makes the logits.
         steps: between the logits and the loss; `slice` is one of them.
-        scales: of the loss, as `linear_cross_entropy` takes them; incoming: the gradient of what comes of them.
+        gradient: of the loss.
+        sums: of log-probabilities over classes, in the forward pass.
+        incoming: the gradient of a single number that becomes of the loss.
+        linear: the nodes that make the gradients of loss and sums of it, in order; moved: what they read that has
+            to be made earlier.
         before: the node that all of this has to stand before.
         inside: all nodes that go.
         rows, matrix, bias: nodes that make the gradients.
@@ -55,8 +98,11 @@ class _HeadAndLoss:
 
     product: fx.Node
     steps: list[tuple[str, Any]]
-    scales: list[tuple[str, Any]]
-    incoming: Any
+    gradient: _LossGradient
+    sums: list[fx.Node]
+    incoming: fx.Node
+    linear: list[fx.Node]
+    moved: list[fx.Node]
     before: fx.Node
     inside: set[fx.Node] = field(default_factory=set)
     rows: fx.Node | None = None
@@ -74,8 +120,9 @@ def has_loss_of_rows(graph: fx.Graph) -> bool:
 def tile_loss(graph: fx.Graph) -> None:
     """Replace heads with their losses, in a graph that `operators.merge` has been through, by one kernel each."""
     for node in list(graph.nodes):
-        if node.target is cross_entropy_backward and (found := _find(node, _Order(graph))) is not None:
-            _replace(graph, node, found)
+        gradient = _loss_gradient(node)
+        if gradient is not None and (found := _find(gradient, _Order(graph))) is not None:
+            _replace(graph, found)
 
 
 class _Order:
@@ -88,22 +135,68 @@ class _Order:
             if is_tangent(node) or not self.backward.isdisjoint(node.all_input_nodes):
                 self.backward.add(node)
 
-    def is_before(self, node: fx.Node, other: fx.Node) -> bool:
-        """True for a node of the forward pass before another node."""
-        return node not in self.backward and self.position[node] < self.position[other]
+    def to_move(self, node: fx.Node, before: fx.Node, logits: set[fx.Node]) -> set[fx.Node] | None:
+        """Nodes that have to move for a node to stand before another one, with it.
+
+        None if something of it depends on gradients or logits, or draws random numbers.
+        """
+        moved: set[fx.Node] = set()
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node in self.backward or node in logits:
+                return None
+            if self.position[node] < self.position[before] or node in moved:
+                continue
+            if node.op != "call_function" or is_random(node):
+                return None
+            moved.add(node)
+            waiting += node.all_input_nodes
+        return moved
 
 
-def _find(backward: Any, order: _Order) -> _HeadAndLoss | None:
+def _loss_gradient(node: Any) -> _LossGradient | None:
+    """The kernels whose last one a node is; None if it is another kernel."""
+    if node.target is cross_entropy_backward:
+        slope, *of_loss = node.args[:7]
+        return _LossGradient(node, frozenset({node}), slope, None, tuple(of_loss))
+    if str(node.target) != "aten._log_softmax_backward_data.default" or not isinstance(node.args[0], fx.Node):
+        return None
+    added, probabilities, dim, _ = node.args
+    shape = probabilities.meta["val"].shape
+    if str(added.target) != "aten.add.Tensor" or len(added.args) != 2 or added.kwargs or len(added.users) != 1:
+        return None
+    if len(shape) != 2 or dim not in (1, -1):
+        return None
+    for spread, loss in (added.args, added.args[::-1]):
+        if not isinstance(spread, fx.Node) or not isinstance(loss, fx.Node):
+            continue
+        if str(loss.target) != "aten.nll_loss_backward.default" or len(loss.users) != 1:
+            continue
+        given: tuple[Any, ...] = loss.args
+        column: Any = spread.args[0] if str(spread.target) == "aten.expand.default" else None
+        if column is None or spread.meta["val"].shape != shape or str(column.target) != "aten.unsqueeze.default":
+            continue
+        if column.args[1] in (1, -1) and storages.base(given[1]) is storages.base(probabilities):
+            kernels = frozenset({node, added, loss})
+            return _LossGradient(node, kernels, given[0], column.args[0], given[1:])
+    return None
+
+
+def _find(gradient: _LossGradient, order: _Order) -> _HeadAndLoss | None:
     """The head and the loss that a gradient is of; None if they have another form, or something else reads them."""
-    _, probabilities, target, _, reduction, _, total, *_ = backward.args
+    probabilities, target, *_, total = gradient.of_loss
     softmax, loss = storages.base(probabilities), total.args[0]
-    if str(softmax.target) != "aten._log_softmax.default" or softmax.args[2] or reduction not in (MEAN, SUM):
+    if str(softmax.target) != "aten._log_softmax.default" or softmax.args[2]:
         return None
     if target.meta["val"].dim() != 1 or storages.base(loss.args[0]) is not softmax:
         return None
     steps: list[tuple[str, Any]] = []
     node: Any = softmax.args[0]
-    forward = {softmax, loss}
+    sums = [user for user in softmax.users if _sums_classes(user)] if gradient.spread is not None else []
+    if gradient.spread is not None and not sums:
+        return None
+    forward = {softmax, loss, *sums}
     while str(node.target) not in _PRODUCTS:
         step = _step(node)
         if step is None:
@@ -113,31 +206,97 @@ def _find(backward: Any, order: _Order) -> _HeadAndLoss | None:
         forward.add(node)
         steps += [step] if step[0] else []
         node = node.args[0]
+    if steps and steps[0][0] == "slice" and (sums or gradient.slope.meta["val"].dim()):
+        return None  # numbers of rows that differ
     if node.meta["val"].dtype == torch.float16:  # gradients would vanish before they are scaled
         return None
-    readers = [user for item in loss.users if item.args[1] == 0 for user in item.users]
-    before = min((backward, *readers), key=order.position.__getitem__)
-    incoming, scales = _scales(backward.args[0], before, order)
-    found = _HeadAndLoss(product=node, steps=steps[::-1], scales=scales, incoming=incoming, before=before)
-    return found if not node.kwargs and _encloses(found, forward, backward, total) else None
+    losses = [item for item in loss.users if item.args[1] == 0]
+    readers = [user for item in (*losses, *sums) for user in item.users]
+    before = min((*gradient.kernels, *readers), key=order.position.__getitem__)
+    linear = _linear(gradient, before, _dependents(node), order)
+    if linear is None:
+        return None
+    incoming, between, moved = linear
+    found = _HeadAndLoss(
+        product=node,
+        steps=steps[::-1],
+        gradient=gradient,
+        sums=sums,
+        incoming=incoming,
+        linear=between,
+        moved=moved,
+        before=before,
+    )
+    return found if not node.kwargs and _encloses(found, forward) else None
 
 
-def _scales(incoming: Any, before: fx.Node, order: _Order) -> tuple[Any, list[tuple[str, Any]]]:
-    """The gradient of the scaled loss, and the scales that are known before a node, the last one first."""
-    scales: list[tuple[str, Any]] = []
-    while str(incoming.target) in _BY_NUMBER and len(incoming.args) == 2 and not incoming.kwargs:
-        inner, by = incoming.args
-        is_number = isinstance(by, (int, float)) or (
-            isinstance(by, fx.Node)
-            and isinstance(by.meta.get("val"), torch.Tensor)
-            and by.meta["val"].dim() == 0
-            and order.is_before(by, before)
-        )
-        if inner not in order.backward or not is_number:
-            break
-        scales.append((_BY_NUMBER[str(incoming.target)], by))
-        incoming = inner
-    return incoming, scales[::-1]  # as the backward pass applies them, for the same rounding
+def _dependents(node: fx.Node) -> set[fx.Node]:
+    """A node and all that is made of it."""
+    found, waiting = {node}, [node]
+    while waiting:
+        new = [user for user in waiting.pop().users if user not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def _sums_classes(node: Any) -> bool:
+    return (
+        str(node.target) == _SUM_OF_CLASSES
+        and len(node.args) == 2
+        and not node.kwargs
+        and list(node.args[1]) in ([1], [-1])
+    )
+
+
+def _linear(
+    gradient: _LossGradient, before: fx.Node, logits: set[fx.Node], order: _Order
+) -> tuple[fx.Node, list[fx.Node], list[fx.Node]] | None:
+    """The number whose gradient comes in, the nodes from it to the gradients of the loss, and what moves for them.
+
+    The number that is nearest to the outputs: scaled by one afterwards, gradients are not rounded once more. None
+    if there is no such number, or something on the way isn't linear or isn't known in the forward pass.
+    """
+    chains: list[list[fx.Node]] = []
+    moves: dict[fx.Node, set[fx.Node]] = {}
+    for end in (gradient.slope, gradient.spread):
+        if end is None:
+            continue
+        chain = [end]
+        while (found := _operand(chain[-1], before, logits, order)) is not None:
+            moves[chain[-1]] = found[1]
+            chain.append(found[0])
+        chains.append(chain)
+    shared = [node for node in chains[0] if all(node in chain for chain in chains[1:])]
+    numbers = [node for node in shared if node.meta["val"].dim() == 0]
+    if not numbers:
+        return None
+    incoming = numbers[-1]
+    between = {node for chain in chains for node in chain[: chain.index(incoming)]}
+    moved = set[fx.Node]().union(*(moves[node] for node in between))
+    return incoming, sorted(between, key=order.position.__getitem__), sorted(moved, key=order.position.__getitem__)
+
+
+def _operand(
+    node: Any, before: fx.Node, logits: set[fx.Node], order: _Order
+) -> tuple[fx.Node, set[fx.Node]] | None:
+    """The operand that a node is linear in, and what moves if it is computed before a node; None if it isn't."""
+    name = str(node.target)
+    by_zero = name == _MASKED and node.args[2] == 0
+    if (name not in _LINEAR and not by_zero) or node.kwargs or node not in order.backward:
+        return None
+    given = [item for item in node.all_input_nodes if item in order.backward]
+    swapped = name == "aten.mul.Tensor" and node.args[1] in given
+    if len(given) != 1 or node.args[1 if swapped else 0] is not given[0] or node.args.count(given[0]) != 1:
+        return None
+    moves: set[fx.Node] = set()
+    for item in node.all_input_nodes:
+        if item is not given[0]:
+            found = order.to_move(item, before, logits)
+            if found is None:
+                return None
+            moves |= found
+    return given[0], moves
 
 
 def _step(node: Any) -> tuple[str, Any] | None:
@@ -175,21 +334,22 @@ def _slice(
     return "slice", (tuple(shape[:-1]), dim, start, -end if end < 0 else 0)
 
 
-def _encloses(found: _HeadAndLoss, forward: set[fx.Node], backward: fx.Node, total: fx.Node) -> bool:
+def _encloses(found: _HeadAndLoss, forward: set[fx.Node]) -> bool:
     """Find all that depends on the logits; False if that is more than the loss and gradients for the head."""
     waiting, seen = [found.product], {found.product}
     rows_at, matrix_at, _ = _PRODUCTS[str(found.product.target)]
     rows, matrix = found.product.args[rows_at], found.product.args[matrix_at]
     ends: list[fx.Node] = []
+    backward = found.gradient.last
     while waiting:
         node = waiting.pop()
         found.inside.add(node)
-        for user in node.users:
+        for user in () if node in found.sums else node.users:
             if user in seen:
                 continue
             seen.add(user)
             name = str(user.target)
-            if user in forward or user is backward or user is total:
+            if user in forward or user in found.gradient.kernels or user is found.gradient.total:
                 waiting.append(user)
             elif storages.is_item(user) and user.args[1] == 0 and user.args[0] in forward:
                 continue  # the loss
@@ -258,8 +418,8 @@ def _is_transpose(node: Any, other: Any) -> bool:
     )
 
 
-def _replace(graph: fx.Graph, backward: Any, found: _HeadAndLoss) -> None:
-    _, _, target, weight, reduction, ignore_index, total, *_ = backward.args
+def _replace(graph: fx.Graph, found: _HeadAndLoss) -> None:
+    _, target, weight, reduction, ignore_index, total = found.gradient.of_loss
     loss: Any = total.args[0]
     steps = [step for step in found.steps if step[0] != "slice"]
     if len(steps) < len(found.steps):
@@ -269,21 +429,25 @@ def _replace(graph: fx.Graph, backward: Any, found: _HeadAndLoss) -> None:
     )
     wanted = (found.rows is not None, found.order, found.bias is not None)
     args: tuple[Any, ...] = (rows, matrix, bias, target, weight, reduction, ignore_index, tuple(steps), wanted, 1)
-    args = (*args, tuple(found.scales)) if found.scales else args
+    if found.linear:
+        args = (*args, *_of_one(graph, found, loss))
     made = [found.rows, found.matrix, found.bias]
     with graph.inserting_before(found.before):
         fused = graph.call_function(linear_cross_entropy, args)
         fused.meta.update(loss.meta)
-        items = [graph.call_function(operator.getitem, (fused, at)) for at in range(4)]
+        items = [graph.call_function(operator.getitem, (fused, at)) for at in range(4 + bool(found.sums))]
     with fake_mode(loss):
         gradients = [None if node is None else torch.empty_like(node.meta["val"]) for node in made]
-        fused.meta["val"] = (torch.empty_like(loss.meta["val"][0]), *gradients)
+        sums = [torch.empty_like(node.meta["val"]) for node in found.sums[:1]]
+        fused.meta["val"] = (torch.empty_like(loss.meta["val"][0]), *gradients, *sums)
     for item, value in zip(items, fused.meta["val"], strict=True):
         item.meta.update({**loss.meta, "val": value})
     for user in list(loss.users):
         if user.args[1] == 0:
             user.replace_all_uses_with(items[0])
-    for item, node in zip(items[1:], made, strict=True):
+    for summed in found.sums:
+        summed.replace_all_uses_with(items[4])
+    for item, node in zip(items[1:4], made, strict=True):
         if node is None:
             graph.erase_node(item)
             continue
@@ -295,6 +459,22 @@ def _replace(graph: fx.Graph, backward: Any, found: _HeadAndLoss) -> None:
     for node in reversed(list(graph.nodes)):
         if node in gone:
             graph.erase_node(node)
+
+
+def _of_one(graph: fx.Graph, found: _HeadAndLoss, loss: fx.Node) -> list[fx.Node]:
+    """The gradients of the loss, and of sums if there are any, for a gradient of one that comes in."""
+    for node in found.moved:
+        found.before.prepend(node)
+    one = found.incoming.meta["val"]
+    with graph.inserting_before(found.before):
+        options = {"dtype": one.dtype, "device": one.device}
+        copies = {found.incoming: graph.call_function(torch.ops.aten.full.default, ([], 1), options)}
+        for node in found.linear:
+            copies[node] = graph.node_copy(node, lambda item: copies.get(item, item))
+    for node, copied in copies.items():
+        copied.meta = {**loss.meta, "val": node.meta["val"]}
+    ends = (found.gradient.slope, found.gradient.spread)
+    return [copies[end] for end in ends if end is not None]
 
 
 def _ignoring(graph: fx.Graph, found: _HeadAndLoss, target: fx.Node, ignore_index: int) -> fx.Node:

@@ -25,7 +25,7 @@ from monetlite.operators.implementations import (
     tensor_at,
 )
 
-MEAN, SUM = 1, 2
+NONE, MEAN, SUM = 0, 1, 2
 """Reductions of a loss, by torch's numbers."""
 TILES = (2, 4, 8, 16, 32, 64)
 BY_CLASS, BY_FEATURE = "by_class", "by_feature"
@@ -58,7 +58,9 @@ def _tile_bytes(call: Call) -> int:
     assert isinstance(steps, tuple)
     assert isinstance(tiles, int)
     names = [step[0] for step in steps if isinstance(step, tuple)]
-    copies = item_bytes + (4 if "to" in names else 0) + item_bytes * names.count("tanh")
+    smoothed = len(call.args) > 11
+    copies = item_bytes * (1 + smoothed) + (4 if "to" in names else 0) * (1 + smoothed)
+    copies += item_bytes * names.count("tanh")
     sums = 4 * classes * features if item_bytes < 4 and tiles > 1 and _wanted(call)[1] else 0
     return copies * -(-count // tiles) * classes + sums
 
@@ -87,7 +89,8 @@ def linear_cross_entropy(
     steps: Iterable[tuple[str, Any]],
     wanted: tuple[bool, str | None, bool],
     tiles: int,
-    scales: Iterable[tuple[str, Any]] = (),
+    slope: Tensor | None = None,
+    spread: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Cross-entropy of the logits `rows @ matrix + bias`, and its gradients, some rows at a time.
 
@@ -102,14 +105,18 @@ def linear_cross_entropy(
         wanted: whether a gradient is wanted for rows; the order of the one for the matrix, None if it isn't
             wanted; whether one is wanted for the bias.
         tiles: number of tiles.
-        scales: what is done with the loss afterwards: (`mul`, number) or (`div`, number). Numbers may be tensors of
-            one number.
+        slope: gradient of the loss, of its shape; by default one.
+        spread: gradient of the log-probabilities' sums over classes, of shape (rows,), as label smoothing has it.
 
     Returns:
-        The loss, before `scales`; gradients after them for rows, matrix and bias, of shape (1, classes).
+        The loss, of shape (rows,) without reduction; gradients for rows, matrix and bias, of shape (1, classes);
+        with `spread`, the sums, of shape (rows,).
     """
     of_rows, order, of_bias = wanted
+    count = rows.shape[0]
     loss = torch.zeros((), dtype=torch.float32, device=rows.device)
+    losses: list[Tensor] = []
+    sums: list[Tensor] = []
     kept = target != ignore_index
     if weight is None:
         total = kept.sum().to(torch.float32)
@@ -117,39 +124,54 @@ def linear_cross_entropy(
         total = (weight[target.where(kept, 0)] * kept).sum()
     gradient = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if of_rows else None
     for_matrix = for_bias = None
-    slope_of_loss = torch.ones((), dtype=torch.float32, device=rows.device)
-    for name, by in scales:
-        slope_of_loss = slope_of_loss * by if name == "mul" else slope_of_loss / by
-    for some in slices(rows.shape[0], max(1, -(-rows.shape[0] // tiles))):
+    if slope is None:
+        slope = torch.ones((count,) if reduction == NONE else (), dtype=torch.float32, device=rows.device)
+    for some in slices(count, max(1, -(-count // tiles))):
         hidden, targets = rows[some], target[some]
         logits = hidden @ matrix if bias is None else torch.addmm(bias, hidden, matrix)
         undo: list[Callable[[Tensor], Tensor]] = []
         for name, value in steps:
-            logits, back = _apply(name, value, logits)
-            undo.append(back)
+            logits, step_back = _apply(name, value, logits)
+            undo.append(step_back)
         dtype = logits.dtype
         log_probabilities = torch.ops.aten._log_softmax.out(logits, 1, False, out=logits)
         del logits
-        loss += torch.ops.aten.nll_loss_forward.default(log_probabilities, targets, weight, SUM, ignore_index)[0]
-        rest = (targets, weight, reduction, ignore_index, total.to(dtype), 1, dtype)
-        slope = cross_entropy_backward_(slope_of_loss.to(dtype), log_probabilities, *rest)
+        form = NONE if reduction == NONE else SUM
+        of_tile = torch.ops.aten.nll_loss_forward.default(log_probabilities, targets, weight, form, ignore_index)[0]
+        if reduction == NONE:
+            losses.append(of_tile)
+        else:
+            loss += of_tile
+        of_loss = (slope[some] if slope.dim() else slope).to(dtype)
+        rest = (targets, weight, reduction, ignore_index, total.to(dtype))
+        if spread is None:
+            back = cross_entropy_backward_(of_loss, log_probabilities, *rest, 1, dtype)
+        else:
+            sums.append(log_probabilities.sum(1))
+            made = torch.ops.aten.nll_loss_backward.default(of_loss, log_probabilities, *rest)
+            made += spread[some].unsqueeze(1)
+            back = torch.ops.aten._log_softmax_backward_data.out(
+                made, log_probabilities, 1, dtype, out=log_probabilities
+            )
+            del made
         del log_probabilities
         while undo:
-            slope = undo.pop()(slope)
+            back = undo.pop()(back)
         if gradient is not None:
-            torch.mm(slope, matrix.t(), out=gradient[some])
+            torch.mm(back, matrix.t(), out=gradient[some])
         if order is not None:
-            left, right = (slope.t(), hidden) if order == BY_CLASS else (hidden.t(), slope)
+            left, right = (back.t(), hidden) if order == BY_CLASS else (hidden.t(), back)
             for_matrix = _added(for_matrix, left, right, tiles)
         if of_bias:
-            summed = slope.sum(0, keepdim=True)
+            summed = back.sum(0, keepdim=True)
             for_bias = summed if for_bias is None else for_bias.add_(summed)
-        del slope
+        del back
     if for_matrix is not None:
         for_matrix = for_matrix.to(rows.dtype)
     if reduction == MEAN:
         loss /= total
-    return loss.to(dtype), gradient, for_matrix, for_bias
+    made_of_loss = torch.cat(losses) if reduction == NONE else loss.to(dtype)
+    return made_of_loss, gradient, for_matrix, for_bias, *([torch.cat(sums)] if sums else [])
 
 
 def _apply(name: str, value: Any, logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

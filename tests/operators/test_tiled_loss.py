@@ -16,7 +16,7 @@ from monetlite.core.errors import ModelError
 from monetlite.core.graph import TILED_LOSS
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.operators.tiled_loss import BY_CLASS, BY_FEATURE, MEAN, SUM, linear_cross_entropy
+from monetlite.operators.tiled_loss import BY_CLASS, BY_FEATURE, MEAN, NONE, SUM, linear_cross_entropy
 
 IGNORED = -100
 STEPS = [(), (("mul", 3.0),), (("div", 2.0), ("tanh", None), ("mul", 2.0)), (("to", "float64"),)]
@@ -39,9 +39,10 @@ def stepped(logits, steps):
     rows=st.integers(1, 40),
     classes=st.integers(1, 30),
     tiles=st.integers(1, 8),
-    reduction=st.sampled_from([MEAN, SUM]),
+    reduction=st.sampled_from([NONE, MEAN, SUM]),
+    smoothed=st.booleans(),
     steps=st.sampled_from(STEPS),
-    scales=st.sampled_from([(), (("div", 7),), (("mul", 0.5), ("div", torch.tensor(3)))]),
+    scaled=st.booleans(),
     order=st.sampled_from([None, BY_CLASS, BY_FEATURE]),
     biased=st.booleans(),
     weighted=st.booleans(),
@@ -49,7 +50,7 @@ def stepped(logits, steps):
     seed=st.integers(0, 99),
 )
 def test_loss_and_gradients_are_those_of_autograd(
-    rows, classes, tiles, reduction, steps, scales, order, biased, weighted, wants_rows, seed
+    rows, classes, tiles, reduction, smoothed, steps, scaled, order, biased, weighted, wants_rows, seed
 ):
     generator = torch.Generator().manual_seed(seed)
 
@@ -61,15 +62,22 @@ def test_loss_and_gradients_are_those_of_autograd(
     target = torch.randint(0, classes, (rows,), generator=generator)
     target[torch.rand(rows, generator=generator) < 0.3] = IGNORED
     logits = hidden @ matrix + (bias if biased else 0)
-    name = {MEAN: "mean", SUM: "sum"}[reduction]
+    name = {NONE: "none", MEAN: "mean", SUM: "sum"}[reduction]
     expected = F.cross_entropy(stepped(logits, steps), target, weight, reduction=name)
+    sums = stepped(logits, steps).log_softmax(1).sum(1)
+    slope = torch.randn(expected.shape, generator=generator, dtype=torch.float64) if scaled or smoothed else None
+    spread = torch.randn(rows, generator=generator, dtype=torch.float64) if smoothed else None
     wanted = (wants_rows, order, biased)
     leaves = (hidden, matrix, bias)
     inputs = [None if leaf is None else leaf.detach().clone() for leaf in leaves]
-    args = (*inputs, target, weight, reduction, IGNORED, steps, wanted, tiles, scales)
-    loss, *gradients = linear_cross_entropy(*args)
+    args = (*inputs, target, weight, reduction, IGNORED, steps, wanted, tiles)
+    loss, *gradients = linear_cross_entropy(*args, slope, spread)
+    if smoothed:
+        torch.testing.assert_close(gradients.pop(), sums.detach())
     torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
-    expected = stepped(expected, scales)
+    if slope is None:
+        slope = torch.ones(expected.shape, dtype=torch.float64)
+    expected = (expected * slope).sum() + ((sums * spread).sum() if smoothed else 0)
     if expected.isfinite():
         theirs = torch.autograd.grad(expected, [leaf for leaf in leaves if leaf is not None])
         for leaf, own, gradient, asked in zip(leaves, inputs, gradients, wanted, strict=True):
@@ -91,6 +99,8 @@ SHIFTED = {
     "twice": (None, -1, None),
 }
 """Logits that are left out after the head."""
+SMOOTHED = {"smoothed": "mean", "smoothed_sum": "sum", "smoothed_rows": "none"}
+"""Reductions of losses with label smoothing."""
 
 
 class Head(nn.Module):
@@ -124,8 +134,22 @@ class Head(nn.Module):
             return {"loss": loss, "back": logits.flatten(0, 1) @ self.head.weight}
         if self.form == "read":
             return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + logits.mean()}
-        if self.form == "smoothed":
-            return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)}
+        if self.form in SMOOTHED:
+            reduction = SMOOTHED[self.form]
+            logits, labels = logits.flatten(0, 1), labels.flatten()
+            loss = F.cross_entropy(logits, labels, ignore_index=3, label_smoothing=0.1, reduction=reduction)
+            return {"loss": loss if reduction == "mean" else loss.sum() / 7}
+        if self.form in ("masked", "weighted", "drawn", "squared"):
+            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            if self.form == "drawn":
+                return {"loss": (losses * torch.rand_like(losses)).mean()}
+            if self.form == "squared":
+                return {"loss": losses.square().mean()}
+            if self.form == "masked":
+                mask = (labels != 3).flatten().to(losses.dtype)
+                return {"loss": (losses * mask).sum() / mask.sum()}
+            weights = torch.arange(tokens.shape[1], device=tokens.device) / tokens.shape[1]
+            return {"loss": (losses.view(tokens.shape) * weights).mean(1).sum()}
         if self.form in ("sum", "float"):
             count = (labels != 3).sum()
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=3)
@@ -154,8 +178,11 @@ def fused(graph):
 @pytest.mark.parametrize(
     "form",
     often(
-        ["", "bias", "tied", "frozen", "capped", "float", "sum", "last", "first", "middle"],
-        *["", "bias", "tied", "frozen", "capped", "float", "sum", "last"],
+        [
+            *["", "bias", "tied", "frozen", "capped", "float", "sum", "last", "first", "middle"],
+            *["masked", "weighted", *SMOOTHED],
+        ],
+        *["", "bias", "tied", "frozen", "capped", "float", "sum", "last", "masked", "weighted", "smoothed"],
     ),
 )
 def test_a_step_in_tiles_has_plain_trainings_gradients(form):
@@ -201,7 +228,8 @@ def test_tiles_take_less_memory():
 
 
 @pytest.mark.parametrize(
-    "form", ["read", "smoothed", "half", "hooked", "summed", "product", "even", "some", "twice", "both"]
+    "form",
+    ["read", "drawn", "squared", "half", "hooked", "summed", "product", "even", "some", "twice", "both"],
 )
 def test_a_loss_of_another_form_is_left_as_it_is(form):
     """In float16, gradients that are not scaled yet would vanish."""
@@ -227,7 +255,7 @@ def test_the_solver_takes_tiles_where_the_logits_do_not_fit():
         monetlite.optimize(model, tokens, budget, layout=TILED_LOSS)
 
 
-@pytest.mark.parametrize("form", often(["", "last"], "last"))
+@pytest.mark.parametrize("form", often(["", "last", "masked", "smoothed"], "last", "smoothed"))
 def test_lengths_that_vary_run_in_tiles(form):
     torch.manual_seed(0)
     model = Head(form, classes=5003).train()
