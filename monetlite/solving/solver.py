@@ -62,6 +62,10 @@ _LINEAR_SHARE = 0.6
 """Part of the time for linear relaxations of all sizes, before branch and bound."""
 _COARSE_SHARE, _PATIENCE_SECONDS = 0.1, 1.0
 """For branch and bound on a coarse relaxation: the most of the time left, and time without a better bound."""
+_FAR = 1.1
+"""Latency of the best schedule over the bound from which on the search is guided before coarse relaxations bound."""
+_GUIDING_SHARE = 0.6
+"""Part of the time left that this may take."""
 _CLOSE = 0.995
 """Part of the best linear bound from which on the finest relaxation is the one to branch on."""
 _MIN_DEEP_OPERATORS = 600
@@ -338,7 +342,8 @@ class _PeakSolve:
         """Bound by relaxations from coarse to fine: all linear, then by branch and bound.
 
         Coarse ones come first there, where they bound better, a while each. The rest of the time is the finest
-        one's, which has the most to say, if its linear bound is close to the best.
+        one's, which has the most to say, if its linear bound is close to the best. Solutions of the finest alone
+        guide the search, as coarse ones store what doesn't fit; where it is far from the bound, that comes first.
         """
         linear: list[LatencyBound] = []
         for bound in latency_bounds(self.problem, self.budget_bytes, seconds=_LINEAR_SHARE * self.left):
@@ -348,13 +353,17 @@ class _PeakSolve:
             linear.append(bound)
         finest = linear[-1]
         linear.sort(key=lambda bound: -bound.lower_bound_ms)
-        if linear[0].solution is not None:
-            self._guide(linear[0].relaxation, linear[0].solution)
+        if finest.solution is not None:
+            self._guide(finest.relaxation, finest.solution)
         better = linear[: linear.index(finest)]
+        if self.incumbent.latency_ms > _FAR * linear[0].lower_bound_ms:
+            self._branch(finest, share=_GUIDING_SHARE, guides=True)
         reached = [self._branch(bound, share=_COARSE_SHARE, patience_seconds=_PATIENCE_SECONDS) for bound in better]
         unsolved = [(bound_ms, at) for at, (bound_ms, solved) in enumerate(reached) if not solved]
-        close = finest.lower_bound_ms >= _CLOSE * linear[0].lower_bound_ms
-        self._branch(finest if close or not unsolved else better[max(unsolved)[1]])
+        if unsolved and finest.lower_bound_ms < _CLOSE * linear[0].lower_bound_ms:
+            self._branch(better[max(unsolved)[1]])
+        else:
+            self._branch(finest, guides=True)
 
     def _guide(self, relaxation: Relaxation | None, solution: Floats) -> None:
         """Let the search begin from the steps that a solution of a relaxation suggests."""
@@ -363,9 +372,17 @@ class _PeakSolve:
             self.guides.append(steps)
 
     def _branch(
-        self, linear: LatencyBound, share: float = 1.0, patience_seconds: float = math.inf
+        self,
+        linear: LatencyBound,
+        share: float = 1.0,
+        patience_seconds: float = math.inf,
+        *,
+        guides: bool = False,
     ) -> tuple[float, bool]:
-        """Raise the bound by branch and bound on a relaxation, in a share of the time left, as `integer_bound`."""
+        """Raise the bound by branch and bound on a relaxation, in a share of the time left, as `integer_bound`.
+
+        With `guides`, its solutions guide the search.
+        """
         incumbent, relaxation = self.incumbent, linear.relaxation
         if relaxation is None or self.should_stop():
             return linear.lower_bound_ms, True
@@ -374,7 +391,7 @@ class _PeakSolve:
             seconds=max(0.0, share * (self.left - _GRACE_SECONDS)),
             cutoff_ms=incumbent.latency_ms,
             on_bound=lambda better_ms: incumbent.raise_bound(better_ms, _HIGHS),
-            on_solution=lambda solution: self._guide(relaxation, solution),
+            on_solution=(lambda solution: self._guide(relaxation, solution)) if guides else None,
             should_stop=self.should_stop,
             patience_seconds=patience_seconds,
         )
