@@ -63,7 +63,7 @@ _LINEAR_SHARE = 0.6
 _COARSE_SHARE, _PATIENCE_SECONDS = 0.1, 1.0
 """For branch and bound on a coarse relaxation: the most of the time left, and time without a better bound."""
 _FAR = 1.1
-"""Latency of the best schedule over the bound from which on the search is guided before coarse relaxations bound."""
+"""Latency of the best schedule over the bound from which the search is guided before coarse relaxations bound."""
 _GUIDING_SHARE = 0.6
 """Part of the time left that this may take."""
 _CLOSE = 0.995
