@@ -134,6 +134,7 @@ def test_a_folder_is_the_folder_though_a_published_model_has_its_name(tmp_path, 
         assert any('from_pretrained("gpt2"' in line for line in found["lines"]["plain loop"]), given
 
 
+@pytest.mark.thorough
 def test_no_setting_is_shown_that_checkpoints_more_than_its_figures(tmp_path):
     model = {"model_type": "bart", "vocab_size": 128, "d_model": 32, "encoder_attention_heads": 2}
     model |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
