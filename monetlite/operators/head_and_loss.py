@@ -206,8 +206,8 @@ def _find(gradient: _LossGradient, order: _Order) -> _HeadAndLoss | None:
         forward.add(node)
         steps += [step] if step[0] else []
         node = node.args[0]
-    if steps and steps[0][0] == "slice" and (sums or gradient.slope.meta["val"].dim()):
-        return None  # numbers of rows that differ
+    if any(name == "slice" for name, _ in steps) and (sums or gradient.slope.meta["val"].dim()):
+        return None  # their rows are those that are left, and the kernel's are all
     if node.meta["val"].dtype == torch.float16:  # gradients would vanish before they are scaled
         return None
     losses = [item for item in loss.users if item.args[1] == 0]

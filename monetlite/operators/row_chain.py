@@ -161,7 +161,7 @@ _launches_of: dict[tuple[Any, ...], tuple[Any, Any, list[_Launch]]] = {}
 
 With steps and results, so that no others take their identities. Equality would not do: 0.0 equals -0.0.
 """
-_MOST_CHAINS = 4096
+_MOST_CHAINS = 1024
 
 
 def _launches_for(steps: Sequence[Any], given: Sequence[Tensor | None], results: Sequence[Any]) -> list[_Launch]:

@@ -356,7 +356,7 @@ class _PeakSolve:
         if finest.solution is not None:
             self._guide(finest.relaxation, finest.solution)
         better = linear[: linear.index(finest)]
-        if self.incumbent.latency_ms > _FAR * linear[0].lower_bound_ms:
+        if better and self.incumbent.latency_ms > _FAR * linear[0].lower_bound_ms:
             self._branch(finest, share=_GUIDING_SHARE, guides=True)
         reached = [self._branch(bound, share=_COARSE_SHARE, patience_seconds=_PATIENCE_SECONDS) for bound in better]
         unsolved = [(bound_ms, at) for at, (bound_ms, solved) in enumerate(reached) if not solved]

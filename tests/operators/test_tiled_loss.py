@@ -139,6 +139,11 @@ class Head(nn.Module):
             logits, labels = logits.flatten(0, 1), labels.flatten()
             loss = F.cross_entropy(logits, labels, ignore_index=3, label_smoothing=0.1, reduction=reduction)
             return {"loss": loss if reduction == "mean" else loss.sum() / 7}
+        if self.form in ("shifted_smoothed", "shifted_rows"):
+            logits, labels = logits[:, :-1].double().flatten(0, 1), tokens[:, 1:].flatten()
+            if self.form == "shifted_smoothed":
+                return {"loss": F.cross_entropy(logits, labels, label_smoothing=0.1)}
+            return {"loss": F.cross_entropy(logits, labels, reduction="none").mean()}
         if self.form in ("masked", "weighted", "drawn", "squared"):
             losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
             if self.form == "drawn":
@@ -229,7 +234,10 @@ def test_tiles_take_less_memory():
 
 @pytest.mark.parametrize(
     "form",
-    ["read", "drawn", "squared", "half", "hooked", "summed", "product", "even", "some", "twice", "both"],
+    [
+        *["read", "drawn", "squared", "shifted_smoothed", "shifted_rows"],
+        *["half", "hooked", "summed", "product", "even", "some", "twice", "both"],
+    ],
 )
 def test_a_loss_of_another_form_is_left_as_it_is(form):
     """In float16, gradients that are not scaled yet would vanish."""
