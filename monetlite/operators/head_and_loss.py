@@ -1,114 +1,20 @@
 """The head of a language model and its loss in a captured graph, which become one kernel that runs in tiles.
 
-`tile_loss` finds head and loss in a captured graph: a matrix product, element-wise operators with numbers (a soft
-cap, a scale, a conversion), and the cross-entropy of the result. Where the model leaves out some of the logits (the
-last of each sequence), their targets are ignored ones instead.
-
 The gradients are made in the forward pass, for a gradient of one of what becomes of the loss, and scaled in the
-backward pass by the one that comes in. So what is done with the loss, up to a single number, must be linear in it
-and known in the forward pass: a division by the number of items, the weights and the mean of losses that were not
-reduced, the two parts of a smoothed loss.
+backward pass by the one that comes in. Where the head is in float16, the kernel scales them, too. Where the model
+leaves out some of the logits, their targets are ignored ones instead.
 """
 
 import math
 import operator
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from monetlite.fx import storages
 from monetlite.fx.call_encoding import fake_mode
-from monetlite.fx.torch_internals.torch_aot import is_tangent
-from monetlite.operators.cross_entropy import cross_entropy_backward
-from monetlite.operators.random import is_random
-from monetlite.operators.tiled_loss import BY_CLASS, BY_FEATURE, linear_cross_entropy
-
-_VIEWS = frozenset(
-    {
-        "aten.view.default",
-        "aten._unsafe_view.default",
-        "aten.detach.default",
-        "aten.alias.default",
-        "aten.clone.default",
-    }
-)
-"""Views, and copies, which have the same rows."""
-_SLICE, _SLICE_BACK = "aten.slice.Tensor", "aten.slice_backward.default"
-_PRODUCTS = {"aten.mm.default": (0, 1, None), "aten.addmm.default": (1, 2, 0)}
-"""Positions of rows, matrix and bias."""
-_TRANSPOSE = "aten.t.default"
-_BY_NUMBER = {"aten.mul.Tensor": "mul", "aten.div.Tensor": "div"}
-_SUM_OF_CLASSES = "aten.sum.dim_IntList"
-_LINEAR = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar", "neg.default"),
-        *("expand.default", "view.default", "unsqueeze.default", "alias.default", "detach.default"),
-    )
-)
-"""In their first operands."""
-_MASKED = "aten.masked_fill.Scalar"
-
-
-@dataclass(frozen=True)
-class _LossGradient:
-    """The kernels that make the gradient of the logits.
-
-    Attributes:
-        last: the kernel that makes it.
-        kernels: all of them, without those that only spread a gradient over the classes.
-        slope: the gradient of the loss; of shape (rows,) without reduction.
-        spread: that of the log-probabilities' sums over classes, of shape (rows,); None without label smoothing.
-        of_loss: log-probabilities, target, weight, reduction, ignore_index and total, as `nll_loss_backward` takes
-            them.
-    """
-
-    last: fx.Node
-    kernels: frozenset[fx.Node]
-    slope: fx.Node
-    spread: fx.Node | None
-    of_loss: tuple[Any, ...]
-
-    @property
-    def total(self) -> Any:
-        """The node of the sum of the targets' weights."""
-        return self.of_loss[5]
-
-
-@dataclass
-class _HeadAndLoss:
-    """The kernels of a head and its loss, and what they read and make.
-
-    Attributes:
-        product: makes the logits.
-        steps: between the logits and the loss; `slice` is one of them.
-        gradient: of the loss.
-        sums: of log-probabilities over classes, in the forward pass.
-        incoming: the gradient of a single number that becomes of the loss.
-        linear: the nodes that make the gradients of loss and sums of it, in order; moved: what they read that has
-            to be made earlier.
-        before: the node that all of this has to stand before.
-        inside: all nodes that go.
-        rows, matrix, bias: nodes that make the gradients.
-    """
-
-    product: fx.Node
-    steps: list[tuple[str, Any]]
-    gradient: _LossGradient
-    sums: list[fx.Node]
-    incoming: fx.Node
-    linear: list[fx.Node]
-    moved: list[fx.Node]
-    before: fx.Node
-    inside: set[fx.Node] = field(default_factory=set)
-    rows: fx.Node | None = None
-    matrix: fx.Node | None = None
-    order: str | None = None
-    bias: fx.Node | None = None
+from monetlite.operators.head_search import PRODUCTS, SLICE_BACK, HeadAndLoss, heads_and_losses
+from monetlite.operators.tiled_loss import linear_cross_entropy, multiply_scaled
 
 
 def has_loss_of_rows(graph: fx.Graph) -> bool:
@@ -119,340 +25,55 @@ def has_loss_of_rows(graph: fx.Graph) -> bool:
 
 def tile_loss(graph: fx.Graph) -> None:
     """Replace heads with their losses, in a graph that `operators.merge` has been through, by one kernel each."""
-    for node in list(graph.nodes):
-        gradient = _loss_gradient(node)
-        if gradient is not None and (found := _find(gradient, _Order(graph))) is not None:
-            _replace(graph, found)
+    for found in heads_and_losses(graph):
+        _replace(graph, found)
 
 
-class _Order:
-    """The order of a graph's nodes, and those that depend on gradients of outputs."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.position = {node: number for number, node in enumerate(graph.nodes)}
-        self.backward: set[fx.Node] = set()
-        for node in graph.nodes:
-            if is_tangent(node) or not self.backward.isdisjoint(node.all_input_nodes):
-                self.backward.add(node)
-
-    def to_move(self, node: fx.Node, before: fx.Node, logits: set[fx.Node]) -> set[fx.Node] | None:
-        """Nodes that have to move for a node to stand before another one, with it.
-
-        None if something of it depends on gradients or logits, or draws random numbers.
-        """
-        moved: set[fx.Node] = set()
-        waiting = [node]
-        while waiting:
-            node = waiting.pop()
-            if node in self.backward or node in logits:
-                return None
-            if self.position[node] < self.position[before] or node in moved:
-                continue
-            if node.op != "call_function" or is_random(node):
-                return None
-            moved.add(node)
-            waiting += node.all_input_nodes
-        return moved
-
-
-def _loss_gradient(node: Any) -> _LossGradient | None:
-    """The kernels whose last one a node is; None if it is another kernel."""
-    if node.target is cross_entropy_backward:
-        slope, *of_loss = node.args[:7]
-        return _LossGradient(node, frozenset({node}), slope, None, tuple(of_loss))
-    if str(node.target) != "aten._log_softmax_backward_data.default" or not isinstance(node.args[0], fx.Node):
-        return None
-    added, probabilities, dim, _ = node.args
-    shape = probabilities.meta["val"].shape
-    if str(added.target) != "aten.add.Tensor" or len(added.args) != 2 or added.kwargs or len(added.users) != 1:
-        return None
-    if len(shape) != 2 or dim not in (1, -1):
-        return None
-    for spread, loss in (added.args, added.args[::-1]):
-        if not isinstance(spread, fx.Node) or not isinstance(loss, fx.Node):
-            continue
-        if str(loss.target) != "aten.nll_loss_backward.default" or len(loss.users) != 1:
-            continue
-        given: tuple[Any, ...] = loss.args
-        column: Any = spread.args[0] if str(spread.target) == "aten.expand.default" else None
-        if column is None or spread.meta["val"].shape != shape or str(column.target) != "aten.unsqueeze.default":
-            continue
-        if column.args[1] in (1, -1) and storages.base(given[1]) is storages.base(probabilities):
-            kernels = frozenset({node, added, loss})
-            return _LossGradient(node, kernels, given[0], column.args[0], given[1:])
-    return None
-
-
-def _find(gradient: _LossGradient, order: _Order) -> _HeadAndLoss | None:
-    """The head and the loss that a gradient is of; None if they have another form, or something else reads them."""
-    probabilities, target, *_, total = gradient.of_loss
-    softmax, loss = storages.base(probabilities), total.args[0]
-    if str(softmax.target) != "aten._log_softmax.default" or softmax.args[2]:
-        return None
-    if target.meta["val"].dim() != 1 or storages.base(loss.args[0]) is not softmax:
-        return None
-    steps: list[tuple[str, Any]] = []
-    node: Any = softmax.args[0]
-    sums = [user for user in softmax.users if _sums_classes(user)] if gradient.spread is not None else []
-    if gradient.spread is not None and not sums:
-        return None
-    forward = {softmax, loss, *sums}
-    while str(node.target) not in _PRODUCTS:
-        step = _step(node)
-        if step is None:
-            return None
-        if step[0] == "slice" and any(name == "slice" for name, _ in steps):
-            return None
-        forward.add(node)
-        steps += [step] if step[0] else []
-        node = node.args[0]
-    if any(name == "slice" for name, _ in steps) and (sums or gradient.slope.meta["val"].dim()):
-        return None  # their rows are those that are left, and the kernel's are all
-    if node.meta["val"].dtype == torch.float16:  # gradients would vanish before they are scaled
-        return None
-    losses = [item for item in loss.users if item.args[1] == 0]
-    readers = [user for item in (*losses, *sums) for user in item.users]
-    before = min((*gradient.kernels, *readers), key=order.position.__getitem__)
-    linear = _linear(gradient, before, _dependents(node), order)
-    if linear is None:
-        return None
-    incoming, between, moved = linear
-    found = _HeadAndLoss(
-        product=node,
-        steps=steps[::-1],
-        gradient=gradient,
-        sums=sums,
-        incoming=incoming,
-        linear=between,
-        moved=moved,
-        before=before,
-    )
-    return found if not node.kwargs and _encloses(found, forward) else None
-
-
-def _dependents(node: fx.Node) -> set[fx.Node]:
-    """A node and all that is made of it."""
-    found, waiting = {node}, [node]
-    while waiting:
-        new = [user for user in waiting.pop().users if user not in found]
-        found.update(new)
-        waiting += new
-    return found
-
-
-def _sums_classes(node: Any) -> bool:
-    return (
-        str(node.target) == _SUM_OF_CLASSES
-        and len(node.args) == 2
-        and not node.kwargs
-        and list(node.args[1]) in ([1], [-1])
-    )
-
-
-def _linear(
-    gradient: _LossGradient, before: fx.Node, logits: set[fx.Node], order: _Order
-) -> tuple[fx.Node, list[fx.Node], list[fx.Node]] | None:
-    """The number whose gradient comes in, the nodes from it to the gradients of the loss, and what moves for them.
-
-    The number that is nearest to the outputs: scaled by one afterwards, gradients are not rounded once more. None
-    if there is no such number, or something on the way isn't linear or isn't known in the forward pass.
-    """
-    chains: list[list[fx.Node]] = []
-    moves: dict[fx.Node, set[fx.Node]] = {}
-    for end in (gradient.slope, gradient.spread):
-        if end is None:
-            continue
-        chain = [end]
-        while (found := _operand(chain[-1], before, logits, order)) is not None:
-            moves[chain[-1]] = found[1]
-            chain.append(found[0])
-        chains.append(chain)
-    shared = [node for node in chains[0] if all(node in chain for chain in chains[1:])]
-    numbers = [node for node in shared if node.meta["val"].dim() == 0]
-    if not numbers:
-        return None
-    incoming = numbers[-1]
-    between = {node for chain in chains for node in chain[: chain.index(incoming)]}
-    moved = set[fx.Node]().union(*(moves[node] for node in between))
-    return incoming, sorted(between, key=order.position.__getitem__), sorted(moved, key=order.position.__getitem__)
-
-
-def _operand(
-    node: Any, before: fx.Node, logits: set[fx.Node], order: _Order
-) -> tuple[fx.Node, set[fx.Node]] | None:
-    """The operand that a node is linear in, and what moves if it is computed before a node; None if it isn't."""
-    name = str(node.target)
-    by_zero = name == _MASKED and node.args[2] == 0
-    if (name not in _LINEAR and not by_zero) or node.kwargs or node not in order.backward:
-        return None
-    given = [item for item in node.all_input_nodes if item in order.backward]
-    swapped = name == "aten.mul.Tensor" and node.args[1] in given
-    if len(given) != 1 or node.args[1 if swapped else 0] is not given[0] or node.args.count(given[0]) != 1:
-        return None
-    moves: set[fx.Node] = set()
-    for item in node.all_input_nodes:
-        if item is not given[0]:
-            found = order.to_move(item, before, logits)
-            if found is None:
-                return None
-            moves |= found
-    return given[0], moves
-
-
-def _step(node: Any) -> tuple[str, Any] | None:
-    """The step that a node between logits and loss is: ("", None) for a view of rows; None if it isn't known."""
-    name = str(node.target)
-    if node.op != "call_function":
-        return None
-    if name in _VIEWS and node.kwargs.get("memory_format", torch.contiguous_format) is torch.contiguous_format:
-        same = node.meta["val"].shape[-1:] == node.args[0].meta["val"].shape[-1:]
-        return ("", None) if same else None
-    if name == _SLICE:
-        return _slice(node, node.args[0].meta["val"].shape, *node.args[1:])
-    if name == _SLICE_BACK:
-        return _slice(node, node.meta["val"].shape, *node.args[2:])
-    if name in _BY_NUMBER and isinstance(node.args[1], (int, float)):
-        return _BY_NUMBER[name], float(node.args[1])
-    if name == "aten.tanh.default":
-        return "tanh", None
-    if name == "aten._to_copy.default" and not {"memory_format", "non_blocking"} & set(node.kwargs):
-        here, before = node.meta["val"], node.args[0].meta["val"]
-        if here.device == before.device and here.is_floating_point():
-            return "to", str(here.dtype).removeprefix("torch.")
-    return None
-
-
-def _slice(
-    node: Any, shape: Sequence[int], dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> tuple[str, Any] | None:
-    """The step that leaves out some logits, by the dimension and the numbers left out before and after."""
-    dim, start, end = dim % len(shape), start or 0, sys.maxsize if end is None else end
-    if node.kwargs or dim == len(shape) - 1 or step != 1 or {type(start), type(end)} != {int}:
-        return None  # numbers that vary with the sizes among them
-    if start < 0 or 0 <= end < shape[dim]:
-        return None
-    return "slice", (tuple(shape[:-1]), dim, start, -end if end < 0 else 0)
-
-
-def _encloses(found: _HeadAndLoss, forward: set[fx.Node]) -> bool:
-    """Find all that depends on the logits; False if that is more than the loss and gradients for the head."""
-    waiting, seen = [found.product], {found.product}
-    rows_at, matrix_at, _ = _PRODUCTS[str(found.product.target)]
-    rows, matrix = found.product.args[rows_at], found.product.args[matrix_at]
-    ends: list[fx.Node] = []
-    backward = found.gradient.last
-    while waiting:
-        node = waiting.pop()
-        found.inside.add(node)
-        for user in () if node in found.sums else node.users:
-            if user in seen:
-                continue
-            seen.add(user)
-            name = str(user.target)
-            if user in forward or user in found.gradient.kernels or user is found.gradient.total:
-                waiting.append(user)
-            elif storages.is_item(user) and user.args[1] == 0 and user.args[0] in forward:
-                continue  # the loss
-            elif name in ("aten.mm.default", "aten.sum.dim_IntList"):
-                ends.append(user)
-            elif name == "aten.tanh_backward.default" or name == _TRANSPOSE or _step(user) is not None:
-                waiting.append(user)
-            else:
-                return False
-    return all(_is_gradient(found, end, backward, rows, matrix) for end in ends) and bool(
-        found.rows or found.matrix
-    )
-
-
-def _is_gradient(found: _HeadAndLoss, end: Any, backward: fx.Node, rows: Any, matrix: Any) -> bool:
-    """Note the gradient that a kernel makes of the logits' own; False if it is something else."""
-    made, logits = end.meta["val"].shape, found.product.meta["val"].shape
-    slope, *others = end.args
-    if str(end.target) == "aten.sum.dim_IntList":
-        fits = list(others[0]) == [0] and made == (1, logits[1]) and found.bias is None
-        found.bias = end
-    elif slope in found.inside and slope.meta["val"].shape == logits:
-        fits = found.rows is None and _is_transpose(others[0], matrix)
-        found.rows = end
-    elif others[0] is rows:
-        fits = found.matrix is None and slope.meta["val"].shape == logits[::-1]
-        found.matrix, found.order = end, BY_CLASS
-    else:
-        left, slope = end.args
-        fits = found.matrix is None and slope.meta["val"].shape == logits and _is_transpose(left, rows)
-        found.matrix, found.order = end, BY_FEATURE
-    return bool(fits) and _taken_back(slope, backward) == _expected(found)
-
-
-def _expected(found: _HeadAndLoss) -> list[tuple[str, Any]]:
-    """The steps that take the gradient of the loss back to the logits."""
-    steps, dtype = [], str(found.product.meta["val"].dtype).removeprefix("torch.")
-    for name, value in found.steps:
-        steps.append((name, dtype if name == "to" else value))
-        dtype = value if name == "to" else dtype
-    return steps[::-1]
-
-
-def _taken_back(node: Any, backward: fx.Node) -> list[tuple[str, Any]] | None:
-    """The steps from the gradient of a loss to a node; None if there are others, such as a hook's."""
-    steps: list[tuple[str, Any]] = []
-    while node is not backward:
-        if str(node.target) == "aten.tanh_backward.default":
-            steps.append(("tanh", None))
-        elif str(node.target) != _TRANSPOSE:
-            step = _step(node)
-            if step is None:
-                return None
-            steps += [step] if step[0] else []
-        node = node.args[0]
-    return steps[::-1]
-
-
-def _is_transpose(node: Any, other: Any) -> bool:
-    """True if two nodes are a matrix and its transpose."""
-    here, there = node.meta["val"], other.meta["val"]
-    return (
-        storages.base(node) is storages.base(other)
-        and (here.shape, here.stride()) == (there.shape[::-1], there.stride()[::-1])
-        and here.storage_offset() == there.storage_offset()
-    )
-
-
-def _replace(graph: fx.Graph, found: _HeadAndLoss) -> None:
+def _replace(graph: fx.Graph, found: HeadAndLoss) -> None:
     _, target, weight, reduction, ignore_index, total = found.gradient.of_loss
     loss: Any = total.args[0]
     steps = [step for step in found.steps if step[0] != "slice"]
     if len(steps) < len(found.steps):
         target = _ignoring(graph, found, target, ignore_index)
     rows, matrix, bias = (
-        None if at is None else found.product.args[at] for at in _PRODUCTS[str(found.product.target)]
+        None if at is None else found.product.args[at] for at in PRODUCTS[str(found.product.target)]
     )
     wanted = (found.rows is not None, found.order, found.bias is not None)
     args: tuple[Any, ...] = (rows, matrix, bias, target, weight, reduction, ignore_index, tuple(steps), wanted, 1)
     if found.linear:
         args = (*args, *_of_one(graph, found, loss))
     made = [found.rows, found.matrix, found.bias]
-    with graph.inserting_before(found.before):
-        fused = graph.call_function(linear_cross_entropy, args)
-        fused.meta.update(loss.meta)
-        items = [graph.call_function(operator.getitem, (fused, at)) for at in range(4 + bool(found.sums))]
     with fake_mode(loss):
         gradients = [None if node is None else torch.empty_like(node.meta["val"]) for node in made]
-        sums = [torch.empty_like(node.meta["val"]) for node in found.sums[:1]]
-        fused.meta["val"] = (torch.empty_like(loss.meta["val"][0]), *gradients, *sums)
-    for item, value in zip(items, fused.meta["val"], strict=True):
+        others = [torch.empty_like(node.meta["val"]) for node in found.sums[:1]]
+        if narrow := found.product.meta["val"].dtype == torch.float16:
+            others.append(total.meta["val"].new_empty((), dtype=torch.float32))
+        results = (torch.empty_like(loss.meta["val"][0]), *gradients, *others)
+    with graph.inserting_before(found.before):
+        fused = graph.call_function(linear_cross_entropy, args)
+        fused.meta.update({**loss.meta, "val": results})
+        items = [graph.call_function(operator.getitem, (fused, at)) for at in range(len(results))]
+    for item, value in zip(items, results, strict=True):
         item.meta.update({**loss.meta, "val": value})
     for user in list(loss.users):
         if user.args[1] == 0:
             user.replace_all_uses_with(items[0])
     for summed in found.sums:
         summed.replace_all_uses_with(items[4])
+    multiply: Any = torch.ops.aten.mul.Tensor
+    factor = found.incoming
+    if narrow:
+        first = min((node for node in made if node is not None), key=list(graph.nodes).index)
+        with graph.inserting_before(first), fake_mode(loss):
+            factor = graph.call_function(multiply, (found.incoming, items[-1]))
+            factor.meta.update({**first.meta, "val": torch.empty_like(items[-1].meta["val"])})
+        multiply = multiply_scaled
     for item, node in zip(items[1:4], made, strict=True):
         if node is None:
             graph.erase_node(item)
             continue
         with graph.inserting_before(node):
-            scaled = graph.call_function(torch.ops.aten.mul.Tensor, (item, found.incoming))
+            scaled = graph.call_function(multiply, (item, factor))
         scaled.meta.update(node.meta)
         node.replace_all_uses_with(scaled)
     gone = found.inside | set(loss.users) | {node for node in made if node is not None}
@@ -461,7 +82,7 @@ def _replace(graph: fx.Graph, found: _HeadAndLoss) -> None:
             graph.erase_node(node)
 
 
-def _of_one(graph: fx.Graph, found: _HeadAndLoss, loss: fx.Node) -> list[fx.Node]:
+def _of_one(graph: fx.Graph, found: HeadAndLoss, loss: fx.Node) -> list[fx.Node]:
     """The gradients of the loss, and of sums if there are any, for a gradient of one that comes in."""
     for node in found.moved:
         found.before.prepend(node)
@@ -477,10 +98,10 @@ def _of_one(graph: fx.Graph, found: _HeadAndLoss, loss: fx.Node) -> list[fx.Node
     return [copies[end] for end in ends if end is not None]
 
 
-def _ignoring(graph: fx.Graph, found: _HeadAndLoss, target: fx.Node, ignore_index: int) -> fx.Node:
+def _ignoring(graph: fx.Graph, found: HeadAndLoss, target: fx.Node, ignore_index: int) -> fx.Node:
     """Targets for all logits, of targets for those that are not left out: the others are ignored."""
     _, dim, first, last = next(value for name, value in found.steps if name == "slice")
-    (back,) = (node for node in found.inside if str(node.target) == _SLICE_BACK)
+    (back,) = (node for node in found.inside if str(node.target) == SLICE_BACK)
     sizes_of_logits: Any = back.args[1]
     *shape, _ = sizes_of_logits  # where sizes vary, they are so here, and plain numbers in `meta`
     sizes = [size - first - last if at == dim else size for at, size in enumerate(shape)]

@@ -5,6 +5,10 @@ step. The gradient of the loss is linear in the gradient that comes in, so loss 
 pass over tiles of tokens, and scaled when the backward pass begins: as many products as plain training has, and
 memory for the logits of one tile (Liger Kernel, Hsu et al., arXiv:2410.10989). Products of a tile with the hidden
 states add up to the weight's gradient in another order than one product does.
+
+Plain training in float16 scales the loss, so that gradients don't vanish (Micikevicius et al., arXiv:1710.03740,
+section 3.2). The gradients of a head in float16 are made before that scale is known, so they have one of their own:
+the largest power of two with which no sum can overflow. It is taken back with the gradient that comes in.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +24,9 @@ from monetlite.operators.implementations import (
     MIN_TILE_ROWS,
     TracedKernel,
     alternatives_for,
+    elements,
     function,
+    function_pair,
     slices,
     tensor_at,
 )
@@ -30,6 +36,10 @@ NONE, MEAN, SUM = 0, 1, 2
 TILES = (2, 4, 8, 16, 32, 64)
 BY_CLASS, BY_FEATURE = "by_class", "by_feature"
 """Orders of a weight's gradient: (classes, features), or (features, classes)."""
+_LARGEST_SUM = 2.0**15
+"""Bound of sums in float16, whose largest number is almost twice as large."""
+_ELEMENTS = 2**22
+"""Numbers of a gradient in float16 that are in float32 at once."""
 
 
 def _like_products(call: Call) -> Call:
@@ -110,7 +120,8 @@ def linear_cross_entropy(
 
     Returns:
         The loss, of shape (rows,) without reduction; gradients for rows, matrix and bias, of shape (1, classes);
-        with `spread`, the sums, of shape (rows,).
+        with `spread`, the sums, of shape (rows,); for rows in float16, the number to multiply the gradients by,
+        in float32.
     """
     of_rows, order, of_bias = wanted
     count = rows.shape[0]
@@ -126,6 +137,10 @@ def linear_cross_entropy(
     for_matrix = for_bias = None
     if slope is None:
         slope = torch.ones((count,) if reduction == NONE else (), dtype=torch.float32, device=rows.device)
+    scale = None
+    if rows.dtype == torch.float16:
+        scale = _scale(rows, weight, steps, slope / total if reduction == MEAN else slope, spread, matrix.shape[1])
+        slope, spread = slope * scale, None if spread is None else spread * scale
     for some in slices(count, max(1, -(-count // tiles))):
         hidden, targets = rows[some], target[some]
         logits = hidden @ matrix if bias is None else torch.addmm(bias, hidden, matrix)
@@ -171,7 +186,31 @@ def linear_cross_entropy(
     if reduction == MEAN:
         loss /= total
     made_of_loss = torch.cat(losses) if reduction == NONE else loss.to(dtype)
-    return made_of_loss, gradient, for_matrix, for_bias, *([torch.cat(sums)] if sums else [])
+    others = ([torch.cat(sums)] if sums else []) + ([] if scale is None else [1 / scale])
+    return made_of_loss, gradient, for_matrix, for_bias, *others
+
+
+def _scale(
+    rows: Tensor,
+    weight: Tensor | None,
+    steps: Iterable[tuple[str, Any]],
+    slope: Tensor,
+    spread: Tensor | None,
+    classes: int,
+) -> Tensor:
+    """The largest power of two with which no gradient in float16, and no sum of them, overflows."""
+    largest = slope.abs().amax().to(torch.float32)
+    if weight is not None:
+        largest = largest * weight.amax()
+    if spread is not None:
+        largest = largest + classes * spread.abs().amax()
+    for name, value in steps:
+        largest = largest * (abs(value) if name == "mul" else 1 / abs(value) if name == "div" else 1)
+    bound = _LARGEST_SUM / (
+        rows.shape[0] * torch.linalg.vector_norm(rows, torch.inf).to(torch.float32).clamp(min=1)
+    )
+    scale = torch.exp2(torch.log2(bound.clamp(max=1) / largest).floor())
+    return scale.where(scale.isfinite() & (scale > 0), 1.0)  # there is no loss, or it is not finite
 
 
 def _apply(name: str, value: Any, logits: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -193,6 +232,29 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor, tiles: int) -> Ten
         product = left @ right
         return product if tiles == 1 else product.to(torch.promote_types(product.dtype, torch.float32))
     return total.addmm_(left, right) if total.dtype == left.dtype else total.add_(left @ right)
+
+
+def _multiply_scaled(made: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
+    """A gradient in float16 times a number in float32, which float16 may not hold."""
+    for some in slices(gradient.shape[0], max(1, _ELEMENTS // gradient.shape[1])):
+        made[some] = gradient[some].to(torch.float32).mul_(factor)
+    return made
+
+
+multiply_scaled, multiply_scaled_ = function_pair(
+    _multiply_scaled,
+    "multiply_scaled",
+    passes=5.0,
+    workspace_bytes=lambda call: 4 * min(_ELEMENTS, elements(tensor_at(call, 0))),
+    launches=lambda call: 3 * -(-elements(tensor_at(call, 0)) // _ELEMENTS),
+)
+
+
+@alternatives_for("monetlite.multiply_scaled")
+def scaled_in_place(kernel: TracedKernel) -> Iterator[Implementation]:
+    """The same over the gradient."""
+    if overwrites := kernel.over(kernel.args[0]):
+        yield kernel.implement("inplace", multiply_scaled_, overwrites=overwrites)
 
 
 @alternatives_for("monetlite.linear_cross_entropy")

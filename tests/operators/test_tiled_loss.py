@@ -122,7 +122,7 @@ class Head(nn.Module):
         labels = tokens.roll(-1, 1)
         if self.form == "capped":
             logits = 30 * torch.tanh(logits / 30)
-        if self.form == "float":
+        if self.form in ("float", "half_float"):
             logits = logits.float()
         if self.form == "hooked":
             logits.register_hook(lambda gradient: gradient * 2)
@@ -155,7 +155,7 @@ class Head(nn.Module):
                 return {"loss": (losses * mask).sum() / mask.sum()}
             weights = torch.arange(tokens.shape[1], device=tokens.device) / tokens.shape[1]
             return {"loss": (losses.view(tokens.shape) * weights).mean(1).sum()}
-        if self.form in ("sum", "float"):
+        if self.form in ("sum", "float", "half_float"):
             count = (labels != 3).sum()
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=3)
             return {"loss": loss * 0.5 / count, "logits": logits}
@@ -213,6 +213,63 @@ def test_a_step_in_tiles_has_plain_trainings_gradients(form):
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=allowed * largest)
 
 
+@drawn(max_examples=30)
+@given(
+    rows=st.integers(1, 300),
+    classes=st.integers(2, 300),
+    tiles=st.integers(1, 8),
+    reduction=st.sampled_from([NONE, MEAN, SUM]),
+    smoothed=st.booleans(),
+    size=st.sampled_from([0.01, 1.0, 300.0]),
+    slope=st.sampled_from([1e-9, 1.0, 1e6]),
+    same=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_gradients_in_float16_neither_vanish_nor_overflow(
+    rows, classes, tiles, reduction, smoothed, size, slope, same, seed
+):
+    """Whatever the loss is multiplied by, and however many hidden states and targets are alike."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = size * torch.randn(1 if same else rows, 4, generator=generator).expand(rows, -1)
+    matrix = torch.randn(4, classes, generator=generator) / size
+    hidden, matrix = hidden.half(), matrix.half()
+    target = torch.randint(0, 1 if same else classes, (rows,), generator=generator)
+    slopes = torch.full((rows,) if reduction == NONE else (), slope)
+    spread = torch.full((rows,), -slope / classes) if smoothed else None
+    args = (None, target, None, reduction, IGNORED, (("to", "float32"),), (True, BY_FEATURE, True), tiles)
+    _, *gradients = linear_cross_entropy(hidden, matrix, *args, slopes, spread)
+    assert [item.dtype for item in gradients[:3]] == [torch.float16] * 3
+    leaves = [item.double().requires_grad_() for item in (hidden, matrix, torch.zeros(1, classes))]
+    logits = torch.addmm(leaves[2], *leaves[:2])
+    name = {NONE: "none", MEAN: "mean", SUM: "sum"}[reduction]
+    loss = (F.cross_entropy(logits, target, reduction=name) * slopes).sum()
+    if smoothed:
+        loss = loss + (logits.log_softmax(1).sum(1) * spread).sum()
+    for ours, theirs in zip(gradients, torch.autograd.grad(loss, leaves), strict=False):
+        assert ours.isfinite().all()
+        apart = ours.double() * gradients[-1].double() - theirs
+        assert apart.norm() <= 0.02 * theirs.norm() + 1e-3 * slope  # of logits that float16 has rounded
+
+
+def test_a_scaled_loss_in_float16_has_plain_trainings_gradients():
+    """As `torch.amp.GradScaler` scales it, more than float16 could hold."""
+    torch.manual_seed(0)
+    model, tokens = Head("half_float", dtype=torch.float16).train(), torch.randint(0, 101, (4, 64))
+    plain = copy.deepcopy(model)
+    schedule = monetlite.optimize(
+        model, tokens, "100%", device="rtx-4090", layout=TILED_LOSS, tolerance=1e-5, time_limit=0.3
+    )
+    assert fused(monetlite.trace(model, tokens, layout=TILED_LOSS))
+    trained = monetlite.MONeTWrapper(model, schedule)
+    for scale in (1.0, 2.0**12, 2.0**17):
+        for each in (trained, plain):
+            each.zero_grad()
+            (each(tokens)["loss"] * scale).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            largest = theirs.grad.abs().max().item()
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0.01 * largest)
+
+
 def test_tiles_take_less_memory():
     model, tokens = Head(classes=5003).train(), torch.randint(0, 5003, (4, 64))
     peaks = {}
@@ -240,7 +297,7 @@ def test_tiles_take_less_memory():
     ],
 )
 def test_a_loss_of_another_form_is_left_as_it_is(form):
-    """In float16, gradients that are not scaled yet would vanish."""
+    """A loss in float16 is one of them: sums and numbers of targets are not accurate in plain training."""
     dtype = torch.float16 if form == "half" else torch.float32
     model, tokens = Head(form, dtype=dtype).train(), torch.randint(0, 101, (4, 64))
     plain, tiled = (monetlite.trace(model, tokens, layout=layout) for layout in ("as_traced", TILED_LOSS))

@@ -1,0 +1,410 @@
+"""The search for the head of a language model with its loss in a captured graph.
+
+A head is a matrix product, and element-wise operators with numbers (a soft cap, a scale, a conversion); its loss is
+the cross-entropy of the result. Some of the logits may be left out on the way (the last of each sequence).
+
+What is done with the loss, up to a single number, must be linear in it and known in the forward pass: a division by
+the number of items, the weights and the mean of losses that were not reduced, the two parts of a smoothed loss.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from monetlite.fx import storages
+from monetlite.fx.torch_internals.torch_aot import is_tangent
+from monetlite.operators.cross_entropy import cross_entropy_backward
+from monetlite.operators.random import is_random
+from monetlite.operators.tiled_loss import BY_CLASS, BY_FEATURE
+
+_VIEWS = frozenset(
+    {
+        "aten.view.default",
+        "aten._unsafe_view.default",
+        "aten.detach.default",
+        "aten.alias.default",
+        "aten.clone.default",
+    }
+)
+"""Views, and copies, which have the same rows."""
+_SLICE, SLICE_BACK = "aten.slice.Tensor", "aten.slice_backward.default"
+PRODUCTS = {"aten.mm.default": (0, 1, None), "aten.addmm.default": (1, 2, 0)}
+"""Positions of rows, matrix and bias."""
+_TRANSPOSE = "aten.t.default"
+_BY_NUMBER = {"aten.mul.Tensor": "mul", "aten.div.Tensor": "div"}
+_SUM_OF_CLASSES = "aten.sum.dim_IntList"
+_LINEAR = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar", "neg.default"),
+        *("expand.default", "view.default", "unsqueeze.default", "alias.default", "detach.default"),
+    )
+)
+"""In their first operands."""
+_MASKED = "aten.masked_fill.Scalar"
+
+
+@dataclass(frozen=True)
+class LossGradient:
+    """The kernels that make the gradient of the logits.
+
+    Attributes:
+        last: the kernel that makes it.
+        kernels: all of them, without those that only spread a gradient over the classes.
+        slope: the gradient of the loss; of shape (rows,) without reduction.
+        spread: that of the log-probabilities' sums over classes, of shape (rows,); None without label smoothing.
+        of_loss: log-probabilities, target, weight, reduction, ignore_index and total, as `nll_loss_backward` takes
+            them.
+    """
+
+    last: fx.Node
+    kernels: frozenset[fx.Node]
+    slope: fx.Node
+    spread: fx.Node | None
+    of_loss: tuple[Any, ...]
+
+    @property
+    def total(self) -> Any:
+        """The node of the sum of the targets' weights."""
+        return self.of_loss[5]
+
+
+@dataclass
+class HeadAndLoss:
+    """The kernels of a head and its loss, and what they read and make.
+
+    Attributes:
+        product: makes the logits.
+        steps: between the logits and the loss; `slice` is one of them.
+        gradient: of the loss.
+        sums: of log-probabilities over classes, in the forward pass.
+        incoming: the gradient of a single number that becomes of the loss.
+        linear: the nodes that make the gradients of loss and sums of it, in order; moved: what they read that has
+            to be made earlier.
+        before: the node that all of this has to stand before.
+        inside: all nodes that go.
+        rows, matrix, bias: nodes that make the gradients.
+    """
+
+    product: fx.Node
+    steps: list[tuple[str, Any]]
+    gradient: LossGradient
+    sums: list[fx.Node]
+    incoming: fx.Node
+    linear: list[fx.Node]
+    moved: list[fx.Node]
+    before: fx.Node
+    inside: set[fx.Node] = field(default_factory=set)
+    rows: fx.Node | None = None
+    matrix: fx.Node | None = None
+    order: str | None = None
+    bias: fx.Node | None = None
+
+
+def heads_and_losses(graph: fx.Graph) -> Iterator[HeadAndLoss]:
+    """The heads with their losses in a graph that `operators.merge` has been through.
+
+    Each is found when the one before it may have been replaced.
+    """
+    for node in list(graph.nodes):
+        gradient = _loss_gradient(node)
+        if gradient is not None and (found := _find(gradient, _Order(graph))) is not None:
+            yield found
+
+
+class _Order:
+    """The order of a graph's nodes, and those that depend on gradients of outputs."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.position = {node: number for number, node in enumerate(graph.nodes)}
+        self.backward: set[fx.Node] = set()
+        for node in graph.nodes:
+            if is_tangent(node) or not self.backward.isdisjoint(node.all_input_nodes):
+                self.backward.add(node)
+
+    def to_move(self, node: fx.Node, before: fx.Node, logits: set[fx.Node]) -> set[fx.Node] | None:
+        """Nodes that have to move for a node to stand before another one, with it.
+
+        None if something of it depends on gradients or logits, or draws random numbers.
+        """
+        moved: set[fx.Node] = set()
+        waiting = [node]
+        while waiting:
+            node = waiting.pop()
+            if node in self.backward or node in logits:
+                return None
+            if self.position[node] < self.position[before] or node in moved:
+                continue
+            if node.op != "call_function" or is_random(node):
+                return None
+            moved.add(node)
+            waiting += node.all_input_nodes
+        return moved
+
+
+def _loss_gradient(node: Any) -> LossGradient | None:
+    """The kernels whose last one a node is; None if it is another kernel."""
+    if node.target is cross_entropy_backward:
+        slope, *of_loss = node.args[:7]
+        return LossGradient(node, frozenset({node}), slope, None, tuple(of_loss))
+    if str(node.target) != "aten._log_softmax_backward_data.default" or not isinstance(node.args[0], fx.Node):
+        return None
+    added, probabilities, dim, _ = node.args
+    shape = probabilities.meta["val"].shape
+    if str(added.target) != "aten.add.Tensor" or len(added.args) != 2 or added.kwargs or len(added.users) != 1:
+        return None
+    if len(shape) != 2 or dim not in (1, -1):
+        return None
+    for spread, loss in (added.args, added.args[::-1]):
+        if not isinstance(spread, fx.Node) or not isinstance(loss, fx.Node):
+            continue
+        if str(loss.target) != "aten.nll_loss_backward.default" or len(loss.users) != 1:
+            continue
+        given: tuple[Any, ...] = loss.args
+        column: Any = spread.args[0] if str(spread.target) == "aten.expand.default" else None
+        if column is None or spread.meta["val"].shape != shape or str(column.target) != "aten.unsqueeze.default":
+            continue
+        if column.args[1] in (1, -1) and storages.base(given[1]) is storages.base(probabilities):
+            kernels = frozenset({node, added, loss})
+            return LossGradient(node, kernels, given[0], column.args[0], given[1:])
+    return None
+
+
+def _find(gradient: LossGradient, order: _Order) -> HeadAndLoss | None:
+    """The head and the loss that a gradient is of; None if they have another form, or something else reads them."""
+    probabilities, target, *_, total = gradient.of_loss
+    softmax, loss = storages.base(probabilities), total.args[0]
+    if str(softmax.target) != "aten._log_softmax.default" or softmax.args[2]:
+        return None
+    if target.meta["val"].dim() != 1 or storages.base(loss.args[0]) is not softmax:
+        return None
+    steps: list[tuple[str, Any]] = []
+    node: Any = softmax.args[0]
+    sums = [user for user in softmax.users if _sums_classes(user)] if gradient.spread is not None else []
+    if gradient.spread is not None and not sums:
+        return None
+    forward = {softmax, loss, *sums}
+    while str(node.target) not in PRODUCTS:
+        step = _step(node)
+        if step is None:
+            return None
+        if step[0] == "slice" and any(name == "slice" for name, _ in steps):
+            return None
+        forward.add(node)
+        steps += [step] if step[0] else []
+        node = node.args[0]
+    if any(name == "slice" for name, _ in steps) and (sums or gradient.slope.meta["val"].dim()):
+        return None  # their rows are those that are left, and the kernel's are all
+    narrow, wide = node.meta["val"].dtype, gradient.last.meta["val"].dtype
+    if narrow == torch.float16 and wide != torch.float32:  # nor has plain training a loss that is accurate
+        return None
+    losses = [item for item in loss.users if item.args[1] == 0]
+    readers = [user for item in (*losses, *sums) for user in item.users]
+    before = min((*gradient.kernels, *readers), key=order.position.__getitem__)
+    linear = _linear(gradient, before, _dependents(node), order)
+    if linear is None:
+        return None
+    incoming, between, moved = linear
+    found = HeadAndLoss(
+        product=node,
+        steps=steps[::-1],
+        gradient=gradient,
+        sums=sums,
+        incoming=incoming,
+        linear=between,
+        moved=moved,
+        before=before,
+    )
+    return found if not node.kwargs and _encloses(found, forward) else None
+
+
+def _dependents(node: fx.Node) -> set[fx.Node]:
+    """A node and all that is made of it."""
+    found, waiting = {node}, [node]
+    while waiting:
+        new = [user for user in waiting.pop().users if user not in found]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def _sums_classes(node: Any) -> bool:
+    return (
+        str(node.target) == _SUM_OF_CLASSES
+        and len(node.args) == 2
+        and not node.kwargs
+        and list(node.args[1]) in ([1], [-1])
+    )
+
+
+def _linear(
+    gradient: LossGradient, before: fx.Node, logits: set[fx.Node], order: _Order
+) -> tuple[fx.Node, list[fx.Node], list[fx.Node]] | None:
+    """The number whose gradient comes in, the nodes from it to the gradients of the loss, and what moves for them.
+
+    The number that is nearest to the outputs: scaled by one afterwards, gradients are not rounded once more. None
+    if there is no such number, or something on the way isn't linear or isn't known in the forward pass.
+    """
+    chains: list[list[fx.Node]] = []
+    moves: dict[fx.Node, set[fx.Node]] = {}
+    for end in (gradient.slope, gradient.spread):
+        if end is None:
+            continue
+        chain = [end]
+        while (found := _operand(chain[-1], before, logits, order)) is not None:
+            moves[chain[-1]] = found[1]
+            chain.append(found[0])
+        chains.append(chain)
+    shared = [node for node in chains[0] if all(node in chain for chain in chains[1:])]
+    numbers = [node for node in shared if node.meta["val"].dim() == 0]
+    if not numbers:
+        return None
+    incoming = numbers[-1]
+    between = {node for chain in chains for node in chain[: chain.index(incoming)]}
+    moved = set[fx.Node]().union(*(moves[node] for node in between))
+    return incoming, sorted(between, key=order.position.__getitem__), sorted(moved, key=order.position.__getitem__)
+
+
+def _operand(
+    node: Any, before: fx.Node, logits: set[fx.Node], order: _Order
+) -> tuple[fx.Node, set[fx.Node]] | None:
+    """The operand that a node is linear in, and what moves if it is computed before a node; None if it isn't."""
+    name = str(node.target)
+    by_zero = name == _MASKED and node.args[2] == 0
+    if (name not in _LINEAR and not by_zero) or node.kwargs or node not in order.backward:
+        return None
+    given = [item for item in node.all_input_nodes if item in order.backward]
+    swapped = name == "aten.mul.Tensor" and node.args[1] in given
+    if len(given) != 1 or node.args[1 if swapped else 0] is not given[0] or node.args.count(given[0]) != 1:
+        return None
+    moves: set[fx.Node] = set()
+    for item in node.all_input_nodes:
+        if item is not given[0]:
+            found = order.to_move(item, before, logits)
+            if found is None:
+                return None
+            moves |= found
+    return given[0], moves
+
+
+def _step(node: Any) -> tuple[str, Any] | None:
+    """The step that a node between logits and loss is: ("", None) for a view of rows; None if it isn't known."""
+    name = str(node.target)
+    if node.op != "call_function":
+        return None
+    if name in _VIEWS and node.kwargs.get("memory_format", torch.contiguous_format) is torch.contiguous_format:
+        same = node.meta["val"].shape[-1:] == node.args[0].meta["val"].shape[-1:]
+        return ("", None) if same else None
+    if name == _SLICE:
+        return _slice(node, node.args[0].meta["val"].shape, *node.args[1:])
+    if name == SLICE_BACK:
+        return _slice(node, node.meta["val"].shape, *node.args[2:])
+    if name in _BY_NUMBER and isinstance(node.args[1], (int, float)):
+        return _BY_NUMBER[name], float(node.args[1])
+    if name == "aten.tanh.default":
+        return "tanh", None
+    if name == "aten._to_copy.default" and not {"memory_format", "non_blocking"} & set(node.kwargs):
+        here, before = node.meta["val"], node.args[0].meta["val"]
+        if here.device == before.device and here.is_floating_point():
+            return "to", str(here.dtype).removeprefix("torch.")
+    return None
+
+
+def _slice(
+    node: Any, shape: Sequence[int], dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[str, Any] | None:
+    """The step that leaves out some logits, by the dimension and the numbers left out before and after."""
+    dim, start, end = dim % len(shape), start or 0, sys.maxsize if end is None else end
+    if node.kwargs or dim == len(shape) - 1 or step != 1 or {type(start), type(end)} != {int}:
+        return None  # numbers that vary with the sizes among them
+    if start < 0 or 0 <= end < shape[dim]:
+        return None
+    return "slice", (tuple(shape[:-1]), dim, start, -end if end < 0 else 0)
+
+
+def _encloses(found: HeadAndLoss, forward: set[fx.Node]) -> bool:
+    """Find all that depends on the logits; False if that is more than the loss and gradients for the head."""
+    waiting, seen = [found.product], {found.product}
+    rows_at, matrix_at, _ = PRODUCTS[str(found.product.target)]
+    rows, matrix = found.product.args[rows_at], found.product.args[matrix_at]
+    ends: list[fx.Node] = []
+    backward = found.gradient.last
+    while waiting:
+        node = waiting.pop()
+        found.inside.add(node)
+        for user in () if node in found.sums else node.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            name = str(user.target)
+            if user in forward or user in found.gradient.kernels or user is found.gradient.total:
+                waiting.append(user)
+            elif storages.is_item(user) and user.args[1] == 0 and user.args[0] in forward:
+                continue  # the loss
+            elif name in ("aten.mm.default", "aten.sum.dim_IntList"):
+                ends.append(user)
+            elif name == "aten.tanh_backward.default" or name == _TRANSPOSE or _step(user) is not None:
+                waiting.append(user)
+            else:
+                return False
+    return all(_is_gradient(found, end, backward, rows, matrix) for end in ends) and bool(
+        found.rows or found.matrix
+    )
+
+
+def _is_gradient(found: HeadAndLoss, end: Any, backward: fx.Node, rows: Any, matrix: Any) -> bool:
+    """Note the gradient that a kernel makes of the logits' own; False if it is something else."""
+    made, logits = end.meta["val"].shape, found.product.meta["val"].shape
+    slope, *others = end.args
+    if str(end.target) == "aten.sum.dim_IntList":
+        fits = list(others[0]) == [0] and made == (1, logits[1]) and found.bias is None
+        found.bias = end
+    elif slope in found.inside and slope.meta["val"].shape == logits:
+        fits = found.rows is None and _is_transpose(others[0], matrix)
+        found.rows = end
+    elif others[0] is rows:
+        fits = found.matrix is None and slope.meta["val"].shape == logits[::-1]
+        found.matrix, found.order = end, BY_CLASS
+    else:
+        left, slope = end.args
+        fits = found.matrix is None and slope.meta["val"].shape == logits and _is_transpose(left, rows)
+        found.matrix, found.order = end, BY_FEATURE
+    return bool(fits) and _taken_back(slope, backward) == _expected(found)
+
+
+def _expected(found: HeadAndLoss) -> list[tuple[str, Any]]:
+    """The steps that take the gradient of the loss back to the logits."""
+    steps, dtype = [], str(found.product.meta["val"].dtype).removeprefix("torch.")
+    for name, value in found.steps:
+        steps.append((name, dtype if name == "to" else value))
+        dtype = value if name == "to" else dtype
+    return steps[::-1]
+
+
+def _taken_back(node: Any, backward: fx.Node) -> list[tuple[str, Any]] | None:
+    """The steps from the gradient of a loss to a node; None if there are others, such as a hook's."""
+    steps: list[tuple[str, Any]] = []
+    while node is not backward:
+        if str(node.target) == "aten.tanh_backward.default":
+            steps.append(("tanh", None))
+        elif str(node.target) != _TRANSPOSE:
+            step = _step(node)
+            if step is None:
+                return None
+            steps += [step] if step[0] else []
+        node = node.args[0]
+    return steps[::-1]
+
+
+def _is_transpose(node: Any, other: Any) -> bool:
+    """True if two nodes are a matrix and its transpose."""
+    here, there = node.meta["val"], other.meta["val"]
+    return (
+        storages.base(node) is storages.base(other)
+        and (here.shape, here.stride()) == (there.shape[::-1], there.stride()[::-1])
+        and here.storage_offset() == there.storage_offset()
+    )
