@@ -144,6 +144,7 @@ def test_no_setting_is_shown_that_checkpoints_more_than_its_figures(tmp_path):
     assert not any(way["every_n_layers"] for way in found["ways"])
 
 
+@pytest.mark.thorough
 def test_sizes_are_told_by_another_process_where_tracing_takes_long(folder, roomy, monkeypatch):
     begun, begin = [], model_steps.begin_call
     monkeypatch.setattr(model_steps, "WORTH_A_PROCESS", 0.0)

@@ -30,6 +30,8 @@ ELSEWHERE = {
     "monetlite.changed": "of other libraries' operators; tests/runtime/test_custom_kernels.py",
     "monetlite.changed_": "the same",
     "monetlite.linear_cross_entropy": "in a layout of its own; tests/operators/test_tiled_loss.py",
+    "monetlite.multiply_scaled": "the same",
+    "monetlite.multiply_scaled_": "the same",
     "monetlite.kept_elements": "of steps with regions; tests/runtime/test_regions.py",
     "monetlite.batch_norm_statistics": "the same",
     "monetlite.normalized": "the same",

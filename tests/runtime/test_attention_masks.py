@@ -25,7 +25,7 @@ def llama() -> LlamaForCausalLM:
             vocab_size=50,
             hidden_size=32,
             intermediate_size=48,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=4,
             num_key_value_heads=2,
         )
@@ -48,7 +48,9 @@ def attention_inputs(inputs: dict[str, object]) -> set[int]:
 
 
 @pytest.mark.parametrize("use_cache", [None, False])
-@pytest.mark.parametrize("positions", [None, torch.arange(12).expand(2, -1), PACKED])
+@pytest.mark.parametrize(
+    "positions", [None, pytest.param(torch.arange(12).expand(2, -1), marks=pytest.mark.thorough), PACKED]
+)
 def test_gradients_are_plain_training_s(use_cache: bool | None, positions: torch.Tensor | None):
     """Packed sequences attend to each other in plain training, unless the cache is switched off."""
     inputs: dict[str, object] = {"input_ids": IDS, "labels": IDS}
