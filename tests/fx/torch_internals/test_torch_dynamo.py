@@ -3,6 +3,7 @@
 import logging
 import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,8 +29,12 @@ config = torch_dynamo._config
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As before `leave_messages_out`, which an earlier test of this process may have called."""
     torch._dynamo.reset()
+    monkeypatch.setattr(torch_dynamo._utils, "_get_dynamo_config_for_logging", torch_dynamo._log_settings)
+    with dynamo_settings(ignore_logging_functions=set(), reorderable_logging_functions=set()):
+        yield
 
 
 class Graphs:
