@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from monetlite.fx.call_encoding import fake_mode
-from monetlite.operators.head_search import PRODUCTS, SLICE_BACK, HeadAndLoss, heads_and_losses
+from monetlite.operators.head_search import SLICE_BACK, HeadAndLoss, heads_and_losses
 from monetlite.operators.tiled_loss import linear_cross_entropy, multiply_scaled
 
 
@@ -35,18 +35,21 @@ def _replace(graph: fx.Graph, found: HeadAndLoss) -> None:
     steps = [step for step in found.steps if step[0] != "slice"]
     if len(steps) < len(found.steps):
         target = _ignoring(graph, found, target, ignore_index)
-    rows, matrix, bias = (
-        None if at is None else found.product.args[at] for at in PRODUCTS[str(found.product.target)]
-    )
-    wanted = (found.rows is not None, found.order, found.bias is not None)
-    args: tuple[Any, ...] = (rows, matrix, bias, target, weight, reduction, ignore_index, tuple(steps), wanted, 1)
+    head, *adapters = found.products
+    wanted = (head.rows is not None, head.order, head.bias is not None)
+    args: tuple[Any, ...] = (*head.operands, target, weight, reduction, ignore_index, tuple(steps), wanted, 1)
     if found.linear:
         args = (*args, *_of_one(graph, found, loss))
-    made = [found.rows, found.matrix, found.bias]
+    made = [head.rows, head.matrix, head.bias]
+    for adapter in adapters:
+        rows, matrix, _ = adapter.operands
+        args = (*args, *[None] * (12 - len(args)), rows, matrix, math.prod(adapter.numbers))
+        args = (*args, (adapter.rows is not None, adapter.order))
+        made += [adapter.rows, adapter.matrix]
     with fake_mode(loss):
         gradients = [None if node is None else torch.empty_like(node.meta["val"]) for node in made]
         others = [torch.empty_like(node.meta["val"]) for node in found.sums[:1]]
-        if narrow := found.product.meta["val"].dtype == torch.float16:
+        if narrow := torch.float16 in {product.dtype for product in found.products}:
             others.append(total.meta["val"].new_empty((), dtype=torch.float32))
         results = (torch.empty_like(loss.meta["val"][0]), *gradients, *others)
     with graph.inserting_before(found.before):
@@ -59,7 +62,7 @@ def _replace(graph: fx.Graph, found: HeadAndLoss) -> None:
         if user.args[1] == 0:
             user.replace_all_uses_with(items[0])
     for summed in found.sums:
-        summed.replace_all_uses_with(items[4])
+        summed.replace_all_uses_with(items[1 + len(made)])
     multiply: Any = torch.ops.aten.mul.Tensor
     factor = found.incoming
     if narrow:
@@ -68,7 +71,7 @@ def _replace(graph: fx.Graph, found: HeadAndLoss) -> None:
             factor = graph.call_function(multiply, (found.incoming, items[-1]))
             factor.meta.update({**first.meta, "val": torch.empty_like(items[-1].meta["val"])})
         multiply = multiply_scaled
-    for item, node in zip(items[1:4], made, strict=True):
+    for item, node in zip(items[1 : 1 + len(made)], made, strict=True):
         if node is None:
             graph.erase_node(item)
             continue

@@ -1,7 +1,8 @@
 """The search for the head of a language model with its loss in a captured graph.
 
-A head is a matrix product, and element-wise operators with numbers (a soft cap, a scale, a conversion); its loss is
-the cross-entropy of the result. Some of the logits may be left out on the way (the last of each sequence).
+A head is a matrix product, or the sum of one and of an adapter's (LoRA), and element-wise operators with numbers (a
+soft cap, a scale, a conversion). Its loss is the cross-entropy of the result. Some of the logits may be left out on
+the way (the last of each sequence).
 
 What is done with the loss, up to a single number, must be linear in it and known in the forward pass: a division by
 the number of items, the weights and the mean of losses that were not reduced, the two parts of a smoothed loss.
@@ -32,11 +33,11 @@ _VIEWS = frozenset(
 )
 """Views, and copies, which have the same rows."""
 _SLICE, SLICE_BACK = "aten.slice.Tensor", "aten.slice_backward.default"
-PRODUCTS = {"aten.mm.default": (0, 1, None), "aten.addmm.default": (1, 2, 0)}
+_PRODUCTS = {"aten.mm.default": (0, 1, None), "aten.addmm.default": (1, 2, 0)}
 """Positions of rows, matrix and bias."""
 _TRANSPOSE = "aten.t.default"
 _BY_NUMBER = {"aten.mul.Tensor": "mul", "aten.div.Tensor": "div"}
-_SUM_OF_CLASSES = "aten.sum.dim_IntList"
+_SUM, _SUM_OF_CLASSES = "aten.add.Tensor", "aten.sum.dim_IntList"
 _LINEAR = frozenset(
     f"aten.{name}"
     for name in (
@@ -74,11 +75,43 @@ class LossGradient:
 
 
 @dataclass
+class Product:
+    """A matrix product that makes logits.
+
+    Attributes:
+        node: the product.
+        numbers: what it is multiplied by.
+        rows, matrix, bias: nodes that make the gradients.
+        order: of the matrix's gradient.
+    """
+
+    node: fx.Node
+    numbers: list[float]
+    rows: fx.Node | None = None
+    matrix: fx.Node | None = None
+    order: str | None = None
+    bias: fx.Node | None = None
+
+    @property
+    def operands(self) -> tuple[Any, Any, Any]:
+        """Rows, matrix and bias, if there is one."""
+        rows, matrix, bias = _PRODUCTS[str(self.node.target)]
+        return self.node.args[rows], self.node.args[matrix], None if bias is None else self.node.args[bias]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the product."""
+        dtype: torch.dtype = self.node.meta["val"].dtype
+        return dtype
+
+
+@dataclass
 class HeadAndLoss:
     """The kernels of a head and its loss, and what they read and make.
 
     Attributes:
-        product: makes the logits.
+        products: their sum is the logits; one, or that of the head and that of an adapter.
+        dtype: of their sum.
         steps: between the logits and the loss; `slice` is one of them.
         gradient: of the loss.
         sums: of log-probabilities over classes, in the forward pass.
@@ -87,10 +120,10 @@ class HeadAndLoss:
             to be made earlier.
         before: the node that all of this has to stand before.
         inside: all nodes that go.
-        rows, matrix, bias: nodes that make the gradients.
     """
 
-    product: fx.Node
+    products: list[Product]
+    dtype: torch.dtype
     steps: list[tuple[str, Any]]
     gradient: LossGradient
     sums: list[fx.Node]
@@ -99,10 +132,6 @@ class HeadAndLoss:
     moved: list[fx.Node]
     before: fx.Node
     inside: set[fx.Node] = field(default_factory=set)
-    rows: fx.Node | None = None
-    matrix: fx.Node | None = None
-    order: str | None = None
-    bias: fx.Node | None = None
 
 
 def heads_and_losses(graph: fx.Graph) -> Iterator[HeadAndLoss]:
@@ -188,7 +217,11 @@ def _find(gradient: LossGradient, order: _Order) -> HeadAndLoss | None:
     if gradient.spread is not None and not sums:
         return None
     forward = {softmax, loss, *sums}
-    while str(node.target) not in PRODUCTS:
+    products = None
+    while products is None:
+        products = _products(node, forward)
+        if products is not None:
+            break
         step = _step(node)
         if step is None:
             return None
@@ -199,18 +232,20 @@ def _find(gradient: LossGradient, order: _Order) -> HeadAndLoss | None:
         node = node.args[0]
     if any(name == "slice" for name, _ in steps) and (sums or gradient.slope.meta["val"].dim()):
         return None  # their rows are those that are left, and the kernel's are all
-    narrow, wide = node.meta["val"].dtype, gradient.last.meta["val"].dtype
-    if narrow == torch.float16 and wide != torch.float32:  # nor has plain training a loss that is accurate
+    narrow, wide = {product.dtype for product in products}, gradient.last.meta["val"].dtype
+    if torch.float16 in narrow and wide != torch.float32:  # nor has plain training a loss that is accurate
         return None
     losses = [item for item in loss.users if item.args[1] == 0]
     readers = [user for item in (*losses, *sums) for user in item.users]
     before = min((*gradient.kernels, *readers), key=order.position.__getitem__)
-    linear = _linear(gradient, before, _dependents(node), order)
+    dependents = set[fx.Node]().union(*(_dependents(product.node) for product in products))
+    linear = _linear(gradient, before, dependents, order)
     if linear is None:
         return None
     incoming, between, moved = linear
     found = HeadAndLoss(
-        product=node,
+        products=products,
+        dtype=node.meta["val"].dtype,
         steps=steps[::-1],
         gradient=gradient,
         sums=sums,
@@ -219,7 +254,38 @@ def _find(gradient: LossGradient, order: _Order) -> HeadAndLoss | None:
         moved=moved,
         before=before,
     )
-    return found if not node.kwargs and _encloses(found, forward) else None
+    return found if _encloses(found, forward) else None
+
+
+def _products(node: Any, forward: set[fx.Node]) -> list[Product] | None:
+    """The products that logits are the sum of; None if they are something else. Notes the nodes on the way."""
+    if str(node.target) in _PRODUCTS:
+        return None if node.kwargs else [Product(node, [])]
+    if str(node.target) != _SUM or node.kwargs or not all(isinstance(item, fx.Node) for item in node.args):
+        return None
+    terms = [_term(item) for item in node.args]
+    if None in terms:
+        return None
+    products, nodes = zip(*terms, strict=True)
+    head, adapter = sorted(products, key=lambda product: bool(product.numbers))
+    if head.numbers or adapter.operands[2] is not None or len(adapter.numbers) > 1:
+        return None
+    forward.update({node}, *nodes)
+    return [head, adapter]
+
+
+def _term(node: Any) -> tuple[Product, set[fx.Node]] | None:
+    """A product, what it is multiplied by, and the nodes on the way; None if there is something else."""
+    numbers: list[float] = []
+    nodes: set[fx.Node] = set()
+    while str(node.target) not in _PRODUCTS:
+        step = _step(node)
+        if step is None or step[0] not in ("", "mul"):
+            return None
+        nodes.add(node)
+        numbers += [step[1]] if step[0] else []
+        node = node.args[0]
+    return None if node.kwargs else (Product(node, numbers), nodes)
 
 
 def _dependents(node: fx.Node) -> set[fx.Node]:
@@ -328,11 +394,9 @@ def _slice(
 
 def _encloses(found: HeadAndLoss, forward: set[fx.Node]) -> bool:
     """Find all that depends on the logits; False if that is more than the loss and gradients for the head."""
-    waiting, seen = [found.product], {found.product}
-    rows_at, matrix_at, _ = PRODUCTS[str(found.product.target)]
-    rows, matrix = found.product.args[rows_at], found.product.args[matrix_at]
+    waiting = [product.node for product in found.products]
+    seen = set(waiting)
     ends: list[fx.Node] = []
-    backward = found.gradient.last
     while waiting:
         node = waiting.pop()
         found.inside.add(node)
@@ -351,35 +415,40 @@ def _encloses(found: HeadAndLoss, forward: set[fx.Node]) -> bool:
                 waiting.append(user)
             else:
                 return False
-    return all(_is_gradient(found, end, backward, rows, matrix) for end in ends) and bool(
-        found.rows or found.matrix
+    return all(any(_is_gradient(found, product, end) for product in found.products) for end in ends) and any(
+        product.rows or product.matrix for product in found.products
     )
 
 
-def _is_gradient(found: HeadAndLoss, end: Any, backward: fx.Node, rows: Any, matrix: Any) -> bool:
-    """Note the gradient that a kernel makes of the logits' own; False if it is something else."""
-    made, logits = end.meta["val"].shape, found.product.meta["val"].shape
-    slope, *others = end.args
+def _is_gradient(found: HeadAndLoss, product: Product, end: Any) -> bool:
+    """Note the gradient of a product's operand that a kernel makes; False if it is something else."""
+    rows, matrix, bias = product.operands
+    logits = product.node.meta["val"].shape
+    slope, other = end.args[:2]
     if str(end.target) == "aten.sum.dim_IntList":
-        fits = list(others[0]) == [0] and made == (1, logits[1]) and found.bias is None
-        found.bias = end
+        fits = list(other) == [0] and end.meta["val"].shape == (1, logits[1]) and bias is not None
+        kind = "bias"
     elif slope in found.inside and slope.meta["val"].shape == logits:
-        fits = found.rows is None and _is_transpose(others[0], matrix)
-        found.rows = end
-    elif others[0] is rows:
-        fits = found.matrix is None and slope.meta["val"].shape == logits[::-1]
-        found.matrix, found.order = end, BY_CLASS
+        fits, kind = _is_transpose(other, matrix), "rows"
+    elif other is rows:
+        fits, kind = slope.meta["val"].shape == logits[::-1], BY_CLASS
     else:
-        left, slope = end.args
-        fits = found.matrix is None and slope.meta["val"].shape == logits and _is_transpose(left, rows)
-        found.matrix, found.order = end, BY_FEATURE
-    return bool(fits) and _taken_back(slope, backward) == _expected(found)
+        fits, kind, slope = other.meta["val"].shape == logits and _is_transpose(slope, rows), BY_FEATURE, other
+    name = "matrix" if kind in (BY_CLASS, BY_FEATURE) else kind
+    if not fits or getattr(product, name) is not None:
+        return False
+    setattr(product, name, end)
+    product.order = kind if name == "matrix" else product.order
+    return _taken_back(slope, found.gradient.last) == _expected(found, product)
 
 
-def _expected(found: HeadAndLoss) -> list[tuple[str, Any]]:
-    """The steps that take the gradient of the loss back to the logits."""
-    steps, dtype = [], str(found.product.meta["val"].dtype).removeprefix("torch.")
-    for name, value in found.steps:
+def _expected(found: HeadAndLoss, product: Product) -> list[tuple[str, Any]]:
+    """The steps that take the gradient of the loss back to a product."""
+    own: list[tuple[str, Any]] = [("mul", number) for number in product.numbers]
+    if product.dtype != found.dtype:
+        own.append(("to", str(found.dtype).removeprefix("torch.")))
+    steps, dtype = [], str(product.dtype).removeprefix("torch.")
+    for name, value in (*own, *found.steps):
         steps.append((name, dtype if name == "to" else value))
         dtype = value if name == "to" else dtype
     return steps[::-1]

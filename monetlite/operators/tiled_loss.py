@@ -11,7 +11,7 @@ section 3.2). The gradients of a head in float16 are made before that scale is k
 the largest power of two with which no sum can overflow. It is taken back with the gradient that comes in.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,9 @@ def _like_products(call: Call) -> Call:
     (count, depth), (_, classes) = rows.spec.shape, matrix.spec.shape
     of_rows, of_weight, _ = _wanted(call)
     depth *= 1 + of_rows + of_weight
+    if len(call.args) > 12:
+        of_rows, of_weight = _wanted_of_adapter(call)
+        depth += tensor_at(call, 12).spec.shape[1] * (1 + of_rows + of_weight)
     left = replace(rows, spec=replace(rows.spec, shape=(count, depth), stride=(depth, 1)))
     right = replace(matrix, spec=replace(matrix.spec, shape=(depth, classes), stride=(classes, 1)))
     return Call(target="aten.mm.default", args=(left, right), outputs=("logits",))
@@ -60,6 +63,13 @@ def _wanted(call: Call) -> tuple[bool, bool, bool]:
     return bool(wanted[0]), wanted[1] is not None, bool(wanted[2])
 
 
+def _wanted_of_adapter(call: Call) -> tuple[bool, bool]:
+    """Gradients that are wanted of an adapter: of rows and matrix."""
+    wanted = call.args[15]
+    assert isinstance(wanted, tuple)
+    return bool(wanted[0]), wanted[1] is not None
+
+
 def _tile_bytes(call: Call) -> int:
     """Memory for logits of a tile, in their dtype and in that of the loss, and for sums in float32."""
     (count, features), (_, classes) = tensor_at(call, 0).spec.shape, tensor_at(call, 1).spec.shape
@@ -68,10 +78,14 @@ def _tile_bytes(call: Call) -> int:
     assert isinstance(steps, tuple)
     assert isinstance(tiles, int)
     names = [step[0] for step in steps if isinstance(step, tuple)]
-    smoothed = len(call.args) > 11
+    smoothed = len(call.args) > 11 and call.args[11] is not None
     copies = item_bytes * (1 + smoothed) + (4 if "to" in names else 0) * (1 + smoothed)
     copies += item_bytes * names.count("tanh")
     sums = 4 * classes * features if item_bytes < 4 and tiles > 1 and _wanted(call)[1] else 0
+    if len(call.args) > 12:
+        rows = tensor_at(call, 12).spec
+        copies += 2 * int(getattr(torch, rows.dtype).itemsize)
+        sums += 4 * classes * rows.shape[1] * (tiles > 1 and _wanted_of_adapter(call)[1])
     return copies * -(-count // tiles) * classes + sums
 
 
@@ -101,8 +115,14 @@ def linear_cross_entropy(
     tiles: int,
     slope: Tensor | None = None,
     spread: Tensor | None = None,
+    adapter_rows: Tensor | None = None,
+    adapter_matrix: Tensor | None = None,
+    adapter_factor: float = 1.0,
+    adapter_wanted: tuple[bool, str | None] = (False, None),
 ) -> tuple[Tensor | None, ...]:
-    """Cross-entropy of the logits `rows @ matrix + bias`, and its gradients, some rows at a time.
+    """Cross-entropy of logits, and its gradients, some rows at a time.
+
+    Logits are `rows @ matrix + bias + adapter_factor * adapter_rows @ adapter_matrix`.
 
     Args:
         rows: hidden states, of shape (rows, features).
@@ -117,11 +137,14 @@ def linear_cross_entropy(
         tiles: number of tiles.
         slope: gradient of the loss, of its shape; by default one.
         spread: gradient of the log-probabilities' sums over classes, of shape (rows,), as label smoothing has it.
+        adapter_rows, adapter_matrix: an adapter's, as `rows` and `matrix`, with features of its own (its rank).
+        adapter_factor: what their product is multiplied by.
+        adapter_wanted: whether a gradient is wanted for its rows; the order of the one for its matrix.
 
     Returns:
         The loss, of shape (rows,) without reduction; gradients for rows, matrix and bias, of shape (1, classes);
-        with `spread`, the sums, of shape (rows,); for rows in float16, the number to multiply the gradients by,
-        in float32.
+        with an adapter, gradients for its rows and matrix; with `spread`, the sums, of shape (rows,); for rows in
+        float16, the number to multiply the gradients by, in float32.
     """
     of_rows, order, of_bias = wanted
     count = rows.shape[0]
@@ -133,17 +156,20 @@ def linear_cross_entropy(
         total = kept.sum().to(torch.float32)
     else:
         total = (weight[target.where(kept, 0)] * kept).sum()
-    gradient = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if of_rows else None
-    for_matrix = for_bias = None
+    products = [_Product(rows, matrix, bias, 1.0, of_rows, order, tiles)]
+    if adapter_rows is not None and adapter_matrix is not None:
+        products.append(_Product(adapter_rows, adapter_matrix, None, adapter_factor, *adapter_wanted, tiles))
+    for_bias = None
     if slope is None:
         slope = torch.ones((count,) if reduction == NONE else (), dtype=torch.float32, device=rows.device)
     scale = None
-    if rows.dtype == torch.float16:
-        scale = _scale(rows, weight, steps, slope / total if reduction == MEAN else slope, spread, matrix.shape[1])
+    if any(product.rows.dtype == torch.float16 for product in products):
+        scale = _scale(products, weight, steps, slope / total if reduction == MEAN else slope, spread)
         slope, spread = slope * scale, None if spread is None else spread * scale
     for some in slices(count, max(1, -(-count // tiles))):
-        hidden, targets = rows[some], target[some]
-        logits = hidden @ matrix if bias is None else torch.addmm(bias, hidden, matrix)
+        targets, logits = target[some], products[0].of(some)
+        for adapter in products[1:]:
+            logits = _sum(logits, adapter.of(some))
         undo: list[Callable[[Tensor], Tensor]] = []
         for name, value in steps:
             logits, step_back = _apply(name, value, logits)
@@ -172,44 +198,97 @@ def linear_cross_entropy(
         del log_probabilities
         while undo:
             back = undo.pop()(back)
-        if gradient is not None:
-            torch.mm(back, matrix.t(), out=gradient[some])
-        if order is not None:
-            left, right = (back.t(), hidden) if order == BY_CLASS else (hidden.t(), back)
-            for_matrix = _added(for_matrix, left, right, tiles)
         if of_bias:
-            summed = back.sum(0, keepdim=True)
+            summed = back.to(rows.dtype).sum(0, keepdim=True)
             for_bias = summed if for_bias is None else for_bias.add_(summed)
+        for product in products:
+            product.take(some, back.to(product.rows.dtype))
         del back
-    if for_matrix is not None:
-        for_matrix = for_matrix.to(rows.dtype)
     if reduction == MEAN:
         loss /= total
     made_of_loss = torch.cat(losses) if reduction == NONE else loss.to(dtype)
+    gradients = [product.gradients() for product in products]
     others = ([torch.cat(sums)] if sums else []) + ([] if scale is None else [1 / scale])
-    return made_of_loss, gradient, for_matrix, for_bias, *others
+    return made_of_loss, *gradients[0], for_bias, *(item for pair in gradients[1:] for item in pair), *others
+
+
+class _Product:
+    """A product that makes logits, and the gradients of its operands, tile by tile.
+
+    Args:
+        rows, matrix, bias: its operands.
+        factor: what it is multiplied by.
+        of_rows: a gradient is wanted for the rows.
+        order: of the matrix's gradient; None if it isn't wanted.
+        tiles: their number.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        factor: float,
+        of_rows: bool,
+        order: str | None,
+        tiles: int,
+    ) -> None:
+        self.rows, self.matrix, self.bias, self.factor = rows, matrix, bias, factor
+        self.order, self.tiles = order, tiles
+        self.of_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if of_rows else None
+        self.of_matrix: Tensor | None = None
+
+    def of(self, some: slice) -> Tensor:
+        """The product of some rows."""
+        if self.bias is not None:
+            return torch.addmm(self.bias, self.rows[some], self.matrix)
+        made = self.rows[some] @ self.matrix
+        return made if self.factor == 1 else made.mul_(self.factor)
+
+    def take(self, some: slice, slope: Tensor) -> None:
+        """Take the gradient of the logits of some rows, in the product's dtype."""
+        if self.of_rows is not None:
+            torch.mm(slope, self.matrix.t(), out=self.of_rows[some])
+        if self.order is not None:
+            rows = self.rows[some]
+            left, right = (slope.t(), rows) if self.order == BY_CLASS else (rows.t(), slope)
+            self.of_matrix = _added(self.of_matrix, left, right, self.tiles)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of rows and matrix, once all tiles are taken."""
+        if self.factor != 1:
+            for made in (self.of_rows, self.of_matrix):
+                _ = made is None or made.mul_(self.factor)
+        return self.of_rows, None if self.of_matrix is None else self.of_matrix.to(self.rows.dtype)
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """A sum, over an operand of its dtype."""
+    if one.dtype != torch.promote_types(one.dtype, other.dtype):
+        one, other = other, one
+    return one.add_(other)
 
 
 def _scale(
-    rows: Tensor,
+    products: Sequence[_Product],
     weight: Tensor | None,
     steps: Iterable[tuple[str, Any]],
     slope: Tensor,
     spread: Tensor | None,
-    classes: int,
 ) -> Tensor:
     """The largest power of two with which no gradient in float16, and no sum of them, overflows."""
     largest = slope.abs().amax().to(torch.float32)
     if weight is not None:
         largest = largest * weight.amax()
     if spread is not None:
-        largest = largest + classes * spread.abs().amax()
+        largest = largest + products[0].matrix.shape[1] * spread.abs().amax()
     for name, value in steps:
         largest = largest * (abs(value) if name == "mul" else 1 / abs(value) if name == "div" else 1)
-    bound = _LARGEST_SUM / (
-        rows.shape[0] * torch.linalg.vector_norm(rows, torch.inf).to(torch.float32).clamp(min=1)
-    )
-    scale = torch.exp2(torch.log2(bound.clamp(max=1) / largest).floor())
+    bound = torch.ones((), device=slope.device)
+    for product in products:
+        of_rows = torch.linalg.vector_norm(product.rows, torch.inf).to(torch.float32) * max(1, abs(product.factor))
+        bound = bound.minimum(_LARGEST_SUM / (product.rows.shape[0] * of_rows.clamp(min=1)))
+    scale = torch.exp2(torch.log2(bound / largest).floor())
     return scale.where(scale.isfinite() & (scale > 0), 1.0)  # there is no loss, or it is not finite
 
 
@@ -237,7 +316,7 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor, tiles: int) -> Ten
 def _multiply_scaled(made: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
     """A gradient in float16 times a number in float32, which float16 may not hold."""
     for some in slices(gradient.shape[0], max(1, _ELEMENTS // gradient.shape[1])):
-        made[some] = gradient[some].to(torch.float32).mul_(factor)
+        made[some] = gradient[some].to(torch.float32) * factor
     return made
 
 

@@ -47,10 +47,11 @@ def stepped(logits, steps):
     biased=st.booleans(),
     weighted=st.booleans(),
     wants_rows=st.booleans(),
+    adapted=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_loss_and_gradients_are_those_of_autograd(
-    rows, classes, tiles, reduction, smoothed, steps, scaled, order, biased, weighted, wants_rows, seed
+    rows, classes, tiles, reduction, smoothed, steps, scaled, order, biased, weighted, wants_rows, adapted, seed
 ):
     generator = torch.Generator().manual_seed(seed)
 
@@ -62,16 +63,20 @@ def test_loss_and_gradients_are_those_of_autograd(
     target = torch.randint(0, classes, (rows,), generator=generator)
     target[torch.rand(rows, generator=generator) < 0.3] = IGNORED
     logits = hidden @ matrix + (bias if biased else 0)
+    adapter = [made(rows, 2), made(2, classes)] if adapted else []
+    if adapted:
+        logits = logits + adapter[0] @ adapter[1] * 0.7
     name = {NONE: "none", MEAN: "mean", SUM: "sum"}[reduction]
     expected = F.cross_entropy(stepped(logits, steps), target, weight, reduction=name)
     sums = stepped(logits, steps).log_softmax(1).sum(1)
     slope = torch.randn(expected.shape, generator=generator, dtype=torch.float64) if scaled or smoothed else None
     spread = torch.randn(rows, generator=generator, dtype=torch.float64) if smoothed else None
     wanted = (wants_rows, order, biased)
-    leaves = (hidden, matrix, bias)
+    leaves = (hidden, matrix, bias, *adapter)
     inputs = [None if leaf is None else leaf.detach().clone() for leaf in leaves]
-    args = (*inputs, target, weight, reduction, IGNORED, steps, wanted, tiles)
-    loss, *gradients = linear_cross_entropy(*args, slope, spread)
+    args = (*inputs[:3], target, weight, reduction, IGNORED, steps, wanted, tiles, slope, spread)
+    loss, *gradients = linear_cross_entropy(*args, *([*inputs[3:], 0.7, wanted[:2]] if adapted else []))
+    wanted += wanted[:2] if adapted else ()
     if smoothed:
         torch.testing.assert_close(gradients.pop(), sums.detach())
     torch.testing.assert_close(loss, expected.detach(), equal_nan=True)
@@ -84,7 +89,8 @@ def test_loss_and_gradients_are_those_of_autograd(
             assert (gradient is None) == (not asked)
             if gradient is not None:
                 place = next(at for at, item in enumerate(i for i in leaves if i is not None) if item is leaf)
-                like = theirs[place].T if leaf is matrix and order == BY_CLASS else theirs[place]
+                turned = order == BY_CLASS and any(leaf is item for item in (matrix, *adapter[1:]))
+                like = theirs[place].T if turned else theirs[place]
                 torch.testing.assert_close(gradient.reshape(like.shape), like)
             if own is not None:
                 assert torch.equal(own, leaf.detach())  # operands are left as they were
@@ -101,6 +107,8 @@ SHIFTED = {
 """Logits that are left out after the head."""
 SMOOTHED = {"smoothed": "mean", "smoothed_sum": "sum", "smoothed_rows": "none"}
 """Reductions of losses with label smoothing."""
+ADAPTED = ("adapted", "adapted_trained", "adapted_wide", "adapted_bias", "adapted_twice")
+"""Heads with a LoRA: the head frozen, trained, and frozen in 16 bits; with a bias, and multiplied by the logits."""
 
 
 class Head(nn.Module):
@@ -113,13 +121,23 @@ class Head(nn.Module):
         self.head = nn.Linear(8, classes, bias=form == "bias", dtype=dtype)
         if form == "tied":
             self.head.weight = self.body.weight
-        self.head.requires_grad_(form != "frozen")
+        self.head.requires_grad_(form not in ("frozen", "adapted", "adapted_wide"))
+        if form in ADAPTED:
+            wide = torch.float32 if form == "adapted_wide" else dtype
+            self.down, self.up = (
+                nn.Linear(*sizes, bias=form == "adapted_bias", dtype=wide) for sizes in ((8, 2), (2, classes))
+            )
         self.form = form
 
     def forward(self, tokens):
         hidden = self.norm(self.body(tokens))
         logits = self.head(hidden)
         labels = tokens.roll(-1, 1)
+        if self.form in ADAPTED:  # as PEFT has it
+            factor = 0.5 if self.form != "adapted_twice" else 0.5 * logits.mean()
+            logits = (logits + self.up(self.down(hidden.to(self.up.weight.dtype))) * factor).to(logits.dtype)
+        if self.form == "adapted_wide":
+            logits = logits.float()
         if self.form == "capped":
             logits = 30 * torch.tanh(logits / 30)
         if self.form in ("float", "half_float"):
@@ -185,14 +203,15 @@ def fused(graph):
     often(
         [
             *["", "bias", "tied", "frozen", "capped", "float", "sum", "last", "first", "middle"],
-            *["masked", "weighted", *SMOOTHED],
+            *["masked", "weighted", *SMOOTHED, "adapted", "adapted_trained", "adapted_wide"],
         ],
         *["", "bias", "tied", "frozen", "capped", "float", "sum", "last", "masked", "weighted", "smoothed"],
+        *["adapted", "adapted_wide"],
     ),
 )
 def test_a_step_in_tiles_has_plain_trainings_gradients(form):
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if form == "float" else torch.float32
+    dtype = torch.bfloat16 if form in ("float", "adapted_wide") else torch.float32
     model, tokens = Head(form, dtype=dtype).train(), torch.randint(0, 101, (4, 64))
     plain = copy.deepcopy(model)
     schedule = monetlite.optimize(
@@ -293,7 +312,7 @@ def test_tiles_take_less_memory():
     "form",
     [
         *["read", "drawn", "squared", "shifted_smoothed", "shifted_rows"],
-        *["half", "hooked", "summed", "product", "even", "some", "twice", "both"],
+        *["half", "hooked", "summed", "product", "even", "some", "twice", "both", "adapted_bias", "adapted_twice"],
     ],
 )
 def test_a_loss_of_another_form_is_left_as_it_is(form):
