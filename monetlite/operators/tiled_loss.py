@@ -156,9 +156,9 @@ def linear_cross_entropy(
         total = kept.sum().to(torch.float32)
     else:
         total = (weight[target.where(kept, 0)] * kept).sum()
-    products = [_Product(rows, matrix, bias, 1.0, of_rows, order, tiles)]
+    products = [_ProductInTiles(rows, matrix, bias, 1.0, of_rows, order, tiles)]
     if adapter_rows is not None and adapter_matrix is not None:
-        products.append(_Product(adapter_rows, adapter_matrix, None, adapter_factor, *adapter_wanted, tiles))
+        products.append(_ProductInTiles(adapter_rows, adapter_matrix, None, adapter_factor, *adapter_wanted, tiles))
     for_bias = None
     if slope is None:
         slope = torch.ones((count,) if reduction == NONE else (), dtype=torch.float32, device=rows.device)
@@ -212,7 +212,7 @@ def linear_cross_entropy(
     return made_of_loss, *gradients[0], for_bias, *(item for pair in gradients[1:] for item in pair), *others
 
 
-class _Product:
+class _ProductInTiles:
     """A product that makes logits, and the gradients of its operands, tile by tile.
 
     Args:
@@ -270,7 +270,7 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _scale(
-    products: Sequence[_Product],
+    products: Sequence[_ProductInTiles],
     weight: Tensor | None,
     steps: Iterable[tuple[str, Any]],
     slope: Tensor,
