@@ -7,7 +7,7 @@ from model import batches, build
 import monetlite
 
 accelerator = Accelerator(cpu=True)
-model = monetlite.within(build(), budget="90%")
+model = monetlite.within(build(), budget="90%", optimizer="adamw")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model, optimizer = accelerator.prepare(model, optimizer)
 for inputs in batches():

@@ -10,7 +10,7 @@ import monetlite
 class Language(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.network = monetlite.within(build(), budget="90%")
+        self.network = monetlite.within(build(), budget="90%", optimizer="adamw")
 
     def training_step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = self.network(**inputs).loss

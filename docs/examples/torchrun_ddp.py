@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 import monetlite
 
 dist.init_process_group()  # NCCL on GPUs, gloo on CPUs
-model = DistributedDataParallel(monetlite.MONeTWrapper(build(), budget="90%", time_limit=5))
+model = DistributedDataParallel(monetlite.MONeTWrapper(build(), budget="90%", optimizer="adamw", time_limit=5))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step, inputs in enumerate(batches()):
     if step % dist.get_world_size() == dist.get_rank():

@@ -13,7 +13,7 @@ examples = [
 
 
 def trainer(folder: str, steps: int) -> Trainer:
-    model = monetlite.within(build(), budget="90%")
+    model = monetlite.within(build(), budget="90%", optimizer="adamw")
     arguments = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=8,

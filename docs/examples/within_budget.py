@@ -6,7 +6,7 @@ from model import batches, build
 import monetlite
 
 model = build()
-model = monetlite.within(model, budget="90%")
+model = monetlite.within(model, budget="90%", optimizer="adamw")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 losses = []

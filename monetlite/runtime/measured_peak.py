@@ -73,7 +73,7 @@ class MeasuredPeak:
             self._told, self._step = True, None
             before_bytes = growth.before_bytes
             if device != "cuda":
-                before_bytes = held_bytes + _state_bytes(trained, by)
+                before_bytes = held_bytes + state_bytes(trained, by)
             planned_for = tuple(sorted(tuple(spec.shape) for spec in by.inputs.values()))
             smaller = "" if shapes == planned_for else ", for smaller inputs than planned for"
             measured = format_bytes(before_bytes + max(found))
@@ -99,7 +99,7 @@ class MeasuredPeak:
             self._growth = self._step.watch = None
 
 
-def _state_bytes(trained: Iterable[tuple[int, int]], schedule: Schedule) -> int:
+def state_bytes(trained: Iterable[tuple[int, int]], schedule: Schedule) -> int:
     """Bytes of the optimizer's state that a schedule counts, by the bytes and elements of trained parameters."""
     if schedule.optimizer is None:
         return 0

@@ -32,6 +32,7 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import Unplanned, delivering_backend
 from monetlite.runtime.guarded_outputs import guard_outputs
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.optimizer_state import watch_state
 from monetlite.runtime.pieces import ModelInPieces, PiecewiseTraining
 from monetlite.runtime.serving import TooLarge, shapes_of
 from monetlite.runtime.step_plans import StepPlans
@@ -115,6 +116,7 @@ class ScheduledTraining:
         self._pieces: ModelInPieces | None = None  # if it can't be captured whole
         self._warned_of_shapes = False
         self._forget()
+        watch_state(self.plans)
 
     @functools.cached_property
     def _looks_at_masks(self) -> bool:

@@ -1,0 +1,61 @@
+"""A warning where the optimizer of a training loop keeps state that the plan doesn't count."""
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from monetlite.core.schedule import Schedule
+from monetlite.core.units import format_bytes
+from monetlite.profiling.step_additions import OPTIMIZERS
+from monetlite.runtime.measured_peak import state_bytes
+from monetlite.runtime.step_plans import StepPlans
+
+NOTEWORTHY_SHARE = 0.02
+"""Share of the budget."""
+
+
+def watch_state(plans: StepPlans) -> None:
+    """Warn, once, where the first optimizer that steps parameters of a model keeps state that is not counted."""
+    known = weakref.ref(plans)
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        found = known()
+        if found is None or found.schedule is None:
+            return
+        own = {item for item in found.model.parameters() if item.requires_grad}
+        trained = [item for group in optimizer.param_groups for item in group["params"] if item in own]
+        if trained:
+            handle.remove()
+            _look(optimizer, trained, found.schedule, given=found.budget is None)
+
+    handle = register_optimizer_step_post_hook(stepped)
+    weakref.finalize(plans, handle.remove)
+
+
+def _look(optimizer: Optimizer, trained: list[nn.Parameter], schedule: Schedule, *, given: bool) -> None:
+    kept = sum(
+        item.nbytes
+        for parameter in trained
+        for item in optimizer.state.get(parameter, {}).values()
+        if isinstance(item, torch.Tensor) and item.device == parameter.device
+    )
+    uncounted = kept - state_bytes([(item.nbytes, item.numel()) for item in trained], schedule)
+    if uncounted <= NOTEWORTHY_SHARE * schedule.budget_bytes:
+        return
+    class_name = type(optimizer).__name__
+    names = [name for name, kind in OPTIMIZERS.items() if kind.state and kind.made_by.endswith(f".{class_name}")]
+    if not names:
+        advice = "Lower the budget by as much"
+    elif given:
+        advice = f"Solve a schedule with optimizer={names[0]!r} (--optimizer {names[0]})"
+    else:
+        advice = f"Give optimizer={names[0]!r} beside the budget"
+    warnings.warn(
+        f"{class_name} keeps {format_bytes(uncounted)} of state, which the budget of "
+        f"{format_bytes(schedule.budget_bytes)} does not count. {advice}",
+        stacklevel=4,
+    )
