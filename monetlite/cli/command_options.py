@@ -80,12 +80,11 @@ input_options = with_options(
 )
 
 
-def size_options(owner: str = "model") -> Decorator:
-    """Sizes of the inputs; by default those of the owner."""
-    batch = click.option(
-        "--batch", type=click.IntRange(1, MAX_INTEGER), help=f"Batch size; by default the {owner}'s own."
-    )
-    return with_options(batch, input_options)
+def size_options(owner: str = "model", batch: str | None = None) -> Decorator:
+    """Sizes of the inputs; by default those of the owner, or the batch that the words say."""
+    default = batch or f"the {owner}'s own"
+    option = click.option("--batch", type=click.IntRange(1, MAX_INTEGER), help=f"Batch size; by default {default}.")
+    return with_options(option, input_options)
 
 
 def model_option(*, required: bool = True) -> Decorator:
@@ -95,8 +94,8 @@ def model_option(*, required: bool = True) -> Decorator:
         "spec",
         type=ModelName(),
         required=required,
-        help="A built-in model (resnet50, vgg16, googlenet, mobilenet_v2, unet), torchvision:NAME, timm:NAME, "
-        "hf:NAME, or your own: path/to/file.py:build or package.module:build.",
+        help="A built-in model (resnet18, resnet50, vgg16, googlenet, mobilenet_v2, unet, …), torchvision:NAME, "
+        "timm:NAME, hf:NAME, or your own: path/to/file.py:build or package.module:build.",
     )
 
 

@@ -78,7 +78,7 @@ def compare_command(
     Plain PyTorch, checkpoints around all or some blocks, checkpoint_sequential, selective checkpointing, tiled
     losses, torch's auto-SAC, torch.compile with a memory budget, Checkmate's and Gist's methods, and monetlite at
     each budget and at each of the others' measured peaks. Of each method the best settings are shown. The
-    defaults are quick: checkpointing alone, and one budget.
+    defaults are quick: checkpointing, selective checkpointing, and one budget.
     """
     for output in outputs:
         _check_output(output)

@@ -60,8 +60,8 @@ class FitModel(ModelName):
     ),
     click.option("--full", is_flag=True, help="Train all weights (the default)."),
     click.option("--lora", type=click.IntRange(1, MAX_RANK), help="Train LoRA adapters of this rank alone (peft)."),
-    size_options(),
-    options_of(PricingOptions, "optimizer", default="adamw"),
+    size_options(batch="a network's own, and 1 for a language model"),
+    options_of(PricingOptions, "optimizer", default="adamw", show_default=True),
     options_of(PricingOptions, "accumulate"),
     autocast_option(),
     click.option(
@@ -71,7 +71,8 @@ class FitModel(ModelName):
         SolvingOptions,
         "tolerance",
         default=1e-5,
-        help="Largest relative difference of a result from plain training's; 0 leaves out what differs in bits.",
+        help="Largest relative difference of an operator's result from plain training's; 0 leaves out what differs "
+        "in bits.",
     ),
     time_limit_option(8.0, "Seconds of solving; tracing comes on top."),
     rare=("input_size", "tolerance", "time_limit", "autocast"),

@@ -75,7 +75,7 @@ _top_option = click.option(
     "--top", type=click.IntRange(min=1), default=15, show_default=True, help="Operators to list."
 )
 _layout_option = options_of(
-    PricingOptions, "layout", default=AS_TRACED, help="Layout of images.", show_default=True
+    PricingOptions, "layout", default=AS_TRACED, help="Form of the step, as for solve.", show_default=True
 )
 
 

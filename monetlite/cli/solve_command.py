@@ -65,16 +65,20 @@ _multiple_option = click.option(
         "--budget",
         type=Budget(),
         required=True,
-        help="Peak of the whole step: 6GB (10⁹ bytes), 6GiB (2³⁰), 6000MB, or 50% of plain training's peak.",
+        help="Peak of the whole step: 6GB (10⁹ bytes), 6GiB (2³⁰), 6000MB, or 50% of plain training's peak (not "
+        "with --max-batch).",
     ),
     pricing_options,
     options_of(PricingOptions, "layout", "compile", "outputs"),
     options_of(SolvingOptions),
-    output_option("Schedule file; by default MODEL_BATCH_BUDGET.yaml here, with the other options in its name."),
+    output_option(
+        "Schedule file; by default MODEL_BUDGET.yaml here, with the batch and other options in its name if given."
+    ),
     click.option(
         "--max-batch",
         is_flag=True,
-        help="Find the largest batch that trains within the budget instead, from --batch on.",
+        help="Find the largest batch that trains within the budget instead, from --batch on; by default in 120 "
+        "seconds.",
     ),
     _multiple_option,
     keeps_best=True,

@@ -35,7 +35,9 @@ class PricingOptions:
     device: str | None = _option(
         None, "cpu or cuda to measure here, or the name of a device to estimate; by default where the model is."
     )
-    optimizer: str | None = _option(None, "Count this optimizer's state and step.", OPTIMIZERS)
+    optimizer: str | None = _option(
+        None, "Count this optimizer's state and step; else the budget leaves no room for them.", OPTIMIZERS
+    )
     accumulate: bool = _option(
         False,
         "Count gradients that exist when a training step begins: gradient accumulation, or "
@@ -91,7 +93,8 @@ class SolvingOptions:
     tolerance: float = _option(
         0.0,
         "Largest relative difference of an operator's result from plain training's: 0 for the same bits, 1e-5 for "
-        "sums in another order, 1e-4 for normalisations differentiated from their output.",
+        "sums in another order, 1e-4 for normalisations differentiated from their output, 4e-3 for activations "
+        "kept as bfloat16.",
     )
     implementations: str = _option(
         ALL_IMPLEMENTATIONS,
@@ -100,8 +103,8 @@ class SolvingOptions:
     )
     reserved: bool = _option(
         False,
-        "The budget is of the memory that torch's CUDA allocator reserves, as nvidia-smi shows, in a training "
-        "script that calls monetlite.limit_reserved(BUDGET).",
+        "The budget is of the memory that torch's CUDA allocator reserves (nvidia-smi shows the CUDA context, "
+        "too), in a training script that calls monetlite.limit_reserved(BUDGET).",
     )
     time_limit: float = _option(60.0, "Seconds until the best schedule found is returned.")
     solver: str = _option("SCIP", "Solver of the boolean program.", ("SCIP", "HIGHS", "GUROBI"))

@@ -260,8 +260,10 @@ def _find(gradient: LossGradient, order: _Order) -> HeadAndLoss | None:
 def _products(node: Any, forward: set[fx.Node]) -> list[Product] | None:
     """The products that logits are the sum of; None if they are something else. Notes the nodes on the way."""
     if str(node.target) in _PRODUCTS:
-        return None if node.kwargs else [Product(node, [])]
+        return [Product(node, [])] if _is_product(node) else None
     if str(node.target) != _SUM or node.kwargs or not all(isinstance(item, fx.Node) for item in node.args):
+        return None
+    if any(item.meta["val"].shape != node.meta["val"].shape for item in node.args):
         return None
     terms = [_term(item) for item in node.args]
     if None in terms:
@@ -285,7 +287,13 @@ def _term(node: Any) -> tuple[Product, set[fx.Node]] | None:
         nodes.add(node)
         numbers += [step[1]] if step[0] else []
         node = node.args[0]
-    return None if node.kwargs else (Product(node, numbers), nodes)
+    return (Product(node, numbers), nodes) if _is_product(node) else None
+
+
+def _is_product(node: Any) -> bool:
+    """True for a product of rows and a matrix, with a bias of a number for each class or without."""
+    bias = _PRODUCTS[str(node.target)][2]
+    return not node.kwargs and (bias is None or node.args[bias].meta["val"].dim() == 1)
 
 
 def _dependents(node: fx.Node) -> set[fx.Node]:
@@ -401,6 +409,8 @@ def _encloses(found: HeadAndLoss, forward: set[fx.Node]) -> bool:
         node = waiting.pop()
         found.inside.add(node)
         for user in () if node in found.sums else node.users:
+            if any(user is product.node for product in found.products):
+                return False  # one product is made of the other
             if user in seen:
                 continue
             seen.add(user)
@@ -437,9 +447,11 @@ def _is_gradient(found: HeadAndLoss, product: Product, end: Any) -> bool:
     name = "matrix" if kind in (BY_CLASS, BY_FEATURE) else kind
     if not fits or getattr(product, name) is not None:
         return False
+    if _taken_back(slope, found.gradient.last) != _expected(found, product):
+        return False
     setattr(product, name, end)
     product.order = kind if name == "matrix" else product.order
-    return _taken_back(slope, found.gradient.last) == _expected(found, product)
+    return True
 
 
 def _expected(found: HeadAndLoss, product: Product) -> list[tuple[str, Any]]:

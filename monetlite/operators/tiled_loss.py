@@ -8,7 +8,7 @@ states add up to the weight's gradient in another order than one product does.
 
 Plain training in float16 scales the loss, so that gradients don't vanish (Micikevicius et al., arXiv:1710.03740,
 section 3.2). The gradients of a head in float16 are made before that scale is known, so they have one of their own:
-the largest power of two with which no sum can overflow. It is taken back with the gradient that comes in.
+the largest power of two with which none can overflow. It is taken back with the gradient that comes in.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from monetlite.core.graph import Argument, Call, Implementation
-from monetlite.operators.cross_entropy import cross_entropy_backward_
+from monetlite.operators.cross_entropy import CHUNK_ELEMENTS, cross_entropy_backward_
 from monetlite.operators.implementations import (
     MIN_TILE_ROWS,
     TracedKernel,
@@ -71,22 +71,34 @@ def _wanted_of_adapter(call: Call) -> tuple[bool, bool]:
 
 
 def _tile_bytes(call: Call) -> int:
-    """Memory for logits of a tile, in their dtype and in that of the loss, and for sums in float32."""
+    """Memory for a tile: its logits, in two dtypes where one is converted, their gradient, and sums in float32."""
     (count, features), (_, classes) = tensor_at(call, 0).spec.shape, tensor_at(call, 1).spec.shape
-    item_bytes = int(getattr(torch, tensor_at(call, 0).spec.dtype).itemsize)
+    item_bytes = _item_bytes(tensor_at(call, 0).spec.dtype)
     steps, tiles = call.args[7], call.args[9]
     assert isinstance(steps, tuple)
     assert isinstance(tiles, int)
-    names = [step[0] for step in steps if isinstance(step, tuple)]
-    smoothed = len(call.args) > 11 and call.args[11] is not None
-    copies = item_bytes * (1 + smoothed) + (4 if "to" in names else 0) * (1 + smoothed)
-    copies += item_bytes * names.count("tanh")
     sums = 4 * classes * features if item_bytes < 4 and tiles > 1 and _wanted(call)[1] else 0
+    sizes, most, saved = [item_bytes], item_bytes, 0
     if len(call.args) > 12:
         rows = tensor_at(call, 12).spec
-        copies += 2 * int(getattr(torch, rows.dtype).itemsize)
-        sums += 4 * classes * rows.shape[1] * (tiles > 1 and _wanted_of_adapter(call)[1])
-    return copies * -(-count // tiles) * classes + sums
+        of_adapter = _item_bytes(rows.dtype)
+        sizes, most = [max(item_bytes, of_adapter)], item_bytes + of_adapter
+        sums += 4 * classes * rows.shape[1] if of_adapter < 4 and tiles > 1 and _wanted_of_adapter(call)[1] else 0
+    for step in steps:
+        assert isinstance(step, tuple)
+        if step[0] == "to":
+            sizes.append(_item_bytes(str(step[1])))
+            most = max(most, sum(sizes[-2:]))
+        elif step[0] == "tanh":
+            saved += sizes[-1]
+    of_tile = -(-count // tiles) * classes
+    smoothed = len(call.args) > 11 and call.args[11] is not None
+    made = of_tile if smoothed else min(of_tile, CHUNK_ELEMENTS["cuda"])
+    return max(most * of_tile, sizes[-1] * (of_tile + made)) + saved * of_tile + sums
+
+
+def _item_bytes(dtype: str) -> int:
+    return int(getattr(torch, dtype).itemsize)
 
 
 def _launches(call: Call) -> int:
@@ -276,18 +288,21 @@ def _scale(
     slope: Tensor,
     spread: Tensor | None,
 ) -> Tensor:
-    """The largest power of two with which no gradient in float16, and no sum of them, overflows."""
+    """The largest power of two with which no gradient in float16 overflows."""
     largest = slope.abs().amax().to(torch.float32)
     if weight is not None:
-        largest = largest * weight.amax()
+        largest = largest * weight.abs().amax()
     if spread is not None:
         largest = largest + products[0].matrix.shape[1] * spread.abs().amax()
     for name, value in steps:
         largest = largest * (abs(value) if name == "mul" else 1 / abs(value) if name == "div" else 1)
     bound = torch.ones((), device=slope.device)
     for product in products:
-        of_rows = torch.linalg.vector_norm(product.rows, torch.inf).to(torch.float32) * max(1, abs(product.factor))
-        bound = bound.minimum(_LARGEST_SUM / (product.rows.shape[0] * of_rows.clamp(min=1)))
+        rows, matrix = (
+            torch.linalg.vector_norm(item, torch.inf).to(torch.float32) for item in (product.rows, product.matrix)
+        )
+        of_matrix, of_rows = product.rows.shape[0] * rows.clamp(min=1), 2 * matrix
+        bound = bound.minimum(_LARGEST_SUM / (max(1, abs(product.factor)) * of_matrix.maximum(of_rows)))
     scale = torch.exp2(torch.log2(bound / largest).floor())
     return scale.where(scale.isfinite() & (scale > 0), 1.0)  # there is no loss, or it is not finite
 
@@ -324,7 +339,7 @@ multiply_scaled, multiply_scaled_ = function_pair(
     _multiply_scaled,
     "multiply_scaled",
     passes=5.0,
-    workspace_bytes=lambda call: 4 * min(_ELEMENTS, elements(tensor_at(call, 0))),
+    workspace_bytes=lambda call: 8 * min(_ELEMENTS, elements(tensor_at(call, 0))),
     launches=lambda call: 3 * -(-elements(tensor_at(call, 0)) // _ELEMENTS),
 )
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from contents import drawn
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from thoroughness import often
 from torch import nn
@@ -194,6 +194,37 @@ class Head(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class Sum(nn.Module):
+    """Logits that are a sum of two products, of which none is a LoRA of the other."""
+
+    def __init__(self, form, classes=101):
+        super().__init__()
+        self.body, self.other = nn.Embedding(classes, 8), nn.Embedding(classes, 8)
+        self.head, self.added = nn.Linear(8, classes, bias=False), nn.Linear(8, classes, bias=False)
+        self.head.requires_grad_(form not in ("rows", "matrix", "made", "whole bias"))
+        self.square = nn.Linear(classes, classes, bias=False)
+        self.row = nn.Parameter(torch.randn(1, 8))
+        self.form = form
+
+    def forward(self, tokens):
+        rows = self.body(tokens).flatten(0, 1)
+        match self.form:
+            case "rows":  # read by both
+                logits = self.head(rows) + self.added(rows) * 0.5
+            case "matrix":
+                logits = self.head(rows.detach()) + self.head(self.other(tokens).flatten(0, 1)) * 0.5
+            case "one row":
+                logits = self.head(self.row) + self.added(rows)
+            case "made":  # of the other
+                logits = self.head(rows.detach())
+                logits = logits + self.square(logits)
+            case "whole bias":
+                logits = torch.addmm(self.head(rows.detach()), rows, self.added.weight.T)
+            case "two numbers":
+                logits = self.head(rows) * 2 + self.added(rows) * 0.5
+        return {"loss": F.cross_entropy(logits, tokens.roll(-1, 1).flatten())}
+
+
 def fused(graph):
     return [op for op in graph.operators if op.family.endswith("linear_cross_entropy")]
 
@@ -232,6 +263,28 @@ def test_a_step_in_tiles_has_plain_trainings_gradients(form):
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=allowed * largest)
 
 
+@pytest.mark.parametrize("form", ["rows", "matrix"])
+def test_products_that_share_an_operand_have_gradients_of_their_own(form):
+    torch.manual_seed(0)
+    model, tokens = Sum(form).train(), torch.randint(0, 101, (4, 64))
+    plain = copy.deepcopy(model)
+    schedule = monetlite.optimize(
+        model, tokens, "100%", device="rtx-4090", layout=TILED_LOSS, tolerance=1e-5, time_limit=0.3
+    )
+    for each in (monetlite.MONeTWrapper(model, schedule), plain):
+        each(tokens)["loss"].backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("form", ["one row", "made", "whole bias", "two numbers"])
+def test_sums_that_are_no_adapter_are_left_whole(form):
+    model, tokens = Sum(form).train(), torch.randint(0, 101, (4, 64))
+    assert not fused(monetlite.trace(model, tokens, layout=TILED_LOSS))
+
+
 @drawn(max_examples=30)
 @given(
     rows=st.integers(1, 300),
@@ -244,6 +297,7 @@ def test_a_step_in_tiles_has_plain_trainings_gradients(form):
     same=st.booleans(),
     seed=st.integers(0, 99),
 )
+@example(rows=300, classes=300, tiles=1, reduction=SUM, smoothed=False, size=300.0, slope=1.0, same=True, seed=0)
 def test_gradients_in_float16_neither_vanish_nor_overflow(
     rows, classes, tiles, reduction, smoothed, size, slope, same, seed
 ):
