@@ -10,6 +10,7 @@ from step_lists import free_profile, schedule_of
 from torch import nn
 
 import monetlite
+from monetlite.core.devices import known_devices
 from monetlite.cli import main
 from monetlite.core.schedule import schedule_schema
 from monetlite.core.steps import plain_steps
@@ -76,3 +77,15 @@ def test_every_field_of_a_schedule_file_is_documented():
 def test_every_command_is_in_the_readme_or_the_docs():
     text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     assert [name for name in main.commands if f"monetlite {name}" not in text] == []
+
+
+def test_the_cards_of_the_page_are_those_that_are_known():
+    page = (ROOT / "docs" / "fit.md").read_text(encoding="utf-8")
+    listed = {}
+    for least, most, names in re.findall(r"^\| (\d+)(?: to (\d+)| and more)? \| (`[^|]*) \|$", page, re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", names):
+            listed[name] = (int(least), int(most or least))
+    assert listed.keys() == known_devices().keys()
+    for name, (least, most) in listed.items():
+        gib = known_devices()[name].memory_bytes / 2**30
+        assert least <= gib <= most or (least == 80 and gib > 80), name

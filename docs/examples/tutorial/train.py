@@ -9,7 +9,7 @@ import monetlite
 model, (images,) = build()
 labels = torch.randint(0, 5, (8, 96, 96))
 model = monetlite.MONeTWrapper(model, "segment.yaml")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 losses = []
 for _ in range(20):
