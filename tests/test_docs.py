@@ -10,8 +10,8 @@ from step_lists import free_profile, schedule_of
 from torch import nn
 
 import monetlite
-from monetlite.core.devices import known_devices
 from monetlite.cli import main
+from monetlite.core.devices import known_devices
 from monetlite.core.schedule import schedule_schema
 from monetlite.core.steps import plain_steps
 
