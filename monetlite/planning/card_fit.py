@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from monetlite.allocator import reserve
+from monetlite.allocator import least_limit, reserve
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.devices import CONTEXT_BYTES, Device, known_devices
@@ -79,6 +79,12 @@ class CardMemory:
         """Memory of the card beside CUDA and gaps."""
         return self.total_bytes - self.context_bytes - self.gaps_bytes
 
+    @property
+    def reservable_bytes(self) -> int | None:
+        """Memory that torch's allocator can reserve; None on a CPU, and where a budget is given."""
+        known = self.name != "cpu" and self.budget_bytes == self.left_bytes
+        return self.total_bytes - self.context_bytes if known else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class FitSetting:
@@ -109,8 +115,13 @@ class FitSetting:
 
     @cached_property
     def reserved_bytes(self) -> int:
-        """Memory that torch's allocator reserves for it, with expandable segments."""
-        return reserve(self.profile, self.steps, expandable=True).peak_bytes
+        """Memory that torch's allocator reserves for it by default."""
+        return reserve(self.profile, self.steps, expandable=False).peak_bytes
+
+    @cached_property
+    def least_reserved_bytes(self) -> int:
+        """The least that it can reserve with expandable segments, which give memory back before it runs out."""
+        return least_limit(self.profile, self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +171,16 @@ class CardFit:
     limits: Mapping[str, SizeLimits] = field(default_factory=dict)
 
     def fits(self, way: FitSetting) -> bool:
-        return way.peak_bytes <= self.card.budget_bytes
+        """True if the tensors fit, and what torch's allocator has to reserve for them."""
+        reservable_bytes = self.card.reservable_bytes
+        if way.peak_bytes > self.card.budget_bytes or reservable_bytes is None:
+            return way.peak_bytes <= self.card.budget_bytes
+        return not self.needs_expandable(way) or way.least_reserved_bytes <= reservable_bytes
+
+    def needs_expandable(self, way: FitSetting) -> bool:
+        """True if torch's allocator reserves more than the card has, unless its segments can grow and shrink."""
+        reservable_bytes = self.card.reservable_bytes
+        return reservable_bytes is not None and way.reserved_bytes > reservable_bytes
 
     @property
     def ways(self) -> tuple[FitSetting, ...]:

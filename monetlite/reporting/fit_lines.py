@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from monetlite.planning.card_fit import CardFit, FitSetting
 from monetlite.profiling.step_additions import OPTIMIZERS
 
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+"""Setting of the environment, which torch reads when it is imported."""
 _WIDTH = 79
 _TRAINER_NAMES = {"sgd": "sgd", "adamw": "adamw_torch", "adamw8bit": "adamw_8bit"}
 """transformers' names of optimizers whose memory is the one that was counted."""
@@ -56,6 +58,8 @@ def lines_to_paste(answer: CardFit, request: TrainingRequest) -> dict[str, list[
     titan = request.optimizer == "adamw" and not request.rank and request.dtype in _TITAN_TYPES
     if request.model_class.removesuffix("ForCausalLM") in _TITAN_MODELS and titan and request.autocast != "float16":
         lines["torchtitan"] = list(_torchtitan(answer, request))
+    if answer.needs_expandable(way):
+        lines = {library: [f"# start with {EXPANDABLE_SEGMENTS}", *text] for library, text in lines.items()}
     return lines
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.planning.card_fit import PLANNED, CardFit, CardMemory, FitSetting
-from monetlite.reporting.fit_lines import ordinal
+from monetlite.reporting.fit_lines import EXPANDABLE_SEGMENTS, ordinal
 from monetlite.reporting.text_tables import facts_table, figures_table
 
 _BAR = 40
@@ -49,6 +49,8 @@ def _way_facts(answer: CardFit, way: FitSetting) -> dict[str, Any]:
         "tolerance": way.tolerance,
         "peak_bytes": way.peak_bytes,
         "reserved_bytes": None if answer.card.name == "cpu" else way.reserved_bytes,
+        "least_reserved_bytes": None if answer.card.name == "cpu" else way.least_reserved_bytes,
+        "expandable_segments": answer.needs_expandable(way),
         "latency_ms": way.latency_ms,
         "overhead": way.latency_ms / answer.plain.latency_ms - 1 if answer.plain.latency_ms else 0.0,
         "fits": answer.fits(way),
@@ -145,6 +147,12 @@ def _print_ways(console: Console, answer: CardFit) -> None:
     console.print()
     columns = ("way to train", "fits", "peak", "step", "slower")
     console.print(figures_table(columns, rows, left=("way to train", "fits")))
+    if answer.fastest is not None and answer.needs_expandable(answer.fastest):
+        reserved, least = answer.fastest.reserved_bytes, answer.fastest.least_reserved_bytes
+        console.print(
+            f"By default, torch's allocator would reserve {format_bytes(reserved)} for it. With "
+            f"{EXPANDABLE_SEGMENTS}, {format_bytes(least)} will do."
+        )
     if not answer.limits:
         return
     console.print()

@@ -10,13 +10,14 @@ from thoroughness import often
 
 import monetlite.tracing
 from monetlite.core.child_processes import ChildFailed, begin_call
-from monetlite.core.devices import find_device
+from monetlite.core.devices import CONTEXT_BYTES, find_device
 from monetlite.core.graph import TILED_ROWS
 from monetlite.core.options import PricingOptions, SolvingOptions
+from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes
 from monetlite.models import build_model
 from monetlite.planning import model_steps
-from monetlite.planning.card_fit import CardMemory, card_memory
+from monetlite.planning.card_fit import CardFit, CardMemory, FitSetting, card_memory
 from monetlite.planning.size_costs import SizedStep, TellingSizes, largest, telling_sizes
 
 NARROW = {
@@ -281,6 +282,32 @@ def test_the_budget_is_what_the_card_has_left():
     assert card.budget_bytes == card.total_bytes - card.context_bytes - card.gaps_bytes < 24 * 2**30
     assert card_memory(find_device("rtx-4090"), 10**9).budget_bytes == 10**9
     assert CardMemory.of("cpu", "CPU", 10**9).context_bytes == 0
+
+
+def test_what_the_allocator_reserves_has_to_fit_too():
+    """By default it reserves a quarter more than a network's tensors take."""
+    built = build_model("resnet18", batch=64, meta=True)
+    graph = monetlite.trace(built.model, built.example_inputs, device="rtx-4060")
+    profile = monetlite.profile(graph, "rtx-4060")
+    way = FitSetting(profile=profile, steps=plain_steps(profile.graph))
+    assert way.peak_bytes < way.least_reserved_bytes < 1.05 * way.peak_bytes < way.reserved_bytes
+
+    def answer(reservable_bytes, budget_bytes=None):
+        card = CardMemory.of("rtx-4060", "a card", int(reservable_bytes) + CONTEXT_BYTES, budget_bytes)
+        nothing = {"checkpointed": None, "planned": (), "proven_bytes": 0, "helpful": (), "larger_card": None}
+        return CardFit(card=card, batch=64, length=None, plain=way, leanest=way, **nothing)
+
+    least, default = way.least_reserved_bytes, way.reserved_bytes
+    for reservable, fits, expandable in (
+        (default, True, False),
+        (default - 1, True, True),
+        (least - 1, False, True),
+    ):
+        found = answer(reservable)
+        assert (found.fits(way), found.needs_expandable(way)) == (fits, expandable)
+    given = answer(least - 1, budget_bytes=way.peak_bytes)
+    assert given.fits(way)
+    assert not given.needs_expandable(way)
 
 
 def test_sizes_that_tell_are_no_factor_of_the_models():
