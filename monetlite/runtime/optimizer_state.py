@@ -1,5 +1,6 @@
 """A warning where the optimizer of a training loop keeps state that the plan doesn't count."""
 
+import functools
 import warnings
 import weakref
 from typing import Any
@@ -18,22 +19,29 @@ NOTEWORTHY_SHARE = 0.02
 """Share of the budget."""
 
 
+_watched = weakref.WeakSet[StepPlans]()
+_told = weakref.WeakSet[Optimizer]()
+
+
 def watch_state(plans: StepPlans) -> None:
     """Warn, once, where the first optimizer that steps parameters of a model keeps state that is not counted."""
-    known = weakref.ref(plans)
+    _watched.add(plans)
+    _listen()
 
-    def stepped(optimizer: Optimizer, *_: Any) -> None:
-        found = known()
-        if found is None or found.schedule is None:
-            return
-        own = {item for item in found.model.parameters() if item.requires_grad}
+
+@functools.cache
+def _listen() -> None:
+    """Hear of every step of an optimizer, from now on: taking a hook away breaks a step that is at its hooks."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    for plans in list(_watched):
+        own = {item for item in plans.model.parameters() if item.requires_grad}
         trained = [item for group in optimizer.param_groups for item in group["params"] if item in own]
-        if trained:
-            handle.remove()
-            _look(optimizer, trained, found.schedule, given=found.budget is None)
-
-    handle = register_optimizer_step_post_hook(stepped)
-    weakref.finalize(plans, handle.remove)
+        if trained and plans.schedule is not None:
+            _watched.discard(plans)
+            _look(optimizer, trained, plans.schedule, given=plans.budget is None)
 
 
 def _look(optimizer: Optimizer, trained: list[nn.Parameter], schedule: Schedule, *, given: bool) -> None:
@@ -44,8 +52,9 @@ def _look(optimizer: Optimizer, trained: list[nn.Parameter], schedule: Schedule,
         if isinstance(item, torch.Tensor) and item.device == parameter.device
     )
     uncounted = kept - state_bytes([(item.nbytes, item.numel()) for item in trained], schedule)
-    if uncounted <= NOTEWORTHY_SHARE * schedule.budget_bytes:
+    if uncounted <= NOTEWORTHY_SHARE * schedule.budget_bytes or optimizer in _told:
         return
+    _told.add(optimizer)
     class_name = type(optimizer).__name__
     names = [name for name, kind in OPTIMIZERS.items() if kind.state and kind.made_by.endswith(f".{class_name}")]
     if not names:

@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -61,17 +62,25 @@ def test_a_schedule_is_solved_with_the_optimizer():
 
 def test_other_models_optimizers_are_not_looked_at():
     model, other = within(), network()
-    before = len(torch_optimizer._global_optimizer_post_hooks)
     assert not train(other, torch.optim.AdamW(other.parameters()))
-    train(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    assert len(torch_optimizer._global_optimizer_post_hooks) == before - 1
+    assert len(train(model, torch.optim.AdamW(model.parameters()))) == 1
 
 
-def test_nothing_is_left_of_a_model_that_is_gone():
-    gc.collect()
-    before = len(torch_optimizer._global_optimizer_post_hooks)
+def test_two_models_of_one_optimizer_are_told_once_and_its_other_hooks_are_called():
+    models = [within(), within()]
+    optimizer = torch.optim.AdamW([item for model in models for item in model.parameters()])
+    called = []
+    handle = torch_optimizer.register_optimizer_step_post_hook(lambda *_: called.append(True))
+    try:
+        assert len(train(nn.Sequential(*models), optimizer)) == 1
+    finally:
+        handle.remove()
+    assert len(called) == 3
+
+
+def test_nothing_holds_a_model_that_is_gone():
     model = within()
-    assert len(torch_optimizer._global_optimizer_post_hooks) == before + 1
+    gone = weakref.ref(model)
     del model
     gc.collect()
-    assert len(torch_optimizer._global_optimizer_post_hooks) == before
+    assert gone() is None
