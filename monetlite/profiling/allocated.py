@@ -15,7 +15,7 @@ import torch
 SAMPLING_SECONDS, SAMPLING_SHARE, REST = 0.0005, 0.001, 4
 """Time between two looks at the memory in use on a CPU: so much, such a part of all until then, or so many times
 what a look takes (longer where much is allocated), whichever is most. What nobody ends takes less and less."""
-MAX_GAP_SECONDS, MAX_GAP_SHARE = 0.008, 0.1
+MAX_GAP_SECONDS, MAX_GAP_SHARE = 0.008, 0.03
 """Time without a look after which looks were late: so much, or such a part of all, whichever is more."""
 
 

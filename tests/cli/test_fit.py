@@ -254,7 +254,7 @@ def test_a_system_that_does_not_say_its_memory_needs_a_budget(folder, monkeypatc
 
 def test_what_does_not_fit_gets_advice(folder, tight):
     found = run("fit", folder, *FIT, "--budget", "2MB", columns=80)
-    assert found.exit_code == 3
+    assert found.exit_code == 3, found.output
     assert "It does not fit" in found.stdout
     for word in ("To make it fit:", "(proven)", "LoRA", "a card with"):
         assert word in found.stdout
