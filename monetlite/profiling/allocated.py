@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-SAMPLING_SECONDS, SAMPLING_SHARE, REST = 0.0005, 0.001, 4
+SAMPLING_SECONDS, SAMPLING_SHARE, REST = 0.0005, 0.001, 2
 """Time between two looks at the memory in use on a CPU: so much, such a part of all until then, or so many times
 what a look takes (longer where much is allocated), whichever is most. What nobody ends takes less and less."""
-MAX_GAP_SECONDS, MAX_GAP_SHARE = 0.008, 0.03
-"""Time without a look after which looks were late: so much, or such a part of all, whichever is more."""
+MAX_GAP_SECONDS, MAX_GAP_SHARE, MAX_LOOK_SECONDS = 0.008, 0.03, 0.0005
+"""Time without a look after which looks were late: so much, or such a part of all, whichever is more. So they were
+where one took longer than the last: glibc goes through all free pieces of memory."""
 
 
 class AllocatedGrowth:
@@ -29,7 +30,8 @@ class AllocatedGrowth:
 
     Attributes:
         before_bytes: allocated at the beginning, by the whole process.
-        was_late: True after the end if the machine was too busy to look in time: more may have been in use.
+        was_late: True after the end if looks were too few, as the machine was busy, or memory in many pieces: more
+            may have been in use.
     """
 
     def __init__(self, device: str) -> None:
@@ -98,7 +100,7 @@ class _Samples:
         self.ended = threading.Event()
         self.most_bytes = before_bytes
         self._began = self._last = time.monotonic()
-        self._gap_seconds = 0.0
+        self._gap_seconds = self._look_seconds = 0.0
 
     def take(self) -> None:
         """Look again and again, until the end."""
@@ -106,8 +108,9 @@ class _Samples:
         while not self.ended.wait(pause_seconds):
             began = time.thread_time()
             self.look()
-            rest_seconds = REST * (time.thread_time() - began)
-            pause_seconds = max(SAMPLING_SECONDS, SAMPLING_SHARE * (self._last - self._began), rest_seconds)
+            look_seconds = time.thread_time() - began
+            self._look_seconds = max(self._look_seconds, look_seconds)
+            pause_seconds = max(SAMPLING_SECONDS, SAMPLING_SHARE * (self._last - self._began), REST * look_seconds)
 
     def look(self) -> int:
         """Note the memory in use, and return it."""
@@ -118,7 +121,8 @@ class _Samples:
 
     @property
     def were_late(self) -> bool:
-        return self._gap_seconds > max(MAX_GAP_SECONDS, MAX_GAP_SHARE * (self._last - self._began))
+        most_seconds = max(MAX_GAP_SECONDS, MAX_GAP_SHARE * (self._last - self._began))
+        return self._gap_seconds > most_seconds or self._look_seconds > MAX_LOOK_SECONDS
 
 
 _MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

@@ -2,10 +2,12 @@
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
 
+from monetlite.profiling import allocated
 from monetlite.profiling.allocated import AllocatedGrowth, allocated_bytes
 
 needs_glibc = pytest.mark.skipif(allocated_bytes() is None, reason="glibc says what is allocated")
@@ -58,3 +60,20 @@ def test_garbage_is_collected_again_once_all_have_ended_or_are_gone():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@needs_glibc
+def test_looks_that_take_long_are_late(monkeypatch):
+    def slow():
+        until = time.thread_time() + 0.001
+        while time.thread_time() < until:
+            pass
+        return allocated_bytes()
+
+    for look, late in ((lambda: 1, False), (slow, True)):
+        monkeypatch.setattr(allocated, "MAX_GAP_SECONDS", 10.0)
+        monkeypatch.setattr(allocated, "allocated_bytes", look)
+        growth = AllocatedGrowth("cpu")
+        threading.Event().wait(0.02)
+        growth.end()
+        assert growth.was_late == late
