@@ -80,10 +80,14 @@ class CardMemory:
         return self.total_bytes - self.context_bytes - self.gaps_bytes
 
     @property
-    def reservable_bytes(self) -> int | None:
-        """Memory that torch's allocator can reserve; None on a CPU, and where a budget is given."""
-        known = self.name != "cpu" and self.budget_bytes == self.left_bytes
-        return self.total_bytes - self.context_bytes if known else None
+    def reservable_bytes(self) -> int:
+        """Memory that torch's allocator can reserve."""
+        return self.total_bytes - self.context_bytes
+
+    @property
+    def is_left(self) -> bool:
+        """True on a GPU whose budget is what is left of it, and not given."""
+        return self.name != "cpu" and self.budget_bytes == self.left_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,15 +176,14 @@ class CardFit:
 
     def fits(self, way: FitSetting) -> bool:
         """True if the tensors fit, and what torch's allocator has to reserve for them."""
-        reservable_bytes = self.card.reservable_bytes
-        if way.peak_bytes > self.card.budget_bytes or reservable_bytes is None:
-            return way.peak_bytes <= self.card.budget_bytes
-        return not self.needs_expandable(way) or way.least_reserved_bytes <= reservable_bytes
+        tensors_fit = way.peak_bytes <= self.card.budget_bytes
+        return tensors_fit and (
+            not self.needs_expandable(way) or way.least_reserved_bytes <= self.card.reservable_bytes
+        )
 
     def needs_expandable(self, way: FitSetting) -> bool:
         """True if torch's allocator reserves more than the card has, unless its segments can grow and shrink."""
-        reservable_bytes = self.card.reservable_bytes
-        return reservable_bytes is not None and way.reserved_bytes > reservable_bytes
+        return self.card.is_left and way.reserved_bytes > self.card.reservable_bytes
 
     @property
     def ways(self) -> tuple[FitSetting, ...]:

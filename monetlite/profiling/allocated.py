@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-SAMPLING_SECONDS, SAMPLING_SHARE, REST = 0.0005, 0.001, 2
+SAMPLING_SECONDS, SAMPLING_SHARE, REST = 0.0005, 0.001, 4
 """Time between two looks at the memory in use on a CPU: so much, such a part of all until then, or so many times
 what a look takes (longer where much is allocated), whichever is most. What nobody ends takes less and less."""
 MAX_GAP_SECONDS, MAX_GAP_SHARE, MAX_LOOK_SECONDS = 0.008, 0.03, 0.0005
