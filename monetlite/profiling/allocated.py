@@ -4,7 +4,6 @@ Torch's profiler can't do this: it has to end on the thread that began it, and a
 """
 
 import ctypes
-import gc
 import threading
 import time
 import weakref
@@ -25,8 +24,7 @@ class AllocatedGrowth:
     """Growth of allocated memory from here on, until it is told or nobody wants it any more.
 
     On CUDA the allocator counts it. On a CPU glibc is asked, every half millisecond at first. With another C
-    library, there are no figures. Of two records at a time on CUDA, only the later one is right. Garbage of before
-    is not collected meanwhile: what it frees would be taken off.
+    library, there are no figures. Of two records at a time on CUDA, only the later one is right.
 
     Attributes:
         before_bytes: allocated at the beginning, by the whole process.
@@ -37,8 +35,6 @@ class AllocatedGrowth:
     def __init__(self, device: str) -> None:
         self._samples: _Samples | None = None
         self.was_late = self._told = False
-        _garbage.keep()
-        self._let_go = weakref.finalize(self, _garbage.let_go)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self.before_bytes = int(torch.cuda.memory_stats()["requested_bytes.all.current"])
@@ -52,7 +48,6 @@ class AllocatedGrowth:
     def end(self) -> tuple[int, int] | None:
         """The growth in bytes until now, and the largest; None where it isn't known, or has been told."""
         told, self._told = self._told, True
-        self._let_go()
         if told or not self.before_bytes:
             return None
         if self._samples is None:
@@ -63,34 +58,6 @@ class AllocatedGrowth:
         self._samples.ended.set()
         self.was_late = self._samples.were_late
         return now - self.before_bytes, self._samples.most_bytes - self.before_bytes
-
-
-class _Garbage:
-    """Python's garbage, which is not collected while somebody keeps it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._keepers = 0
-        self._was_collected = False
-
-    def keep(self) -> None:
-        """Begin to keep it."""
-        was_collected = gc.isenabled()
-        gc.disable()
-        with self._lock:
-            if not self._keepers:
-                self._was_collected = was_collected
-            self._keepers += 1
-
-    def let_go(self) -> None:
-        """Keep it no longer, once everybody has said so who keeps it."""
-        with self._lock:
-            self._keepers -= 1
-            if not self._keepers and self._was_collected:
-                gc.enable()
-
-
-_garbage = _Garbage()
 
 
 class _Samples:
