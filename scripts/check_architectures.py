@@ -1,6 +1,6 @@
 """Train tiny models of many architectures beside plain training, and check every promise made for them.
 
-    python scripts/check_architectures.py [--model NAME ...] [--percent 80] [--time-limit 3] [--output FILE.md]
+    python scripts/check_architectures.py [--model NAME ...] [--percent 80] [--device cpu] [--output FILE.md]
 
 The models are transformers' (language, vision, audio, several modalities) with tiny configurations and random
 weights, the convolutional networks that monetlite brings, and models with breaks (`models_with_breaks.py`). Each
@@ -23,20 +23,24 @@ from tiny_architectures import BUILDERS
 import monetlite
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import InfeasibleBudget, MonetliteError
+from monetlite.fx.torch_internals import torch_pytree as pytree
 
 STEPS = 4
 NEGLIGIBLE = 1e-5
 """Part of the largest gradient, below which another one is noise."""
 
 
-def check(name: str, percent: float, time_limit: float) -> list[str]:
+def check(name: str, percent: float, time_limit: float, device: str) -> list[str]:
     """A model's cells of the table."""
     torch.manual_seed(0)
     model, inputs = BUILDERS[name]()
-    model = model.train()
+    model, inputs = (
+        model.train().to(device),
+        pytree.tree_map_only(torch.Tensor, lambda item: item.to(device), inputs),
+    )
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
     plain = copy.deepcopy(model)
-    plain_bytes = Trainee(copy.deepcopy(model), args, kwargs, default_loss, "cpu").memory().peak_bytes
+    plain_bytes = Trainee(copy.deepcopy(model), args, kwargs, default_loss, device).memory().peak_bytes
     began = time.monotonic()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -45,7 +49,7 @@ def check(name: str, percent: float, time_limit: float) -> list[str]:
             wrapper = monetlite.MONeTWrapper(
                 copy.deepcopy(model), budget=budget_bytes, time_limit=time_limit, wait=True
             )
-            expected, ours = (Trainee(item, args, kwargs, default_loss, "cpu") for item in (plain, wrapper))
+            expected, ours = (Trainee(item, args, kwargs, default_loss, device) for item in (plain, wrapper))
             try:
                 difference = steps_difference(expected, ours)
                 break
@@ -90,6 +94,8 @@ def step_of_plain(expected: Trainee, ours: Trainee) -> float:
         for name, trainee in (("plain", expected), ("ours", ours)):
             began = time.perf_counter()
             trainee.step()
+            if trainee.device == "cuda":
+                torch.cuda.synchronize()
             seconds[name].append(time.perf_counter() - began)
     return statistics.median(seconds["ours"]) / statistics.median(seconds["plain"])
 
@@ -120,6 +126,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--percent", type=float, default=80.0, help="budget, of plain training's peak")
     parser.add_argument("--time-limit", type=float, default=3.0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     add_output(parser)
     options = parser.parse_args()
     write_table(
@@ -127,17 +134,18 @@ def main() -> None:
         f"{STEPS} steps each. The budget is {options.percent:g}% of plain training's peak, or the first that fits in "
         "steps of 10%.",
         "| model | captured | difference | budget | kept | predicted | overhead | step | seconds |",
-        (row(name, options.percent, options.time_limit) for name in options.model),
+        (row(name, options.percent, options.time_limit, options.device) for name in options.model),
         options.output,
         left=2,
+        device=options.device,
     )
 
 
-def row(name: str, percent: float, time_limit: float) -> str:
+def row(name: str, percent: float, time_limit: float, device: str) -> str:
     """One row of the table: of a model that trained, or with the reason why it did not."""
     torch._dynamo.reset()
     try:
-        cells = check(name, percent, time_limit)
+        cells = check(name, percent, time_limit, device)
     except MonetliteError as error:
         cells = [name, f"refused: {str(error).splitlines()[0][:200]}", *[""] * 7]
     except Exception as error:

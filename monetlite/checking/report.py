@@ -14,7 +14,8 @@ class VerificationLimits:
 
     Attributes:
         difference: largest relative one of any gradient, buffer or loss; None for the one that `verify` computes.
-        budget: True if the measured peak, and on CUDA what the allocator reserved for it, have to be within it.
+        budget: True if the measured peak has to be within it; for a budget of reserved memory, also what the
+            allocator reserved.
         peak_error, latency_error: largest distance of the measured peak and step time from the predicted ones, as
             fractions of those; None for any.
     """
@@ -45,6 +46,7 @@ class Report(StepDifferences):
         reserved_bytes, plain_reserved_bytes: memory that torch's CUDA allocator took from the GPU for those peaks,
             with freed blocks that it keeps and gaps between blocks; None on a CPU.
         budget_bytes: the schedule's budget.
+        of_reserved: True if that is of memory that the allocator reserves, and not of tensors.
         step_ms, plain_step_ms: median measured step times, taken in turn.
         predicted_peak_bytes, predicted_plain_peak_bytes, predicted_step_ms, predicted_plain_step_ms: the same, as
             the schedule predicts it on the device and for the inputs that it was solved for.
@@ -74,6 +76,7 @@ class Report(StepDifferences):
     same_shapes: bool
     reserved_bytes: int | None = None
     plain_reserved_bytes: int | None = None
+    of_reserved: bool = False
     incomparable: tuple[str, ...] = ()
     unrepeated: float = 0.0
     allowed_difference: float = REORDERED_SUMS
@@ -89,6 +92,11 @@ class Report(StepDifferences):
     def within_budget(self) -> bool:
         """True if the peak is; what was reserved for it is judged apart."""
         return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def reserves_more(self) -> bool:
+        """True if the allocator reserved more than the budget on CUDA."""
+        return self.reserved_bytes is not None and self.reserved_bytes > self.budget_bytes
 
     @property
     def overhead(self) -> float:
@@ -174,12 +182,12 @@ class Report(StepDifferences):
             excess = format_bytes(self.peak_bytes - self.budget_bytes)
             message = f"the peak, {peak}, is over the budget of {budget} by {excess}"
             yield Reason(check="budget", message=message, measured=self.peak_bytes, allowed=self.budget_bytes)
-        elif self.reserved_bytes is not None and self.reserved_bytes > self.budget_bytes:
+        elif self.of_reserved and self.reserves_more:
+            assert self.reserved_bytes is not None
             excess = format_bytes(self.reserved_bytes - self.budget_bytes)
             message = (
                 f"for a peak of {peak} torch's allocator reserved {format_bytes(self.reserved_bytes)}, over the "
-                f"budget of {budget} by {excess}. Solve with reserved=True (--reserved), and call "
-                "monetlite.limit_reserved before training"
+                f"budget of {budget} by {excess}, though it was limited to that"
             )
             yield Reason(check="reserved", message=message, measured=self.reserved_bytes, allowed=self.budget_bytes)
 

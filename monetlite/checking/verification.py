@@ -157,6 +157,7 @@ def verify_own(
         reserved_bytes=memory.reserved_bytes,
         plain_reserved_bytes=plain_memory.reserved_bytes,
         budget_bytes=schedule.budget_bytes,
+        of_reserved=schedule.reserved_bytes is not None,
         step_ms=scheduled_ms,
         plain_step_ms=plain_ms,
         predicted_peak_bytes=schedule.peak_bytes,

@@ -13,6 +13,8 @@ import yaml
 
 from monetlite.core.errors import DeviceError
 
+CUBLAS_WORKSPACE_BYTES, CUBLAS_WORKSPACE_BYTES_OF_9 = 8519680, 2**25
+"""Memory that torch gives cuBLAS for each thread that multiplies matrices: before compute capability 9.0, and since."""
 CONTEXT_BYTES = 5 * 10**8
 """Memory of a CUDA context: a guess. It differs between GPUs, and between versions of CUDA."""
 
@@ -59,6 +61,11 @@ class Device:
     aliases: tuple[str, ...]
     cuda: Mapping[str, int]
     sources: Mapping[str, str]
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """Memory that cuBLAS keeps for each thread that multiplies matrices, by torch's defaults."""
+        return CUBLAS_WORKSPACE_BYTES_OF_9 if self.compute_capability >= (9, 0) else CUBLAS_WORKSPACE_BYTES
 
     @property
     def has_tensor_cores(self) -> bool:

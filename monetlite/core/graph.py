@@ -266,7 +266,7 @@ class Resident:
     gradients: Count = 0
     """Of earlier batches, to which those of this step are added."""
     libraries: Count = 0
-    """Memory that libraries keep between their calls: cuBLAS's workspaces on CUDA, where measured."""
+    """Memory that libraries keep between their calls: cuBLAS's workspaces on CUDA."""
 
     @property
     def total(self) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from monetlite.core.graph import Argument, Call, Implementation, TensorSpec
+from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorSpec
 from monetlite.operators.convolution_kernels import (
     BACKWARD,
     FORWARD,
@@ -41,6 +41,26 @@ from monetlite.operators.strides import is_channels_last, is_contiguous, suggest
 
 TOLERANCE = 1e-5
 """Of sums in float32 in another order, as a fraction of the largest sum of the terms' magnitudes."""
+
+
+TF32_TOLERANCE = 2e-3
+"""With TF32: either of two algorithms may round both factors of every product to 10 bits."""
+
+
+def in_tf32(graph: OperatorGraph) -> OperatorGraph:
+    """A step on a GPU that convolves in TF32, where another algorithm may round otherwise than the default."""
+
+    def rounded(operator: Operator) -> Operator:
+        call = operator.implementations[0].call
+        if call is None or call.target not in (FORWARD, BACKWARD):
+            return operator
+        ways = (
+            replace(item, tolerance=max(item.tolerance, TF32_TOLERANCE)) if item.tolerance else item
+            for item in operator.implementations
+        )
+        return replace(operator, implementations=tuple(ways))
+
+    return replace(graph, operators=tuple(map(rounded, graph.operators)))
 
 
 def split_backward(call: Call) -> Iterator[tuple[str, Call]]:

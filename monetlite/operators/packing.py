@@ -82,17 +82,16 @@ def pack(source: Tensor, strides: Sequence[int], predicate: Outside | None = Non
 
     The bits are in the order of a dense storage with these strides. Without a predicate, the tensor is of booleans.
     """
-    flat = in_order(source, strides)
-    packed = flat.new_empty(packed_bytes(flat.numel()), dtype=torch.uint8)
-    if usable(flat):
+    stored = as_stored(source, strides)
+    packed = torch.empty(packed_bytes(stored.numel()), dtype=torch.uint8, device=stored.device)
+    if usable(stored):
         if predicate is None:
-            launch_over_mask(triton_kernels.pack_true, packed, flat.view(torch.uint8), packed, flat.numel())
+            launch_over_mask(triton_kernels.pack_true, packed, stored.view(torch.uint8), packed, stored.numel())
         else:
-            # Bounds as the tensor's own type has them, which torch compares with.
-            high = math.nan if predicate.high is None else predicate.high
-            low, high = torch.tensor((predicate.low, high), dtype=flat.dtype).tolist()
-            launch_over_mask(triton_kernels.pack_outside, packed, flat, packed, flat.numel(), low, high)
+            bounds = _rounded(predicate, stored.dtype)
+            launch_over_mask(triton_kernels.pack_outside, packed, stored, packed, stored.numel(), *bounds)
         return packed
+    flat = in_order(stored, strides)
     step = piece_elements(flat.device)
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
@@ -103,6 +102,15 @@ def pack(source: Tensor, strides: Sequence[int], predicate: Outside | None = Non
         packed[start // 8 : start // 8 + words.numel()].copy_(words)
         del holds, words  # before the next ones are made
     return packed
+
+
+@cache
+def _rounded(outside: Outside, dtype: torch.dtype) -> tuple[float, float]:
+    """Bounds as a type has them, which torch compares with."""
+    high = math.nan if outside.high is None else outside.high
+    with without_modes(), without_transforms():
+        low, high = torch.tensor((outside.low, high), dtype=dtype).tolist()
+    return low, high
 
 
 def unpacked(packed: Tensor, count: int) -> Iterator[tuple[slice, Tensor]]:
@@ -121,9 +129,14 @@ def in_order(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     A view if the tensor is laid out so. That is what was captured, but some kernels give fake tensors another
     layout than real ones (`hardtanh_backward`, `hardswish_backward`, `native_dropout_backward`), and then a copy.
     """
-    if not same_places(tensor.shape, tensor.stride(), strides):
-        tensor = tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
-    return tensor.permute(_outermost_first(tensor.shape, strides)).view(-1)
+    return as_stored(tensor, strides).permute(_outermost_first(tensor.shape, strides)).view(-1)
+
+
+def as_stored(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    """A tensor, or a copy of it, whose elements lie as these strides have them."""
+    if same_places(tensor.shape, tensor.stride(), strides):
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def out_of_order(flat: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -162,13 +175,13 @@ def by_mask(
         gradient: of any shape.
         mask: packed in the order of `strides`.
         strides: of the dense tensor that the mask was made for.
-        fused: Triton's way, from one flat tensor to another, which may be the same one.
+        fused: Triton's way, from one dense tensor to another of the same layout, which may be the same one.
         write_piece: torch's way, over a flat piece of the gradient, given its booleans.
     """
+    if usable(gradient) and same_places(gradient.shape, gradient.stride(), strides):
+        fused(gradient, result)  # a kernel takes elements in the order of the storage
+        return result
     if result is not gradient:
-        if same_places(gradient.shape, gradient.stride(), strides) and usable(gradient):
-            fused(in_order(gradient, strides), in_order(result, strides))
-            return result
         result.copy_(gradient)
 
     def write(flat: Tensor) -> None:
@@ -184,11 +197,11 @@ def by_mask(
 def _masked(result: Tensor, gradient: Tensor, blocked: Tensor, strides: list[int]) -> Tensor:
     """A gradient with zeros where a mask has ones, packed in the order of these strides."""
 
-    def fused(flat: Tensor, result: Tensor) -> None:
-        if result is flat:
-            launch_over_mask(triton_kernels.clear, blocked, flat, blocked, flat.numel())
+    def fused(gradient: Tensor, result: Tensor) -> None:
+        if result is gradient:
+            launch_over_mask(triton_kernels.clear, blocked, gradient, blocked, gradient.numel())
         else:
-            launch_over_mask(triton_kernels.cleared, blocked, flat, blocked, result, flat.numel())
+            launch_over_mask(triton_kernels.cleared, blocked, gradient, blocked, result, gradient.numel())
 
     def write_piece(piece: Tensor, bits: Tensor) -> None:
         piece.masked_fill_(bits, 0)

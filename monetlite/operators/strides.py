@@ -51,7 +51,8 @@ def same_layout(one: TensorSpec, other: TensorSpec) -> bool:
 
 def same_places(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
     """Tell whether two strides mean the same for a shape: that of a dimension of one element means nothing."""
-    return all(size == 1 or mine == theirs for size, mine, theirs in zip(shape, one, other, strict=True))
+    same = tuple(one) == tuple(other)
+    return same or all(size == 1 or mine == theirs for size, mine, theirs in zip(shape, one, other, strict=True))
 
 
 def suggests_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -6,6 +6,7 @@ are the same. In Triton's interpreter (`TRITON_INTERPRET=1`) the kernels run on 
 tested without a GPU; that they compile is tested without one, too.
 """
 
+import contextlib
 import os
 import warnings
 from functools import cache
@@ -63,8 +64,13 @@ def launch(kernel: Any, on: torch.Tensor, grid: tuple[int, ...], *arguments: Any
     """Run a kernel on the device of a tensor, over a grid of programs; nothing where the grid is empty."""
     if not all(grid):
         return
-    with torch.cuda.device_of(on):  # type: ignore[no-untyped-call]  # torch has no types for it
+    with torch.cuda.device_of(on) if _several_gpus() else contextlib.nullcontext():  # type: ignore[no-untyped-call]  # torch has no types for it
         kernel[grid](*arguments, **constants)
+
+
+@cache
+def _several_gpus() -> bool:
+    return torch.cuda.device_count() > 1
 
 
 def launch_over_mask(kernel: Any, packed: torch.Tensor, *arguments: Any) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.devices import Device, find_device
-from monetlite.core.graph import Argument, Call, Implementation, OperatorGraph, TensorRef
+from monetlite.core.graph import Argument, Call, Implementation, OperatorGraph, Phase, TensorRef
+from monetlite.operators.convolution import in_tf32
 from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
 from monetlite.operators.implementations import find_function, tensor_at
 from monetlite.operators.traits import family_of, operation_formula, traits_of
@@ -36,6 +37,8 @@ def estimate_profile(graph: OperatorGraph, device_name: str) -> Profile:
     """
     device = find_device(device_name)
     graph = graph.available("cuda")
+    if "tf32" in device.peak_flops:
+        graph = in_tf32(graph)
     estimated: dict[tuple[str, int], Cost] = {}
 
     def cost_of(item: Implementation) -> Cost:
@@ -54,13 +57,23 @@ def estimate_profile(graph: OperatorGraph, device_name: str) -> Profile:
         "float32 matmuls": "fp32",
         "torch": torch.__version__,
     }
+    libraries = len(phases_on_cublas(graph)) * device.cublas_workspace_bytes
     return Profile(
-        graph=graph,
+        graph=replace(graph, resident=replace(graph.resident, libraries=libraries)),
         device=device.name,
         kind=ProfileKind.ESTIMATED,
         costs=tuple(tuple(map(cost_of, operator.implementations)) for operator in graph.operators),
         environment=environment,
     )
+
+
+def phases_on_cublas(graph: OperatorGraph) -> set[Phase]:
+    """The parts of a step that multiply matrices. Each runs in a thread of its own, with its workspace."""
+    return {
+        operator.phase
+        for operator in graph.operators
+        if (call := operator.implementations[0].call) and traits_of(call.target).runs_on_cublas
+    }
 
 
 def attention_problem(graph: OperatorGraph, device_name: str) -> str:

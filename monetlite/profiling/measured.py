@@ -16,6 +16,7 @@ from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.errors import CompileError, MonetliteError, ProfileError, first_line
 from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
+from monetlite.operators.convolution import in_tf32
 from monetlite.operators.program_calls import compacting
 from monetlite.operators.random import REPLAY, drawn_call, forked_state
 from monetlite.operators.region_compiler import compile_ahead
@@ -24,7 +25,7 @@ from monetlite.operators.traits import family_of, traits_of
 from monetlite.profiling.arguments import depends_on_contents, make_arguments
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
 from monetlite.profiling.memory_use import is_out_of_memory, steady_heap
-from monetlite.profiling.meters import Meter, meter_for
+from monetlite.profiling.meters import Meter, convolves_in_tf32, meter_for
 
 Progress = Callable[[int, int], None]
 """Called with (calls measured, calls in all)."""
@@ -85,7 +86,10 @@ class Measurement:
 
     def __init__(self, graph: OperatorGraph, device: str, *, tolerance: float | None = None) -> None:
         self._meter = meter_for(device)
-        graph = cudnn.offer_plans(graph.available(device))
+        graph = graph.available(device)
+        if convolves_in_tf32(device):
+            graph = in_tf32(graph)
+        graph = cudnn.offer_plans(graph)
         if tolerance is not None:
             graph = graph.restricted(lambda item: item.tolerance <= tolerance)
         self._graph = graph

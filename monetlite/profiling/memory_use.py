@@ -249,11 +249,17 @@ def _without_stderr() -> Iterator[None]:
             os.close(kept)
 
 
-def release_workspaces(device: str) -> None:
-    """On CUDA, free the workspaces that cuBLAS keeps for each thread, so that they are allocated anew."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        clear_cublas_workspaces()
+def release_workspaces(device: str) -> int:
+    """On CUDA, free the workspaces that cuBLAS keeps for each thread, so that they are allocated anew.
+
+    Returns their bytes; 0 on a CPU.
+    """
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    before_bytes = torch.cuda.memory_allocated()
+    clear_cublas_workspaces()
+    return before_bytes - torch.cuda.memory_allocated()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

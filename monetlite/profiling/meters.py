@@ -13,6 +13,7 @@ import torch
 
 from monetlite.core.errors import DeviceError
 from monetlite.fx.torch_internals.torch_cuda import occupy_gpu
+from monetlite.operators.cudnn import tf32_allowed
 from monetlite.profiling.memory_use import (
     high_water_growth_bytes,
     nvidia_smi,
@@ -108,8 +109,7 @@ class CudaMeter:
             raise DeviceError(
                 "device 'cuda': this machine has no GPU that torch can use; name a device to estimate"
             )
-        cache = getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0) or MAX_CACHE_BYTES
-        self._other = torch.empty(2 * cache, dtype=torch.uint8, device="cuda")
+        self._cache_bytes = getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0) or MAX_CACHE_BYTES
 
     def latency_ms(self, run: Callable[[], Any], recent: torch.Tensor | None = None) -> float:
         for _ in range(3):
@@ -120,9 +120,10 @@ class CudaMeter:
         # In a step the host is ahead of the GPU. Here the GPU is held up until the host has queued the call.
         cycles = int(GPU_CYCLES_PER_SECOND * max(MIN_SECONDS_AHEAD, 2 * (time.perf_counter() - began)))
         times: list[float] = []
+        other = self._other()  # kept no longer than this: training that goes on meanwhile has no room for it
         began = time.perf_counter()
         while len(times) < MIN_RUNS or (time.perf_counter() - began < MIN_SECONDS and len(times) < MAX_RUNS):
-            self._other.zero_()
+            other.zero_()
             _touch(recent)
             start, end = _event(), _event()
             occupy_gpu(cycles)
@@ -132,6 +133,10 @@ class CudaMeter:
             end.synchronize()
             times.append(start.elapsed_time(end))
         return statistics.median(times)
+
+    def _other(self) -> torch.Tensor:
+        """Memory that fills the cache."""
+        return torch.empty(2 * self._cache_bytes, dtype=torch.uint8, device="cuda")
 
     def host_ms(self, run: Callable[[], Any]) -> float:
         times: list[float] = []
@@ -181,6 +186,12 @@ def meter_for(device: str) -> Meter:
         DeviceError: this machine has no such device.
     """
     return CudaMeter() if device == "cuda" else CpuMeter()
+
+
+def convolves_in_tf32(device: str) -> bool:
+    """Tell whether convolutions in float32 run in TF32 there."""
+    on_gpu = device == "cuda" and torch.cuda.is_available()
+    return on_gpu and tf32_allowed() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def driver_version() -> str:

@@ -78,7 +78,11 @@ def print_report(console: Console, report: Report, most_operators: int) -> None:
         rows.append(("operators", _operators_in_words(report.operators)))
     over_bytes = report.peak_bytes - report.budget_bytes
     kept = "kept" if over_bytes <= 0 else f"EXCEEDED by {format_bytes(over_bytes)}"
-    rows += [("budget", f"{format_bytes(report.budget_bytes)}, {kept}"), ("predictions", _predictions(report))]
+    rows.append(("budget", f"{format_bytes(report.budget_bytes)}, {kept}"))
+    if report.reserves_more and not report.of_reserved and report.reserved_bytes is not None:
+        reserved = format_bytes(report.reserved_bytes)
+        rows.append(("", f"of tensors. PyTorch's allocator reserved {reserved}: solve --reserved keeps that in it"))
+    rows.append(("predictions", _predictions(report)))
     console.print(facts_table(rows))
     console.print()
     console.print(_figures(report))

@@ -43,6 +43,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
 from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
+from monetlite.profiling.memory_use import release_workspaces
 from monetlite.profiling.step_additions import with_additions
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.captured_piece import CapturedPiece
@@ -243,11 +244,13 @@ class PiecewiseTraining:
         now = time.monotonic()
         if self._record is None and self._planning is None:
             return
-        with forked_state(device_of(self._model, ())), interrupts_kept():
+        device = device_of(self._model, ())
+        with forked_state(device), interrupts_kept():
             if self._record is not None:
                 record, self._record = self._record, None
                 recorded = record.end()
                 if recorded is not None:
+                    self._resident = replace(self._resident, libraries=release_workspaces(device))
                     self._settles += self._settling
                     self._records += not self._settling
                     try:

@@ -275,25 +275,27 @@ def test_figures_are_judged_where_that_is_asked_for(measured):
     assert "measured on another" in reason.message
 
 
-def test_what_the_allocator_reserves_is_held_to_the_budget_too(measured):
+def test_what_the_allocator_reserves_is_held_to_a_budget_of_reserved_memory(measured):
     report, _ = measured
     budget_bytes = report.peak_bytes + 1000
-    for reserved_bytes, limits, failing in (
-        (budget_bytes, VerificationLimits(), []),
-        (budget_bytes + 1, VerificationLimits(), ["reserved"]),
-        (budget_bytes + 1, VerificationLimits(budget=False), []),
+    for reserved_bytes, limits, of_reserved, failing in (
+        (budget_bytes, VerificationLimits(), True, []),
+        (budget_bytes + 1, VerificationLimits(), True, ["reserved"]),
+        (budget_bytes + 1, VerificationLimits(budget=False), True, []),
+        (budget_bytes + 1, VerificationLimits(), False, []),
     ):
         judged = replace(
             report,
             budget_bytes=budget_bytes,
             reserved_bytes=reserved_bytes,
             plain_reserved_bytes=2 * reserved_bytes,
+            of_reserved=of_reserved,
             limits=limits,
         )
         assert [reason.check for reason in judged.reasons] == failing
         for reason in judged.reasons:
             assert (reason.measured, reason.allowed) == (reserved_bytes, budget_bytes)
-            assert "limit_reserved" in reason.message
+            assert "though it was limited" in reason.message
     facts = report_facts(judged)
     assert (facts["reserved_bytes"], facts["plain_reserved_bytes"]) == (budget_bytes + 1, 2 * (budget_bytes + 1))
     console = Console(file=io.StringIO(), width=80)
@@ -301,6 +303,7 @@ def test_what_the_allocator_reserves_is_held_to_the_budget_too(measured):
     rows = [line.split() for line in console.file.getvalue().splitlines()]
     (at,) = (number for number, row in enumerate(rows) if row[:1] == ["reserved"])
     assert [rows[at][0], rows[at + 1][0]] == ["reserved", "plain"]
+    assert "--reserved keeps that in it" in " ".join(console.file.getvalue().split())
     assert report_facts(report)["reserved_bytes"] is None
 
 

@@ -366,12 +366,16 @@ def test_a_gpu_is_timed_with_cold_operands_and_the_host_ahead(monkeypatch):
         def zero_(self):
             did.append("flush")
 
-    meter._other = Scratch()
+        def __del__(self):
+            did.append("free")
+
+    meter._other = Scratch
     monkeypatch.setattr(meters, "_event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append("hold") if cycles >= 100_000 else None)
     assert meter.latency_ms(lambda: did.append("call")) == 2.0
     assert did[:4] == ["call"] * 4
+    assert did.pop() == "free", "a training step beside it has no room for that"
     turns = [did[at : at + 6] for at in range(4, len(did), 6)]
     assert len(turns) >= meters.MIN_RUNS
     assert all(turn == ["flush", "hold", "event", "call", "event", "wait"] for turn in turns)

@@ -5,7 +5,7 @@ work by the plan of a name. Both need the optional package nvidia-cudnn-frontend
 implementations of plans, and `with_named_plans` of those that a schedule names.
 """
 
-from monetlite.operators.cudnn.convolution_parts import PREFIX
+from monetlite.operators.cudnn.convolution_parts import PREFIX, tf32_allowed
 from monetlite.operators.cudnn.execution_plans import enumerate_plans, find_plan, forget_plans, run
 from monetlite.operators.cudnn.library import available, problem, properties_json
 from monetlite.operators.cudnn.offers import offer_plans, with_named_plans
@@ -20,5 +20,6 @@ __all__ = [
     "problem",
     "properties_json",
     "run",
+    "tf32_allowed",
     "with_named_plans",
 ]

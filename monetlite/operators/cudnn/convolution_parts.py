@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef, TensorSpec
+from monetlite.operators.convolution import TF32_TOLERANCE
 from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
 from monetlite.operators.cudnn.execution_plans import PlannedWork
 from monetlite.operators.cudnn.work import DTYPES, MADE, OPERANDS, ConvolutionWork, Layout, Role
@@ -24,8 +25,6 @@ MAX_PLANNED = 2**14
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 """Tolerances of plans by dtype. float32: sums in another order. Half precision: the sums are in float32 and
 rounded once, so they differ by one step of the dtype, which is 2⁻¹⁰ or 2⁻⁷ of a number at most."""
-TF32_TOLERANCE = 2e-3
-"""Tolerance with TF32: either of the default and the plan may round both factors of every product to 10 bits."""
 
 _ROLES: dict[tuple[bool, ...], Role] = {
     (): "forward",
@@ -108,7 +107,7 @@ def part_of(graph: OperatorGraph, operator: Operator, layouts: Mapping[str, Tens
         padding=call.padding,
         dilation=call.dilation,
         groups=call.groups,
-        tf32=call.image.spec.dtype == "float32" and _tf32_allowed(),
+        tf32=call.image.spec.dtype == "float32" and tf32_allowed(),
         deterministic=torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
     )
     third = {"forward": call.bias, "input_gradient": None, "weight_gradient": call.wanted[-1:] == (True,)}[role]
@@ -116,7 +115,8 @@ def part_of(graph: OperatorGraph, operator: Operator, layouts: Mapping[str, Tens
     return part if work.plannable else None
 
 
-def _tf32_allowed() -> bool:
+def tf32_allowed() -> bool:
+    """Tell whether torch's settings let cuDNN round the factors of float32 convolutions."""
     # Where it was set by this name, reading it by the older one, allow_tf32, is an error.
     precision: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]  # made at import
     return precision == "tf32"

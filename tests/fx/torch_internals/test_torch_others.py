@@ -164,6 +164,7 @@ def test_leaves_come_in_the_order_of_containers() -> None:
 
 @on_gpu
 def test_the_allocator_takes_settings_at_any_time() -> None:
+    torch.cuda.empty_cache()  # a block that is free there would serve
     torch_cuda.set_allocator_settings("expandable_segments:True")
     try:
         tensor = torch.empty(2**20, device="cuda")
