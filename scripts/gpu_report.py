@@ -89,7 +89,7 @@ SHARES = (0.5,)
 AGAIN, NEW_PROCESS = 75, 76
 """Exit codes: there is more to do, in another call; at once, in another process."""
 PARTS = {"a": [name for name in SUBJECTS if name != "llama"], "b": list(SUBJECTS), "c": ["llama"]}
-"""Models of each part; in c the ways of a and b, for tokens a second."""
+"""Models of each part, by default; in c the ways of a and b, for tokens a second."""
 
 
 def in_processes(args: argparse.Namespace, jobs: Sequence[tuple[str, str]]) -> int:
@@ -175,8 +175,8 @@ def measure(args: argparse.Namespace) -> int:
     jobs = [
         (part, name)
         for part in args.part or ("a", "c", "b")
-        for name in PARTS[part]
-        if (not args.model or name in args.model) and next(schedules_of(args, name), None)
+        for name in args.model or PARTS[part]
+        if next(schedules_of(args, name), None)
     ]
     if not jobs:
         say(f"no schedules of these models in {args.schedules}: `solve` makes them")

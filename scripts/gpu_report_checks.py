@@ -59,7 +59,7 @@ def checked(run: PeerRun, plain: PeerRun, promised: tuple[str, Schedule] | None,
             most = max(SAME_GRADIENTS, REPEATED * (plain.gradient_difference or 0.0))
             check("gradients off by", run.gradient_difference, most)
         check("peak within the budget, bytes", run.peak_bytes, budget_bytes)
-        if run.reserved_bytes is not None:
+        if run.reserved_bytes is not None and schedule.reserved_bytes is not None:
             check(
                 "reserved within 3% of the limit, bytes", run.reserved_bytes, budget_bytes * (1 + RESERVED_WITHIN)
             )

@@ -14,7 +14,7 @@ import yaml
 from monetlite.core.errors import DeviceError
 
 CUBLAS_WORKSPACE_BYTES, CUBLAS_WORKSPACE_BYTES_OF_9 = 8519680, 2**25
-"""Memory that torch gives cuBLAS for each thread that multiplies matrices: before compute capability 9.0, and since."""
+"""Memory that torch gives cuBLAS for each thread that multiplies matrices, before Hopper and since."""
 CONTEXT_BYTES = 5 * 10**8
 """Memory of a CUDA context: a guess. It differs between GPUs, and between versions of CUDA."""
 

@@ -249,17 +249,25 @@ def _without_stderr() -> Iterator[None]:
             os.close(kept)
 
 
-def release_workspaces(device: str) -> int:
-    """On CUDA, free the workspaces that cuBLAS keeps for each thread, so that they are allocated anew.
+def release_workspaces(device: str) -> None:
+    """On CUDA, free the workspaces that cuBLAS keeps for each thread, so that they are allocated anew."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        clear_cublas_workspaces()
 
-    Returns their bytes; 0 on a CPU.
-    """
+
+def workspaces_bytes(device: str) -> int:
+    """Bytes that cuBLAS keeps for the threads of a training step's two parts, which then are there; 0 on a CPU."""
     if device != "cuda":
         return 0
-    torch.cuda.synchronize()
+    release_workspaces(device)
     before_bytes = torch.cuda.memory_allocated()
-    clear_cublas_workspaces()
-    return before_bytes - torch.cuda.memory_allocated()
+    with torch.enable_grad():
+        factor = torch.ones(1, 1, device=device, requires_grad=True)
+        (factor @ factor).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+    torch.cuda.synchronize()
+    del factor
+    return max(0, torch.cuda.memory_allocated() - before_bytes)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -43,7 +43,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
 from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
-from monetlite.profiling.memory_use import release_workspaces
+from monetlite.profiling.memory_use import workspaces_bytes
 from monetlite.profiling.step_additions import with_additions
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.captured_piece import CapturedPiece
@@ -226,13 +226,14 @@ class PiecewiseTraining:
         return self._plan.steps.get(found)
 
     def _begin_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = tensors_in_order(self._model, args, kwargs)
+        tensors, device = tensors_in_order(self._model, args, kwargs), device_of(self._model, (args, kwargs))
+        libraries = workspaces_bytes(device)
         try:
-            self._record = StepRecord(device_of(self._model, (args, kwargs)), self._model.parameters())
+            self._record = StepRecord(device, self._model.parameters())
         except RuntimeError:  # somebody else profiles: at another step
             return
         self._wanted = False
-        self._resident = resident_bytes(self._model, tensors)
+        self._resident = replace(resident_bytes(self._model, tensors), libraries=libraries)
         self._inputs = [spec_of(tensor) for tensor in tensors]
 
     def _watch(self, piece: CapturedPiece, what: str) -> None:
@@ -244,13 +245,11 @@ class PiecewiseTraining:
         now = time.monotonic()
         if self._record is None and self._planning is None:
             return
-        device = device_of(self._model, ())
-        with forked_state(device), interrupts_kept():
+        with forked_state(device_of(self._model, ())), interrupts_kept():
             if self._record is not None:
                 record, self._record = self._record, None
                 recorded = record.end()
                 if recorded is not None:
-                    self._resident = replace(self._resident, libraries=release_workspaces(device))
                     self._settles += self._settling
                     self._records += not self._settling
                     try:

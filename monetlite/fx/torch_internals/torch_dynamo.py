@@ -89,18 +89,23 @@ def messages_left_out() -> AbstractContextManager[None]:
 
 
 def calls_changed(
-    results: Mapping[Callable[..., Any], object], leave_out: Collection[Callable[..., Any]]
+    results: Mapping[Callable[..., Any], object],
+    leave_out: Collection[Callable[..., Any]],
+    false_of_none: Collection[Callable[..., Any]] = (),
 ) -> AbstractContextManager[None]:
     """Change what captures see of calls of some functions, for the time of a block.
 
     Args:
         results: for functions, what each call of them returns: a constant.
         leave_out: functions that take None in place of a tensor of one element, repeated along every dimension.
+        false_of_none: functions that return False of None.
     """
 
     def call(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
         if self.fn in results:
             return ConstantVariable.create(results[self.fn])
+        if self.fn in false_of_none and len(args) == 1 and args[0].is_constant_none():
+            return ConstantVariable.create(False)
         if self.fn in leave_out:
             args = [_unless_repeated(item) for item in args]
             kwargs = {name: _unless_repeated(item) for name, item in kwargs.items()}

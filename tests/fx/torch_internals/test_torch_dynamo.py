@@ -234,6 +234,20 @@ def looks(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return scales(x if found is None else x + found, by.to(torch.float64))
 
 
+def traces(x: torch.Tensor | None) -> bool:
+    return torch.compiler.is_compiling()
+
+
+def asks(x: torch.Tensor) -> torch.Tensor:
+    return x if traces(None) else x + int(traces(x))
+
+
+def test_a_function_says_false_of_none() -> None:
+    x = torch.ones(2)
+    with torch_dynamo.calls_changed({}, [], [traces]):
+        assert torch.equal(torch.compile(asks, backend=Graphs(), fullgraph=True)(x), x + 1)
+
+
 def test_results_are_known_and_repeated_elements_left_out() -> None:
     graphs, x = Graphs(), torch.ones(2, 3)
     by = torch.tensor(2).expand(2, 3)
