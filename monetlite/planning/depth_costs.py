@@ -232,6 +232,7 @@ class _Deepening:
                 )
             )
             costs.append(self.traced.costs[at])
+        resident = replace(resident, libraries=self.graph.resident.libraries)
         graph = replace(self.graph, operators=tuple(operators), values=tuple(values), resident=resident)
         return _handed_over(replace(self.traced, graph=graph, costs=tuple(costs)))
 

@@ -420,30 +420,14 @@ def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False, rou
     with _callable(measured.call, meter.device, fractions=fractions) as (call, recent):
         if is_compiled(measured.call.target):
             call()  # compiles, and tunes with memory of its own
-        timed = _Timed(call, meter)
-        growth_bytes = meter.growth_bytes(timed)
-        if rough and len(timed.ms) < 2:
-            timed()  # without what the first run has to load
-        latency_ms = min(timed.ms) if rough else meter.latency_ms(call, recent)
+        taken_ms: list[float] = []
+        growth_bytes = meter.growth_bytes(lambda: taken_ms.append(meter.once_ms(call)))
+        if rough and len(taken_ms) < 2:
+            taken_ms.append(meter.once_ms(call))  # without what the first run has to load
+        latency_ms = min(taken_ms) if rough else meter.latency_ms(call, recent)
         host_ms = 0.0 if rough else meter.host_ms(call)
         workspace_bytes = max(0, growth_bytes - measured.result_bytes)
         return Cost(latency_ms=latency_ms, workspace_bytes=workspace_bytes, host_ms=host_ms)
-
-
-class _Timed:
-    """A call that notes how long its runs take."""
-
-    def __init__(self, call: Callable[[], object], meter: Meter) -> None:
-        self._call, self._meter = call, meter
-        self.ms: list[float] = []
-
-    def __call__(self) -> object:
-        began = time.perf_counter()
-        result = self._call()
-        if self._meter.device == "cuda":
-            torch.cuda.synchronize()
-        self.ms.append(1e3 * (time.perf_counter() - began))
-        return result
 
 
 @contextlib.contextmanager

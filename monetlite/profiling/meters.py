@@ -67,6 +67,12 @@ class CpuMeter:
                 undisturbed.append(taken)
         return statistics.median(undisturbed or times) * 1000
 
+    def once_ms(self, run: Callable[[], Any]) -> float:
+        """Latency of one run, in ms."""
+        began = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - began)
+
     def host_ms(self, run: Callable[[], Any]) -> float:
         """Median time in which a call is handed to the device, in ms; 0 on the CPU, which does it itself."""
         return 0.0
@@ -133,6 +139,16 @@ class CudaMeter:
             end.synchronize()
             times.append(start.elapsed_time(end))
         return statistics.median(times)
+
+    def once_ms(self, run: Callable[[], Any]) -> float:
+        start, end = _event(), _event()
+        occupy_gpu(int(GPU_CYCLES_PER_SECOND * MIN_SECONDS_AHEAD))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        taken: float = start.elapsed_time(end)
+        return taken
 
     def _other(self) -> torch.Tensor:
         """Memory that fills the cache."""

@@ -373,6 +373,9 @@ def test_a_gpu_is_timed_with_cold_operands_and_the_host_ahead(monkeypatch):
     monkeypatch.setattr(meters, "_event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append("hold") if cycles >= 100_000 else None)
+    assert meter.once_ms(lambda: did.append("call")) == 2.0
+    assert did == ["hold", "event", "call", "event", "wait"]
+    did.clear()
     assert meter.latency_ms(lambda: did.append("call")) == 2.0
     assert did[:4] == ["call"] * 4
     assert did.pop() == "free", "a training step beside it has no room for that"
