@@ -180,13 +180,13 @@ def llama(small: bool) -> Built:
 SUBJECTS = {
     "resnet50": Subject(build=built_in("resnet50"), published=(3.22, 4.68, 5.56, 7.28, 9.31, 11.95)),
     "googlenet": Subject(build=built_in("googlenet"), published=(7.13, 7.87, 8.44, 9.71, 12.14, 15.77)),
-    "unet": Subject(build=built_in("unet"), published=(-4.10, -2.07, -0.09, 1.39, 4.95, 11.51), tolerance=1e-5),
+    "unet": Subject(build=built_in("unet"), published=(-4.10, -2.07, -0.09, 1.39, 4.95, 11.51), tolerance=2e-3),
     "mobilenet_v2": Subject(build=built_in("mobilenet_v2"), published=(2.40, 3.10, 4.77, 5.53, 7.55, 8.72)),
     "vgg16": Subject(
         build=built_in("vgg16"),
         budgets=("9.71GB", "8.99GB", "8.11GB", "7.3GB", "6.4GB", "5.51GB"),
         published=(-5.30, -4.64, -2.18, 1.99, 5.44, 9.11),
-        tolerance=1e-5,
+        tolerance=2e-3,
     ),
     "gpt": Subject(build=gpt, budgets=PERCENT),
     "vit": Subject(build=vit, budgets=PERCENT),
