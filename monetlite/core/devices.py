@@ -1,6 +1,7 @@
 """Named devices: what their vendors say they can do, and what fraction of it real kernels reach."""
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ import yaml
 from monetlite.core.errors import DeviceError
 
 CUBLAS_WORKSPACE_BYTES, CUBLAS_WORKSPACE_BYTES_OF_9 = 8519680, 2**25
-"""Memory that torch gives cuBLAS for each thread that multiplies matrices, before Hopper and since."""
+"""Memory that torch gives cuBLAS for each thread that multiplies matrices, before Hopper and since.
+
+`CUBLAS_WORKSPACE_CONFIG` says otherwise: `:SIZE:COUNT`, of so many KiB, any number of times.
+"""
 CONTEXT_BYTES = 5 * 10**8
 """Memory of a CUDA context: a guess. It differs between GPUs, and between versions of CUDA."""
 
@@ -64,7 +68,10 @@ class Device:
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """Memory that cuBLAS keeps for each thread that multiplies matrices, by torch's defaults."""
+        """Memory that cuBLAS keeps for each thread that multiplies matrices, by torch's rules."""
+        parts = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        if parts:
+            return sum(1024 * int(size) * int(count) for size, count in parts)
         return CUBLAS_WORKSPACE_BYTES_OF_9 if self.compute_capability >= (9, 0) else CUBLAS_WORKSPACE_BYTES
 
     @property

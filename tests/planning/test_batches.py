@@ -12,7 +12,6 @@ from torch import nn, randn
 
 import monetlite
 from monetlite.allocator import reserve
-from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, InfeasibleBudget, ModelError
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
@@ -43,10 +42,6 @@ def test_the_limit_is_found_whatever_is_guessed(limit, step, start, guess):
     assert all(batch % step == 0 and batch > 0 for batch in asked)
 
 
-LIBRARIES_BYTES = 2 * find_device("rtx-3090").cublas_workspace_bytes
-BUDGET_BYTES = LIBRARIES_BYTES + 8_000_000
-
-
 def network():
     layers = [module for _ in range(4) for module in (nn.Linear(256, 256), nn.Tanh())]
     return nn.Sequential(*layers)
@@ -68,7 +63,7 @@ def needs(batch):
 
 @pytest.mark.parametrize("first", [1, 700])
 def test_brute_force_agrees(first):
-    budget_bytes = BUDGET_BYTES
+    budget_bytes = 8_000_000
     found = largest_batch(price, budget_bytes, SolvingOptions(time_limit=2), first=first)
     assert needs(found.largest)[1] <= budget_bytes < needs(found.largest + 1)[1]
     assert needs(found.plain_largest)[0] <= budget_bytes < needs(found.plain_largest + 1)[0]
@@ -86,9 +81,9 @@ def test_brute_force_agrees(first):
 
 
 def test_multiples_only():
-    found = largest_batch(price, BUDGET_BYTES, SolvingOptions(time_limit=1), first=8, step=8)
+    found = largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=8, step=8)
     assert all(point.batch % 8 == 0 for point in found.points)
-    assert needs(found.largest + 8)[1] > BUDGET_BYTES
+    assert needs(found.largest + 8)[1] > 8_000_000
 
 
 @pytest.mark.parametrize("first", [32, 5000])
@@ -99,7 +94,7 @@ def test_few_batches_are_traced_and_the_answer_is_dense(first):
         traced.append(batch)
         return price(batch)
 
-    found = largest_batch(counted, BUDGET_BYTES, SolvingOptions(time_limit=1), first=first)
+    found = largest_batch(counted, 8_000_000, SolvingOptions(time_limit=1), first=first)
     assert len(traced) == len(set(traced)) <= 6
     assert {found.largest, found.largest + 1} <= set(traced)
     assert found.proven_impossible == found.largest + 1
@@ -139,8 +134,8 @@ def test_what_is_not_in_proportion_to_the_batch_is_traced():
 
 
 def test_where_to_begin_is_only_that():
-    assert largest_batch(price, BUDGET_BYTES, SolvingOptions(time_limit=1), first=10**9).largest == (
-        largest_batch(price, BUDGET_BYTES, SolvingOptions(time_limit=1), first=700).largest
+    assert largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=10**9).largest == (
+        largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=700).largest
     )
 
 
@@ -170,10 +165,10 @@ class TestCommand:
         (work_folder / "own.py").write_text(OWN)
 
     def test_a_table_and_json(self):
-        budget = ("--budget", str(BUDGET_BYTES), "--multiple-of", "64")
+        budget = ("--budget", "8MB", "--multiple-of", "64")
         result = commands.run(*self.ARGUMENTS, *budget)
         assert result.exit_code == 0, result.output
-        assert "own.py:build within 25 MB: batch" in result.output
+        assert "own.py:build within 8 MB: batch" in result.output
         assert "estimated for rtx-3090" in result.output
         assert "monetlite solve --model own.py:build --batch" in result.output
         facts = json.loads(commands.run(*self.ARGUMENTS, *budget, "--json", "--batch", "64").stdout)
@@ -190,7 +185,7 @@ class TestCommand:
 
 def test_a_budget_of_reserved_memory():
     """Every batch that is shown runs within it; fewer fit than by peaks."""
-    budget_bytes = LIBRARIES_BYTES + 60 * 10**6
+    budget_bytes = 60 * 10**6
 
     @functools.cache
     def wide(batch):
@@ -224,7 +219,7 @@ def test_nothing_is_reserved_on_a_cpu():
     with pytest.raises(DeviceError, match="--reserved"):
         largest_batch(
             on_the_cpu,
-            BUDGET_BYTES,
+            8_000_000,
             first=8,
             options=SolvingOptions(reserved=True, time_limit=1),
         )

@@ -18,7 +18,7 @@ from monetlite.planning.solving_process import BETTER, SolvingProcess
 @pytest.fixture(scope="module")
 def profile() -> Profile:
     layers = [layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32))]
-    return monetlite.profile(monetlite.trace(nn.Sequential(*layers), (torch.randn(2**16, 32),)), "rtx-3090")
+    return monetlite.profile(monetlite.trace(nn.Sequential(*layers), (torch.randn(64, 32),)), "rtx-3090")
 
 
 def everything(process: SolvingProcess) -> list[Schedule]:

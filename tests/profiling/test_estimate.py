@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import monetlite
 from monetlite.core.costs import Cost, ProfileKind
 from monetlite.core.devices import Efficiency, find_device
 from monetlite.core.errors import DeviceError
@@ -361,3 +362,36 @@ def test_a_traced_model_has_finite_costs_everywhere():
     costs = [cost for row in profile.costs for cost in row]
     assert len(costs) >= len(graph.operators) > 60
     assert all(0 <= cost.latency_ms < 10 and cost.workspace_bytes >= 0 for cost in costs)
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "each_bytes"),
+    [
+        ("rtx-3090", None, 8519680),
+        ("h200", None, 2**25),
+        ("h200", ":4096:8", 2**25),
+        ("rtx-3090", ":4096:2:16:8", 8519680),
+        ("rtx-3090", ":0:0", 0),
+    ],
+)
+def test_what_cublas_keeps_counts_for_each_part_of_a_step(device, config, each_bytes, monkeypatch):
+    if config is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    else:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    for layers, parts in (
+        ([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], 2),
+        ([nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 2, 1), nn.ReLU()], 0),
+    ):
+        profile = monetlite.profile(monetlite.trace(nn.Sequential(*layers), torch.randn(4, 8)), device)
+        assert profile.graph.resident.libraries == parts * each_bytes
+
+
+@pytest.mark.parametrize(("device", "tolerance"), [("p100", 1e-5), ("rtx-3090", 2e-3)])
+def test_another_way_to_convolve_may_round_otherwise_in_tf32(device, tolerance):
+    graph = monetlite.trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(8, 3, 8, 8))
+    profile = monetlite.profile(graph, device)
+    ways = [
+        item for operator in profile.graph.operators for item in operator.implementations if "chunks" in item.name
+    ]
+    assert {item.tolerance for item in ways} == {tolerance}
