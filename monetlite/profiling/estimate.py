@@ -12,6 +12,7 @@ import torch
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.devices import Device, find_device
 from monetlite.core.graph import Argument, Call, Implementation, OperatorGraph, Phase, TensorRef
+from monetlite.fx.torch_internals.torch_dispatch import named_operator, schema_of
 from monetlite.operators.convolution import in_tf32
 from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
 from monetlite.operators.implementations import find_function, tensor_at
@@ -202,7 +203,16 @@ def _operations(call: Call) -> int | None:
     if formula is None:
         return None
     shapes = [argument.spec.shape if isinstance(argument, TensorRef) else argument for argument in call.args]
-    return int(formula(*shapes))
+    return int(formula(*shapes)) // (2 if _is_causal(call) else 1)
+
+
+def _is_causal(call: Call) -> bool:
+    """Tell whether a call is attention to what came before, whose kernels leave out half of the products."""
+    if not family_of(call.target).startswith("attention"):
+        return False
+    names = [argument.name for argument in schema_of(named_operator(call.target)).arguments]
+    given = dict(call.kwargs) | dict(zip(names, call.args, strict=False))
+    return given.get("is_causal", False) is True
 
 
 def _matrix_product(call: Call, device: Device, dtype: str, operations: int, written_bytes: int) -> Cost:

@@ -90,7 +90,7 @@ def masks_of_plain_training(
     if (exporting := getattr(masking, "is_torchdynamo_exporting", None)) is not None:
         results[exporting] = False  # TorchDynamo says True in any capture in torch 2.11
     leave_out = [function for name in _LEAVE_OUT if (function := getattr(masking, name, None)) is not None]
-    # Before transformers 5.2x, a capture without a mask makes one as well.
+    # Older versions (5.17, say) ask that without a mask, too.
     traced = [function] if (function := getattr(masking, "is_tracing", None)) is not None else []
     return calls_changed(results, leave_out, traced)
 

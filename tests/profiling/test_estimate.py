@@ -395,3 +395,32 @@ def test_another_way_to_convolve_may_round_otherwise_in_tf32(device, tolerance):
         item for operator in profile.graph.operators for item in operator.implementations if "chunks" in item.name
     ]
     assert {item.tolerance for item in ways} == {tolerance}
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_causal_attention_multiplies_half_as_much(name):
+    """Forward and backward, by each kernel that a GPU has."""
+
+    class Attention(nn.Module):
+        def __init__(self, causal):
+            super().__init__()
+            self.causal = causal
+
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=self.causal)
+
+    dtype, device = {
+        "flash": (torch.bfloat16, "a100-40gb"),
+        "efficient": (torch.float32, "a100-40gb"),
+        "cudnn": (torch.bfloat16, "h200"),
+    }[name]
+    operations = []
+    for causal in (False, True):
+        x = torch.randn(2, 4, 64, 64, dtype=dtype, requires_grad=True)
+        graph = monetlite.trace(Attention(causal), x, device=device)
+        calls = [item.call for operator in graph.operators for item in operator.implementations[:1] if item.call]
+        found = [call for call in calls if "attention" in call.target]
+        assert len(found) == 2
+        assert all(name in call.target for call in found)
+        operations.append([estimate._operations(call) for call in found])
+    assert operations[0] == [2 * size for size in operations[1]]
