@@ -26,11 +26,7 @@ for folder in (Path(__file__).parent, Path(__file__).parent / "solving"):
 
 
 def pytest_configure():
-    """Give cuBLAS no workspace on paper, which is larger than the steps of small models, and hear Ctrl-C.
-
-    Jobs in the background ignore it; tests press it, here and in processes that they start.
-    """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+    """Hear Ctrl-C, which jobs in the background ignore: tests press it, here and in processes that they start."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

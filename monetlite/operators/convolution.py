@@ -41,8 +41,6 @@ from monetlite.operators.strides import is_channels_last, is_contiguous, suggest
 
 TOLERANCE = 1e-5
 """Of sums in float32 in another order, as a fraction of the largest sum of the terms' magnitudes."""
-
-
 TF32_TOLERANCE = 2e-3
 """With TF32: either of two algorithms may round both factors of every product to 10 bits."""
 
@@ -53,6 +51,8 @@ def in_tf32(graph: OperatorGraph) -> OperatorGraph:
     def rounded(operator: Operator) -> Operator:
         call = operator.implementations[0].call
         if call is None or call.target not in (FORWARD, BACKWARD):
+            return operator
+        if ConvolutionCall.of(call).image.spec.dtype != "float32":
             return operator
         ways = (
             replace(item, tolerance=max(item.tolerance, TF32_TOLERANCE)) if item.tolerance else item

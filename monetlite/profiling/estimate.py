@@ -12,6 +12,8 @@ import torch
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.devices import Device, find_device
 from monetlite.core.graph import Argument, Call, Implementation, OperatorGraph, Phase, TensorRef
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import plain_steps
 from monetlite.fx.torch_internals.torch_dispatch import named_operator, schema_of
 from monetlite.operators.convolution import in_tf32
 from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
@@ -19,6 +21,9 @@ from monetlite.operators.implementations import find_function, tensor_at
 from monetlite.operators.traits import family_of, operation_formula, traits_of
 from monetlite.profiling import roofline
 from monetlite.profiling.roofline import Convolution
+
+LEAST_BESIDE_CUBLAS_BYTES = 10**9
+"""Plain peak from which on a step is estimated with what cuBLAS keeps. Of a small step it would be the most."""
 
 
 def estimate_profile(graph: OperatorGraph, device_name: str) -> Profile:
@@ -58,14 +63,17 @@ def estimate_profile(graph: OperatorGraph, device_name: str) -> Profile:
         "float32 matmuls": "fp32",
         "torch": torch.__version__,
     }
-    libraries = len(phases_on_cublas(graph)) * device.cublas_workspace_bytes
-    return Profile(
-        graph=replace(graph, resident=replace(graph.resident, libraries=libraries)),
+    profile = Profile(
+        graph=graph,
         device=device.name,
         kind=ProfileKind.ESTIMATED,
         costs=tuple(tuple(map(cost_of, operator.implementations)) for operator in graph.operators),
         environment=environment,
     )
+    if simulate(profile, plain_steps(graph)).peak_bytes < LEAST_BESIDE_CUBLAS_BYTES:
+        return profile
+    libraries = len(phases_on_cublas(graph)) * device.cublas_workspace_bytes
+    return replace(profile, graph=replace(graph, resident=replace(graph.resident, libraries=libraries)))
 
 
 def phases_on_cublas(graph: OperatorGraph) -> set[Phase]:

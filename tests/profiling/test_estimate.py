@@ -379,12 +379,15 @@ def test_what_cublas_keeps_counts_for_each_part_of_a_step(device, config, each_b
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     else:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
-    for layers, parts in (
-        ([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], 2),
-        ([nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 2, 1), nn.ReLU()], 0),
+    linear, convolution = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], [nn.Conv1d(8, 8, 1), nn.ReLU()]
+    for layers, shape, parts in (
+        (linear, (2**24, 8), 2),
+        (convolution, (2**20, 8, 16), 0),
+        (linear, (2**10, 8), 0),  # of a small step it would be the most
     ):
-        profile = monetlite.profile(monetlite.trace(nn.Sequential(*layers), torch.randn(4, 8)), device)
-        assert profile.graph.resident.libraries == parts * each_bytes
+        model = nn.Sequential(*layers).to("meta")
+        graph = monetlite.trace(model, torch.empty(shape, device="meta"), device=device)
+        assert monetlite.profile(graph, device).graph.resident.libraries == parts * each_bytes
 
 
 @pytest.mark.parametrize(("device", "tolerance"), [("p100", 1e-5), ("rtx-3090", 2e-3)])

@@ -28,12 +28,6 @@ LIKE_OTHERS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _cublas_as_usual(monkeypatch):
-    """Shipped schedules count its workspace."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-
-
 def test_every_file_follows_the_schema_and_has_its_name():
     folder = shipped().folder
     for entry in ENTRIES:
