@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from monetlite.core.costs import Cost, Profile
+from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import DELIVERY, Implementation, Operator, Resident, Value
 from monetlite.models.equal_layers import EqualLayers
 from monetlite.planning.batch_costs import Unlike
+from monetlite.profiling.estimate import beside_cublas
 from monetlite.tracing.graph_builder import least_delivery
 from monetlite.tracing.names import UniqueNames
 
@@ -38,7 +39,8 @@ def at_full_depth(profile: Profile, layers: EqualLayers, resident: Resident) -> 
     Raises:
         Unlike: the layers do not repeat as they should.
     """
-    return _Deepening(profile, layers).profile(resident)
+    found = _Deepening(profile, layers).profile(resident)
+    return beside_cublas(found, profile.graph) if profile.kind is ProfileKind.ESTIMATED else found
 
 
 class _Deepening:

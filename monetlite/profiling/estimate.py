@@ -11,7 +11,7 @@ import torch
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.devices import Device, find_device
-from monetlite.core.graph import Argument, Call, Implementation, OperatorGraph, Phase, TensorRef
+from monetlite.core.graph import Argument, Call, Implementation, OperatorGraph, TensorRef
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.fx.torch_internals.torch_dispatch import named_operator, schema_of
@@ -70,19 +70,26 @@ def estimate_profile(graph: OperatorGraph, device_name: str) -> Profile:
         costs=tuple(tuple(map(cost_of, operator.implementations)) for operator in graph.operators),
         environment=environment,
     )
+    return beside_cublas(profile, graph)
+
+
+def beside_cublas(profile: Profile, traced: OperatorGraph) -> Profile:
+    """Count what cuBLAS keeps: a workspace for each part of a step that multiplies matrices, as each has a thread.
+
+    Args:
+        profile: estimated.
+        traced: a graph with calls of the operators that it has.
+    """
+    graph = profile.graph
     if simulate(profile, plain_steps(graph)).peak_bytes < LEAST_BESIDE_CUBLAS_BYTES:
         return profile
-    libraries = len(phases_on_cublas(graph)) * device.cublas_workspace_bytes
-    return replace(profile, graph=replace(graph, resident=replace(graph.resident, libraries=libraries)))
-
-
-def phases_on_cublas(graph: OperatorGraph) -> set[Phase]:
-    """The parts of a step that multiply matrices. Each runs in a thread of its own, with its workspace."""
-    return {
+    phases = {
         operator.phase
-        for operator in graph.operators
+        for operator in traced.operators
         if (call := operator.implementations[0].call) and traits_of(call.target).runs_on_cublas
     }
+    libraries = len(phases) * find_device(profile.device).cublas_workspace_bytes
+    return replace(profile, graph=replace(graph, resident=replace(graph.resident, libraries=libraries)))
 
 
 def attention_problem(graph: OperatorGraph, device_name: str) -> str:

@@ -20,6 +20,7 @@ from monetlite.planning.batch_costs import Unlike
 from monetlite.planning.depth_costs import at_full_depth
 from monetlite.planning.model_steps import ModelSteps
 from monetlite.planning.pipeline import price
+from monetlite.profiling import estimate
 from monetlite.profiling.step_additions import with_additions
 from monetlite.tracing import trace, trace_layouts
 from monetlite.tracing.step_inputs import resident_bytes, split_inputs, tensors_in_order
@@ -47,6 +48,20 @@ def built(request, tmp_path):
     model_type = kind.partition("+")[0]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **MODELS[kind][0]}))
     return build_model(f"hf:{tmp_path}{kind[len(model_type) :]}", batch=2, sequence_length=32, meta=True)
+
+
+@pytest.mark.parametrize("built", ["gpt2"], indirect=True)
+def test_what_cublas_keeps_counts_where_only_all_layers_are_a_large_step(built, monkeypatch):
+    layers, inputs = find_equal_layers(built.model), built.example_inputs
+    resident = resident_bytes(built.model, tensors_in_order(built.model, *split_inputs(inputs)))
+    whole = price(trace(built.model, inputs, device="rtx-4090"), PRICING)
+    peak_bytes = simulate(whole, plain_steps(whole.graph)).peak_bytes
+    monkeypatch.setattr(estimate, "LEAST_BESIDE_CUBLAS_BYTES", peak_bytes)
+    shorten(built.model, layers)
+    (few,) = trace_layouts(built.model, inputs, ["as_traced"], device="rtx-4090", each_gradient=True)
+    assert price(few, PRICING).graph.resident.libraries == 0
+    found = at_full_depth(price(few, PRICING), layers, resident)
+    assert found.graph.resident.libraries == 2 * find_device("rtx-4090").cublas_workspace_bytes
 
 
 @pytest.mark.parametrize("built", often(MODELS, "gpt2"), indirect=True)
