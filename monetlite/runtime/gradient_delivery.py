@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from monetlite.core.errors import ModelError
 from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent
+from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.backward_parts import RUN, deferred, laid_out, results_by_part
 from monetlite.runtime.unused_outputs import UnusedOutputs
@@ -87,7 +88,8 @@ class Version:
         self.number = number
         self.limits: tuple[int, ...] = ()
         self.order = order
-        self.saved = torch.tensor([number])
+        with without_modes():  # of a capture, whose fake tensor would be read as slowly as one
+            self.saved = torch.tensor([number])
         self.forward: Boxed | None = None
         self.backward: Boxed | None = None
 

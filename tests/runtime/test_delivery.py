@@ -305,3 +305,15 @@ def test_deliveries_are_as_many_as_pay():
     small = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)])
     graph = monetlite.trace(small, torch.randn(4, 8))
     assert sum(operator.family == DELIVERY for operator in graph.operators) == 1
+
+
+def test_what_a_step_saves_are_plain_tensors():
+    """A fake tensor of the capture among them would be read through fake-tensor mode, a millisecond each step."""
+    model, x = deep(), torch.randn(4, WIDTH)
+    trained = wrapped(model, x, recompute_everything)
+    saved = []
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
+            losses(trained, x)
+    assert saved
+    assert {type(tensor) for tensor in saved} <= {torch.Tensor, nn.Parameter}
