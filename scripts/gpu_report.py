@@ -133,9 +133,9 @@ def profile_one(args: argparse.Namespace, part: str, name: str) -> int:
     """One model's profiles. An operator that can't be measured is a row, and the model then has no profile."""
     began, rows = time.monotonic(), Rows(args.output)
     os.environ.setdefault("MONETLITE_CACHE", str(args.output))
-    for layout in ("as_traced", "channels_last"):
+    for layout in layouts_of(name, args):
         kept, key = f"{name}.{layout}.json", (part, name, "profile", layout)
-        if rows.done(key) or layout not in layouts_of(name, args):
+        if rows.done(key):
             continue
         model, inputs = built(name, args, args.device)
         graph = monetlite.trace(model, inputs, layout=layout)
@@ -351,6 +351,7 @@ def main(arguments: list[str] | None = None) -> int:
             one.add_argument(
                 "--tolerance", type=float, default=0.0, help="of implementations; 2e-3 for unet and vgg16"
             )
+            one.add_argument("--compile", action="store_true", help="regions that Inductor compiles, too")
     solving, measuring = commands.choices["solve"], commands.choices["measure"]
     solving.add_argument(
         "profiles", type=Path, nargs="?", help="a folder of `profile`; without, costs are estimated"

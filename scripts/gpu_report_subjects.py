@@ -11,6 +11,7 @@ from gpu_report_models import SMALL, SUBJECTS, Built
 
 import monetlite
 from monetlite.core.schedule import Schedule
+from monetlite.planning.budgets import layouts_to_try
 
 
 def built(name: str, args: argparse.Namespace, device: str) -> Built:
@@ -25,8 +26,8 @@ def tolerance_of(name: str, args: argparse.Namespace) -> float:
     return max(SUBJECTS[name].tolerance, args.tolerance)
 
 
-def layouts_of(name: str, args: argparse.Namespace) -> tuple[str, ...]:
-    return ("as_traced",) if tolerance_of(name, args) < 1e-5 else ("as_traced", "channels_last")
+def layouts_of(name: str, args: argparse.Namespace) -> list[str]:
+    return layouts_to_try(None, tolerance_of(name, args), args.compile)
 
 
 def budgets_of(name: str, small: bool) -> tuple[str, ...]:
