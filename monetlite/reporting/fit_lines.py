@@ -80,7 +80,7 @@ def _scheduling(answer: CardFit, way: FitSetting, request: TrainingRequest) -> I
         options += [f"tolerance={way.tolerance:g}"] if way.tolerance else []
         options += ["accumulate=True"] if request.accumulate else []
         yield "import monetlite"
-        yield from _call("model = monetlite.within", ["model", f'"{budget_text(answer)}"', *options])
+        yield from _call("model = monetlite.within", ["model", f'budget="{budget_text(answer)}"', *options])
     elif way.every and request.model_class and request.settings_by_new_name:
         yield f"model.activation_checkpointing_enable(every_n_layers={way.every})"
     elif way.every and request.model_class:

@@ -18,6 +18,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class InPlaceTraining(ScheduledTraining):
     """The function that a scheduled module is called by: training steps by the schedule, all else as ever."""
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.model.training and torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx, nn
 
 from monetlite.core.errors import ModelError, ScheduleMismatch, TraceError
@@ -137,6 +138,7 @@ class ScheduledTraining:
         vars(self).update(state)
         self._begin()
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of a training step, whose backward pass autograd runs.
 

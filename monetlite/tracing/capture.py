@@ -25,7 +25,7 @@ from monetlite.fx.direct_calls import as_function
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
-from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, boxed_function
+from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, boxed_function, keep_saved_tensors
 from monetlite.fx.torch_internals.torch_branches import checks_captured
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode
 from monetlite.fx.torch_internals.torch_dynamo import (
@@ -170,9 +170,13 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
     def forward_compiler(program: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         return forward(program, inputs, range(results, len(flat_outputs(program))))
 
+    def backward_compiler(program: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        keep_saved_tensors()
+        return backward(program, inputs, ())
+
     compiled: Backend = aot_autograd(
         fw_compiler=forward_compiler,
-        bw_compiler=lambda program, inputs: backward(program, inputs, ()),
+        bw_compiler=backward_compiler,
         inference_compiler=lambda program, inputs: forward(program, inputs, ()),
         partition_fn=partition_fn,
     )

@@ -8,6 +8,7 @@ import torch
 from commands import run
 from thoroughness import often
 
+import monetlite
 import monetlite.tracing
 from monetlite.core.child_processes import ChildFailed, begin_call
 from monetlite.core.devices import CONTEXT_BYTES, find_device
@@ -232,6 +233,17 @@ def test_without_sizes_it_is_one_sequence_as_long_as_the_model_takes(folder, giv
     assert (answer["batch"], answer["sequence_length"]) == (1, length)
     if not torch.cuda.is_available():
         assert "--gpu names another" in found.stderr
+
+
+def test_lines_to_paste_run(tight):
+    """What loads the model aside, whose weights are not there."""
+    lines = tight["lines"]["plain loop"]
+    assert "import monetlite" in lines
+    pasted = lines[lines.index("import monetlite") :]
+    names = {"model": torch.nn.Linear(2, 2)}
+    exec("\n".join(pasted), names)
+    assert isinstance(names["optimizer"], torch.optim.Optimizer)
+    assert monetlite.release(names["model"]) is names["model"]
 
 
 @pytest.mark.thorough

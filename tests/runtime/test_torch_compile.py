@@ -44,6 +44,21 @@ class Deep(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.parametrize("planned", [monetlite.MONeTWrapper, monetlite.within])
+def test_torch_compile_of_a_model_with_a_plan_leaves_the_plan(planned):
+    """TorchDynamo would capture the model itself, and no budget would hold."""
+    model, x = Deep(), torch.randn(2048, 256)
+    other = planned(twin(model), budget="60%", device="cpu", time_limit=1, wait=True)
+    outer = torch.compile(other, backend="eager")
+    for _ in range(2):
+        for owner in (model, outer):
+            owner(x).square().mean().backward()
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    schedule = monetlite.schedule_of(other)
+    assert schedule.peak_bytes <= schedule.budget_bytes
+
+
 def test_it_is_known_by_name():
     assert "monetlite" in torch._dynamo.list_backends(exclude_tags=())
 

@@ -9,6 +9,7 @@
 | `"partitioner_tag"` | node metadata: traced in the forward or in the backward pass |
 | `"CompiledFunctionBackward"` | name of the autograd node that runs a backward program; `watch`ed for gradients |
 | `boxed_grads_call` | since torch 2.13 a node may let go of incoming gradients while it runs; peaks would differ |
+| `TracingContext`, `bw_donated_idxs` | saved tensors that a backward program may write over; none, for a second backward pass |
 | `queue_callback` | calls a function when the backward pass ends; records of it would go on until the next step |
 | `_boxed_call` | attribute of a function that empties its list of arguments; peaks would be higher |
 | `_BoxedCodeGen` | code that takes its arguments in a list and empties it; arguments would live too long |
@@ -24,6 +25,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._functorch import config as _config
 from torch._functorch._aot_autograd import descriptors as descriptors
+from torch._guards import TracingContext
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.graph_module import _forward_from_src
 
@@ -42,6 +44,17 @@ def boxed_function(function: _F) -> _F:
     """Tell AOTAutograd that a function takes one list of arguments and empties it, so that they can die early."""
     function.__dict__["_boxed_call"] = True
     return function
+
+
+def keep_saved_tensors() -> None:
+    """Have the backward program that is being compiled leave what was saved for it as it is.
+
+    AOTAutograd offers saved tensors to the compiler to write over. It then refuses `retain_graph=True` after the
+    first backward pass, and counts the tensors by their places in the whole program, not in a part of it.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def keeps_gradients() -> bool:
