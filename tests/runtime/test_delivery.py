@@ -84,12 +84,13 @@ def test_gradients_asked_for_by_name():
     assert all(parameter.grad is None for parameter in parameters)
 
 
+@pytest.mark.parametrize("steps", [plain_steps, recompute_everything])
 @pytest.mark.parametrize("before", [0, 2])
-def test_backward_twice_through_one_graph(before):
+def test_backward_twice_through_one_graph(before, steps):
     """Also after steps that went back once, for which AOTAutograd compiles the backward program."""
     model, x = deep(), torch.randn(4, WIDTH)
     other = twin(model)
-    trained = wrapped(model, x, recompute_everything)
+    trained = wrapped(model, x, steps)
     for owner in (trained, other):
         for _ in range(before):
             losses(owner, x).backward()

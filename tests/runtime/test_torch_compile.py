@@ -48,7 +48,7 @@ class Deep(nn.Module):
 def test_torch_compile_of_a_model_with_a_plan_leaves_the_plan(planned):
     """TorchDynamo would capture the model itself, and no budget would hold."""
     model, x = Deep(), torch.randn(2048, 256)
-    other = planned(twin(model), budget="60%", device="cpu", time_limit=1, wait=True)
+    other = planned(twin(model), budget="60%", device="cpu", time_limit=1)
     outer = torch.compile(other, backend="eager")
     for _ in range(2):
         for owner in (model, outer):
