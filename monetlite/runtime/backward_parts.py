@@ -60,13 +60,14 @@ def deferred(
     }
 
     def call(arguments: list[Any]) -> list[torch.Tensor | None]:
-        tensors, left_out = dict(zip(names, arguments, strict=True)), unused.left_out()
+        tensors, given = dict(zip(names, arguments, strict=True)), unused.given()
+        left_out = unused.left_out(given)
         arguments.clear()
 
         def run(number: int) -> list[Any]:
             part = parts[number]
             taken = [tensors.pop(name) if name in part.lets_go else tensors[name] for name in part.takes]
-            made = list(part.run(taken))
+            made = list(unused.run(part.run, taken, given))
             tensors.update(zip(part.gives, made, strict=False))
             made_results = zip(part.results, made[len(part.gives) :], strict=True)
             if number == len(parts) - 1:

@@ -238,6 +238,7 @@ class CapturedStep:
         self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int], version: Version
     ) -> Boxed:
         assert self.unused is not None
+        self.unused.without_nan(program)
         if not version.order:
             return self.unused.without(self._compiler(program, inputs, internal))
         return deferred(program, inputs, self._compiler, self.unused, lambda: self._tell("end"))

@@ -3,18 +3,25 @@
 So it is in plain training. Autograd hands the program's node zeros for such an output, and a gradient computed from
 zeros is not None but zero: an optimizer would move that parameter by its momentum and its weight decay. A hook on
 the node sees which gradients came in, right before the node runs, on the thread that runs it.
+
+What the program computes from such zeros alone is zero, or NaN where a derivative is infinite (a square root of 0).
+So before it is added to what other outputs lead to, it is set to zero.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any
 
+import torch
 from torch import fx
+from torch.fx.node import has_side_effect
 
 from monetlite.core.errors import ModelError
 from monetlite.fx.torch_internals.torch_aot import backward_node, boxed_function, descriptors, is_tangent
+from monetlite.fx.storages import is_view
+from monetlite.runtime.lowering import CAPTURED
 from monetlite.tracing.capture import Boxed, Joint
 
 _RETURNED = (
@@ -26,6 +33,16 @@ _RETURNED = (
 """Kinds of forward results that AOTAutograd's node returns."""
 
 _thread = threading.local()
+
+
+def zero_unless_given(tensor: torch.Tensor, gradients: int) -> None:
+    """Set to zero, in a backward program, what is computed from gradients none of which came in (a bit for each)."""
+    given: int | None = _thread.given
+    if given is not None and not given & gradients:
+        tensor.zero_()
+
+
+has_side_effect(zero_unless_given)
 
 
 class UnusedOutputs:
@@ -41,7 +58,9 @@ class UnusedOutputs:
         self._returned = len(returned)
         self._positions = [returned.index(item) for item in self._outputs if item in returned]
         self._several = len(tangents) > 1 and len(self._positions) == len(tangents)
-        self._reached = _reached(graph, tangents)[joint.forward_outputs :]
+        self._bits = _bits(graph, tangents)
+        results: Any = output.args[0]
+        self._reached = [self._bits.get(item, 0) for item in results[joint.forward_outputs :]]
 
     def watch(self, outputs: Sequence[Any]) -> None:
         """Have the node that made these outputs note which gradients it gets."""
@@ -66,13 +85,37 @@ class UnusedOutputs:
         given = (1 << number for number, at in enumerate(self._positions) if gradients[at] is not None)
         _thread.noted = (self, reduce(or_, given, 0))
 
-    def left_out(self) -> frozenset[int]:
-        """Positions of the gradients, of the program about to run, that no incoming gradient reaches."""
+    def given(self) -> int | None:
+        """Bits of the gradients that came in for the program about to run; None if that is not known."""
         noted, _thread.noted = getattr(_thread, "noted", None), None
-        if noted is None or noted[0] is not self:
+        return None if noted is None or noted[0] is not self else int(noted[1])
+
+    def left_out(self, given: int | None) -> frozenset[int]:
+        """Positions of a program's gradients that none of those given reaches."""
+        if given is None:
             return frozenset()
-        given = noted[1]
         return frozenset(at for at, reached in enumerate(self._reached) if reached and not reached & given)
+
+    def without_nan(self, program: fx.GraphModule) -> None:
+        """Have a backward program, to be run by `run`, add nothing that it computes from zeros alone."""
+        if not self._several:
+            return
+        bits = {node.name: found for node, found in self._bits.items()}
+        for node in list(program.graph.nodes):
+            own = bits.get(node.meta.get(CAPTURED, ""), 0)
+            if not own or node.op == "placeholder" or is_view(node):
+                continue
+            if any(_bits_of(reader, bits) not in (0, own) for reader in _readers(node)):
+                with program.graph.inserting_after(node):
+                    program.graph.call_function(zero_unless_given, (node, own))
+
+    def run(self, program: Boxed, arguments: list[Any], given: int | None) -> Any:
+        """Run a backward program or a part of it, for the gradients that came in."""
+        before, _thread.given = getattr(_thread, "given", None), given
+        try:
+            return program(arguments)
+        finally:
+            _thread.given = before
 
     def without(self, run: Boxed) -> Boxed:
         """A backward program without the gradients that are left out."""
@@ -80,17 +123,33 @@ class UnusedOutputs:
             return run
 
         def call(arguments: list[Any]) -> list[Any]:
-            left_out = self.left_out()
-            return [None if at in left_out else result for at, result in enumerate(run(arguments))]
+            given = self.given()
+            left_out = self.left_out(given)
+            results = self.run(run, arguments, given)
+            return [None if at in left_out else result for at, result in enumerate(results)]
 
         return boxed_function(call)
 
 
-def _reached(graph: fx.Graph, tangents: Sequence[fx.Node]) -> list[int]:
-    """For each result, a bit for each incoming gradient that it depends on."""
-    bits = {node: 1 << number for number, node in enumerate(tangents)}
+def _bits(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node | None, int]:
+    """For each node, a bit for each incoming gradient that it depends on."""
+    bits: dict[fx.Node | None, int] = {node: 1 << number for number, node in enumerate(tangents)}
     for node in graph.nodes:
         if node.op not in ("placeholder", "output"):
             bits[node] = reduce(or_, (bits.get(read, 0) for read in node.all_input_nodes), 0)
-    results: Any = graph.output_node().args[0]
-    return [bits.get(item, 0) if isinstance(item, fx.Node) else 0 for item in results]
+    return bits
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Calls that read a tensor, or a view of it."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        elif user.op != "output":
+            yield user
+
+
+def _bits_of(call: fx.Node, bits: Mapping[str, int]) -> int:
+    """The incoming gradients that a call's results depend on, as the joint graph has them."""
+    made = [call] if CAPTURED in call.meta else list(call.users)
+    return reduce(or_, (bits.get(item.meta.get(CAPTURED, ""), 0) for item in made), 0)

@@ -79,6 +79,30 @@ def test_outputs_that_are_views_of_one_tensor():
 
 
 @pytest.mark.usefixtures("deliveries")
+def test_an_infinite_derivative_of_an_output_that_is_not_used():
+    """Its zeros would become NaN on their way to what other outputs lead to."""
+
+    class Distances(Outputs):
+        def forward(self, x):
+            y = self.trunk(x).relu()
+            apart = (y[:, None] - y[None]).square().sum(-1).sqrt()  # from itself: the square root of 0
+            return self.heads[0](y), apart.mean(), torch.stack([apart, self.heads[1](y).norm(dim=1) + apart])
+
+    x = torch.randn(4, 6)
+    plain, trained = pair(Distances(), x)
+    for used in ([0], [0, 1], [1], [2, 0], [0]):
+        for owner in (plain, trained):
+            owner.zero_grad()
+            outputs = owner(x)
+            sum(outputs[number].square().sum() for number in used).backward()
+        finite = all(item is None or item.isfinite().all() for item in gradients(plain))
+        assert finite == (used == [0])
+        for mine, theirs in zip(gradients(trained), gradients(plain), strict=True):
+            assert (mine is None) == (theirs is None)
+            assert theirs is None or torch.equal(mine.nan_to_num(7), theirs.nan_to_num(7))
+
+
+@pytest.mark.usefixtures("deliveries")
 def test_one_graph_gone_through_for_each_output():
     x = torch.randn(4, 6)
     plain, trained = pair(Outputs(), x)
