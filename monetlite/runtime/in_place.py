@@ -8,6 +8,7 @@ from torch import nn
 
 from monetlite.core.errors import ModelError
 from monetlite.core.schedule import Schedule
+from monetlite.fx.torch_internals.torch_dynamo import left_alone
 from monetlite.fx.torch_internals.torch_modules import call_instead, call_itself, called_instead
 from monetlite.runtime.scheduled_training import OneSchedule, ScheduledTraining
 from monetlite.runtime.wrapper import MONeTWrapper
@@ -18,7 +19,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class InPlaceTraining(ScheduledTraining):
     """The function that a scheduled module is called by: training steps by the schedule, all else as ever."""
 
-    @torch.compiler.disable
+    @left_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.model.training and torch.is_grad_enabled():
             return super().__call__(*args, **kwargs)

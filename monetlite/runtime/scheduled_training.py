@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, TypeAlias
 
-import torch
 from torch import fx, nn
 
 from monetlite.core.errors import ModelError, ScheduleMismatch, TraceError
@@ -26,7 +25,7 @@ from monetlite.core.steps import Step
 from monetlite.core.units import parse_budget
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed
-from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs
+from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs, left_alone
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.runtime.backward_updates import refuse_without_updates
 from monetlite.runtime.buffers import eager
@@ -138,7 +137,7 @@ class ScheduledTraining:
         vars(self).update(state)
         self._begin()
 
-    @torch.compiler.disable
+    @left_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of a training step, whose backward pass autograd runs.
 
@@ -319,7 +318,7 @@ def _tell_of_loops(graph: fx.Graph) -> None:
     if len(graph.nodes) >= MANY_CALLS and calls >= MANY_OF_A_LINE:
         warnings.warn(
             f"a loop around {line} makes {calls} of {len(graph.nodes)} calls that are captured, each round anew. "
-            "This takes minutes. Marked with @torch.compiler.disable, the loop's function runs as it is, and the "
+            "This takes minutes. Marked with @left_alone, the loop's function runs as it is, and the "
             "rest of the model is planned in pieces",
             stacklevel=6,
         )

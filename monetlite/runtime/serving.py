@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ CONSTANTS = (bool, int, float, complex, str, bytes)
 PLAIN_SHARE = 0.8
 """Share of the budget that plain training may store, for inputs that no schedule can be applied to. The rest is for
 workspace."""
+ALIKE_SHARE = 0.5
+"""Share of operators that a model on other inputs has in common with the one that a schedule was solved for."""
 
 
 class TooLarge(ModelError):
@@ -130,12 +133,15 @@ def plain_if_smaller(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ..
     """The steps of plain training, for inputs so small that torch runs other operators on them.
 
     A batch or a sequence of one is not always computed as several are. Nothing has to be recomputed for it, if its
-    values take well less than the budget.
+    values take well less than the budget. A schedule of another model is none for smaller inputs.
     """
     found, expected = ([item.shape for item in of.inputs.values()] for of in (graph, schedule))
+    theirs, ours = Counter(schedule.operator_digests), Counter(graph.operator_digests)
     steps = plain_steps(graph)
     peak_bytes = simulate(without_costs(graph), steps).peak_bytes
     if found == expected or peak_bytes > PLAIN_SHARE * schedule.budget_bytes:
+        return None
+    if theirs and (theirs & ours).total() < ALIKE_SHARE * max(theirs.total(), ours.total()):
         return None
     warnings.warn(
         f"for inputs of shapes {', '.join(map(str, found))} this model runs other operators than its schedule "

@@ -19,8 +19,8 @@ from torch import fx
 from torch.fx.node import has_side_effect
 
 from monetlite.core.errors import ModelError
-from monetlite.fx.torch_internals.torch_aot import backward_node, boxed_function, descriptors, is_tangent
 from monetlite.fx.storages import is_view
+from monetlite.fx.torch_internals.torch_aot import backward_node, boxed_function, descriptors, is_tangent
 from monetlite.runtime.lowering import CAPTURED
 from monetlite.tracing.capture import Boxed, Joint
 
@@ -36,7 +36,7 @@ _thread = threading.local()
 
 
 def zero_unless_given(tensor: torch.Tensor, gradients: int) -> None:
-    """Set to zero, in a backward program, what is computed from gradients none of which came in (a bit for each)."""
+    """Set to zero, in a backward program, what is made of gradients (a bit for each) none of which came in."""
     given: int | None = _thread.given
     if given is not None and not given & gradients:
         tensor.zero_()
@@ -100,7 +100,7 @@ class UnusedOutputs:
         """Have a backward program, to be run by `run`, add nothing that it computes from zeros alone."""
         if not self._several:
             return
-        bits = {node.name: found for node, found in self._bits.items()}
+        bits = {node.name: found for node, found in self._bits.items() if node is not None}
         for node in list(program.graph.nodes):
             own = bits.get(node.meta.get(CAPTURED, ""), 0)
             if not own or node.op == "placeholder" or is_view(node):

@@ -13,6 +13,7 @@ from torch import nn
 
 import monetlite
 from monetlite.core.binding import bind
+from monetlite.core.errors import ScheduleMismatch
 from monetlite.core.graph import Implementation
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
@@ -119,3 +120,12 @@ def test_what_runs_on_another_device_only_is_not_run_here():
     with pytest.warns(UserWarning, match="channels_last"):
         ported = bind(schedule, elsewhere)
     assert all(choice == 0 for _, choice in ported)
+
+
+def test_a_schedule_of_another_model_is_refused_for_inputs_of_any_size():
+    """Fewer inputs of the same model may run other operators (a batch of one); another model is no such case."""
+    graph = traced()
+    schedule = replace(schedule_of(free_profile(graph), plain_steps(graph)), budget_bytes=10**9)
+    trained = monetlite.MONeTWrapper(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10)), schedule)
+    with pytest.raises(ScheduleMismatch):
+        trained(torch.randn(2, 3, 8, 8))

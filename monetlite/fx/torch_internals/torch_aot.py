@@ -9,7 +9,7 @@
 | `"partitioner_tag"` | node metadata: traced in the forward or in the backward pass |
 | `"CompiledFunctionBackward"` | name of the autograd node that runs a backward program; `watch`ed for gradients |
 | `boxed_grads_call` | since torch 2.13 a node may let go of incoming gradients while it runs; peaks would differ |
-| `TracingContext`, `bw_donated_idxs` | saved tensors that a backward program may write over; none, for a second backward pass |
+| `TracingContext`, `bw_donated_idxs` | saved tensors to write over: none, for a second backward pass |
 | `queue_callback` | calls a function when the backward pass ends; records of it would go on until the next step |
 | `_boxed_call` | attribute of a function that empties its list of arguments; peaks would be higher |
 | `_BoxedCodeGen` | code that takes its arguments in a list and empties it; arguments would live too long |

@@ -24,7 +24,7 @@ import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy
@@ -43,6 +43,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as
 
 from monetlite.fx.torch_internals.patching import patched
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 RESTARTS = RestartAnalysis
 REFUSALS = (TorchDynamoException, GuardOnDataDependentSymNode)
 _MESSAGES = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
@@ -176,11 +177,13 @@ def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> Abst
     return patched(_only_errors(), settings, *kept_plain)
 
 
-@functools.cache
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that TorchDynamo leaves alone."""
-    left_alone: Callable[..., Any] = disable(function)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return left_alone
+def left_alone(function: _F) -> _F:
+    """A function that TorchDynamo runs as it is, within what is captured by others, too."""
+    made: _F = disable(function)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return made
+
+
+_disabled = functools.cache(left_alone)
 
 
 def _varying_float(builder: VariableBuilder, value: float) -> Any:
