@@ -14,6 +14,10 @@ class TraceError(MonetliteError):
     """The model can't be captured as one graph; the message names the line of the model."""
 
 
+class ModelRaises(TraceError):
+    """The model itself seems to raise an exception on the inputs, so that there is nothing to capture."""
+
+
 class ProfileError(MonetliteError):
     """An operator can't be measured or estimated on the device that was asked for."""
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, TypeAlias
 
+import torch
 from torch import fx, nn
 
-from monetlite.core.errors import ModelError, ScheduleMismatch, TraceError
+from monetlite.core.errors import ModelError, ModelRaises, ScheduleMismatch, TraceError
 from monetlite.core.graph import COMPILED_LAYOUTS, LOSS_ONLY
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
@@ -26,7 +27,9 @@ from monetlite.core.units import parse_budget
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs, left_alone
+from monetlite.fx.torch_internals.torch_modules import call_itself
 from monetlite.operators.program_calls import GuardFailed
+from monetlite.operators.random import forked_state
 from monetlite.runtime.backward_updates import refuse_without_updates
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import Unplanned, delivering_backend
@@ -50,7 +53,7 @@ from monetlite.tracing.capture import (
 )
 from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
-from monetlite.tracing.step_inputs import Arguments, on_its_gpu
+from monetlite.tracing.step_inputs import Arguments, device_of, on_its_gpu
 
 MANY_CALLS, MANY_OF_A_LINE = 2000, 50
 """Calls in a captured model, and those that one line makes in one module, of which a person is told."""
@@ -158,15 +161,26 @@ class ScheduledTraining:
                 self._forget()
             self.plans.between_steps()
             self.plans.peak.step_begins(self.model, call, lambda: self.plans.schedule)
+            raised: ModelRaises | None = None
             try:
                 output, detached = self._train_as_planned(call)
             except FailOnRecompileLimitHit as error:
                 raise too_many_programs() from error
+            except ModelRaises as error:
+                raised = error
+            if raised is not None:
+                self._run_itself(call)
+                raise raised
             self.plans.note_schedule()
             self.plans.peak.step_gave(output)
             if detached is None and self._pieces is None:
                 self.plans.measure_loss(output, call)
         return output if detached is None else guard_outputs(output, detached)
+
+    def _run_itself(self, call: Arguments) -> None:
+        """Run the model as it is on inputs on which it seems to raise an exception, which is to reach the caller."""
+        with torch.no_grad(), forked_state(device_of(self.model, tuple(call))):
+            call_itself(self.model, *call.args, **call.kwargs)
 
     def _train_as_planned(self, call: Arguments) -> Any:
         """Run a step, and once more where it ended before anything of it had run, with what was missing."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from monetlite.core.errors import MonetliteError, TraceError
+from monetlite.core.errors import ModelRaises, MonetliteError, TraceError
 from monetlite.fx.torch_internals import torch_dynamo
 
 NUMPY_DRAWS = (
@@ -82,7 +82,7 @@ def explain(error: Exception) -> TraceError:
     text = str(error)
     if failure := _OPERATOR_FAILURE.search(text):
         said = failure["said"] or failure["call"]
-        return TraceError(f"{where} fails on these inputs: {said}; check that the model runs on them as it is")
+        return ModelRaises(f"{where} fails on these inputs: {said}; check that the model runs on them as it is")
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, Exception):
         return TraceError(
@@ -90,7 +90,7 @@ def explain(error: Exception) -> TraceError:
             "Try another schedule, or run without compile=True, if it is set; and please report this with the model"
         )
     if exception := _raised(text):
-        return TraceError(
+        return ModelRaises(
             f"{where} raises {exception} on these inputs; check that the model runs on them as it is. If it does, "
             "TorchDynamo misreads that line: wrap only submodules without it, MONeTWrapper(model.backbone, ...)"
         )

@@ -180,3 +180,35 @@ def test_what_wrap_and_verify_take(tmp_path):
     assert list(monetlite.sweep(free_profile(graph), "100%", time_limit=0.5)) == ["100%"]
     with pytest.raises(ModelError, match="time_limit"):
         monetlite.solve(free_profile(graph), "100%", time_limit=float("nan"))
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_an_exception_of_the_model_reaches_the_loop(before):
+    """Also where it comes in a step that would be captured anew: a loop may catch it, and go on."""
+
+    class Skip(Exception):
+        pass
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))
+            self.skip = False
+
+        def forward(self, batch):
+            if self.skip:
+                raise Skip("on purpose")
+            return self.body(batch["x"])
+
+    trained, x = monetlite.within(Skips(), budget="100%", time_limit=0.5), torch.randn(16, 6)
+    for _ in range(before):
+        trained({"x": x}).sum().backward()
+    with pytest.raises(KeyError, match="x"):
+        trained({"y": x})
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+        trained({"x": x[:, 1:]})
+    trained.skip = True
+    with pytest.raises(Skip, match="on purpose"):
+        trained({"x": x})
+    trained.skip = False
+    trained({"x": x}).sum().backward()
