@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from monetlite.core.errors import ModelError
 from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent
-from monetlite.fx.torch_internals.torch_dispatch import without_modes
+from monetlite.fx.torch_internals.torch_dispatch import weak_storage, without_modes
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.backward_parts import RUN, deferred, laid_out, results_by_part
 from monetlite.runtime.unused_outputs import UnusedOutputs
@@ -140,6 +140,7 @@ class CapturedStep:
         self._joint: Joint | None = None
         self._tangents = 0
         self.unused: UnusedOutputs | None = None
+        self._runs: list[Any] = []  # what each run saved of its version, weakly
 
     def partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The first two programs of the graph, as AOTAutograd asks for them."""
@@ -153,6 +154,11 @@ class CapturedStep:
         self.current = Version(0, _order(joint, backward))
         self._versions.append(self.current)
         return forward, backward
+
+    def open_runs(self) -> int:
+        """Runs whose backward pass is still to come, or may come again."""
+        self._runs = [run for run in self._runs if not run.expired()]
+        return len(self._runs)
 
     def version_for(self, arguments: Sequence[Any]) -> Version:
         """The version that serves these inputs.
@@ -191,9 +197,11 @@ class CapturedStep:
         def run(arguments: list[Any]) -> Any:
             version: Version = _thread.version
             assert version.forward is not None
-            saved = version.saved
             if self._sizes_at:
                 saved = torch.tensor([version.number, *(arguments[at] for at in self._sizes_at)])
+            else:
+                saved = version.saved.clone()
+            self._runs.append(weak_storage(saved))
             return (*version.forward(arguments), saved)
 
         return boxed_function(run)

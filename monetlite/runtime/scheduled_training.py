@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-from monetlite.core.errors import ModelError, ModelRaises, ScheduleMismatch, TraceError
+from monetlite.core.errors import InfeasibleBudget, ModelError, ModelRaises, ScheduleMismatch, TraceError
 from monetlite.core.graph import COMPILED_LAYOUTS, LOSS_ONLY
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
@@ -157,15 +157,20 @@ class ScheduledTraining:
         if self._looks_at_masks:
             call = with_known_masks(self.model, call)
         with on_its_gpu(self.model, (args, kwargs)):
-            if self.plans.count_loss():
+            if any([self.plans.count_loss(), self.plans.count_runs()]):  # both are counted
                 self._forget()
             self.plans.between_steps()
-            self.plans.peak.step_begins(self.model, call, lambda: self.plans.schedule)
+            if self.plans.runs.most == 1:
+                self.plans.peak.step_begins(self.model, call, lambda: self.plans.schedule)
+            else:
+                self.plans.peak.drop()  # a plan's peak is of one run
             raised: ModelRaises | None = None
             try:
                 output, detached = self._train_as_planned(call)
             except FailOnRecompileLimitHit as error:
                 raise too_many_programs() from error
+            except InfeasibleBudget as error:
+                raise self.plans.of_runs(error) from None
             except ModelRaises as error:
                 raised = error
             if raised is not None:
@@ -178,7 +183,7 @@ class ScheduledTraining:
         return output if detached is None else guard_outputs(output, detached)
 
     def _run_itself(self, call: Arguments) -> None:
-        """Run the model as it is on inputs on which it seems to raise an exception, which is to reach the caller."""
+        """Run the model as it is on inputs on which it seems to raise an exception, for the caller to get that."""
         with torch.no_grad(), forked_state(device_of(self.model, tuple(call))):
             call_itself(self.model, *call.args, **call.kwargs)
 

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.measured_peak import MeasuredPeak
+from monetlite.runtime.open_runs import OpenRuns, common_bytes
 from monetlite.runtime.outside_loss import OutsideLoss
 from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock
 from monetlite.runtime.serving import (
@@ -80,6 +82,7 @@ class StepPlans:
         sizes: of the inputs that came.
         fitting, outside, peak: what was learnt of the steps: implementations to avoid, memory of the caller's loss,
             the measured peak.
+        runs: of the model whose backward pass is still to come.
         varying: captured steps whose sizes vary.
         refinement: the search beside training; None where none goes on.
     """
@@ -105,6 +108,7 @@ class StepPlans:
         """Know nothing of steps."""
         self.solved = 0
         self.sizes, self.fitting, self.outside, self.peak = CallSizes(), Fitting(), OutsideLoss(), MeasuredPeak()
+        self.runs = OpenRuns()
         self.refinement: Refinement | None = None
         self._clock = StepClock()
         self._example: Arguments | None = None  # of the step that is being captured
@@ -113,6 +117,7 @@ class StepPlans:
 
     def forget(self) -> None:
         """Have steps captured anew."""
+        self.runs.forget()
         self.varying: dict[CapturedStep, VaryingStep] = {}
         self._new_varying: tuple[VaryingStep, Limits] | None = None  # the one that is being captured
 
@@ -176,6 +181,55 @@ class StepPlans:
         self.refinement = None
         return True
 
+    def count_runs(self) -> bool:
+        """Note a run of the model that is to begin; True if plans are to be made for more of them in a step."""
+        if not self.runs.more():
+            return False
+        self.runs.counted, schedule = self.runs.most, self.schedule
+        if schedule is None or (self.budget is not None and is_percentage(self.budget)):
+            return False  # plain training runs as often
+        several = f"the model runs {self.runs.counted} times before a backward pass"
+        budget_bytes = schedule.budget_bytes if self.budget is None else parse_budget(self.budget)
+        run_bytes = self.runs.share_bytes(budget_bytes, self._common_bytes())
+        if self.budget is None:
+            if schedule.peak_bytes > run_bytes:
+                warnings.warn(
+                    f"{several}, and the schedule's budget of {format_bytes(schedule.budget_bytes)} is of one run. "
+                    f"Solve for {format_bytes(run_bytes)}, or run its inputs as one batch",
+                    stacklevel=5,
+                )
+            return False
+        if not self.pricing.step_in_backward:
+            self.pricing = replace(self.pricing, accumulate=True)
+        tell(f"{several}; planning again, within {format_bytes(run_bytes)} for each run")
+        self.schedules = []
+        self.refinement = None
+        return True
+
+    @property
+    def run_budget(self) -> str | int | float | None:
+        """The budget of one run of the model: all of it, or a share where it runs several times in a step."""
+        if self.budget is None or is_percentage(self.budget) or self.runs.counted == 1:
+            return self.budget
+        return self.runs.share_bytes(parse_budget(self.budget), self._common_bytes())
+
+    def of_runs(self, error: InfeasibleBudget) -> InfeasibleBudget:
+        """The same error, saying of which part of the budget it is."""
+        budget = self.run_budget
+        if budget is None or budget == self.budget:
+            return error
+        return InfeasibleBudget(
+            f"the model runs {self.runs.counted} times before a backward pass, so each run gets "
+            f"{format_bytes(parse_budget(budget))} of {self.budget}. Run its inputs as one batch, which is planned "
+            f"as a whole, or raise the budget. Of one run: {error}",
+            budget_bytes=error.budget_bytes,
+            proven_bytes=error.proven_bytes,
+            reached_bytes=error.reached_bytes,
+        )
+
+    def _common_bytes(self) -> int:
+        return common_bytes(self.model, self.pricing.optimizer)
+
     def note_schedule(self) -> None:
         """Note the schedule of a step whose sizes vary: each step has the one for its sizes."""
         for captured, step in self.varying.items():
@@ -228,11 +282,11 @@ class StepPlans:
 
     def _plan_at_once(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """The captured step, and the steps to run of it by a schedule found within seconds."""
-        assert self.budget is not None
+        assert self.run_budget is not None
         assert self._example is not None
         layouts = self._layouts()
         traced = {layout: self.build(own, layout)[0] for layout, own in in_layouts(joint, layouts).items()}
-        return self._first_plan(traced, self._example, self.budget)
+        return self._first_plan(traced, self._example, self.run_budget)
 
     def _layouts(self) -> Sequence[str]:
         """Layouts in which a plan is looked for."""
@@ -296,6 +350,7 @@ class StepPlans:
         """Note the programs of the step that was captured last."""
         self.outside.keep(step)
         self.peak.keep(step)
+        self.runs.keep(step)
         if self._new_varying is not None:
             (varying, limits), self._new_varying = self._new_varying, None
             self.varying[step] = varying
@@ -375,18 +430,20 @@ class StepPlans:
                 step.schedules[limits] = schedule
                 self._use(schedule, {schedule.layout: traced}, resident_bytes, limits)
                 return *fitted, limits
-        if serving or self.budget is None:
+        budget = self.run_budget
+        if serving or budget is None:
             raise TraceError("no schedule is for the step at other sizes")
         limits = max(step.roomy(sizes), self._plain_limits(step, sizes), key=math.prod)
         if limits != sizes:
             with contextlib.suppress(InfeasibleBudget, TraceError):
-                return *self._plan_at(step, limits, self.budget, settle=False), limits
-        return *self._plan_at(step, sizes, self.budget), sizes
+                return *self._plan_at(step, limits, budget, settle=False), limits
+        return *self._plan_at(step, sizes, budget), sizes
 
     def _plain_limits(self, step: VaryingStep, sizes: Limits) -> Limits:
         """About the largest sizes at which plain training fits; those given where the budget is in percent."""
-        assert self.budget is not None
-        if is_percentage(self.budget):
+        budget = self.run_budget
+        assert budget is not None
+        if is_percentage(budget):
             return sizes
 
         def peak_bytes(graph: OperatorGraph) -> int:
@@ -396,7 +453,7 @@ class StepPlans:
             return simulate(profile, plain_steps(profile.graph)).peak_bytes
 
         with contextlib.suppress(TraceError):  # no plan can be made for others, as it will turn out
-            return step.plain_limits(sizes, parse_budget(self.budget), peak_bytes)
+            return step.plain_limits(sizes, parse_budget(budget), peak_bytes)
         return sizes
 
     def _plan_at(
@@ -429,8 +486,8 @@ class StepPlans:
         sizes, captured.last_sizes = captured.last_sizes, ()
         if sizes:
             step.note(sizes, captured.limits_for(sizes), seconds)
-        wanted = step.worth_planning()
-        if wanted is not None and self.budget is not None:
+        wanted, budget = step.worth_planning(), self.run_budget
+        if wanted is not None and budget is not None:
             began = time.monotonic()
             try:
                 self._add_program(captured, (*self._plan_at(step, *wanted), wanted[0]), began)
@@ -480,13 +537,13 @@ class StepPlans:
         """
         from monetlite.planning.pipeline import solve_model
 
-        assert self.budget is not None
+        assert self.run_budget is not None
         # Measuring draws random numbers; the step that waits for it must not notice.
         with forked_state(device_of(self.model, call)):
             solved = solve_model(
                 self.model,
                 call,
-                self.budget,
+                self.run_budget,
                 self.pricing,
                 self.solving,
                 starts=self.schedules,

@@ -1,0 +1,82 @@
+"""A model that runs several times before a backward pass: all of its runs keep to the budget together."""
+
+import warnings
+
+import pytest
+import torch
+from small_models import twin
+from torch import nn
+
+import monetlite
+from monetlite.core.errors import InfeasibleBudget
+from monetlite.profiling.memory_use import peak_growth_bytes
+
+RUNS = 3
+
+
+def network():
+    layers = [module for _ in range(8) for module in (nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128))]
+    return nn.Sequential(*layers)
+
+
+def triplet(model, inputs):
+    model.zero_grad()
+    first, second, third = (model(x) for x in inputs)
+    ((first - second).square().mean() - (first - third).square().mean()).backward()
+
+
+@pytest.fixture
+def inputs():
+    return [torch.randn(1024, 128) for _ in range(RUNS)]
+
+
+def own_bytes(model, inputs):
+    return sum(item.nbytes for item in (*model.parameters(), *inputs))
+
+
+def test_runs_keep_to_the_budget_together(inputs):
+    plain = network()
+    resident_bytes = own_bytes(plain, inputs)
+    budget = resident_bytes + int(0.7 * peak_growth_bytes(lambda: triplet(plain, inputs)))
+    trained = monetlite.within(twin(plain), budget=budget, device="cpu", time_limit=1, wait=True)
+    for _ in range(3):
+        triplet(trained, inputs)
+    assert peak_growth_bytes(lambda: triplet(trained, inputs)) + resident_bytes <= budget
+    triplet(plain, inputs)
+    for mine, theirs in zip(trained.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    schedule = monetlite.schedule_of(trained)
+    triplet(trained, inputs)
+    assert monetlite.schedule_of(trained) is schedule, "planned once"
+
+
+def test_a_share_of_plain_training_is_one_of_each_run(inputs):
+    trained = monetlite.within(network(), budget="70%", device="cpu", time_limit=1, wait=True)
+    for _ in range(3):  # after which the loss is known
+        triplet(trained, inputs)
+    schedule = monetlite.schedule_of(trained)
+    assert 0.65 * schedule.plain_peak_bytes < schedule.budget_bytes < 0.75 * schedule.plain_peak_bytes
+    triplet(trained, inputs)
+    assert monetlite.schedule_of(trained) is schedule
+
+
+def test_a_share_that_is_too_small_is_told_of(inputs):
+    model = network()
+    with pytest.raises(InfeasibleBudget) as smallest:
+        monetlite.optimize(model, inputs[0], "1%", device="cpu", time_limit=1)
+    trained = monetlite.within(
+        model, budget=int(1.1 * smallest.value.reached_bytes), device="cpu", time_limit=1, wait=True
+    )
+    triplet(trained, inputs)
+    with pytest.raises(InfeasibleBudget, match=r"runs 3 times before a backward pass, so each run gets .* of"):
+        triplet(trained, inputs)
+
+
+def test_a_schedule_that_several_runs_exceed_is_told_of_once(inputs):
+    model = network()
+    trained = monetlite.MONeTWrapper(model, monetlite.optimize(model, inputs[0], "70%", device="cpu", time_limit=1))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            triplet(trained, inputs)
+    assert ["before a backward pass" in str(item.message) for item in told].count(True) == 1
