@@ -101,6 +101,7 @@ def solve_command(
     from monetlite.core.units import parse_budget
     from monetlite.planning.budgets import layouts_to_try, solve_layouts
     from monetlite.reporting import text_solve
+    from monetlite.solving.annealing.compiling import await_compiled
 
     solving = allowing_compiled(pricing, solving)
     if not profiles and choice.spec is None:
@@ -131,6 +132,7 @@ def solve_command(
         check_writable(target)
         built, costs = price_layouts(choice, pricing, terminal, layouts, solving)
         description = built.description
+    await_compiled(terminal.tell)
     budget_bytes = parse_budget(budget, simulate(costs[0], plain_steps(costs[0].graph)).peak_bytes)
     with terminal.solving(budget_bytes) as progress:
         schedule = solve_layouts(costs, budget, solving, layout=pricing.layout, progress=progress)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from monetlite.core.announcing import tell
 from monetlite.core.costs import Profile
 from monetlite.core.errors import DeviceError
 from monetlite.core.graph import LOSS_ONLY, OperatorGraph, ValueKind
@@ -123,6 +124,7 @@ def solve_model(
 
     `step` adds to a profile what is known of the step beside the model. Then nothing is warned of.
     """
+    from monetlite.solving.annealing.compiling import await_compiled
     from monetlite.tracing import trace_layouts
     from monetlite.tracing.step_inputs import on_its_gpu
 
@@ -133,6 +135,7 @@ def solve_model(
         profiles = [price(graph, pricing, solving) for graph in graphs]
         profiles = profiles if step is None else list(map(step, profiles))
     with interrupts_kept():
+        await_compiled(tell)
         schedule = solve_layouts(profiles, budget, solving, layout=pricing.layout, starts=starts)
     if step is None and (outside := unplanned_loss(profiles[0].graph, schedule.budget_bytes)):
         warnings.warn(outside, stacklevel=3)

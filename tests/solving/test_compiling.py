@@ -103,6 +103,22 @@ def test_waiting_stops_when_asked(nothing_compiled: list[list[str]], monkeypatch
     assert given == [(os.PRIO_PROCESS, NeverDone.pid, child_processes.NICENESS)]
 
 
+def test_a_solve_waits_for_what_is_compiled_once(
+    nothing_compiled: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute at most: its own time would be up before the search began."""
+    told: list[str] = []
+    monkeypatch.setattr(compiling, "COMPILING_SECONDS", 0.2)
+    began = time.monotonic()
+    compiling.await_compiled(told.append)
+    assert time.monotonic() - began >= 0.2
+    assert told == ["compiling the search, once on this machine"]
+    assert len(nothing_compiled) == 1
+    monkeypatch.setattr(compiling, "is_cached", lambda: True)
+    compiling.await_compiled(told.append)
+    assert len(told) == 1
+
+
 def test_without_a_cache_it_compiles_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "cache_folder", lambda: None)
     assert compiling.ensure_compiled(0.0)

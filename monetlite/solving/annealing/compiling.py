@@ -24,6 +24,8 @@ from monetlite.solving.clock import now
 from monetlite.solving.problem import Problem
 
 _COMMAND = "import gc; gc.disable(); from monetlite.solving.annealing.compiling import load; load()"
+COMPILING_SECONDS = 60.0
+"""The most time that a solve waits for its code. A busy machine may take longer: then it solves without."""
 _compiling: "subprocess.Popen[bytes] | None" = None
 
 
@@ -62,6 +64,16 @@ def ensure_compiled(deadline: float, should_stop: Callable[[], bool] = lambda: F
         time.sleep(0.05)
     load()
     return True
+
+
+def await_compiled(tell: Callable[[str], None]) -> None:
+    """Prepare compiled code, for a minute at most: once on a machine, and not what a solve's time limit is for.
+
+    `tell` is given a line if that takes time.
+    """
+    if not is_cached():
+        tell("compiling the search, once on this machine")
+        ensure_compiled(now() + COMPILING_SECONDS)
 
 
 def begin_compiling() -> None:
