@@ -43,6 +43,9 @@ _ALL_IF_OF_ONE_SHAPE = frozenset(
     }
 )
 """Views whose result is their argument, whatever its strides, where both have one shape."""
+_METHODS = {"view": "reshape"}
+"""Methods that call an operator, by its name, where that is not its own. Some kernels lay their result out otherwise
+than they do in a capture (`softplus_backward`, of operands in two layouts), and what was a view there is a copy."""
 
 
 class _NamedFunction:
@@ -138,6 +141,7 @@ def _same_call(node: fx.Node, target: OpOverload, recorder: "_CallRecorder") -> 
     args, kwargs = given
     name: str = target.overloadpacket.__name__
     if args and isinstance(args[0], torch.Tensor) and (name.endswith("_") or target.is_view):
+        name = _METHODS.get(name, name)
         method = getattr(torch.Tensor, name, None)
         if method is not None and recorder.reaches(target, args, kwargs, method):
             return name

@@ -212,3 +212,21 @@ def test_an_exception_of_the_model_reaches_the_loop(before):
         trained({"x": x})
     trained.skip = False
     trained({"x": x}).sum().backward()
+
+
+def test_a_gradient_that_lies_otherwise_than_it_was_captured():
+    """The gradient of softplus, of operands in two layouts, has the one in a capture and the other when it runs."""
+
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(16, 8)
+
+        def forward(self, x):
+            first, second = self.body(x).view(*x.shape[:2], 2, 4).split([2, 2], dim=3)
+            first, second = first.reshape(*x.shape[:2], 4).sigmoid(), F.softplus(second.reshape(*x.shape[:2], 4))
+            return sum(item.transpose(1, 2).contiguous().cumsum(-1).pow(2).mean() for item in (first, second))
+
+    model, x = Split(), torch.randn(2, 12, 16)
+    trained = monetlite.within(twin(model), budget="110%", device="cpu", time_limit=0.5)
+    assert_same(step(trained, (x,)), step(model, (x,)))
