@@ -44,7 +44,7 @@ _ALL_IF_OF_ONE_SHAPE = frozenset(
 )
 """Views whose result is their argument, whatever its strides, where both have one shape."""
 _METHODS = {"view": "reshape"}
-"""Methods that call an operator, by its name, where that is not its own. Some kernels lay their result out otherwise
+"""Methods that call an operator, by its name, where that is not its own. Some kernels lay a result out otherwise
 than in a capture (`softplus_backward`, of operands in two layouts), and what was a view there is a copy."""
 
 

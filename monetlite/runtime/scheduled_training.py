@@ -45,10 +45,10 @@ from monetlite.tracing.capture import (
     Compiler,
     Joint,
     compile_step,
+    many_programs,
     masks_as_plain,
     refuse_uninitialized,
     run_captured,
-    too_many_programs,
     training_step,
 )
 from monetlite.tracing.names import longest_loop
@@ -167,8 +167,10 @@ class ScheduledTraining:
             raised: ModelRaises | None = None
             try:
                 output, detached = self._train_as_planned(call)
-            except FailOnRecompileLimitHit as error:
-                raise too_many_programs() from error
+            except FailOnRecompileLimitHit:
+                warnings.warn(many_programs(), stacklevel=4)
+                self._forget()
+                output, detached = self._train_as_planned(call)
             except InfeasibleBudget as error:
                 raise self.plans.of_runs(error) from None
             except ModelRaises as error:

@@ -356,16 +356,16 @@ def capture_settings() -> Iterator[None]:
         yield
 
 
-def too_many_programs() -> ModelError:
-    """The error for a model for which TorchDynamo has just refused to compile one more program."""
+def many_programs() -> str:
+    """The warning of a model for which TorchDynamo has just refused to compile one more program."""
     # A guard that did not hold: `1/14: model.n == 7    # s.n += 1  # model.py:7 in forward (HINT: ...)`.
     guard = re.sub(r"^\d+/\d+: ", "", recompile_reason().partition("\n")[0].partition("  #")[0]).strip()
     fixed = f" (the last one is for {guard})" if guard else ""
-    return ModelError(
-        f"programs have been compiled for {MAX_PROGRAMS} different steps of this model, which is the most, and "
-        f"none is for this one{fixed}. A number, flag or attribute that the forward pass reads, and the shapes of "
-        "inputs, are fixed in a program. Make a value that changes from step to step a tensor (register_buffer, or "
-        "a tensor argument), keep counters out of the forward pass, and pad inputs to a few sizes"
+    return (
+        f"programs have been compiled for {MAX_PROGRAMS} different steps of this model{fixed}, for seconds each. No "
+        "more are kept, so all are compiled anew. A number, flag or attribute that the forward pass reads, and the "
+        "shapes of inputs, are fixed in a program. Make a value that changes from step to step a tensor "
+        "(register_buffer, or a tensor argument), keep counters out of the forward pass, and pad inputs to a few sizes"
     )
 
 
