@@ -362,10 +362,11 @@ def many_programs() -> str:
     guard = re.sub(r"^\d+/\d+: ", "", recompile_reason().partition("\n")[0].partition("  #")[0]).strip()
     fixed = f" (the last one is for {guard})" if guard else ""
     return (
-        f"programs have been compiled for {MAX_PROGRAMS} different steps of this model{fixed}, for seconds each. No "
-        "more are kept, so all are compiled anew. A number, flag or attribute that the forward pass reads, and the "
-        "shapes of inputs, are fixed in a program. Make a value that changes from step to step a tensor "
-        "(register_buffer, or a tensor argument), keep counters out of the forward pass, and pad inputs to a few sizes"
+        f"programs have been compiled for {MAX_PROGRAMS} different steps of this model{fixed}, for seconds each. "
+        "No more are kept, so all are compiled anew. A number, flag or attribute that the forward pass reads, and "
+        "the shapes of inputs, are fixed in a program. Make a value that changes from step to step a tensor "
+        "(register_buffer, or a tensor argument), keep counters out of the forward pass, and pad inputs to a few "
+        "sizes"
     )
 
 
