@@ -5,12 +5,10 @@ from typing import Any
 
 import click
 
-from monetlite.core.devices import find_device
+from monetlite.core.devices import require_device
 from monetlite.core.errors import BudgetError, DeviceError, ModelError
 from monetlite.core.units import parse_budget
 from monetlite.models import check_spelling
-
-MEASURED_HERE = ("cpu", "cuda")
 
 
 class ModelName(click.ParamType[str]):
@@ -32,17 +30,11 @@ class DeviceName(click.ParamType[str]):
     name = "DEVICE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(value)
-        if text in MEASURED_HERE:
-            return text
-        if text.lower().startswith((*MEASURED_HERE, "gpu")):
-            meant = "cpu" if text.lower().startswith("cpu") else "cuda"
-            self.fail(f"{value!r} is no device; did you mean {meant}?", param, ctx)
         try:
-            find_device(text)
+            require_device(str(value))
         except DeviceError as error:
             self.fail(str(error), param, ctx)
-        return text
+        return str(value)
 
 
 class Budget(click.ParamType[str]):

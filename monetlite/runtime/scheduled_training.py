@@ -27,6 +27,7 @@ from monetlite.core.units import parse_budget
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs
+from monetlite.fx.torch_internals.torch_modules import called_instead
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.runtime.backward_updates import refuse_without_updates
 from monetlite.runtime.buffers import eager
@@ -51,7 +52,7 @@ from monetlite.tracing.capture import (
 )
 from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
-from monetlite.tracing.step_inputs import Arguments, on_its_gpu
+from monetlite.tracing.step_inputs import Arguments, on_its_gpu, require_module
 
 MANY_CALLS, MANY_OF_A_LINE = 2000, 50
 """Calls in a captured model, and those that one line makes in one module, of which a person is told."""
@@ -311,6 +312,17 @@ class ScheduledTraining:
 
             steps = as_inductor_fuses(traced.graph, steps)
         return lower(traced, steps)
+
+
+def refuse_scheduled(model: nn.Module) -> None:
+    """Refuse what is no module, and a module that `within` was called on.
+
+    Raises:
+        ModelError: says what to do.
+    """
+    require_module(model)
+    if isinstance(called_instead(model), ScheduledTraining):
+        raise ModelError("the model has a schedule already; take it off first: monetlite.release(model)")
 
 
 def _tell_of_loops(graph: fx.Graph) -> None:
