@@ -52,6 +52,7 @@ from monetlite.tracing.capture import (
 )
 from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
+from monetlite.tracing.refusals import PIECES
 from monetlite.tracing.step_inputs import Arguments, on_its_gpu, require_module
 
 MANY_CALLS, MANY_OF_A_LINE = 2000, 50
@@ -247,8 +248,14 @@ class ScheduledTraining:
             plans.schedule = plans.solve(call) if plans.wait else None
             return self._capture(call)
         except TraceError as error:
-            if self.whole or self.compile or plans.solving.reserved or plans.pricing.step_in_backward:
-                raise
+            barring = {
+                "whole": self.whole,
+                "reserved": plans.solving.reserved,
+                "step_in_backward": plans.pricing.step_in_backward,
+            }
+            if names := [f"{name}=True" for name, given in barring.items() if given]:
+                advice = f"Without {' and '.join(names)}, it trains in pieces"
+                raise TraceError(str(error).replace(PIECES, advice)) from error.__cause__
             assert plans.budget is not None
             training = PiecewiseTraining(self.model, plans.budget, plans.pricing, plans.solving, plans.wait, error)
             self._pieces = ModelInPieces(self.model, training)
