@@ -1,6 +1,8 @@
 """Types of options. Each refuses a misspelt value at once, before torch is imported."""
 
 import math
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -65,6 +67,31 @@ class ImageSize(click.ParamType[tuple[int, int]]):
         if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
             self.fail(f"{value!r} is not an image size; write 224 or 416x608", param, ctx)
         return int(sides[0]), int(sides[-1])
+
+
+def choice_of(names: Iterable[str]) -> click.Choice[str]:
+    """One of several names, in upper or lower case."""
+    return click.Choice(list(names), case_sensitive=False)
+
+
+class OutputFile(click.Path):
+    """A file to write."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value) in ("", "-"):
+            self.fail(
+                f"{str(value)!r} is no file's name; results are written to a file, such as ./result", param, ctx
+            )
+        return super().convert(value, param, ctx)
+
+
+class Integer(click.IntRange):
+    """An integer within a range; errors don't call it a range."""
+
+    name = "integer"
 
 
 class Percentage(click.ParamType[float]):
