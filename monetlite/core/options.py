@@ -33,7 +33,7 @@ def _refuse_unknown(option: str, value: object, known: Collection[str]) -> None:
     there = f"there are {', '.join(known)}{close_matches(name, known)}"
     if isinstance(value, str):
         raise ModelError(f"{option} {value!r} is unknown; {there}")
-    raise ModelError(f"{option} is given by a name, not as {repr(value).splitlines()[0]:.80}; {there}")
+    raise ModelError(f"{option} takes a name, not an object ({name}); {there}")
 
 
 @dataclass(frozen=True, kw_only=True)
