@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import random
 import re
+import traceback
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import monetlite
 from monetlite.core.errors import TraceError
 from monetlite.core.steps import plain_steps
+from monetlite.tracing.refusals import line_of
 
 
 class Net(nn.Module):
@@ -206,6 +208,12 @@ def test_lines_of_monetlite_are_never_named():
         with pytest.raises(TraceError, match=f"^{says}") as refused:
             monetlite.trace(model, x)
         assert ".py" not in str(refused.value)
+
+
+def test_a_package_whose_name_begins_with_torch_is_not_torch():
+    file = f"{torch.__path__[0]}vision/models/resnet.py"
+    frames = [traceback.FrameSummary(name, 3, "forward", line="x = x + 1") for name in (file, nn.__file__)]
+    assert line_of(frames) == f"{file}:3 (x = x + 1)"
 
 
 def test_a_budget_is_not_advised_where_there_is_one():
