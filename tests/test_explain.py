@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from monetlite.core.graph import Phase
 from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import Fate
 from monetlite.core.steps import plain_steps, stored_values
+from monetlite.core.units import format_bytes
 from monetlite.reporting.analysis import analyse
 from monetlite.reporting.analysis_alternatives import stored_by_one
 from monetlite.reporting.analysis_overhead import Cause, overhead_shares
@@ -258,6 +260,20 @@ def test_without_solving_there_are_no_alternatives(folder):
         run("show", folder / "s.yaml", "--model", f"{folder}/net.py:build", "--no-solve", "--json").stdout
     )
     assert (facts["limit"], facts["more_memory"], facts["less_memory"]) == (None, None, None)
+
+
+def test_a_peak_over_the_budget_is_told(folder, tmp_path):
+    schedule = monetlite.load_schedule(folder / "s.yaml")
+    edited = tmp_path / "edited.yaml"
+    budget_bytes = schedule.peak_bytes // 2
+    text = (folder / "s.yaml").read_text()
+    edited.write_text(re.sub(r"(?m)^budget_bytes: \d+", f"budget_bytes: {budget_bytes}", text))
+    for file, told in ((folder / "s.yaml", False), (edited, True)):
+        result = run("show", file, "--model", f"{folder}/net.py:build", "--no-solve")
+        assert result.exit_code == 0, result.output
+        words = f"The peak exceeds the budget by {format_bytes(schedule.peak_bytes - budget_bytes)}"
+        assert (words in " ".join(result.stdout.split())) is told
+        assert (f"{format_bytes(schedule.peak_bytes)} over " in " ".join(result.stdout.split())) is told
 
 
 def test_costs_of_another_device_are_told_from_the_files(folder):

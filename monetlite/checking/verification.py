@@ -22,7 +22,7 @@ from monetlite.profiling.memory_use import available_bytes
 from monetlite.profiling.meters import meter_for
 from monetlite.runtime.scheduled_training import loaded
 from monetlite.runtime.wrapper import MONeTWrapper
-from monetlite.tracing.step_inputs import Inputs, split_inputs, tensors_in_order
+from monetlite.tracing.step_inputs import Inputs, require_module, split_inputs, tensors_in_order
 
 MAX_ALLOWED = 0.5
 """Largest difference that any tolerance allows: a gradient that is zero everywhere is off by 1."""
@@ -66,6 +66,7 @@ def verify(
     """
     if repeats < 1:
         raise ModelError(f"{repeats} timed steps measure nothing; take at least 1")
+    require_module(model)
     if isinstance(model, MONeTWrapper):
         model = model.model
     memo: dict[int, Any] = {}

@@ -14,7 +14,7 @@ from monetlite.cli.command_options import (
     with_options,
 )
 from monetlite.cli.exits import EXIT_FAILED, CommandExit
-from monetlite.cli.option_types import Percentage
+from monetlite.cli.option_types import Integer, Percentage
 from monetlite.cli.running import command, prints_aside
 from monetlite.cli.subjects import build, model_of
 from monetlite.cli.terminal import Terminal
@@ -32,7 +32,7 @@ _options = with_options(
     click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of weights, inputs and dropout."),
     click.option(
         "--operators",
-        type=click.IntRange(min=0),
+        type=Integer(min=0),
         is_flag=False,
         flag_value=DEFAULT_OPERATORS,
         metavar="[N]",

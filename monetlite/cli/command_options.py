@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
 
-from monetlite.cli.option_types import DeviceName, ImageSize, ModelName, Seconds
+from monetlite.cli.option_types import DeviceName, ImageSize, Integer, ModelName, OutputFile, Seconds, choice_of
 from monetlite.core.options import PricingOptions, SolvingOptions
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -15,7 +14,7 @@ DEFAULT_ESTIMATE = "rtx-3090"
 """Device to estimate by default where there is no GPU: a common 24 GB card."""
 MAX_INTEGER = 2**31 - 1
 """Largest batch and seed that torch takes."""
-SEED = click.IntRange(0, MAX_INTEGER)
+SEED = Integer(0, MAX_INTEGER)
 ESTIMATED = "cpu or cuda to measure here, or a device to estimate"
 
 
@@ -67,7 +66,7 @@ def options_of(kind: type[Any], *names: str, **changes: Any) -> Decorator:
             settings["is_flag"] = True
         else:
             choices = item.metadata["choices"]
-            settings["type"] = click.Choice(choices) if choices else _TYPES.get(item.name)
+            settings["type"] = choice_of(choices) if choices else _TYPES.get(item.name)
             settings["show_default"] = item.default is not None
         made.append(click.option(f"--{item.name.replace('_', '-')}", item.name, **{**settings, **changes}))
     return with_options(*made)
@@ -75,15 +74,19 @@ def options_of(kind: type[Any], *names: str, **changes: Any) -> Decorator:
 
 input_options = with_options(
     click.option("--input-size", type=ImageSize(), help="Image height and width, in pixels."),
-    click.option("--sequence-length", type=click.IntRange(min=1), help="Tokens of a sequence."),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Dtype of weights and inputs."),
+    click.option("--sequence-length", type=Integer(min=1), help="Tokens of a sequence."),
+    click.option(
+        "--dtype",
+        type=choice_of(["float32", "bfloat16"]),
+        help="Dtype of weights and inputs.",
+    ),
 )
 
 
 def size_options(owner: str = "model", batch: str | None = None) -> Decorator:
     """Sizes of the inputs; by default those of the owner, or the batch that the words say."""
     default = batch or f"the {owner}'s own"
-    option = click.option("--batch", type=click.IntRange(1, MAX_INTEGER), help=f"Batch size; by default {default}.")
+    option = click.option("--batch", type=Integer(1, MAX_INTEGER), help=f"Batch size; by default {default}.")
     return with_options(option, input_options)
 
 
@@ -109,14 +112,12 @@ schedule_model_option = click.option(
 schedule_device_option = click.option(
     "--device", type=DeviceName(), help=f"{ESTIMATED}; by default the schedule's own."
 )
-here_option = click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="By default the GPU if there is one."
-)
+here_option = click.option("--device", type=choice_of(["cpu", "cuda"]), help="By default the GPU if there is one.")
 
 
 def autocast_option(help: str = "Train under torch.autocast to this type.") -> Decorator:
     """Dtype of `torch.autocast`."""
-    return click.option("--autocast", type=click.Choice(["bfloat16", "float16"]), help=help)
+    return click.option("--autocast", type=choice_of(["bfloat16", "float16"]), help=help)
 
 
 pricing_options = with_options(
@@ -138,7 +139,7 @@ def time_limit_option(seconds: float, help: str) -> Decorator:
 
 def repeats_option(times: int, help: str = "Timed steps of each.") -> Decorator:
     """Number of timed runs."""
-    return click.option("--repeats", type=click.IntRange(min=1), default=times, show_default=True, help=help)
+    return click.option("--repeats", type=Integer(min=1), default=times, show_default=True, help=help)
 
 
 force_option = click.option("--force", is_flag=True, help="Replace files that are there.")
@@ -146,5 +147,5 @@ force_option = click.option("--force", is_flag=True, help="Replace files that ar
 
 def output_option(help: str, **settings: Any) -> Decorator:
     """A file to write, and leave to replace one."""
-    output = click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help=help, **settings)
+    output = click.option("--output", type=OutputFile(), help=help, **settings)
     return with_options(output, force_option)

@@ -18,6 +18,7 @@ from monetlite.cli.command_options import (
     size_options,
     time_limit_option,
 )
+from monetlite.cli.option_types import OutputFile
 from monetlite.cli.running import check_writable, command, prints_aside
 from monetlite.cli.subjects import build, chosen_device
 from monetlite.cli.terminal import Terminal
@@ -58,7 +59,7 @@ WRITTEN_AS = {".md": "Markdown", ".json": "JSON", ".png": "picture", ".svg": "pi
         "--output",
         "outputs",
         multiple=True,
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=OutputFile(),
         help="Also write a table (.md), the figures (.json) or a picture (.png, .svg, .pdf); may be repeated.",
     ),
     force_option,

@@ -13,10 +13,11 @@ from monetlite.cli.command_options import (
     schedule_model_option,
     size_options,
 )
-from monetlite.cli.option_types import MEASURED_HERE, DeviceName
+from monetlite.cli.option_types import DeviceName
 from monetlite.cli.running import check_writable, command
 from monetlite.cli.subjects import OpenedSchedule, open_schedule
 from monetlite.cli.terminal import Terminal
+from monetlite.core.devices import MEASURED_HERE
 from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.options import PricingOptions

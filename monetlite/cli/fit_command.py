@@ -16,7 +16,7 @@ from monetlite.cli.command_options import (
     time_limit_option,
 )
 from monetlite.cli.exits import EXIT_INFEASIBLE, CommandExit
-from monetlite.cli.option_types import Budget, DeviceName, ModelName
+from monetlite.cli.option_types import Budget, DeviceName, Integer, ModelName
 from monetlite.cli.running import command
 from monetlite.cli.subjects import build, chosen_device
 from monetlite.cli.terminal import Terminal
@@ -59,7 +59,7 @@ class FitModel(ModelName):
         f"By default the GPU if there is one, else {DEFAULT_ESTIMATE}.",
     ),
     click.option("--full", is_flag=True, help="Train all weights (the default)."),
-    click.option("--lora", type=click.IntRange(1, MAX_RANK), help="Train LoRA adapters of this rank alone (peft)."),
+    click.option("--lora", type=Integer(1, MAX_RANK), help="Train LoRA adapters of this rank alone (peft)."),
     size_options(batch="a network's own, and 1 for a language model"),
     options_of(PricingOptions, "optimizer", default="adamw", show_default=True),
     options_of(PricingOptions, "accumulate"),

@@ -19,7 +19,7 @@ from monetlite.cli.command_options import (
     repeats_option,
     size_options,
 )
-from monetlite.cli.option_types import DeviceName
+from monetlite.cli.option_types import DeviceName, Integer
 from monetlite.cli.running import check_writable, command, only_for, prints_aside
 from monetlite.cli.subjects import build, chosen_device, price_layouts
 from monetlite.cli.terminal import Terminal
@@ -71,9 +71,7 @@ MODE_LIST = CommaList(
 OPERATORS_ONLY = ("accumulate", "step_in_backward", "layout", "outputs", "top")
 WHOLE_ONLY = ("modes", "repeats", "warmup")
 """Parameters of `--operators`, and of measuring without it."""
-_top_option = click.option(
-    "--top", type=click.IntRange(min=1), default=15, show_default=True, help="Operators to list."
-)
+_top_option = click.option("--top", type=Integer(min=1), default=15, show_default=True, help="Operators to list.")
 _layout_option = options_of(
     PricingOptions, "layout", default=AS_TRACED, help="Form of the step, as for solve.", show_default=True
 )
@@ -97,7 +95,7 @@ _layout_option = options_of(
     repeats_option(5, "Timed runs of each."),
     click.option(
         "--warmup",
-        type=click.IntRange(min=0),
+        type=Integer(min=0),
         default=1,
         show_default=True,
         help="Runs right before them that are not timed; a few more are made to measure memory.",

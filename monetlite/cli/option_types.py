@@ -1,16 +1,16 @@
 """Types of options. Each refuses a misspelt value at once, before torch is imported."""
 
 import math
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from monetlite.core.devices import find_device
+from monetlite.core.devices import require_device
 from monetlite.core.errors import BudgetError, DeviceError, ModelError
 from monetlite.core.units import parse_budget
 from monetlite.models import check_spelling
-
-MEASURED_HERE = ("cpu", "cuda")
 
 
 class ModelName(click.ParamType[str]):
@@ -32,17 +32,11 @@ class DeviceName(click.ParamType[str]):
     name = "DEVICE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(value)
-        if text in MEASURED_HERE:
-            return text
-        if text.lower().startswith((*MEASURED_HERE, "gpu")):
-            meant = "cpu" if text.lower().startswith("cpu") else "cuda"
-            self.fail(f"{value!r} is no device; did you mean {meant}?", param, ctx)
         try:
-            find_device(text)
+            require_device(str(value))
         except DeviceError as error:
             self.fail(str(error), param, ctx)
-        return text
+        return str(value)
 
 
 class Budget(click.ParamType[str]):
@@ -73,6 +67,31 @@ class ImageSize(click.ParamType[tuple[int, int]]):
         if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
             self.fail(f"{value!r} is not an image size; write 224 or 416x608", param, ctx)
         return int(sides[0]), int(sides[-1])
+
+
+def choice_of(names: Iterable[str]) -> click.Choice[str]:
+    """One of several names, in upper or lower case."""
+    return click.Choice(list(names), case_sensitive=False)
+
+
+class OutputFile(click.Path):
+    """A file to write."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value) in ("", "-"):
+            self.fail(
+                f"{str(value)!r} is no file's name; results are written to a file, such as ./result", param, ctx
+            )
+        return super().convert(value, param, ctx)
+
+
+class Integer(click.IntRange):
+    """An integer within a range; errors don't call it a range."""
+
+    name = "integer"
 
 
 class Percentage(click.ParamType[float]):

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 from monetlite.cli.command_options import ModelChoice
-from monetlite.cli.option_types import MEASURED_HERE
 from monetlite.core.costs import Profile
-from monetlite.core.devices import find_device
+from monetlite.core.devices import MEASURED_HERE, find_device
 from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.options import ALL_IMPLEMENTATIONS, PricingOptions, SolvingOptions
 

@@ -22,6 +22,7 @@ from monetlite.cli.command_options import (
     time_limit_option,
     with_options,
 )
+from monetlite.cli.option_types import Integer, OutputFile
 from monetlite.cli.running import check_writable, command, only_for, source_of
 from monetlite.cli.subjects import OpenedSchedule, open_schedule
 from monetlite.cli.terminal import Terminal
@@ -80,7 +81,7 @@ _drawing_options = with_options(
     ),
     click.option(
         "--points",
-        type=click.IntRange(min=2, max=100),
+        type=Integer(min=2, max=100),
         default=8,
         show_default=True,
         help="Budgets of a trade-off, from the smallest feasible one to plain training's peak.",
@@ -88,7 +89,7 @@ _drawing_options = with_options(
     click.option(
         "--csv",
         "table",
-        type=click.Path(dir_okay=False, path_type=Path),
+        type=OutputFile(),
         help="Write the numbers behind a picture here.",
     ),
 )

@@ -16,7 +16,7 @@ from monetlite.cli.command_options import (
     size_options,
     time_limit_option,
 )
-from monetlite.cli.option_types import Budget
+from monetlite.cli.option_types import Budget, Integer
 from monetlite.cli.output_names import name_from_profile, schedule_name
 from monetlite.cli.running import check_writable, command, only_for, source_of, suggested
 from monetlite.cli.subjects import load_profiles, price_layouts
@@ -42,7 +42,7 @@ _RARE = (
 )
 _multiple_option = click.option(
     "--multiple-of",
-    type=click.IntRange(min=1),
+    type=Integer(min=1),
     default=1,
     show_default=True,
     help="With --max-batch: look at multiples of this batch only.",

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from monetlite.cli.command_options import DEFAULT_ESTIMATE, ModelChoice
-from monetlite.cli.option_types import MEASURED_HERE
 from monetlite.cli.running import suggested
 from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile, load_profile
+from monetlite.core.devices import MEASURED_HERE
 from monetlite.core.errors import DeviceError, ModelError, ScheduleMismatch
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.options import PricingOptions, SolvingOptions

@@ -18,6 +18,8 @@ from monetlite.core.units import format_bytes, format_ms
 if TYPE_CHECKING:
     from monetlite.solving.incumbent import Solution
 
+DEFAULT_WIDTH = 80
+"""Characters of a line where COLUMNS is 0: it is not known."""
 LOG_SECONDS = 10.0
 """Least time between two lines about one piece of work in a log."""
 
@@ -35,6 +37,8 @@ class Terminal:
         self.as_json = as_json
         self.console = Console(highlight=False, soft_wrap=False)
         self._aside = Console(stderr=True, highlight=False)
+        for console in (self.console, self._aside):
+            console.width = console.width or DEFAULT_WIDTH
         self._live = self._aside.is_terminal and not self._aside.is_dumb_terminal
 
     def print_json(self, facts: object) -> None:

@@ -7,7 +7,7 @@ import click
 
 from monetlite.cli.command_options import force_option, output_option
 from monetlite.cli.exits import EXIT_FAILED, CommandExit
-from monetlite.cli.option_types import Budget, DeviceName
+from monetlite.cli.option_types import Budget, DeviceName, Integer
 from monetlite.cli.output_names import name_of_copy
 from monetlite.cli.running import check_writable, command
 from monetlite.cli.terminal import Terminal
@@ -39,7 +39,7 @@ def zoo_command() -> None:
     click.option(
         "--budget", type=Budget(), help="Only what keeps within it: 6GB, or 50% of plain training's peak."
     ),
-    click.option("--batch", type=click.IntRange(min=1), help="Only what serves this batch."),
+    click.option("--batch", type=Integer(min=1), help="Only what serves this batch."),
     _folder,
     group=zoo_command,
 )

@@ -21,6 +21,8 @@ CUBLAS_WORKSPACE_BYTES, CUBLAS_WORKSPACE_BYTES_OF_9 = 8519680, 2**25
 """
 CONTEXT_BYTES = 5 * 10**8
 """Memory of a CUDA context: a guess. It differs between GPUs, and between versions of CUDA."""
+MEASURED_HERE = ("cpu", "cuda")
+"""Devices of this machine, whose costs are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,22 @@ def find_device(name: str) -> Device:
         f"no figures for a device called {name!r}{hint} Known: {', '.join(devices)}. "
         "On a machine that has the device, measure a profile instead of estimating one"
     )
+
+
+def require_device(name: str | None) -> None:
+    """Refuse what is no device to measure on or to estimate; None stands for where the model is.
+
+    Raises:
+        DeviceError: says what there is.
+    """
+    if name is None or name in MEASURED_HERE:
+        return
+    if not isinstance(name, str):
+        raise DeviceError(f"device {name!r}: give its name, such as 'cuda' or 'rtx-4090'")
+    if name.lower().startswith((*MEASURED_HERE, "gpu")):
+        meant = "cpu" if name.lower().startswith("cpu") else "cuda"
+        raise DeviceError(f"{name!r} is no device; did you mean {meant}?")
+    find_device(name)
 
 
 @cache

@@ -7,11 +7,14 @@ explanations from here, and every layer passes the two objects on whole.
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from monetlite.core.costs import Profile
+from monetlite.core.devices import require_device
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import ALL_OUTPUTS, LAYOUTS, LOSS_ONLY
+from monetlite.core.spelling import close_matches
 
 REORDERED_SUMS = 1e-5
 """Tolerance from which another order of sums is allowed: other layouts, and regions that Inductor compiles."""
@@ -23,6 +26,16 @@ def _option(default: Any, explanation: str, choices: Collection[str] = ()) -> An
     return field(default=default, metadata={"help": explanation, "choices": tuple(choices)})
 
 
+def _refuse_unknown(option: str, value: object, known: Collection[str]) -> None:
+    if value is None or value in known:
+        return
+    name = value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
+    there = f"there are {', '.join(known)}{close_matches(name, known)}"
+    if isinstance(value, str):
+        raise ModelError(f"{option} {value!r} is unknown; {there}")
+    raise ModelError(f"{option} takes a name, not an object ({name}); {there}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PricingOptions:
     """Options of pricing: device, layout, what the step returns, and what it counts.
@@ -30,6 +43,7 @@ class PricingOptions:
     Raises:
         ModelError: an unknown optimizer or layout, unknown outputs, or `step_in_backward` without an optimizer or
             with `accumulate`.
+        DeviceError: an unknown device.
     """
 
     device: str | None = _option(
@@ -67,8 +81,8 @@ class PricingOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
-            raise ModelError(f"optimizer {self.optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
+        require_device(self.device)
+        _refuse_unknown("optimizer", self.optimizer, OPTIMIZERS)
         if self.step_in_backward and self.optimizer is None:
             raise ModelError("step_in_backward counts an optimizer's step: say which, such as optimizer='adamw'")
         if self.step_in_backward and self.accumulate:
@@ -76,8 +90,7 @@ class PricingOptions:
                 "step_in_backward updates each parameter when its gradient arrives, so no gradients are left to "
                 "accumulate; leave one of the two out"
             )
-        if self.layout not in (None, *LAYOUTS):
-            raise ModelError(f"layout {self.layout!r} is unknown; there are {', '.join(LAYOUTS)}")
+        _refuse_unknown("layout", self.layout, LAYOUTS)
         if self.outputs not in (LOSS_ONLY, ALL_OUTPUTS):
             raise ModelError(f"outputs {self.outputs!r} is neither {LOSS_ONLY!r} nor {ALL_OUTPUTS!r}")
 
@@ -87,7 +100,7 @@ class SolvingOptions:
     """Options of solving for a schedule.
 
     Raises:
-        ModelError: a value that is out of range.
+        ModelError: a value that is no number, or out of range.
     """
 
     tolerance: float = _option(
@@ -111,9 +124,9 @@ class SolvingOptions:
     seed: int = _option(0, "Seed of the search.")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < 1:
+        if not (isinstance(self.tolerance, Real) and 0 <= self.tolerance < 1):
             raise ModelError(
-                f"tolerance {self.tolerance} is not a fraction; 0 asks for the same bits, "
+                f"tolerance {self.tolerance!r} is not a fraction; 0 asks for the same bits, "
                 "1e-5 allows sums in another order"
             )
         if self.implementations not in (ALL_IMPLEMENTATIONS, DEFAULT_IMPLEMENTATIONS):
@@ -121,8 +134,10 @@ class SolvingOptions:
                 f"implementations {self.implementations!r} is neither {ALL_IMPLEMENTATIONS!r} "
                 f"nor {DEFAULT_IMPLEMENTATIONS!r}"
             )
-        if not 0 < self.time_limit < math.inf:
-            raise ModelError(f"time_limit {self.time_limit}: seconds, more than 0")
+        if not (isinstance(self.time_limit, Real) and 0 < self.time_limit < math.inf):
+            raise ModelError(f"time_limit {self.time_limit!r} is not a number of seconds above 0")
+        if not isinstance(self.seed, Integral):
+            raise ModelError(f"seed {self.seed!r} is not an integer")
 
     def allowed(self, profile: Profile) -> Profile:
         """A profile with only the implementations that may be chosen, beside the defaults."""
@@ -143,13 +158,18 @@ def split_options(
         ModelError: a name that is no option, or a value that is out of range.
     """
     pricing = {item.name for item in fields(PricingOptions)}
-    solving = {item.name for item in fields(SolvingOptions)}
-    if unknown := set(options) - pricing - solving:
-        known = ", ".join(sorted({*pricing, *solving, *others}))
-        raise ModelError(f"there is no option {min(unknown)!r}; there are {known}")
     prices = PricingOptions(**{name: value for name, value in options.items() if name in pricing})
-    solve = SolvingOptions(**{name: value for name, value in options.items() if name in solving})
-    return prices, allowing_compiled(prices, solve)
+    rest = {name: value for name, value in options.items() if name not in pricing}
+    return prices, allowing_compiled(prices, solving_options(rest, {*pricing, *others}))
+
+
+def solving_options(options: Mapping[str, Any], others: Collection[str] = ()) -> SolvingOptions:
+    """Make options of solving from keyword arguments; args and errors as in `split_options`."""
+    known = sorted({*(item.name for item in fields(SolvingOptions)), *others})
+    if unknown := set(options).difference(known):
+        name = min(unknown)
+        raise ModelError(f"there is no option {name!r}; there are {', '.join(known)}{close_matches(name, known)}")
+    return SolvingOptions(**options)
 
 
 def allowing_compiled(pricing: PricingOptions, solving: SolvingOptions) -> SolvingOptions:

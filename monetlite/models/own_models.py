@@ -41,6 +41,10 @@ def build(spec: str, options: BuildOptions) -> BuiltModel:
     with _importable(folder), contextlib.redirect_stdout(sys.stderr):
         module = _load_file(place) if is_file else _load_module(spec, place)
         function = _function(spec, module, attribute)
+        if isinstance(function, torch.nn.Module):
+            raise ModelError(
+                f"{spec}: {attribute} is a module ({type(function).__name__}); name a function that returns it"
+            )
         arguments = _arguments(spec, function, options)
         try:
             with options.device():

@@ -79,8 +79,8 @@ class LeastPeak:
         if value is None or self.graph.values[value].size_bytes < NAMED_TENSOR * self.parts.peak_bytes:
             return ""
         largest, writer = self.graph.values[value], self.graph.operators[self.graph.writer[value]].name
-        shape = "×".join(map(str, largest.shape))
-        return f" The largest tensor is {writer}'s: {shape} {largest.dtype}, {format_bytes(largest.size_bytes)}."
+        kind = f"{'×'.join(map(str, largest.shape))} {largest.dtype}, " if largest.shape else ""
+        return f" The largest tensor is {writer}'s: {kind}{format_bytes(largest.size_bytes)}."
 
     def _settings(self, budget_bytes: int) -> Iterator[Setting]:
         if self.profile.optimizer in ("adam", "adamw"):

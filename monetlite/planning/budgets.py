@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from monetlite.core.binding import bind
@@ -11,7 +12,7 @@ from monetlite.core.errors import InfeasibleBudget, ModelError, ScheduleMismatch
 from monetlite.core.files.documents import common_fields
 from monetlite.core.graph import AS_TRACED, COMPILED_LAYOUTS, LAYOUTS, uncompiled_layout
 from monetlite.core.interrupts import interrupts_kept
-from monetlite.core.options import REORDERED_SUMS, SolvingOptions
+from monetlite.core.options import REORDERED_SUMS, SolvingOptions, solving_options
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
@@ -55,7 +56,7 @@ def solve(
         DeviceError: `reserved`, and costs that are not a GPU's.
         ModelError: an unknown option, or one that is out of range.
     """
-    return solve_budget(profile, budget, SolvingOptions(**options), starts=starts, progress=progress)
+    return solve_budget(profile, budget, solving_options(options), starts=starts, progress=progress)
 
 
 def sweep(
@@ -84,7 +85,8 @@ def sweep(
     from monetlite.solving.sweep import sweep_profile
 
     asked = [budgets] if isinstance(budgets, (str, int, float)) else list(budgets)
-    solving = SolvingOptions(**{"time_limit": SolvingOptions.time_limit * max(1, len(asked)), **options})
+    solving = solving_options({"time_limit": SolvingOptions.time_limit * max(1, len(asked)), **options})
+    _require_profile(profile)
     profile = solving.allowed(profile)
     plain_peak_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
     in_bytes = {budget: parse_budget(budget, plain_peak_bytes) for budget in asked}
@@ -108,6 +110,7 @@ def solve_budget(
     """Find the fastest schedule within a memory budget; args and errors as in `solve`."""
     from monetlite.solving import solve_profile
 
+    _require_profile(profile)
     profile = options.allowed(profile)
     budget_bytes = parse_budget(budget, simulate(profile, plain_steps(profile.graph)).peak_bytes)
     known: list[tuple[Step, ...]] = []
@@ -121,6 +124,13 @@ def solve_budget(
     if solution.steps is None:
         raise _nothing_fits(profile, budget_bytes, solution)
     return as_schedule(profile, budget_bytes, solution, options.tolerance)
+
+
+def _require_profile(profile: object) -> None:
+    if isinstance(profile, (str, PathLike)):
+        raise ModelError(f"give a profile, not its file's name: monetlite.load_profile({str(profile)!r})")
+    if not isinstance(profile, Profile):
+        raise ModelError(f"give a profile, as monetlite.profile makes, not {type(profile).__name__}")
 
 
 def layouts_to_try(layout: str | None, tolerance: float, compile: bool = False) -> list[str]:

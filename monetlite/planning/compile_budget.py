@@ -29,6 +29,7 @@ from monetlite.operators.implementations import target_of
 from monetlite.planning.partitioned_step import PartitionedStep, stored_bytes
 from monetlite.planning.pipeline import price
 from monetlite.solving.sum_fronts import Choice, front_of_sums
+from monetlite.tracing.step_inputs import require_module
 
 MAX_CHOICES = 32
 """Choices on the front that are looked at for a graph."""
@@ -71,6 +72,7 @@ def compile_within(
         InfeasibleBudget: when it is compiled, if no choice fits, inside of torch's BackendCompilerFailed; says the
             smallest peak of one.
     """
+    require_module(model)
     budget_bytes = parse_budget(budget)
     PricingOptions(outputs=outputs)  # refuses unknown ones
     compile_graph = backend or inductor_backend()

@@ -88,7 +88,7 @@ def optimize(
         BudgetError: the budget can't be read.
         InfeasibleBudget: nothing fits, or nothing was found; says the smallest budget that is known to do.
         DeviceError: an unknown device, or one that this machine does not have.
-        ModelError: an option that is out of range.
+        ModelError: no module, or an option that is out of range.
         SolverError: the solver is not installed.
     """
     options = {
@@ -126,8 +126,9 @@ def solve_model(
     """
     from monetlite.solving.annealing.compiling import await_compiled
     from monetlite.tracing import trace_layouts
-    from monetlite.tracing.step_inputs import on_its_gpu
+    from monetlite.tracing.step_inputs import on_its_gpu, require_module
 
+    require_module(model)
     runs_on = None if runs_here else pricing.device
     with on_its_gpu(model, example_inputs):
         layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)

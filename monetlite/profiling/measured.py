@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from monetlite.core.announcing import tell
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.errors import CompileError, MonetliteError, ProfileError, first_line
 from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
@@ -70,7 +71,7 @@ class Measurement:
 
     An implementation that runs out of memory or that Inductor can't compile, and that the operator can do without,
     is left out, with a warning.
-    Costs that the cache has are measured again if the slowest of them now take much less: with a warning, as other
+    Costs that the cache has are measured again, and that is told, if the slowest of them now take much less: other
     programs used the machine then.
 
     Args:
@@ -375,10 +376,9 @@ def _recheck(candidates: dict[str, _MeasuredCall], cache: CostCache, meter: Mete
             return math.inf
 
     if measured_while_disturbed(known, latency_ms):
-        warnings.warn(
+        tell(
             f"{len(known)} costs that were measured earlier are measured again: their slowest calls now take less "
-            f"than {DISTURBED:.0%} of the time. Other programs may have used the machine then; let none run now",
-            stacklevel=4,
+            f"than {DISTURBED:.0%} of the time. Other programs may have used the machine then; let none run now"
         )
         cache.forget(known)
 

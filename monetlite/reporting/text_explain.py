@@ -96,10 +96,16 @@ def write_explanation(page: ExplanationWriter, analysis: Analysis, around: Aroun
 
 def _summary(page: ExplanationWriter, analysis: Analysis) -> None:
     schedule, scheduled, plain = analysis.schedule, analysis.scheduled, analysis.plain
+    over_bytes = scheduled.peak_bytes - schedule.budget_bytes
     page.say(
-        f"{schedule.name}: peak {format_bytes(scheduled.peak_bytes)} within {format_bytes(schedule.budget_bytes)}, "
-        f"step {format_ms(scheduled.latency_ms)}, {analysis.costs}."
+        f"{schedule.name}: peak {format_bytes(scheduled.peak_bytes)} {'over' if over_bytes > 0 else 'within'} "
+        f"{format_bytes(schedule.budget_bytes)}, step {format_ms(scheduled.latency_ms)}, {analysis.costs}."
     )
+    if over_bytes > 0:
+        page.say(
+            f"The peak exceeds the budget by {format_bytes(over_bytes)}: the schedule's file was edited, or it was "
+            "solved at other costs. Solve it again."
+        )
     time_taken = f"{abs(analysis.overhead):.1%} {'more' if analysis.overhead > 0 else 'less'} time"
     if abs(analysis.overhead) < 0.0005:
         time_taken = "as much time"

@@ -40,11 +40,20 @@ class CallSizes:
     def signature(self, call: Arguments) -> Signature:
         """The key of a program: all that is known of a call's arguments, but the sizes that vary."""
         exact = input_signature(*call)
-        return _without_sizes(exact, self._varying.get(exact[-1], {}))
+        return _without_sizes(exact, self._varying_of(exact))
 
     def varying(self, call: Arguments) -> Dimensions:
         """The dimensions of a call's leaves that vary."""
-        return self._varying.get(input_signature(*call)[-1], {})
+        return self._varying_of(input_signature(*call))
+
+    def _varying_of(self, exact: Signature) -> Dimensions:
+        """The same by signature: None, text or a tensor of fewer dimensions may stand where others have varied."""
+        found = self._varying.get(exact[-1], {})
+        return {
+            at: dimensions
+            for at, dimensions in found.items()
+            if isinstance(exact[at][0], torch.Size) and max(dimensions) < len(exact[at][0])
+        }
 
     def note(self, call: Arguments) -> None:
         """Learn from a call."""

@@ -10,8 +10,9 @@ from monetlite.core.errors import ModelError
 from monetlite.core.schedule import Schedule
 from monetlite.fx.torch_internals.torch_dynamo import left_alone
 from monetlite.fx.torch_internals.torch_modules import call_instead, call_itself, called_instead
-from monetlite.runtime.scheduled_training import OneSchedule, ScheduledTraining
+from monetlite.runtime.scheduled_training import OneSchedule, ScheduledTraining, refuse_scheduled
 from monetlite.runtime.wrapper import MONeTWrapper
+from monetlite.tracing.step_inputs import require_module
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -49,7 +50,7 @@ def within(
         The module itself.
 
     Raises:
-        ModelError: it is scheduled, wrapped or compiled already; neither a schedule nor a budget.
+        ModelError: no module; or it is scheduled, wrapped or compiled already; neither a schedule nor a budget.
         ScheduleFileError: the file can't be read.
         On training steps, the errors of `MONeTWrapper`.
 
@@ -63,8 +64,7 @@ def within(
     """
     if isinstance(model, MONeTWrapper):
         raise ModelError("the model is wrapped already; give the model itself: monetlite.within(wrapper.model)")
-    if isinstance(called_instead(model), InPlaceTraining):
-        raise ModelError("the model has a schedule already; take it off first: monetlite.release(model)")
+    refuse_scheduled(model)
     if called_instead(model) is not None:
         raise ModelError("model.compile() was called on the model; schedule a model that is not compiled")
     call_instead(
@@ -100,7 +100,9 @@ def schedule_of(model: nn.Module) -> Schedule | None:
 
 
 def _training(model: nn.Module) -> InPlaceTraining:
+    require_module(model)
     training = called_instead(model)
     if not isinstance(training, InPlaceTraining):
-        raise ModelError(f"monetlite.within was not called on this {type(model).__name__}")
+        lost = "" if training is None else ", or model.compile() took its plan off"
+        raise ModelError(f"monetlite.within was not called on this {type(model).__name__}{lost}")
     return training

@@ -475,7 +475,7 @@ class ModelInPieces:
             except BaseException as error:
                 self.training.forward_fails()
                 if isinstance(error, REFUSALS):
-                    raise own_error(error) or explain(error) from error
+                    raise own_error(error) or explain(error, advice="") from error
                 raise
         self.training.forward_ends()
         return output

@@ -27,7 +27,7 @@ from monetlite.core.units import parse_budget
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs, left_alone
-from monetlite.fx.torch_internals.torch_modules import call_itself
+from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.operators.random import forked_state
 from monetlite.runtime.backward_updates import refuse_without_updates
@@ -53,7 +53,8 @@ from monetlite.tracing.capture import (
 )
 from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
-from monetlite.tracing.step_inputs import Arguments, device_of, on_its_gpu
+from monetlite.tracing.refusals import PIECES
+from monetlite.tracing.step_inputs import Arguments, device_of, on_its_gpu, require_module
 
 MANY_CALLS, MANY_OF_A_LINE = 2000, 50
 """Calls in a captured model, and those that one line makes in one module, of which a person is told."""
@@ -266,8 +267,14 @@ class ScheduledTraining:
             plans.schedule = plans.solve(call) if plans.wait else None
             return self._capture(call)
         except TraceError as error:
-            if self.whole or self.compile or plans.solving.reserved or plans.pricing.step_in_backward:
-                raise
+            barring = {
+                "whole": self.whole,
+                "reserved": plans.solving.reserved,
+                "step_in_backward": plans.pricing.step_in_backward,
+            }
+            if names := [f"{name}=True" for name, given in barring.items() if given]:
+                advice = f"Without {' and '.join(names)}, it trains in pieces"
+                raise type(error)(str(error).replace(PIECES, advice)) from error.__cause__
             assert plans.budget is not None
             training = PiecewiseTraining(self.model, plans.budget, plans.pricing, plans.solving, plans.wait, error)
             self._pieces = ModelInPieces(self.model, training)
@@ -331,6 +338,17 @@ class ScheduledTraining:
 
             steps = as_inductor_fuses(traced.graph, steps)
         return lower(traced, steps)
+
+
+def refuse_scheduled(model: nn.Module) -> None:
+    """Refuse what is no module, and a module that `within` was called on.
+
+    Raises:
+        ModelError: says what to do.
+    """
+    require_module(model)
+    if isinstance(called_instead(model), ScheduledTraining):
+        raise ModelError("the model has a schedule already; take it off first: monetlite.release(model)")
 
 
 def _tell_of_loops(graph: fx.Graph) -> None:

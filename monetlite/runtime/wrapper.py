@@ -15,7 +15,7 @@ from torch import nn
 from monetlite.core.errors import ModelError
 from monetlite.core.schedule import Schedule
 from monetlite.fx.torch_internals.torch_modules import apply_to_tensors, own_contents, share_contents
-from monetlite.runtime.scheduled_training import OneSchedule, ScheduledTraining
+from monetlite.runtime.scheduled_training import OneSchedule, ScheduledTraining, refuse_scheduled
 
 OWN = frozenset(vars(nn.Module()))
 """Instance attributes that every module has."""
@@ -75,7 +75,8 @@ class MONeTWrapper(nn.Module):
         ScheduleFileError: the file can't be read.
         ScheduleMismatch: on the first training step, if the schedule was solved for another graph (another
             model, other frozen parameters, another mode of a submodule); names the operator that differs.
-        ModelError: neither a schedule nor a budget; on a training step, inputs that no schedule can serve.
+        ModelError: no module, or one that has a schedule; neither a schedule nor a budget; on a training step,
+            inputs that no schedule can serve.
         MonetliteError: on a training step, with a budget: the errors of `monetlite.optimize`.
 
     Inputs that are smaller than those a schedule was solved for (the last batch, a shorter sequence) run by the
@@ -109,6 +110,7 @@ class MONeTWrapper(nn.Module):
             raise ModelError(
                 "the model is wrapped already; wrap the model itself: MONeTWrapper(wrapper.model, ...)"
             )
+        refuse_scheduled(model)
         training = ScheduledTraining(
             model, schedule, budget=budget, compile=compile, wait=wait, whole=whole, **options
         )

@@ -27,7 +27,7 @@ from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, boxed_function, keep_saved_tensors
 from monetlite.fx.torch_internals.torch_branches import checks_captured
-from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, failures_unlogged
 from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
     dynamo_settings,
@@ -336,13 +336,14 @@ def run_captured(model: nn.Module, run: Callable[[], _T], refused: tuple[type[Ex
 def capture_settings() -> Iterator[None]:
     """Change torch as a capture of a whole model needs it, for the time of a block, in one thread at a time.
 
-    Log messages are skipped, prints and warnings come afterwards, branches that only raise are assertions, and
-    kernels are not taken apart.
+    Log messages are skipped, prints and warnings come afterwards, errors are not logged, branches that only raise
+    are assertions, and kernels are not taken apart.
     """
     with (
         patched(),  # so that settings are read when no other thread has changed them
         kernels_kept_whole(),
         messages_left_out(),
+        failures_unlogged(),
         checks_captured(),
         dynamo_settings(
             recompile_limit=MAX_PROGRAMS,

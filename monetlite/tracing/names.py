@@ -1,9 +1,11 @@
 """Names people recognise: operators are called after the module that runs them (`layer1.0.conv1`)."""
 
 import operator
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from monetlite.operators.traits import family_of
 
 _ROOT = re.compile(r"^L\['[^']*'\](?:\._orig_mod)?")
 _NAME = re.compile(r"[^.\[\]'\"]+")
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_MODELS = os.path.join(_PACKAGE, "models", "")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -103,18 +107,23 @@ class Namer(UniqueNames):
 
 
 def source_of(node: fx.Node) -> str:
-    """File and line of the person's code that a node comes from."""
+    """File and line of the person's code that a node comes from; empty if there is none, as in an nn.Sequential."""
     trace = node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or ""
-    frames = _FRAME.findall(str(trace))
+    frames = [frame for frame in _FRAME.findall(str(trace)) if not is_own_file(frame[0])]
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+
+
+def is_own_file(path: str) -> bool:
+    """True for a file of monetlite's, which no line of the person's model is in; not for its built-in models."""
+    return path.startswith(_PACKAGE) and not path.startswith(_MODELS)
 
 
 def longest_loop(graph: fx.Graph) -> tuple[str, int]:
     """The line of the person's code that makes most calls in one module, and how many."""
     lines = Counter(
-        (source_of(node), next(reversed(node.meta.get("nn_module_stack") or {"": None})))
+        (line, next(reversed(node.meta.get("nn_module_stack") or {"": None})))
         for node in graph.nodes
-        if node.op.startswith("call_")
+        if node.op.startswith("call_") and (line := source_of(node))
     )
     ((line, _), calls) = max(lines.items(), key=operator.itemgetter(1), default=(("", ""), 0))
     return line, calls

@@ -49,6 +49,7 @@ from monetlite.tracing.step_inputs import (
     Inputs,
     autocast_dtype,
     device_of,
+    require_module,
     resident_bytes,
     split_inputs,
     tensors_in_order,
@@ -117,6 +118,7 @@ def trace_layouts(
     The step is captured once. The first layout is always among those that are traced. With `each_gradient`
     gradients are handed over one by one.
     """
+    require_module(model)
     inputs = split_inputs(example_inputs)
     if unknown := [layout for layout in layouts if layout not in LAYOUTS_IN_WORDS]:
         raise TraceError(f"layout {unknown[0]!r} is unknown; there are {', '.join(LAYOUTS_IN_WORDS)}")

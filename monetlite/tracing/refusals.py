@@ -1,16 +1,16 @@
 """Errors of a capture, put in words for the person whose model it is."""
 
+import os
 import re
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from monetlite.core.errors import ModelRaises, MonetliteError, TraceError
-from monetlite.fx.torch_internals import torch_dynamo
+from monetlite.tracing.names import is_own_file
 
 NUMPY_DRAWS = (
     "it draws random numbers from numpy, which captured would be torch's. Draw them with torch, or before the "
@@ -63,7 +63,7 @@ _ON_DATA = (
     "Move what depends on the data (an if on a tensor's value, .item(), .numpy()) out of the forward pass, "
     "or wrap only the submodule that doesn't need it: MONeTWrapper(model.backbone, ...)"
 )
-_PIECES = 'With a budget in place of a schedule, it trains in pieces: monetlite.within(model, budget="6GB")'
+PIECES = 'With a budget in place of a schedule, it trains in pieces: monetlite.within(model, budget="6GB")'
 _RAISED = re.compile(r"^ *Developer debug context: raised exception (.+)$", re.MULTILINE)
 _WRITTEN_OUT = re.compile(r"(\w+)\([\[(]ConstantVariable\(\w+: (.*)\),?[\])]\)")
 """Form in which some versions write an exception of one argument."""
@@ -72,16 +72,18 @@ _OPERATOR_FAILURE = re.compile(
     r"got \w+Error\((['\"])(?P<said>.*?)\1\)|TypeError \w+: (?P<call>\w+\(\) received .*)"
 )
 """Form in which TorchDynamo quotes the error of an operator."""
-_NOT_THE_MODELS = (str(torch.__path__[0]), str(Path(__file__).with_name("capture.py")), str(torch_dynamo.__file__))
-"""Files whose frames are not shown: torch's, and those of functions which call the model or torch for it."""
+_TORCH = os.path.join(torch.__path__[0], "")
 
 
-def explain(error: Exception) -> TraceError:
-    """Turn TorchDynamo's exception into one that names the line of the person's model and says what to do."""
+def explain(error: Exception, advice: str = PIECES) -> TraceError:
+    """Turn TorchDynamo's exception into one that names the line of the person's model and says what to do.
+
+    `advice` ends the message of what can't be captured.
+    """
     where = line_of(getattr(error, "real_stack", None) or ())
     text = str(error)
     if failure := _OPERATOR_FAILURE.search(text):
-        said = failure["said"] or failure["call"]
+        said = (failure["said"] or failure["call"]).rstrip(".")
         return ModelRaises(f"{where} fails on these inputs: {said}; check that the model runs on them as it is")
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, Exception):
@@ -96,12 +98,12 @@ def explain(error: Exception) -> TraceError:
         )
     reason = next((reason for pattern, reason in _REFUSALS if re.search(pattern, text)), None)
     said = (reason or f"{_first_line(error)}. {_ON_DATA}").rstrip(".")
-    return TraceError(f"{where} can't be captured in one graph: {said}. {_PIECES}")
+    return TraceError(". ".join(filter(None, (f"{where} can't be captured in one graph: {said}", advice))))
 
 
 def line_of(stack: Iterable[Any]) -> str:
     """The innermost line of a stack that is the person's: `model.py:12 (x = y.item())`."""
-    frames = [frame for frame in stack if not frame.filename.startswith(_NOT_THE_MODELS)]
+    frames = [item for item in stack if not (item.filename.startswith(_TORCH) or is_own_file(item.filename))]
     return (
         f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else "the model"
     )

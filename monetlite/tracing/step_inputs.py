@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from monetlite.core.errors import ModelError
 from monetlite.core.graph import Resident
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import storage_key
@@ -23,6 +24,17 @@ class Arguments(NamedTuple):
 
 
 Inputs: TypeAlias = torch.Tensor | tuple[object, ...] | list[object] | dict[str, object] | Arguments
+
+
+def require_module(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        ModelError: says what it is.
+    """
+    if not isinstance(model, nn.Module):
+        advice = f"; call the class to make a model: {model.__name__}(...)" if isinstance(model, type) else ""
+        raise ModelError(f"give a torch.nn.Module as the model, not {model!r:.80}{advice}")
 
 
 def split_inputs(example_inputs: Inputs) -> tuple[tuple[object, ...], dict[str, object]]:

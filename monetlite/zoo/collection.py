@@ -316,9 +316,13 @@ def load_schedule(path: str | PathLike[str]) -> Schedule:
         path: of the file; or `zoo:MODEL@BUDGET`, `zoo:DEVICE/MODEL@BUDGET` (see `monetlite zoo list`).
 
     Raises:
-        ScheduleFileError: the file is missing, truncated, malformed, or of another version, and says where; or
-            the collection has nothing of that name, or nothing that fits.
+        ScheduleFileError: no path; or the file is missing, truncated, malformed, or of another version, and says
+            where; or the collection has nothing of that name, or nothing that fits.
     """
+    if not isinstance(path, (str, PathLike)):
+        raise ScheduleFileError(
+            f"give a monetlite.Schedule, the path of its file, or a name such as zoo:resnet50@6GB, not {path!r:.80}"
+        )
     if isinstance(path, str) and path.startswith(PREFIX):
         return find(path)
     if not os.path.lexists(path):

@@ -180,6 +180,9 @@ def test_a_budget_that_nothing_fits_says_what_would(folder):
         (("--model", "net.py:build", "--time-limit", "0"), "--time-limit"),
         (("--model", "net.py:build", "--time-limit", "nan"), "--time-limit"),
         (("--model", "net.py:build", "--output", "."), "--output"),
+        (("--model", "net.py:build", "--output", "-"), "'-' is no file's name"),
+        (("--model", "net.py:build", "--output", ""), "'' is no file's name"),
+        (("--model", "net.py:build", "--batch", "2,3"), "'2,3' is not a valid integer."),
     ],
 )
 def test_usage_errors(options, says, folder):
@@ -188,6 +191,14 @@ def test_usage_errors(options, says, folder):
     assert says in result.stderr
     assert "Traceback" not in result.output
     assert os.listdir(folder) == ["net.py"]
+
+
+def test_choices_in_another_case(folder):
+    choices = ("--optimizer", "AdamW", "--solver", "scip", "--implementations", "DEFAULT", "--autocast", "BFloat16")
+    result = run(*SOLVE, "--budget", "100%", *choices, "--time-limit", "0.5", "--output", "s.yaml")
+    assert result.exit_code == 0, result.output
+    schedule = monetlite.load_schedule("s.yaml")
+    assert (schedule.optimizer, schedule.autocast) == ("adamw", "bfloat16")
 
 
 def test_a_gpu_that_is_not_there(folder, monkeypatch):

@@ -116,6 +116,13 @@ def test_a_narrow_terminal_of_one_byte_loses_no_figures(line, monkeypatch):
     assert "Traceback" not in err
 
 
+def test_a_width_of_zero_is_not_known(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    usual = printed("zoo list --model resnet50", monkeypatch)
+    assert "resnet50" in usual[1]
+    assert printed("zoo list --model resnet50", monkeypatch, columns=0) == usual
+
+
 @pytest.mark.usefixtures("traced_once", "folder")
 @pytest.mark.parametrize("line", [line for line in COMMANDS if not line.startswith("compare")])
 def test_a_reader_who_leaves_a_pipe_without_characters(line, monkeypatch):

@@ -123,6 +123,11 @@ def test_wrong_returns(write, returned, said):
     fails(f"{path}:build", said, "return")
 
 
+def test_a_module_in_place_of_a_function(write):
+    path = write("model = nn.Linear(1, 1)")
+    fails(f"{path}:model", "model is a module (Linear); name a function that returns it")
+
+
 def test_lazy_modules_have_no_size_yet(write):
     path = write("def build():\n    return nn.LazyLinear(2), torch.randn(4, 3)")
     fails(f"{path}:build", "has lazy parameters", "call the model once")

@@ -13,7 +13,7 @@ from torch import nn
 
 import monetlite
 from monetlite.cli import main
-from monetlite.core.errors import ModelError
+from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.options import PricingOptions, SolvingOptions, split_options
 from monetlite.planning.pipeline import price
 from monetlite.runtime.torch_compile import compile_options
@@ -71,10 +71,18 @@ def test_solve_and_sweep_take_the_options_of_solving(monkeypatch):
     monetlite.solve(None, "1GB")
     assert given == [SolvingOptions(**options), SolvingOptions()]
     for function in (monetlite.solve, monetlite.sweep):
-        with pytest.raises(TypeError, match="colour"):
-            function(None, "1GB", colour="red")
+        with pytest.raises(ModelError, match=r"no option 'tolerence'; .*; did you mean tolerance\?"):
+            function(None, "1GB", tolerence=0)
         with pytest.raises(ModelError, match="not a fraction"):
             function(None, "1GB", tolerance=2)
+
+
+def test_what_is_no_profile_is_refused():
+    for function in (monetlite.solve, monetlite.sweep):
+        with pytest.raises(ModelError, match=r"monetlite.load_profile\('p.json'\)"):
+            function("p.json", "1GB")
+        with pytest.raises(ModelError, match=r"as monetlite.profile makes, not Linear"):
+            function(nn.Linear(2, 2), "1GB")
 
 
 OTHERS = {
@@ -122,7 +130,18 @@ def test_the_wrapper_and_the_backend_pass_every_option_on(left_out, monkeypatch)
     ("options", "says"),
     [
         ({"colour": "red"}, "there is no option 'colour'; there are accumulate, "),
+        ({"tolerence": 0}, r"there is no option 'tolerence'; .*; did you mean tolerance\?"),
+        ({"optimiser": "sgd"}, r"there is no option 'optimiser'; .*; did you mean optimizer\?"),
         ({"optimizer": "lion"}, "optimizer 'lion' is unknown; there are sgd"),
+        ({"optimizer": "AdamW"}, r"optimizer 'AdamW' is unknown; .*; did you mean adamw, "),
+        (
+            {"optimizer": torch.optim.AdamW},
+            r"optimizer takes a name, not an object \(AdamW\); .*; did you mean adamw, ",
+        ),
+        (
+            {"optimizer": torch.optim.AdamW([torch.zeros(1)])},
+            r"optimizer takes a name, not an object \(AdamW\); .*; did you mean adamw, ",
+        ),
         ({"step_in_backward": True}, "say which, such as optimizer='adamw'"),
         (
             {"optimizer": "sgd", "step_in_backward": True, "accumulate": True},
@@ -130,8 +149,11 @@ def test_the_wrapper_and_the_backend_pass_every_option_on(left_out, monkeypatch)
         ),
         ({"layout": "rows"}, "layout 'rows' is unknown; there are as_traced"),
         ({"tolerance": 1.5}, r"tolerance 1.5 is not a fraction"),
+        ({"tolerance": "x"}, r"tolerance 'x' is not a fraction"),
+        ({"time_limit": "1"}, r"time_limit '1' is not a number of seconds above 0"),
+        ({"seed": "x"}, r"seed 'x' is not an integer"),
         ({"implementations": "some"}, "implementations 'some' is neither 'all' nor"),
-        ({"time_limit": 0}, "time_limit 0: seconds, more than 0"),
+        ({"time_limit": 0}, "time_limit 0 is not a number of seconds above 0"),
     ],
 )
 def test_options_out_of_range_are_refused_everywhere(options, says):
@@ -141,6 +163,20 @@ def test_options_out_of_range_are_refused_everywhere(options, says):
         monetlite.MONeTWrapper(nn.Linear(2, 2), budget="1GB", **options)
     with pytest.raises(ModelError, match=says):
         compile_options({"budget": "1GB", **options})
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("foo", "no figures for a device called 'foo'"),
+        ("cuda:0", r"did you mean cuda\?"),
+        (torch.device("cuda"), "give its name, such as 'cuda'"),
+    ],
+)
+def test_unknown_devices_are_refused_before_the_first_step(device, says):
+    for call in (split_options, lambda options: monetlite.MONeTWrapper(nn.Linear(2, 2), budget="1GB", **options)):
+        with pytest.raises(DeviceError, match=says):
+            call({"device": device})
 
 
 def test_every_public_name_is_seen_by_type_checkers():

@@ -56,25 +56,29 @@ def latencies(profile):
     return {cost.latency_ms for costs in profile.costs for cost in costs if cost.latency_ms}
 
 
-def test_costs_from_a_busy_machine_are_measured_again_and_kept(graph, meter):
+def test_costs_from_a_busy_machine_are_measured_again_and_kept(graph, meter, caplog):
+    caplog.set_level("INFO", "monetlite")
     meter.busy = 4.0
     assert latencies(monetlite.profile(graph, "cpu")) == {40.0}
     calls, meter.busy, meter.measured = meter.measured, 1.0, 0
-    with pytest.warns(UserWarning, match=rf"^{calls} costs that were measured earlier are measured again"):
-        assert latencies(monetlite.profile(graph, "cpu")) == {10.0}
-    assert meter.measured == calls + cost_cache.MIN_DISTURBED
+    caplog.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert latencies(monetlite.profile(graph, "cpu")) == {10.0}
+        (told,) = caplog.messages
+        assert told.startswith(f"{calls} costs that were measured earlier are measured again")
+        assert meter.measured == calls + cost_cache.MIN_DISTURBED
+        assert latencies(monetlite.profile(graph, "cpu")) == {10.0}
+    assert caplog.messages == [told]
 
 
 @pytest.mark.parametrize("busy", [0.7, 1.0, 4.0])
-def test_costs_that_hold_or_are_better_than_now_stay(graph, meter, busy):
+def test_costs_that_hold_or_are_better_than_now_stay(graph, meter, busy, caplog):
+    caplog.set_level("INFO", "monetlite")
     monetlite.profile(graph, "cpu")
     meter.busy = busy
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert latencies(monetlite.profile(graph, "cpu")) == {10.0}
+    assert latencies(monetlite.profile(graph, "cpu")) == {10.0}
+    assert caplog.messages == []
 
 
 def test_costs_are_checked_once_in_a_process(graph, meter):

@@ -119,9 +119,17 @@ def test_mistakes_are_named(solved):
         (lambda: monetlite.within(model, schedule, seed=1), "'seed' is an option of solving"),
         (lambda: monetlite.within(model, budget="6GB", sede=1), "no option 'sede'"),
         (lambda: monetlite.within(monetlite.MONeTWrapper(model, schedule), schedule), "is wrapped already"),
-        (lambda: monetlite.release(model), "was not called on this SmallCNN"),
+        (lambda: monetlite.release(model), "was not called on this SmallCNN$"),
     ):
         with pytest.raises(monetlite.MonetliteError, match=says):
             call()
     assert isinstance(model, nn.Module)
     model(torch.randn(4, 3, 12, 12)).sum().backward()
+
+
+def test_a_plan_that_compile_took_off_is_said_to_be_gone(solved):
+    original, _, schedule = solved
+    model = monetlite.within(twin(original), schedule)
+    model.compile(backend="eager")
+    with pytest.raises(monetlite.MonetliteError, match=r"or model.compile\(\) took its plan off"):
+        monetlite.schedule_of(model)

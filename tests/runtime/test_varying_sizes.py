@@ -19,7 +19,10 @@ from monetlite.core.errors import ModelError, TraceError
 from monetlite.operators import cudnn
 from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.runtime import varying_step
+from monetlite.runtime.call_sizes import CallSizes
+from monetlite.runtime.serving import input_signature
 from monetlite.runtime.step_plans import StepPlans
+from monetlite.tracing.step_inputs import Arguments
 
 PLANNING = {"budget": "80%", "device": "rtx-4090", "time_limit": 1}
 AMPLE = {**PLANNING, "budget": "200%"}
@@ -318,6 +321,16 @@ def test_a_size_of_one_does_not_end_the_others(captures):
     wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
     same_steps(wrapper, model, [tokens(4, length) for length in (21, 1, 30, 1, 25)])
     assert captures == [((4, 21),), ((4, 1),)]
+
+
+@pytest.mark.parametrize("other", ["a", None, torch.ones(4, dtype=torch.int64)])
+def test_what_stands_where_a_tensor_varied_has_no_sizes_that_vary(other):
+    sizes = CallSizes()
+    sizes.note(Arguments((tokens(4, 37),), {}))
+    assert sizes.varying(Arguments((tokens(4, 50),), {})) == {0: {1}}
+    call = Arguments((other,), {})
+    assert sizes.varying(call) == {}
+    assert sizes.signature(call) == input_signature(*call)
 
 
 @pytest.fixture

@@ -382,6 +382,38 @@ def test_a_wrapper_is_not_wrapped_again(cnn):
     model, _, schedule = cnn
     with pytest.raises(ModelError, match="wrapped already"):
         monetlite.MONeTWrapper(monetlite.MONeTWrapper(model, schedule), schedule)
+    with pytest.raises(ModelError, match="has a schedule already"):
+        monetlite.MONeTWrapper(monetlite.within(twin(model), schedule), schedule)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (None, "not None$"),
+        ("resnet50", "not 'resnet50'$"),
+        (SmallCNN, r"not <class .*; call the class to make a model: SmallCNN\("),
+        (twin, "not <function twin"),
+    ],
+)
+def test_what_is_no_module_is_refused_everywhere(model, says):
+    x = torch.randn(2, 3, 8, 8)
+    for function in (
+        lambda: monetlite.MONeTWrapper(model, budget="1GB"),
+        lambda: monetlite.within(model, budget="1GB"),
+        lambda: monetlite.schedule_of(model),
+        lambda: monetlite.optimize(model, x, "1GB"),
+        lambda: monetlite.trace(model, x),
+        lambda: monetlite.verify(model, "zoo:resnet50@6GB", x),
+        lambda: monetlite.compare(model, x, ["1GB"]),
+        lambda: monetlite.compile_within(model, "1GB"),
+    ):
+        with pytest.raises(ModelError, match=f"give a torch.nn.Module as the model, {says}"):
+            function()
+
+
+def test_what_is_no_schedule_is_refused(cnn):
+    with pytest.raises(ScheduleFileError, match=r"give a monetlite.Schedule, .*, not \{'budget': '1GB'\}"):
+        monetlite.MONeTWrapper(cnn[0], {"budget": "1GB"})
 
 
 def test_a_path_in_place_of_a_schedule(cnn, tmp_path):

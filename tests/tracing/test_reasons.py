@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import random
 import re
+import traceback
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import monetlite
 from monetlite.core.errors import TraceError
 from monetlite.core.steps import plain_steps
+from monetlite.tracing.refusals import line_of
 
 
 class Net(nn.Module):
@@ -192,6 +194,42 @@ def test_what_an_operator_says_of_its_arguments_is_passed_on():
 
     with pytest.raises(TraceError, match=r"fails on these inputs: sort\(\) received an invalid combination"):
         monetlite.trace(Wrong(), torch.randn(4, 8))
+
+
+def test_lines_of_monetlite_are_never_named():
+    """As where the model is one of torch's own, so that no line of the person's is in it."""
+    x = torch.randn(4, 8)
+    graph = monetlite.trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), x)
+    assert {operator.source for operator in graph.operators} == {""}
+    for model, says in (
+        (nn.LSTM(8, 8), "the model can't be captured"),
+        (nn.Linear(7, 8), "the model fails on these"),
+    ):
+        with pytest.raises(TraceError, match=f"^{says}") as refused:
+            monetlite.trace(model, x)
+        assert ".py" not in str(refused.value)
+
+
+def test_a_package_whose_name_begins_with_torch_is_not_torch():
+    file = f"{torch.__path__[0]}vision/models/resnet.py"
+    frames = [traceback.FrameSummary(name, 3, "forward", line="x = x + 1") for name in (file, nn.__file__)]
+    assert line_of(frames) == f"{file}:3 (x = x + 1)"
+
+
+def test_a_budget_is_not_advised_where_there_is_one():
+    model = monetlite.within(nn.LSTM(8, 8), budget="1GB", device="rtx-4090", whole=True)
+    with pytest.raises(TraceError, match=r"Without whole=True, it trains in pieces$"):
+        model(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [monetlite.trace, lambda model, x: monetlite.within(model, budget="1GB", device="rtx-4090", whole=True)(x)],
+)
+def test_only_monetlites_error_tells_what_fails(run, caplog):
+    with pytest.raises(TraceError, match=r"got \[4, 8\] X \[7, 8\]; check"):
+        run(nn.Linear(7, 8), torch.randn(4, 8))
+    assert caplog.records == []
 
 
 def test_a_long_loop_is_told_before_its_capture_ends(monkeypatch):

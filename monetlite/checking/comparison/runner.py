@@ -39,7 +39,7 @@ from monetlite.planning.pipeline import profile
 from monetlite.runtime import MONeTWrapper
 from monetlite.solving.baselines import restrict_gist
 from monetlite.tracing import split_inputs, trace_layouts
-from monetlite.tracing.step_inputs import Arguments, Inputs, device_of
+from monetlite.tracing.step_inputs import Arguments, Inputs, device_of, require_module
 
 BUDGETS = ("70%", "50%", "40%")
 TRIAL_REPEATS = 3
@@ -122,6 +122,7 @@ def compare(
         DeviceError: the device is not there.
         TraceError, ProfileError: monetlite can't plan for this model.
     """
+    require_module(model)
     asked = list(dict.fromkeys(str(budget) for budget in budgets))
     if not asked:
         raise BudgetError("no budget was given; write some, as 70%,50% or 6GB")

@@ -11,6 +11,7 @@
 | `suggest_memory_format` | layout of a batch norm's result on a CPU; captured strides would be wrong |
 | `_VariableFunctions`, `_nn` | functions generated for operators; steps would be slower |
 | `FakeTensor`, `FakeTensorMode` | tensors without memory, on which a step is captured |
+| `"torch._subclasses.fake_tensor"` | logger of operators that fail there; a traceback would come before an error |
 | `TorchDispatchMode` | sees which operator a function calls |
 | `_disable_current_modes` | real tensors while a step is captured; measurements would be of nothing |
 | `temporarily_clear_interpreter_stack` | the same for transforms of `torch.func` |
@@ -22,6 +23,7 @@
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -47,6 +49,24 @@ without_transforms = temporarily_clear_interpreter_stack
 
 GENERATED_FUNCTIONS = (torch._C._VariableFunctions, torch._C._nn)
 """Namespaces of the functions that torch generates for operators."""
+
+
+_FAILURE = "failed while attempting to run meta"
+_fake_log = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """Have operators that fail on fake tensors raise without logging a traceback, for the time of a block."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(_FAILURE)
+
+    _fake_log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        _fake_log.removeFilter(is_other)
 
 
 CHANGING = torch.ops.higher_order.auto_functionalized_v2

@@ -20,6 +20,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     changes_in_place,
     decomposed_by,
     decomposition_table,
+    failures_unlogged,
     is_traced,
     is_transformed,
     python_kernel,
@@ -119,6 +120,18 @@ def test_fake_tensors_have_a_device_and_no_memory() -> None:
     assert (there.device.type, (there + 1).fake_mode) == ("cpu", mode)
     with mode:  # a real tensor is let in
         assert isinstance(torch.ones(3) + fake, FakeTensor)
+
+
+def test_what_fails_on_fake_tensors_is_logged_unless_it_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        with FakeTensorMode(), pytest.raises(RuntimeError, match="reduction dim"):
+            torch.empty(4, 8) @ torch.empty(7, 8)
+
+    with failures_unlogged():
+        fail()
+    assert caplog.records == []
+    fail()
+    assert "failed while attempting to run meta" in caplog.text
 
 
 def test_modes_are_noticed_and_left() -> None:
