@@ -24,6 +24,7 @@ from monetlite.operators.region_compiler import compile_ahead
 from monetlite.operators.regions import is_compiled
 from monetlite.operators.traits import family_of, traits_of
 from monetlite.profiling.arguments import depends_on_contents, make_arguments
+from monetlite.profiling.busy_cores import warn_if_busy
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
 from monetlite.profiling.memory_use import is_out_of_memory, steady_heap
 from monetlite.profiling.meters import Meter, convolves_in_tf32, meter_for
@@ -99,7 +100,7 @@ class Measurement:
         self._costs: dict[str, Cost] = {}
         self._too_large: list[str] = []
         self._not_compiled: list[str] = []
-        self._rechecked = False
+        self._rechecked = self._unknown = self._busy = False
         self._waiting = list(self._candidates)
         self.total = len(self._candidates)
 
@@ -135,6 +136,7 @@ class Measurement:
         try:
             with steady_heap() if self._meter.device == "cpu" else contextlib.nullcontext():
                 if not self._rechecked:
+                    self._look_at_cores()
                     compile_ahead(
                         candidate.call.target
                         for signature, candidate in self._candidates.items()
@@ -152,9 +154,17 @@ class Measurement:
                     del self._waiting[0]
                     if progress is not None:
                         progress(self.done, self.total)
+                    if not self._waiting:
+                        self._look_at_cores()
         finally:
             self._cache.save()
             cudnn.forget_plans()
+
+    def _look_at_cores(self) -> None:
+        """Warn, once, if other programs hold the cores before or after costs are measured that weren't known."""
+        self._unknown = self._unknown or not self.known
+        if self._unknown and not self._busy and self._meter.device == "cpu":
+            self._busy = warn_if_busy()
 
     def _measure(self, signature: str) -> None:
         candidate, cost = self._candidates[signature], self._cache.get(signature)
