@@ -2,14 +2,19 @@
 
 Each run holds what it stored until its backward pass. A plan is of one run, so each gets a share of the budget. Let
 P be the peak of a run's plan, and R what all runs have in common: weights, their gradients, the optimizer's state.
-A run holds at most P - R, so n runs take at most n (P - R) + R.
+A run holds at most P - R, so n runs take at most n (P - R) + R. Where no plan has so small a peak, the leanest is
+taken if it holds little: with H held from its forward to its backward part, n runs take (n - 1) H + P.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from monetlite.core.costs import without_costs
+from monetlite.core.graph import OperatorGraph
+from monetlite.core.simulate import simulate
+from monetlite.core.steps import Step
 from monetlite.profiling.step_additions import OPTIMIZERS
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.serving import own_bytes
@@ -21,10 +26,12 @@ class OpenRuns:
 
     Attributes:
         counted: runs in a step that plans are made for; most: the most that there were at one time.
+        least_bytes: the budget of the leanest plan of a run, where a share is too small for any; else None.
     """
 
     counted: int = 1
     most: int = 1
+    least_bytes: int | None = None
     _steps: list[CapturedStep] = field(default_factory=list)
 
     def keep(self, step: CapturedStep) -> None:
@@ -44,6 +51,14 @@ class OpenRuns:
     def share_bytes(self, budget_bytes: int, common_bytes: int) -> int:
         """The budget of one run, where all of them have so much in common."""
         return (budget_bytes + (self.counted - 1) * common_bytes) // self.counted
+
+
+def held_bytes(graph: OperatorGraph, steps: Sequence[Step]) -> int:
+    """Bytes that a run by these steps holds from its forward to its backward part, its inputs among them."""
+    timeline, live = simulate(without_costs(graph), steps), set[int]()
+    for writes, frees in zip(timeline.writes[: timeline.border], timeline.frees, strict=False):
+        live = (live | set(writes)) - frees
+    return graph.resident.inputs + sum(graph.values[index].size_bytes for index in live)
 
 
 def common_bytes(model: nn.Module, optimizer: str | None) -> int:

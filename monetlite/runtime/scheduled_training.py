@@ -173,7 +173,9 @@ class ScheduledTraining:
                 self._forget()
                 output, detached = self._train_as_planned(call)
             except InfeasibleBudget as error:
-                raise self.plans.of_runs(error) from None
+                self.plans.take_least(error)
+                self._forget()
+                output, detached = self._train_as_planned(call)
             except ModelRaises as error:
                 raised = error
             if raised is not None:

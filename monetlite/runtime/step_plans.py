@@ -38,7 +38,7 @@ from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.measured_peak import MeasuredPeak
-from monetlite.runtime.open_runs import OpenRuns, common_bytes
+from monetlite.runtime.open_runs import OpenRuns, common_bytes, held_bytes
 from monetlite.runtime.outside_loss import OutsideLoss
 from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock
 from monetlite.runtime.serving import (
@@ -185,7 +185,7 @@ class StepPlans:
         """Note a run of the model that is to begin; True if plans are to be made for more of them in a step."""
         if not self.runs.more():
             return False
-        self.runs.counted, schedule = self.runs.most, self.schedule
+        self.runs.counted, self.runs.least_bytes, schedule = self.runs.most, None, self.schedule
         if schedule is None or (self.budget is not None and is_percentage(self.budget)):
             return False  # plain training runs as often
         several = f"the model runs {self.runs.counted} times before a backward pass"
@@ -209,23 +209,41 @@ class StepPlans:
     @property
     def run_budget(self) -> str | int | float | None:
         """The budget of one run of the model: all of it, or a share where it runs several times in a step."""
-        if self.budget is None or is_percentage(self.budget) or self.runs.counted == 1:
+        if self.budget is None or not self._shares:
             return self.budget
-        return self.runs.share_bytes(parse_budget(self.budget), self._common_bytes())
+        return self.runs.least_bytes or self.runs.share_bytes(parse_budget(self.budget), self._common_bytes())
 
-    def of_runs(self, error: InfeasibleBudget) -> InfeasibleBudget:
-        """The same error, saying of which part of the budget it is."""
-        budget = self.run_budget
-        if budget is None or budget == self.budget:
-            return error
-        return InfeasibleBudget(
-            f"the model runs {self.runs.counted} times before a backward pass, so each run gets "
-            f"{format_bytes(parse_budget(budget))} of {self.budget}. Run its inputs as one batch, which is planned "
-            f"as a whole, or raise the budget. Of one run: {error}",
-            budget_bytes=error.budget_bytes,
-            proven_bytes=error.proven_bytes,
-            reached_bytes=error.reached_bytes,
-        )
+    def take_least(self, error: InfeasibleBudget) -> None:
+        """Plan runs that share a budget by the leanest plan, where there is none for a share.
+
+        Raises:
+            InfeasibleBudget: it was tried, or exceeds the budget by itself; or the budget is of one run.
+        """
+        least_bytes = error.reached_bytes
+        if not self._shares or least_bytes is None or self.runs.least_bytes is not None:
+            raise error
+        self.runs.least_bytes = least_bytes + least_bytes // 100  # as another search may not reach as low
+
+    def _hold_runs(self, graph: OperatorGraph, steps: Sequence[Step], peak_bytes: int) -> None:
+        """Refuse the leanest plan of a run where all runs together exceed the budget by it."""
+        if self.runs.least_bytes is None or self.budget is None:
+            return
+        budget_bytes = parse_budget(self.budget)
+        whole_bytes = (self.runs.counted - 1) * held_bytes(graph, steps) + peak_bytes
+        if whole_bytes > budget_bytes:
+            raise InfeasibleBudget(
+                f"the model runs {self.runs.counted} times before a backward pass, and by the leanest plan its "
+                f"runs take {format_bytes(whole_bytes)} together, over the budget of {format_bytes(budget_bytes)}. "
+                "Run its inputs as one batch, which is planned as a whole, or raise the budget",
+                budget_bytes=budget_bytes,
+                proven_bytes=0,
+                reached_bytes=whole_bytes,
+            )
+
+    @property
+    def _shares(self) -> bool:
+        """True if several runs share the budget."""
+        return self.budget is not None and not is_percentage(self.budget) and self.runs.counted > 1
 
     def _common_bytes(self) -> int:
         return common_bytes(self.model, self.pricing.optimizer)
@@ -330,13 +348,16 @@ class StepPlans:
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
         # Where sizes vary, a plan for smaller inputs than another one's is good enough.
         bettered = not planning.finished and (not limits or schedule is self.schedules[-1])
+        bettered = bettered and self.runs.least_bytes is None  # a faster plan may hold more
         if bettered:
             self.refinement = Refinement(planning, schedule, self.fitting)
         sizes = f" for sizes up to {' x '.join(map(str, limits))}" if limits else ""
         tell(f"plan{sizes}: {planned(schedule)}{'; looking for a better plan beside training' if bettered else ''}")
         resident_bytes = self._resident_bytes(call)
         self._use(schedule, traced, resident_bytes, limits)
-        return self.fitting.fit(traced[schedule.layout], schedule, resident_bytes)
+        fitted, steps = self.fitting.fit(traced[schedule.layout], schedule, resident_bytes)
+        self._hold_runs(fitted.graph, steps, schedule.peak_bytes)
+        return fitted, steps
 
     def _use(
         self, schedule: Schedule, traced: Mapping[str, Traced], resident_bytes: int, limits: Limits = ()
