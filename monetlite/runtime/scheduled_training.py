@@ -359,7 +359,7 @@ def _tell_of_loops(graph: fx.Graph) -> None:
     if len(graph.nodes) >= MANY_CALLS and calls >= MANY_OF_A_LINE:
         warnings.warn(
             f"a loop around {line} makes {calls} of {len(graph.nodes)} calls that are captured, each round anew. "
-            "This takes minutes. Marked with @left_alone, the loop's function runs as it is, and the "
+            "This takes minutes. Marked with @torch.compiler.disable, the loop's function runs as it is, and the "
             "rest of the model is planned in pieces",
             stacklevel=6,
         )

@@ -1,7 +1,6 @@
 """What people's models do that a captured step has to keep up with, or to refuse: found by trying many of them."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from monetlite.checking.trainee import default_loss
 from monetlite.core.errors import BudgetError, ModelError, ScheduleMismatch
 from monetlite.core.steps import plain_steps
 from monetlite.profiling import meters
-from monetlite.runtime import scheduled_training
-from monetlite.tracing import capture
 
 
 @pytest.fixture(autouse=True)
@@ -233,28 +230,3 @@ def test_a_gradient_that_lies_otherwise_than_it_was_captured():
     model, x = Split(), torch.randn(2, 12, 16)
     trained = monetlite.within(twin(model), budget="110%", device="cpu", time_limit=0.5)
     assert_same(step(trained, (x,)), step(model, (x,)))
-
-
-def test_a_number_that_changes_at_every_step_is_told_of_and_trained_with(monkeypatch):
-    """Each is compiled by itself. When no more programs are kept, training goes on with new ones."""
-    for module in (capture, scheduled_training):
-        monkeypatch.setattr(module, "MAX_PROGRAMS", 3)
-
-    class Anneals(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(6, 6)
-            self.steps = 0
-
-        def forward(self, x):
-            self.steps += 1
-            return self.body(x).relu() * min(1.0, self.steps / 10)
-
-    model, x = Anneals(), torch.randn(16, 6)
-    trained = monetlite.within(twin(model), budget="100%", time_limit=0.5, wait=True)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(5):
-            assert_same(step(trained, (x,)), step(model, (x,)))
-    (said,) = (str(item.message) for item in told if "compiled for 3 different steps" in str(item.message))
-    assert "model.steps == " in said

@@ -147,7 +147,7 @@ def test_an_assertion_that_fails_later_is_told(asserting):
     graph = monetlite.trace(model, torch.randn(3, 6))
     wrapper = monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), plain_steps(graph)))
     wrapper(torch.randn(3, 6)).sum().backward()
-    with pytest.raises(TraceError, match=r"asserting\.py:6 .*AssertionError\('3, not 2'\)"):
+    with pytest.raises(AssertionError, match=r"^3, not 2$"):
         wrapper(torch.randn(2, 6))
 
 
@@ -222,13 +222,13 @@ def test_a_budget_is_not_advised_where_there_is_one():
         model(torch.randn(4, 8))
 
 
-@pytest.mark.parametrize(
-    "run",
-    [monetlite.trace, lambda model, x: monetlite.within(model, budget="1GB", device="rtx-4090", whole=True)(x)],
-)
-def test_only_monetlites_error_tells_what_fails(run, caplog):
+def test_only_one_error_tells_what_fails(caplog):
+    """Where a model is captured, it is monetlite's; where it trains, its own."""
+    model, x = nn.Linear(7, 8), torch.randn(4, 8)
     with pytest.raises(TraceError, match=r"got \[4, 8\] X \[7, 8\]; check"):
-        run(nn.Linear(7, 8), torch.randn(4, 8))
+        monetlite.trace(model, x)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        monetlite.within(model, budget="1GB", device="rtx-4090", whole=True)(x)
     assert caplog.records == []
 
 
