@@ -4,74 +4,143 @@ Each run holds what it stored until its backward pass. A plan is of one run, so 
 P be the peak of a run's plan, and R what all runs have in common: weights, their gradients, the optimizer's state.
 A run holds at most P - R, so n runs take at most n (P - R) + R. Where no plan has so small a peak, the leanest is
 taken if it holds little: with H held from its forward to its backward part, n runs take (n - 1) H + P.
+
+A budget in percent needs no share: plain training runs as often.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Sequence
 
 from torch import nn
 
+from monetlite.core.announcing import tell
 from monetlite.core.costs import without_costs
+from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import OperatorGraph
+from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
+from monetlite.core.units import format_bytes, is_percentage, parse_budget
 from monetlite.profiling.step_additions import OPTIMIZERS
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.serving import own_bytes
 
 
-@dataclass
 class OpenRuns:
-    """The runs of captured steps whose backward pass is still to come.
+    """The runs of a model whose backward pass is still to come, and the budget of each.
+
+    Args:
+        model, budget: as for `StepPlans`.
+        optimizer: whose state is counted, if any.
 
     Attributes:
-        counted: runs in a step that plans are made for; most: the most that there were at one time.
-        least_bytes: the budget of the leanest plan of a run, where a share is too small for any; else None.
+        most: the most runs that there were at one time.
+        leanest: whether runs go by the leanest plan, as a share of the budget is too small for any.
     """
 
-    counted: int = 1
-    most: int = 1
-    least_bytes: int | None = None
-    _steps: list[CapturedStep] = field(default_factory=list)
+    def __init__(self, model: nn.Module, budget: str | int | float | None, optimizer: str | None) -> None:
+        self._model, self._whole, self._optimizer = model, budget, optimizer
+        self._counted = 1  # in a step that plans are made for
+        self._least_bytes = 0  # the budget of the leanest plan
+        self._steps: list[CapturedStep] = []
+        self.most = 1
+
+    @property
+    def leanest(self) -> bool:
+        return self._least_bytes > 0
+
+    @property
+    def budget(self) -> str | int | float | None:
+        """The budget of one run: all of it, or a share."""
+        if self._whole is None or not self._shared:
+            return self._whole
+        return self._least_bytes or self._share_bytes(parse_budget(self._whole))
+
+    @property
+    def _shared(self) -> bool:
+        return self._whole is not None and not is_percentage(self._whole) and self._counted > 1
 
     def keep(self, step: CapturedStep) -> None:
         """Watch a step that was captured."""
         self._steps.append(step)
 
-    def more(self) -> bool:
-        """Note a run that is to begin; True if it is a step's first, and the last step had more than counted."""
-        before = sum(step.open_runs() for step in self._steps)
-        self.most = max(self.most, before + 1)
-        return before == 0 and self.most > self.counted
-
     def forget(self) -> None:
         """Watch nothing that was captured before."""
         self._steps.clear()
 
-    def share_bytes(self, budget_bytes: int, common_bytes: int) -> int:
-        """The budget of one run, where all of them have so much in common."""
-        return (budget_bytes + (self.counted - 1) * common_bytes) // self.counted
+    def begin(self, schedule: Schedule | None) -> bool:
+        """Note a run that is to begin; True if plans are to be made anew, each for a smaller budget.
+
+        That is so for a step's first run, if the last step had more runs than were counted.
+
+        Args:
+            schedule: the one of the last run.
+        """
+        before = sum(step.open_runs() for step in self._steps)
+        self.most = max(self.most, before + 1)
+        if before > 0 or self.most == self._counted:
+            return False
+        self._counted, self._least_bytes = self.most, 0
+        several = f"the model runs {self._counted} times before a backward pass"
+        if self._shared:
+            tell(f"{several}; planning again, within {format_bytes(self.budget)} for each run")  # type: ignore[arg-type]  # a share is a number
+        elif self._whole is None and schedule is not None:
+            share_bytes = self._share_bytes(schedule.budget_bytes)
+            if schedule.peak_bytes > share_bytes:
+                warnings.warn(
+                    f"{several}, and the schedule's budget of {format_bytes(schedule.budget_bytes)} is of one run. "
+                    f"Solve for {format_bytes(share_bytes)}, or run its inputs as one batch",
+                    stacklevel=6,
+                )
+        return self._shared
+
+    def take_least(self, error: InfeasibleBudget) -> None:
+        """Have runs go by the leanest plan from now on, as there is none for a share of the budget.
+
+        Raises:
+            InfeasibleBudget: they do already, or the budget is of one run.
+        """
+        if not self._shared or error.reached_bytes is None or self.leanest:
+            raise error
+        self._least_bytes = error.reached_bytes + error.reached_bytes // 100  # another search may not reach as low
+
+    def hold(self, graph: OperatorGraph, steps: Sequence[Step], peak_bytes: int) -> None:
+        """Hold runs by the leanest plan to the whole budget.
+
+        Raises:
+            InfeasibleBudget: together they exceed it.
+        """
+        if not self.leanest or self._whole is None:
+            return
+        budget_bytes = parse_budget(self._whole)
+        whole_bytes = (self._counted - 1) * _held_bytes(graph, steps) + peak_bytes
+        if whole_bytes > budget_bytes:
+            raise InfeasibleBudget(
+                f"the model runs {self._counted} times before a backward pass, and by the leanest plan its runs "
+                f"take {format_bytes(whole_bytes)} together, over the budget of {format_bytes(budget_bytes)}. Run "
+                "its inputs as one batch, which is planned as a whole, or raise the budget",
+                budget_bytes=budget_bytes,
+                proven_bytes=0,
+                reached_bytes=whole_bytes,
+            )
+
+    def _share_bytes(self, budget_bytes: int) -> int:
+        return (budget_bytes + (self._counted - 1) * self._common_bytes()) // self._counted
+
+    def _common_bytes(self) -> int:
+        """Bytes that all runs have in common."""
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        held_bytes = own_bytes([*self._model.parameters(), *self._model.buffers()])
+        held_bytes += sum(parameter.nbytes for parameter in trained)
+        if self._optimizer is not None:
+            kind = OPTIMIZERS[self._optimizer]
+            held_bytes += sum(kind.state_bytes(item.nbytes, item.numel()) for item in trained)
+        return held_bytes
 
 
-def held_bytes(graph: OperatorGraph, steps: Sequence[Step]) -> int:
+def _held_bytes(graph: OperatorGraph, steps: Sequence[Step]) -> int:
     """Bytes that a run by these steps holds from its forward to its backward part, its inputs among them."""
     timeline, live = simulate(without_costs(graph), steps), set[int]()
     for writes, frees in zip(timeline.writes[: timeline.border], timeline.frees, strict=False):
         live = (live | set(writes)) - frees
     return graph.resident.inputs + sum(graph.values[index].size_bytes for index in live)
-
-
-def common_bytes(model: nn.Module, optimizer: str | None) -> int:
-    """Bytes that all runs of a model in a training step have in common."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return (
-        own_bytes([*model.parameters(), *model.buffers()])
-        + sum(parameter.nbytes for parameter in trained)
-        + _state_bytes(trained, optimizer)
-    )
-
-
-def _state_bytes(trained: Iterable[nn.Parameter], optimizer: str | None) -> int:
-    if optimizer is None:
-        return 0
-    return sum(OPTIMIZERS[optimizer].state_bytes(item.nbytes, item.numel()) for item in trained)

@@ -38,7 +38,7 @@ from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.measured_peak import MeasuredPeak
-from monetlite.runtime.open_runs import OpenRuns, common_bytes, held_bytes
+from monetlite.runtime.open_runs import OpenRuns
 from monetlite.runtime.outside_loss import OutsideLoss
 from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock
 from monetlite.runtime.serving import (
@@ -108,7 +108,7 @@ class StepPlans:
         """Know nothing of steps."""
         self.solved = 0
         self.sizes, self.fitting, self.outside, self.peak = CallSizes(), Fitting(), OutsideLoss(), MeasuredPeak()
-        self.runs = OpenRuns()
+        self.runs = OpenRuns(self.model, self.budget, self.pricing.optimizer)
         self.refinement: Refinement | None = None
         self._clock = StepClock()
         self._example: Arguments | None = None  # of the step that is being captured
@@ -182,71 +182,14 @@ class StepPlans:
         return True
 
     def count_runs(self) -> bool:
-        """Note a run of the model that is to begin; True if plans are to be made for more of them in a step."""
-        if not self.runs.more():
-            return False
-        self.runs.counted, self.runs.least_bytes, schedule = self.runs.most, None, self.schedule
-        if schedule is None or (self.budget is not None and is_percentage(self.budget)):
-            return False  # plain training runs as often
-        several = f"the model runs {self.runs.counted} times before a backward pass"
-        budget_bytes = schedule.budget_bytes if self.budget is None else parse_budget(self.budget)
-        run_bytes = self.runs.share_bytes(budget_bytes, self._common_bytes())
-        if self.budget is None:
-            if schedule.peak_bytes > run_bytes:
-                warnings.warn(
-                    f"{several}, and the schedule's budget of {format_bytes(schedule.budget_bytes)} is of one run. "
-                    f"Solve for {format_bytes(run_bytes)}, or run its inputs as one batch",
-                    stacklevel=5,
-                )
+        """Note a run of the model that is to begin; True if more share the budget than it was planned for."""
+        if not self.runs.begin(self.schedule):
             return False
         if not self.pricing.step_in_backward:
-            self.pricing = replace(self.pricing, accumulate=True)
-        tell(f"{several}; planning again, within {format_bytes(run_bytes)} for each run")
+            self.pricing = replace(self.pricing, accumulate=True)  # as the runs' gradients add up
         self.schedules = []
         self.refinement = None
         return True
-
-    @property
-    def run_budget(self) -> str | int | float | None:
-        """The budget of one run of the model: all of it, or a share where it runs several times in a step."""
-        if self.budget is None or not self._shares:
-            return self.budget
-        return self.runs.least_bytes or self.runs.share_bytes(parse_budget(self.budget), self._common_bytes())
-
-    def take_least(self, error: InfeasibleBudget) -> None:
-        """Plan runs that share a budget by the leanest plan, where there is none for a share.
-
-        Raises:
-            InfeasibleBudget: it was tried, or exceeds the budget by itself; or the budget is of one run.
-        """
-        least_bytes = error.reached_bytes
-        if not self._shares or least_bytes is None or self.runs.least_bytes is not None:
-            raise error
-        self.runs.least_bytes = least_bytes + least_bytes // 100  # as another search may not reach as low
-
-    def _hold_runs(self, graph: OperatorGraph, steps: Sequence[Step], peak_bytes: int) -> None:
-        """Refuse the leanest plan of a run where all runs together exceed the budget by it."""
-        if self.runs.least_bytes is None or self.budget is None:
-            return
-        budget_bytes = parse_budget(self.budget)
-        whole_bytes = (self.runs.counted - 1) * held_bytes(graph, steps) + peak_bytes
-        if whole_bytes > budget_bytes:
-            raise InfeasibleBudget(
-                f"the model runs {self.runs.counted} times before a backward pass, and by the leanest plan its "
-                f"runs take {format_bytes(whole_bytes)} together, over the budget of {format_bytes(budget_bytes)}. "
-                "Run its inputs as one batch, which is planned as a whole, or raise the budget",
-                budget_bytes=budget_bytes,
-                proven_bytes=0,
-                reached_bytes=whole_bytes,
-            )
-
-    @property
-    def _shares(self) -> bool:
-        """True if several runs share the budget."""
-        return self.budget is not None and not is_percentage(self.budget) and self.runs.counted > 1
-
-    def _common_bytes(self) -> int:
-        return common_bytes(self.model, self.pricing.optimizer)
 
     def note_schedule(self) -> None:
         """Note the schedule of a step whose sizes vary: each step has the one for its sizes."""
@@ -300,11 +243,11 @@ class StepPlans:
 
     def _plan_at_once(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """The captured step, and the steps to run of it by a schedule found within seconds."""
-        assert self.run_budget is not None
+        assert self.runs.budget is not None
         assert self._example is not None
         layouts = self._layouts()
         traced = {layout: self.build(own, layout)[0] for layout, own in in_layouts(joint, layouts).items()}
-        return self._first_plan(traced, self._example, self.run_budget)
+        return self._first_plan(traced, self._example, self.runs.budget)
 
     def _layouts(self) -> Sequence[str]:
         """Layouts in which a plan is looked for."""
@@ -348,16 +291,14 @@ class StepPlans:
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
         # Where sizes vary, a plan for smaller inputs than another one's is good enough.
         bettered = not planning.finished and (not limits or schedule is self.schedules[-1])
-        bettered = bettered and self.runs.least_bytes is None  # a faster plan may hold more
+        bettered = bettered and not self.runs.leanest  # a faster plan may hold more
         if bettered:
             self.refinement = Refinement(planning, schedule, self.fitting)
         sizes = f" for sizes up to {' x '.join(map(str, limits))}" if limits else ""
         tell(f"plan{sizes}: {planned(schedule)}{'; looking for a better plan beside training' if bettered else ''}")
         resident_bytes = self._resident_bytes(call)
         self._use(schedule, traced, resident_bytes, limits)
-        fitted, steps = self.fitting.fit(traced[schedule.layout], schedule, resident_bytes)
-        self._hold_runs(fitted.graph, steps, schedule.peak_bytes)
-        return fitted, steps
+        return self.fitting.fit(traced[schedule.layout], schedule, resident_bytes)
 
     def _use(
         self, schedule: Schedule, traced: Mapping[str, Traced], resident_bytes: int, limits: Limits = ()
@@ -451,7 +392,7 @@ class StepPlans:
                 step.schedules[limits] = schedule
                 self._use(schedule, {schedule.layout: traced}, resident_bytes, limits)
                 return *fitted, limits
-        budget = self.run_budget
+        budget = self.runs.budget
         if serving or budget is None:
             raise TraceError("no schedule is for the step at other sizes")
         limits = max(step.roomy(sizes), self._plain_limits(step, sizes), key=math.prod)
@@ -462,7 +403,7 @@ class StepPlans:
 
     def _plain_limits(self, step: VaryingStep, sizes: Limits) -> Limits:
         """About the largest sizes at which plain training fits; those given where the budget is in percent."""
-        budget = self.run_budget
+        budget = self.runs.budget
         assert budget is not None
         if is_percentage(budget):
             return sizes
@@ -507,7 +448,7 @@ class StepPlans:
         sizes, captured.last_sizes = captured.last_sizes, ()
         if sizes:
             step.note(sizes, captured.limits_for(sizes), seconds)
-        wanted, budget = step.worth_planning(), self.run_budget
+        wanted, budget = step.worth_planning(), self.runs.budget
         if wanted is not None and budget is not None:
             began = time.monotonic()
             try:
@@ -558,13 +499,13 @@ class StepPlans:
         """
         from monetlite.planning.pipeline import solve_model
 
-        assert self.run_budget is not None
+        assert self.runs.budget is not None
         # Measuring draws random numbers; the step that waits for it must not notice.
         with forked_state(device_of(self.model, call)):
             solved = solve_model(
                 self.model,
                 call,
-                self.run_budget,
+                self.runs.budget,
                 self.pricing,
                 self.solving,
                 starts=self.schedules,

@@ -69,7 +69,7 @@ def test_where_a_share_is_too_small_the_leanest_plan_is_taken_if_its_runs_fit(in
         triplet(trained, inputs)
     grown = peak_growth_bytes(lambda: triplet(trained, inputs))
     assert grown + own_bytes(trained, inputs) <= 2.2 * peak_bytes
-    refused = monetlite.within(network(), budget=int(1.1 * peak_bytes), device="cpu", time_limit=1)
+    refused = monetlite.within(network(), budget=int(1.1 * peak_bytes), device="cpu", time_limit=1, wait=True)
     triplet(refused, inputs)
     with pytest.raises(InfeasibleBudget, match=r"by the leanest plan its runs take .* together"):
         triplet(refused, inputs)
