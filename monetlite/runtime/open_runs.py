@@ -102,7 +102,7 @@ class OpenRuns:
         """
         if not self._shared or error.reached_bytes is None or self.leanest:
             raise error
-        self._least_bytes = error.reached_bytes + error.reached_bytes // 100  # another search may not reach as low
+        self._least_bytes = error.reached_bytes + error.reached_bytes // 20  # another search may not reach as low
 
     def hold(self, graph: OperatorGraph, steps: Sequence[Step], peak_bytes: int) -> None:
         """Hold runs by the leanest plan to the whole budget.
