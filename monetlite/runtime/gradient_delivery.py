@@ -157,8 +157,10 @@ class CapturedStep:
 
     def open_runs(self) -> int:
         """Runs whose backward pass is still to come, or may come again."""
-        self._runs = [run for run in self._runs if not run.expired()]
-        return len(self._runs)
+        return len(self._open())
+
+    def _open(self) -> list[Any]:
+        return [run for run in self._runs if not run.expired()]
 
     def version_for(self, arguments: Sequence[Any]) -> Version:
         """The version that serves these inputs.
@@ -201,7 +203,7 @@ class CapturedStep:
                 saved = torch.tensor([version.number, *(arguments[at] for at in self._sizes_at)])
             else:
                 saved = version.saved.clone()
-            self._runs.append(weak_storage(saved))
+            self._runs = [*self._open(), weak_storage(saved)]
             return (*version.forward(arguments), saved)
 
         return boxed_function(run)

@@ -2,24 +2,18 @@
 
 Each run holds what it stored until its backward pass. A plan is of one run, so each gets a share of the budget. Let
 P be the peak of a run's plan, and R what all runs have in common: weights, their gradients, the optimizer's state.
-A run holds at most P - R, so n runs take at most n (P - R) + R. Where no plan has so small a peak, the leanest is
-taken if it holds little: with H held from its forward to its backward part, n runs take (n - 1) H + P.
+A run holds at most P - R, so n runs take at most n (P - R) + R.
 
 A budget in percent needs no share: plain training runs as often.
 """
 
 import warnings
-from collections.abc import Sequence
 
 from torch import nn
 
 from monetlite.core.announcing import tell
-from monetlite.core.costs import without_costs
 from monetlite.core.errors import InfeasibleBudget
-from monetlite.core.graph import OperatorGraph
 from monetlite.core.schedule import Schedule
-from monetlite.core.simulate import simulate
-from monetlite.core.steps import Step
 from monetlite.core.units import format_bytes, is_percentage, parse_budget
 from monetlite.profiling.step_additions import OPTIMIZERS
 from monetlite.runtime.gradient_delivery import CapturedStep
@@ -35,26 +29,20 @@ class OpenRuns:
 
     Attributes:
         most: the most runs that there were at one time.
-        leanest: whether runs go by the leanest plan, as a share of the budget is too small for any.
     """
 
     def __init__(self, model: nn.Module, budget: str | int | float | None, optimizer: str | None) -> None:
         self._model, self._whole, self._optimizer = model, budget, optimizer
         self._counted = 1  # in a step that plans are made for
-        self._least_bytes = 0  # the budget of the leanest plan
         self._steps: list[CapturedStep] = []
         self.most = 1
-
-    @property
-    def leanest(self) -> bool:
-        return self._least_bytes > 0
 
     @property
     def budget(self) -> str | int | float | None:
         """The budget of one run: all of it, or a share."""
         if self._whole is None or not self._shared:
             return self._whole
-        return self._least_bytes or self._share_bytes(parse_budget(self._whole))
+        return self._share_bytes(parse_budget(self._whole))
 
     @property
     def _shared(self) -> bool:
@@ -80,8 +68,8 @@ class OpenRuns:
         self.most = max(self.most, before + 1)
         if before > 0 or self.most == self._counted:
             return False
-        self._counted, self._least_bytes = self.most, 0
-        several = f"the model runs {self._counted} times before a backward pass"
+        self._counted = self.most
+        several = self._several()
         if self._shared:
             tell(f"{several}; planning again, within {format_bytes(self.budget)} for each run")  # type: ignore[arg-type]  # a share is a number
         elif self._whole is None and schedule is not None:
@@ -94,35 +82,20 @@ class OpenRuns:
                 )
         return self._shared
 
-    def take_least(self, error: InfeasibleBudget) -> None:
-        """Have runs go by the leanest plan from now on, as there is none for a share of the budget.
+    def of_share(self, error: InfeasibleBudget) -> InfeasibleBudget:
+        """The error of a share of the budget that is too small, which says so; any other is the same."""
+        if not self._shared:
+            return error
+        return InfeasibleBudget(
+            f"{self._several()}, so each run gets {format_bytes(error.budget_bytes)} of {self._whole}. Run its "
+            f"inputs as one batch, which is planned as a whole, or raise the budget. Of one run: {error}",
+            budget_bytes=error.budget_bytes,
+            proven_bytes=error.proven_bytes,
+            reached_bytes=error.reached_bytes,
+        )
 
-        Raises:
-            InfeasibleBudget: they do already, or the budget is of one run.
-        """
-        if not self._shared or error.reached_bytes is None or self.leanest:
-            raise error
-        self._least_bytes = error.reached_bytes + error.reached_bytes // 20  # another search may not reach as low
-
-    def hold(self, graph: OperatorGraph, steps: Sequence[Step], peak_bytes: int) -> None:
-        """Hold runs by the leanest plan to the whole budget.
-
-        Raises:
-            InfeasibleBudget: together they exceed it.
-        """
-        if not self.leanest or self._whole is None:
-            return
-        budget_bytes = parse_budget(self._whole)
-        whole_bytes = (self._counted - 1) * _held_bytes(graph, steps) + peak_bytes
-        if whole_bytes > budget_bytes:
-            raise InfeasibleBudget(
-                f"the model runs {self._counted} times before a backward pass, and by the leanest plan its runs "
-                f"take {format_bytes(whole_bytes)} together, over the budget of {format_bytes(budget_bytes)}. Run "
-                "its inputs as one batch, which is planned as a whole, or raise the budget",
-                budget_bytes=budget_bytes,
-                proven_bytes=0,
-                reached_bytes=whole_bytes,
-            )
+    def _several(self) -> str:
+        return f"the model runs {self._counted} times before a backward pass"
 
     def _share_bytes(self, budget_bytes: int) -> int:
         return (budget_bytes + (self._counted - 1) * self._common_bytes()) // self._counted
@@ -136,11 +109,3 @@ class OpenRuns:
             kind = OPTIMIZERS[self._optimizer]
             held_bytes += sum(kind.state_bytes(item.nbytes, item.numel()) for item in trained)
         return held_bytes
-
-
-def _held_bytes(graph: OperatorGraph, steps: Sequence[Step]) -> int:
-    """Bytes that a run by these steps holds from its forward to its backward part, its inputs among them."""
-    timeline, live = simulate(without_costs(graph), steps), set[int]()
-    for writes, frees in zip(timeline.writes[: timeline.border], timeline.frees, strict=False):
-        live = (live | set(writes)) - frees
-    return graph.resident.inputs + sum(graph.values[index].size_bytes for index in live)

@@ -173,9 +173,7 @@ class ScheduledTraining:
                 self._forget()
                 output, detached = self._train_as_planned(call)
             except InfeasibleBudget as error:
-                self.plans.runs.take_least(error)
-                self._forget()
-                output, detached = self._train_as_planned(call)
+                raise self.plans.runs.of_share(error) from None
             except ModelRaises as error:
                 raised = error
             if raised is not None:
@@ -335,8 +333,6 @@ class ScheduledTraining:
     def _partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         traced, steps = self.plan(joint)
         self.plans.outside.planned(traced.graph, steps)
-        if self.plans.schedule is not None:
-            self.plans.runs.hold(traced.graph, steps, self.plans.schedule.peak_bytes)
         if self.compile:
             from monetlite.runtime.inductor import as_inductor_fuses
 

@@ -291,7 +291,6 @@ class StepPlans:
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
         # Where sizes vary, a plan for smaller inputs than another one's is good enough.
         bettered = not planning.finished and (not limits or schedule is self.schedules[-1])
-        bettered = bettered and not self.runs.leanest  # a faster plan may hold more
         if bettered:
             self.refinement = Refinement(planning, schedule, self.fitting)
         sizes = f" for sizes up to {' x '.join(map(str, limits))}" if limits else ""
