@@ -60,7 +60,8 @@ class UnusedOutputs:
         self._several = len(tangents) > 1 and len(self._positions) == len(tangents)
         self._bits = _bits(graph, tangents)
         results: Any = output.args[0]
-        self._reached = [self._bits.get(item, 0) for item in results[joint.forward_outputs :]]
+        gradients = results[joint.forward_outputs :]
+        self._reached = [self._bits[item.name] if isinstance(item, fx.Node) else 0 for item in gradients]
 
     def watch(self, outputs: Sequence[Any]) -> None:
         """Have the node that made these outputs note which gradients it gets."""
@@ -100,12 +101,11 @@ class UnusedOutputs:
         """Have a backward program, to be run by `run`, add nothing that it computes from zeros alone."""
         if not self._several:
             return
-        bits = {node.name: found for node, found in self._bits.items() if node is not None}
         for node in list(program.graph.nodes):
-            own = bits.get(node.meta.get(CAPTURED, ""), 0)
+            own = self._bits.get(node.meta.get(CAPTURED, ""), 0)
             if not own or node.op == "placeholder" or is_view(node):
                 continue
-            if any(_bits_of(reader, bits) not in (0, own) for reader in _readers(node)):
+            if any(_bits_of(reader, self._bits) not in (0, own) for reader in _readers(node)):
                 with program.graph.inserting_after(node):
                     program.graph.call_function(zero_unless_given, (node, own))
 
@@ -131,12 +131,13 @@ class UnusedOutputs:
         return boxed_function(call)
 
 
-def _bits(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[fx.Node | None, int]:
-    """For each node, a bit for each incoming gradient that it depends on."""
-    bits: dict[fx.Node | None, int] = {node: 1 << number for number, node in enumerate(tangents)}
+def _bits(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[str, int]:
+    """For each node, by name, a bit for each incoming gradient that it depends on."""
+    bits = {node.name: 0 for node in graph.nodes}
+    bits.update({node.name: 1 << number for number, node in enumerate(tangents)})
     for node in graph.nodes:
         if node.op not in ("placeholder", "output"):
-            bits[node] = reduce(or_, (bits.get(read, 0) for read in node.all_input_nodes), 0)
+            bits[node.name] = reduce(or_, (bits[read.name] for read in node.all_input_nodes), 0)
     return bits
 
 
