@@ -37,7 +37,7 @@ from monetlite.operators.normalization import require_invertible
 from monetlite.operators.program_calls import require
 from monetlite.operators.random import replay, rng_state, state_bytes
 from monetlite.operators.traits import traits_of
-from monetlite.runtime.unused_outputs import zero_unless_given
+from monetlite.runtime.unused_outputs import no_nan_unless_given
 from monetlite.tracing.capture import Boxed, flat_outputs
 
 NEGLIGIBLE_BYTES = 2**16
@@ -78,7 +78,7 @@ def inductor(program: fx.GraphModule, inputs: Sequence[Any], internal: Collectio
         ModelError: a program that checks a guard, or draws random numbers in place or in the backward pass.
     """
     for node in list(program.graph.nodes):
-        if node.target is zero_unless_given:  # it depends on the step
+        if node.target is no_nan_unless_given:  # it depends on the step
             program.graph.erase_node(node)
         elif node.op == "call_function" and node.target in (require, require_invertible):
             raise ModelError(

@@ -118,6 +118,8 @@ class PiecewiseTraining:
         self._pricing, self._solving = pricing, solving
         self._breaks: dict[str, None] = {}
         """Lines that end pieces, and why."""
+        self._captured: list[CapturedStep] = []
+        self._told_of_runs = False
         self._unplanned: dict[str, None] = {}
         """Reasons why captured graphs run as in plain training."""
         self._next = self._unplanned_runs = 0
@@ -148,6 +150,13 @@ class PiecewiseTraining:
             Those of `monetlite.optimize`.
         """
         self._go_on()
+        if not self._told_of_runs and any(step.open_runs() for step in self._captured):
+            self._told_of_runs = True
+            warnings.warn(
+                f"{type(self._model).__name__} runs several times before a backward pass. It trains in pieces, and "
+                "the budget is of one run: run its inputs as one batch",
+                stacklevel=6,
+            )
         self._next = self._unplanned_runs = 0
         self._steps += 1
         if self._measured_bytes is not None:
@@ -184,6 +193,7 @@ class PiecewiseTraining:
 
         def keep(step: CapturedStep) -> None:
             piece.step = step
+            self._captured.append(step)
 
         try:
             with on_its_gpu(graph, inputs), kernels_kept_whole():

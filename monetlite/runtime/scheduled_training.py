@@ -29,7 +29,6 @@ from monetlite.fx.torch_internals.torch_dispatch import is_transformed
 from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs, left_alone
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.operators.program_calls import GuardFailed
-from monetlite.operators.random import forked_state
 from monetlite.runtime.backward_updates import refuse_without_updates
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import Unplanned, delivering_backend
@@ -54,7 +53,7 @@ from monetlite.tracing.capture import (
 from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
 from monetlite.tracing.refusals import PIECES
-from monetlite.tracing.step_inputs import Arguments, device_of, on_its_gpu, require_module
+from monetlite.tracing.step_inputs import Arguments, on_its_gpu, require_module
 
 MANY_CALLS, MANY_OF_A_LINE = 2000, 50
 """Calls in a captured model, and those that one line makes in one module, of which a person is told."""
@@ -187,7 +186,7 @@ class ScheduledTraining:
 
     def _run_itself(self, call: Arguments) -> None:
         """Run the model as it is on inputs on which it seems to raise an exception, for the caller to get that."""
-        with torch.no_grad(), forked_state(device_of(self.model, tuple(call))):
+        with torch.no_grad():  # and with what it draws, as in plain training
             call_itself(self.model, *call.args, **call.kwargs)
 
     def _train_as_planned(self, call: Arguments) -> Any:

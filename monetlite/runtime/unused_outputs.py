@@ -4,10 +4,12 @@ So it is in plain training. Autograd hands the program's node zeros for such an 
 zeros is not None but zero: an optimizer would move that parameter by its momentum and its weight decay. A hook on
 the node sees which gradients came in, right before the node runs, on the thread that runs it.
 
-What the program computes from such zeros alone is zero, or NaN where a derivative is infinite (a square root of 0).
-So before it is added to what other outputs lead to, it is set to zero.
+What the program computes from such zeros alone is NaN where a derivative is infinite (a square root of 0). Before
+that is added to what other outputs lead to, NaN is set to zero in it. All else stays: a person's own function may
+make anything of a gradient of zeros.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
@@ -35,14 +37,15 @@ _RETURNED = (
 _thread = threading.local()
 
 
-def zero_unless_given(tensor: torch.Tensor, gradients: int) -> None:
-    """Set to zero, in a backward program, what is made of gradients (a bit for each) none of which came in."""
+def no_nan_unless_given(tensor: torch.Tensor, gradients: int) -> None:
+    """Set NaN to zero, in a backward program, in what is made of gradients (a bit for each) that didn't come in."""
     given: int | None = _thread.given
     if given is not None and not given & gradients:
-        tensor.zero_()
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        real.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
-has_side_effect(zero_unless_given)
+has_side_effect(no_nan_unless_given)
 
 
 class UnusedOutputs:
@@ -98,7 +101,7 @@ class UnusedOutputs:
         return frozenset(at for at, reached in enumerate(self._reached) if reached and not reached & given)
 
     def without_nan(self, program: fx.GraphModule) -> None:
-        """Have a backward program, to be run by `run`, add nothing that it computes from zeros alone."""
+        """Have a backward program, to be run by `run`, add no NaN that it computes from zeros alone."""
         if not self._several:
             return
         for node in list(program.graph.nodes):
@@ -107,7 +110,7 @@ class UnusedOutputs:
                 continue
             if any(_bits_of(reader, self._bits) not in (0, own) for reader in _readers(node)):
                 with program.graph.inserting_after(node):
-                    program.graph.call_function(zero_unless_given, (node, own))
+                    program.graph.call_function(no_nan_unless_given, (node, own))
 
     def run(self, program: Boxed, arguments: list[Any], given: int | None) -> Any:
         """Run a backward program or a part of it, for the gradients that came in."""

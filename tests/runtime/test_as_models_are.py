@@ -196,9 +196,10 @@ def test_an_exception_of_the_model_reaches_the_loop(before):
             self.skip = False
 
         def forward(self, batch):
+            found = nn.functional.dropout(self.body(batch["x"]))
             if self.skip:
                 raise Skip("on purpose")
-            return self.body(batch["x"])
+            return found
 
     trained, x = monetlite.within(Skips(), budget="100%", time_limit=0.5), torch.randn(16, 6)
     for _ in range(before):
@@ -208,8 +209,13 @@ def test_an_exception_of_the_model_reaches_the_loop(before):
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
         trained({"x": x[:, 1:]})
     trained.skip = True
-    with pytest.raises(Skip, match="on purpose"):
-        trained({"x": x})
+    states = []
+    for owner in (trained, copy.deepcopy(trained)):  # a copy has no plan
+        torch.manual_seed(3)
+        with pytest.raises(Skip, match="on purpose"):
+            owner({"x": x})
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
     trained.skip = False
     trained({"x": x}).sum().backward()
 

@@ -78,3 +78,21 @@ def test_a_schedule_that_several_runs_exceed_is_told_of_once(inputs):
         for _ in range(3):
             triplet(trained, inputs)
     assert ["before a backward pass" in str(item.message) for item in told].count(True) == 1
+
+
+def test_runs_in_pieces_are_told_of_once(inputs):
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = network(), network()
+
+        def forward(self, x):
+            found = self.first(x)
+            return self.second(found if found.mean() > 0 else -found)
+
+    trained = monetlite.within(Looks(), budget="100%", device="cpu", time_limit=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            triplet(trained, inputs)
+    assert ["the budget is of one run" in str(item.message) for item in told].count(True) == 1

@@ -103,6 +103,33 @@ def test_an_infinite_derivative_of_an_output_that_is_not_used():
 
 
 @pytest.mark.usefixtures("deliveries")
+def test_a_function_that_makes_something_of_a_gradient_of_zeros():
+    """Plain training calls it with zeros for its output that is not used."""
+
+    class Couples(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1, x * 2
+
+        @staticmethod
+        def backward(ctx, first, second):
+            return first * second.cos() + first / (1 + second.abs()) + second.exp()
+
+    class Coupled(Outputs):
+        def forward(self, x):
+            return Couples.apply(self.trunk(x).tanh())
+
+    x = torch.randn(4, 6)
+    plain, trained = pair(Coupled(), x)
+    for used in ([0], [1], [0, 1]):
+        for owner in (plain, trained):
+            owner.zero_grad()
+            outputs = owner(x)
+            sum(outputs[number].square().sum() for number in used).backward()
+        assert_equal(gradients(trained), gradients(plain))
+
+
+@pytest.mark.usefixtures("deliveries")
 def test_one_graph_gone_through_for_each_output():
     x = torch.randn(4, 6)
     plain, trained = pair(Outputs(), x)
