@@ -70,6 +70,10 @@ class Refinement:
         if self._steps and self._steps[-1].step is None:
             self._steps[-1].step = step
 
+    def forget(self) -> None:
+        """Leave the steps that were noted as they are: others are captured in their place."""
+        self._steps.clear()
+
     def advance(self, seconds: float) -> tuple[Schedule, Schedule] | None:
         """Go on after a step of so many seconds; the plan in use and the one taken in its place, if one is."""
         better = self._planning.advance(seconds)

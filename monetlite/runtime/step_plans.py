@@ -118,6 +118,8 @@ class StepPlans:
     def forget(self) -> None:
         """Have steps captured anew."""
         self.runs.forget()
+        if self.refinement is not None:
+            self.refinement.forget()
         self.varying: dict[CapturedStep, VaryingStep] = {}
         self._new_varying: tuple[VaryingStep, Limits] | None = None  # the one that is being captured
 
