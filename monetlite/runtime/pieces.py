@@ -13,6 +13,7 @@ anew.
 
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -30,11 +31,13 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, check_legal
 from monetlite.core.units import format_bytes, parse_budget
+from monetlite.core.weak_calls import weakly
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_aot import keeps_gradients
 from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
     RESTARTS,
+    VaryingNumbers,
     break_reason,
     drawing_functions,
     dynamo_settings,
@@ -113,7 +116,7 @@ class PiecewiseTraining:
         reason: TraceError,
     ) -> None:
         self.schedule: Schedule | None = None
-        self._model, self._budget, self._wait = model, budget, wait
+        self._held_elsewhere, self._budget, self._wait = weakref.ref(model), budget, wait
         self._reason = TraceError(str(reason))  # without its frames, which hold the step's tensors
         self._pricing, self._solving = pricing, solving
         self._breaks: dict[str, None] = {}
@@ -141,6 +144,12 @@ class PiecewiseTraining:
         self._measured_bytes: int | None = None
         """Bytes of the largest inputs of steps that were measured, where nothing is planned."""
         self._border = time.monotonic()
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self._held_elsewhere()  # torch.compile keeps backends for good, and they keep this object
+        assert model is not None
+        return model
 
     def step_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Go on planning, before the forward pass of a step.
@@ -206,10 +215,10 @@ class PiecewiseTraining:
         if piece.step is None:
             return call
         piece.version(None)
-        piece.step.watch = lambda what: self._watch(piece, what)
-        return lambda *arguments: self._run(piece, call, arguments)
+        piece.step.watch = weakly(self._watch, piece)
+        return weakly(self._run, piece, call)
 
-    def _run(self, piece: CapturedPiece, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def _run(self, piece: CapturedPiece, call: Callable[..., Any], *arguments: Any) -> Any:
         """Run a piece by the programs that are planned for this place of the step."""
         assert piece.step is not None
         piece.step.current = piece.version(self._meant(piece))
@@ -453,7 +462,7 @@ class ModelInPieces:
     def __init__(self, model: nn.Module, training: PiecewiseTraining) -> None:
         self.training = training
         self._model = model
-        self._left_alone = drawing_functions(model)
+        self._left_alone, self._numbers = drawing_functions(model), VaryingNumbers()
         self._compiled = compile_step(training_step(model), training.backend, whole=False)
         # TorchDynamo captures functions of torch as part of others only. If what calls them can't be captured, as a
         # loop that data ends, they are captured by themselves.
@@ -475,7 +484,7 @@ class ModelInPieces:
         alone = masks_as_plain(self._model, args, kwargs)
         with (
             capture_settings(),
-            taken_apart(self._left_alone),
+            taken_apart(self._numbers, self._left_alone),
             unless_captured,
             alone,
             called_instead_for_now(self._children),

@@ -24,9 +24,16 @@ from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
 from monetlite.core.units import parse_budget
+from monetlite.core.weak_calls import weakly
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed
-from monetlite.fx.torch_internals.torch_dynamo import REFUSALS, FailOnRecompileLimitHit, allow_programs, left_alone
+from monetlite.fx.torch_internals.torch_dynamo import (
+    REFUSALS,
+    FailOnRecompileLimitHit,
+    VaryingNumbers,
+    allow_programs,
+    left_alone,
+)
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.runtime.backward_updates import refuse_without_updates
@@ -118,6 +125,8 @@ class ScheduledTraining:
         """Know nothing of steps."""
         self._pieces: ModelInPieces | None = None  # if it can't be captured whole
         self._warned_of_shapes = False
+        # Schedules that are solved beforehand are of graphs in which each number is a constant.
+        self._numbers = VaryingNumbers(fixed=self.plans.budget is None or self.plans.wait)
         self._forget()
         watch_state(self.plans)
 
@@ -161,7 +170,7 @@ class ScheduledTraining:
                 self._forget()
             self.plans.between_steps()
             if self.plans.runs.most == 1:
-                self.plans.peak.step_begins(self.model, call, lambda: self.plans.schedule)
+                self.plans.peak.step_begins(self.model, call, weakly(self._running))
             else:
                 self.plans.peak.drop()  # a plan's peak is of one run
             raised: ModelRaises | None = None
@@ -183,6 +192,10 @@ class ScheduledTraining:
             if detached is None and self._pieces is None:
                 self.plans.measure_loss(output, call)
         return output if detached is None else guard_outputs(output, detached)
+
+    def _running(self) -> Schedule | None:
+        """The schedule that the present step runs by."""
+        return self.plans.schedule
 
     def _run_itself(self, call: Arguments) -> None:
         """Run the model as it is on inputs on which it seems to raise an exception, for the caller to get that."""
@@ -298,25 +311,25 @@ class ScheduledTraining:
 
         sizes = self.plans.sizes
         with patched(), self.plans.capturing(call), masks_as_plain(self.model, *call):  # by one thread at a time
-            with sizes.asked_to_vary(call) as asked:
-                try:
-                    return run()
-                except TraceError as error:
-                    if not asked:
-                        raise
-                    sizes.fix(str(error))
-            return run()
+            while True:
+                with sizes.asked_to_vary(call) as asked, self._numbers.captured():
+                    try:
+                        return run()
+                    except TraceError as error:
+                        if self._numbers.fix():
+                            continue
+                        if not asked:
+                            raise
+                        sizes.fix(str(error))
 
     def _compiled(self) -> Callable[..., Any]:
         if self._step is None:
-            deliver = delivering_backend(self._partition, self.compiler(), self.plans.keep)
-
-            def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-                _tell_of_loops(graph.graph)
-                return deliver(graph, inputs)
-
-            self._step = compile_step(training_step(self.model, self.plans.outputs), backend)
+            self._step = compile_step(training_step(self.model, self.plans.outputs), self._backend)
         return self._step
+
+    def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _tell_of_loops(graph.graph)
+        return delivering_backend(self._partition, self.compiler(), self.plans.keep)(graph, inputs)
 
     def compiler(self) -> Compiler:
         if not self.compile:

@@ -25,6 +25,7 @@ from monetlite.core.schedule import Schedule
 from monetlite.fx.torch_internals.torch_compiled_calls import CompiledCall, current_call, surround_calls
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.torch_internals.torch_dynamo import (
+    VaryingNumbers,
     break_reason,
     drawing_functions,
     draws_like_numpy,
@@ -69,7 +70,7 @@ class CompileOptions:
         return self.schedule is not None and (self.schedule.startswith("zoo:") or Path(self.schedule).exists())
 
 
-_PIECES, _WHOLE, _LEFT_ALONE = "pieces", "whole", "left alone"
+_PIECES, _WHOLE, _LEFT_ALONE, _NUMBERS = "pieces", "whole", "left alone", "numbers"
 _thread = threading.local()
 _solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
 _peaks: dict[str, MeasuredPeak] = {}
@@ -223,7 +224,7 @@ def _around_call() -> Iterator[None]:
         return
     known: PiecewiseTraining | None = call.given.get(_PIECES)
     if _LEFT_ALONE not in call.notes:
-        call.notes[_LEFT_ALONE] = drawing_functions(call.model)
+        call.notes[_LEFT_ALONE], call.notes[_NUMBERS] = drawing_functions(call.model), VaryingNumbers()
     handled = sys.exc_info()[1]  # by the code that makes the call
     before, _thread.whole = getattr(_thread, "whole", False), False
     with on_its_gpu(call.model, (call.args, call.kwargs)):
@@ -231,7 +232,7 @@ def _around_call() -> Iterator[None]:
             known.step_begins(call.args, call.kwargs)
         # Numbers that pass from piece to piece are not made symbols.
         fixed = dynamo_settings(automatic_dynamic_shapes=False) if known else contextlib.nullcontext()
-        with taken_apart(call.notes[_LEFT_ALONE]), fixed:
+        with taken_apart(call.notes[_NUMBERS], call.notes[_LEFT_ALONE]), fixed:
             try:
                 yield
             finally:

@@ -9,8 +9,10 @@ whether it is traced for a schedule or executed.
 import contextlib
 import copy
 import inspect
+import operator
 import re
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from torch import fx, nn
 
 from monetlite.core.errors import ModelError, TraceError
 from monetlite.core.graph import ALL_OUTPUTS
+from monetlite.core.weak_calls import weakly
 from monetlite.fx.direct_calls import as_function
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
@@ -31,6 +34,7 @@ from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMo
 from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
     dynamo_settings,
+    forget_programs,
     messages_left_out,
     recompile_reason,
 )
@@ -71,6 +75,7 @@ def copied(joint: Joint) -> Joint:
 MAX_PROGRAMS = 32
 """Programs that are compiled for one wrapper, for different inputs, before another is refused."""
 
+_ROUNDING = (operator.floordiv, operator.mod)
 Partition = Callable[[Joint], tuple[fx.GraphModule, fx.GraphModule]]
 """From a joint graph to a forward and a backward program."""
 Boxed = Callable[[list[Any]], Any]
@@ -147,8 +152,18 @@ def _with_own_code(run: Any) -> Callable[..., Any]:
 
 
 def compile_step(step: Callable[..., Any], backend: Backend, *, whole: bool = True) -> Callable[..., Any]:
-    """Compile a training step for each layout of its inputs, as one graph or in the pieces that can be captured."""
+    """Compile a training step for each layout of its inputs, as one graph or in the pieces that can be captured.
+
+    What is compiled is freed with the function that comes back. TorchDynamo keeps backends for good: a backend that
+    is a method doesn't keep its object alive.
+
+    Args:
+        step: has a code object of its own (`training_step`, `module_call`).
+    """
+    if inspect.ismethod(backend):
+        backend = weakly(backend)
     compiled: Callable[..., Any] = torch.compile(step, backend=backend, fullgraph=whole, dynamic=False)
+    weakref.finalize(compiled, forget_programs, step.__code__).atexit = False
     return compiled
 
 
@@ -182,12 +197,24 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
     )
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _refuse_rounding(graph.graph)
         # `loss.backward()` is called outside of `with torch.autocast(...)`, so nothing is cast there. And what
         # draws random numbers that nobody reads is kept, for which AOTAutograd asks this setting of Inductor's.
         with aot_settings(backward_pass_autocast="off"), torch_random():
             return compiled(graph, inputs)
 
     return backend
+
+
+def _refuse_rounding(graph: fx.Graph) -> None:
+    """Refuse a rounded division of numbers, which PyTorch would have tensors do with other results.
+
+    Raises:
+        TraceError: names the line.
+    """
+    for node in graph.nodes:
+        if node.target in _ROUNDING and isinstance(node.meta.get("example_value"), torch.SymFloat):
+            raise TraceError(f"{source_of(node)}: a number that varies is divided, and the result rounded")
 
 
 def refuse_uninitialized(model: nn.Module) -> None:

@@ -166,7 +166,9 @@ class GraphBuilder:
             )
             for value in _values(part):
                 self.reader_calls.setdefault(value, []).append(part)
-            implementations = [default, *alternatives(kernel), *self._region_calls(kernel, node)]
+            implementations = [default]
+            if not _reads_a_host_number(node):
+                implementations += [*alternatives(kernel), *self._region_calls(kernel, node)]
             if random_state is not None:
                 others = [_drawn_again(item, random_state, random_device) for item in implementations[1:]]
                 implementations[1:] = others
@@ -375,6 +377,16 @@ def _is_laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
         return gradient.is_contiguous()
     pairs = zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)
     return all(size == 1 or ours == theirs for size, ours, theirs in pairs)
+
+
+def _reads_a_host_number(node: fx.Node) -> bool:
+    """True for a kernel on a GPU that takes a number of the host's memory. Nothing may be written in its place."""
+    device = getattr(node.meta["val"], "device", None)
+    vals = [item.meta.get("val") for item in node.all_input_nodes]
+    return any(
+        isinstance(item, torch.Tensor) and item.is_floating_point() and device not in (None, item.device)
+        for item in vals
+    )
 
 
 def _values(*calls: Call | None) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from torch._subclasses import FakeTensor  # noqa: E402
 
 import monetlite  # noqa: E402
 from monetlite.core.graph import LOSS_ONLY  # noqa: E402
+from monetlite.fx.torch_internals.torch_dynamo import VaryingNumbers  # noqa: E402
 from monetlite.models import build_model  # noqa: E402
 from monetlite.operators import packing  # noqa: E402
 from monetlite.operators.normalization import require_invertible  # noqa: E402
@@ -149,6 +150,34 @@ def check_small(name, autocast):
     return {"calls": calls, "problems": problems}
 
 
+class Weighted(torch.nn.Module):
+    """Layers, and a loss of a number's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(9)))
+
+    def forward(self, x, number):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * number / (number + 1)
+        return x.square().mean() * number
+
+
+def check_number():
+    """A number that varies stays on the CPU, and no result of the GPU is written over it."""
+    model, problems, numbers = Weighted().to("meta"), [], VaryingNumbers()
+    for number in (0.1, 0.2):
+        with numbers.captured():
+            inputs = (torch.empty(4, 8, device="meta"), number)
+            joint = capture(model, inputs, {}, meta_device="cuda", capability=HOPPER[1])
+    inputs = inputs[0], torch.empty((), dtype=torch.float64)
+    traced = build_graph(joint, model, (inputs, {}), meta_device="cuda")
+    steps = with_random_implementations(traced.graph, recompute_everything(traced.graph), random.Random(3))
+    calls = run_lowered(traced, schedule_of(free_profile(traced.graph), steps), problems)
+    devices = {item.meta["val"].device.type for item in joint.graph.graph.find_nodes(op="placeholder")}
+    return {"calls": calls, "problems": problems if devices == {"cpu", "cuda"} else ["the number is no tensor"]}
+
+
 def check_zoo(path):
     """A shared schedule on the GPU's trace of its model."""
     schedule = monetlite.load_schedule(path)
@@ -169,7 +198,10 @@ def main(cases):
         name, _, autocast = case.partition(" under ")
         with contextlib.redirect_stdout(sys.stderr):
             try:
-                found[case] = check_zoo(name) if name.endswith(".yaml") else check_small(name, autocast)
+                if name == "number":
+                    found[case] = check_number()
+                else:
+                    found[case] = check_zoo(name) if name.endswith(".yaml") else check_small(name, autocast)
             except Exception as error:
                 found[case] = {"calls": 0, "problems": [f"{type(error).__name__}: {error}"]}
     del kept

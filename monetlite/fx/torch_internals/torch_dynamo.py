@@ -10,6 +10,9 @@
 | `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
 | `wrap_symfloat`, `RestartAnalysis` | symbols in place of numbers that vary; each would be compiled by itself |
+| `TensorifyState` | tells which of them can't be tensors; they would be tried at each new number |
+| `reset_code` | frees what is compiled; a model would be kept for good |
+| `LazySymNodeFormatString` | makes text of such a number; a number read from that text again would be wrong |
 | `UserFunctionVariable.call_function` | gives results that are known; masks would be made that say nothing |
 | `TensorVariable.as_proxy` | tells which input a tensor is; masks of ones would be made whole |
 | `torch._numpy.random` | module of functions that stand for numpy's generator; other numbers would be drawn |
@@ -30,15 +33,17 @@ from unittest import mock
 import numpy
 import torch
 from torch import fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import config as _config
 from torch._dynamo import disable
 from torch._dynamo import utils as _utils
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
-from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.exc import RestartAnalysis, Unsupported
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
 from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lazy import LazySymNodeFormatString
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 
 from monetlite.fx.torch_internals.patching import patched
@@ -147,7 +152,54 @@ def _draws_from_numpy(function: types.FunctionType) -> bool:
     return "random" in names and any(function.__globals__.get(name) is numpy for name in names)
 
 
-def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> AbstractContextManager[None]:
+class VaryingNumbers:
+    """The numbers that captured functions are called with, or read of a module, and that have been seen to vary.
+
+    A number of type `float` is a constant at first. From its second value on, it is a tensor of float64 that the
+    program takes, without dimensions. So arithmetic with it gives the same bits. Other numbers stay constants.
+
+    Args:
+        fixed: whether each value is captured by itself.
+    """
+
+    def __init__(self, *, fixed: bool = False) -> None:
+        self._fixed = fixed
+        self._seen: dict[tuple[types.CodeType, str], float] = {}
+        self._varying: set[tuple[types.CodeType, str]] = set()
+        self._constant: set[tuple[types.CodeType, str]] = set()  # those that an operator needs to know
+
+    def captured(self) -> AbstractContextManager[None]:
+        """Capture numbers as they vary, for the time of a block."""
+        return patched(
+            mock.patch.object(
+                VariableBuilder, "wrap_symfloat", lambda builder, value: self._wrapped(builder, value)
+            ),
+            mock.patch.object(LazySymNodeFormatString, "__init__", _no_text),
+        )
+
+    def fix(self) -> bool:
+        """Have each value captured by itself from here on; tells whether that changes anything."""
+        changes = bool(self._varying) and not self._fixed
+        self._fixed = self._fixed or changes
+        return changes
+
+    def _wrapped(self, builder: VariableBuilder, value: float) -> Any:
+        key = builder.tx.output.root_tx.f_code, builder.source.name
+        if self._seen.setdefault(key, value) != value:
+            self._varying.add(key)
+        if self._fixed or key not in self._varying or key in self._constant:
+            return _wrap_float(builder, value)
+        with _config.patch(assume_static_by_default=False):
+            wrapped = _wrap_float(builder, value)
+        symbol = getattr(wrapped, "sym_num", None)  # it is a constant if it isn't finite
+        if symbol is not None and TensorifyState.should_specialize(str(symbol.node._expr)):
+            self._constant.add(key)
+        return wrapped
+
+
+def taken_apart(
+    numbers: VaryingNumbers, left_alone: Iterable[tuple[types.ModuleType, str]] = ()
+) -> AbstractContextManager[None]:
     """Have TorchDynamo take functions apart in many pieces without log lines, for the time of a block.
 
     Layers of a model often have a function in common, which is compiled for each. Recurrent modules run by torch's
@@ -156,6 +208,7 @@ def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> Abst
     Functions that are called with a number which another one has read of a tensor are compiled for any number.
 
     Args:
+        numbers: what is known of the numbers that functions are called with.
         left_alone: functions that run as they are, by module and name.
     """
     kept_plain = [mock.patch.object(kind, "forward", _disabled(kind.forward)) for kind in _RECURRENT]
@@ -166,7 +219,6 @@ def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> Abst
     kept_plain += [mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_loop)]
     kept_plain += [mock.patch.object(kind, "__iter__", _iterated) for kind in _LISTS]
     kept_plain += [mock.patch.object(nn.functional, name, _dense_captured(name)) for name in _SPARSE]
-    kept_plain += [mock.patch.object(VariableBuilder, "wrap_symfloat", _varying_float)]
     settings = _config.patch(
         recompile_limit=_MAX_PIECES,
         accumulated_recompile_limit=4 * _MAX_PIECES,
@@ -174,7 +226,7 @@ def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> Abst
         capture_scalar_outputs=False,
         capture_dynamic_output_shape_ops=False,
     )
-    return patched(_only_errors(), settings, *kept_plain)
+    return patched(_only_errors(), settings, numbers.captured(), *kept_plain)
 
 
 def left_alone(function: _F) -> _F:
@@ -186,10 +238,8 @@ def left_alone(function: _F) -> _F:
 _disabled = functools.cache(left_alone)
 
 
-def _varying_float(builder: VariableBuilder, value: float) -> Any:
-    """A number that a function is called with: a constant at first, a symbol from the second value on."""
-    with _config.patch(automatic_dynamic_shapes=True):
-        return _wrap_float(builder, value)
+def _no_text(*_: Any) -> None:
+    raise Unsupported("text is made of a number that varies", gb_type="text of a number that varies")
 
 
 def _no_loop(_translator: Any) -> bool:
@@ -261,6 +311,11 @@ def allow_programs(count: int) -> Iterator[None]:
         yield
     finally:
         _config.recompile_limit, _config.accumulated_recompile_limit = before
+
+
+def forget_programs(code: types.CodeType) -> None:
+    """Free what is compiled for a code object, which TorchDynamo and the code object would keep alive in turn."""
+    reset_code(code)
 
 
 def recompile_reason() -> str:

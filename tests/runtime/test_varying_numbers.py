@@ -1,0 +1,117 @@
+"""Numbers that a model is called with, or has as attributes, and that change at every step."""
+
+import math
+
+import pytest
+import torch
+from small_models import assert_same, step, twin
+from thoroughness import often
+from torch import nn
+from torch.nn import functional as F
+
+import monetlite
+from monetlite.runtime.step_plans import StepPlans
+
+PLANNING = {"budget": "200%", "device": "rtx-4090", "time_limit": 1}
+VALUES = (0.1, 0.2314, 0.37, 0.4421, 0.58, 0.9)
+
+BY_TENSORS = {
+    "times": lambda h, number: h * number,
+    "divided by": lambda h, number: (h / (number + 0.3)).softmax(-1),
+    "divides": lambda h, number: number / (h * h + 1),
+    "noise": lambda h, number: h + torch.randn_like(h) * number,
+    "threshold": lambda h, number: torch.where(h > number, h, h * 0.1),
+    "drawn": lambda h, number: h * (torch.rand_like(h) < number),
+    "cosine": lambda h, number: h * (0.5 * (1 + math.cos(math.pi * number))),
+    "root": lambda h, number: h * math.sqrt(number),
+    "least": lambda h, number: h * min(number, 0.25),
+    "temperature": lambda h, number: F.gumbel_softmax(h, tau=number),
+    "in place": lambda h, number: h.clone().mul_(number),
+}
+"""Uses of a number for which one program serves all its values."""
+BY_THEMSELVES = {
+    "dropout": lambda h, number: F.dropout(h, number),
+    "power": lambda h, number: (h * h + 1) ** number,
+    "base": lambda h, number: (number + 1) ** h,
+    "clamp": lambda h, number: h.clamp(-number, number),
+    "slope": lambda h, number: F.leaky_relu(h, number),
+    "size": lambda h, number: h + h[:, : int(number * 20) + 2].sum(-1, keepdim=True),
+    "rounded down": lambda h, number: h * (1 + number // 0.1),
+    "remainder": lambda h, number: h * (1 + number % 0.15),
+    "text": lambda h, number: h * float(f"{number:.1f}"),
+    "both": lambda h, number: F.dropout(h * number, number),
+}
+"""Uses for which each value is captured."""
+
+
+class Scheduled(nn.Module):
+    """Layers around a use of a number: that it is called with, or an attribute."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.first, self.last, self.use, self.number = nn.Linear(8, 8), nn.Linear(8, 8), use, 1.0
+
+    def forward(self, x, number=None):
+        return self.last(torch.tanh(self.use(self.first(x), self.number if number is None else number)))
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Notes each capture that ended in programs."""
+    found, keep = [], StepPlans.keep
+
+    def noted(self, captured):
+        found.append(captured)
+        return keep(self, captured)
+
+    monkeypatch.setattr(StepPlans, "keep", noted)
+    return found
+
+
+def trained(model, dtype, attribute):
+    """Steps at all values; gives the number of captures after each."""
+    planned = monetlite.within(twin(model), **PLANNING)
+    for number in VALUES:
+        for item in (planned, model):
+            item.number = number if attribute else 1.0
+        inputs = (torch.randn(4, 8, dtype=dtype), *(() if attribute else (number,)))
+        assert_same(step(planned, inputs), step(model, inputs))
+        yield number
+
+
+@pytest.mark.parametrize("attribute", [False, True], ids=["argument", "attribute"])
+@pytest.mark.parametrize("dtype", often([torch.float32, torch.float64, torch.bfloat16], torch.float32))
+@pytest.mark.parametrize("use", often(BY_TENSORS, "times", "divided by", "noise"))
+def test_one_program_serves_all_values(captures, use, dtype, attribute):
+    counts = [len(captures) for _ in trained(Scheduled(BY_TENSORS[use]).to(dtype), dtype, attribute)]
+    assert counts[1] > counts[0]
+    assert counts[1:] == [counts[1]] * (len(VALUES) - 1)
+
+
+@pytest.mark.parametrize("attribute", [False, True], ids=["argument", "attribute"])
+@pytest.mark.parametrize("use", often(BY_THEMSELVES, "dropout", "base", "rounded down", "text"))
+def test_values_that_an_operator_has_to_know_are_captured_each(use, attribute):
+    for _ in trained(Scheduled(BY_THEMSELVES[use]), torch.float32, attribute):
+        pass
+
+
+def test_a_branch_on_a_number_is_captured_for_each_side(captures):
+    model = Scheduled(lambda h, number: h * 2 if number > 0.4 else h * number)
+    counts = [len(captures) for _ in trained(model, torch.float32, False)]
+    assert counts[1] == counts[2] < counts[3] == counts[-1]
+
+
+def test_numbers_vary_under_autocast(captures):
+    model = Scheduled(BY_TENSORS["times"])
+    with torch.autocast("cpu", torch.bfloat16):
+        counts = [len(captures) for _ in trained(model, torch.float32, False)]
+    assert counts[1:] == [counts[1]] * (len(VALUES) - 1)
+
+
+def test_a_schedule_that_was_solved_for_one_number_serves_others():
+    model = Scheduled(BY_TENSORS["times"])
+    x = torch.randn(4, 8)
+    schedule = monetlite.optimize(twin(model), (x, 1.0), **PLANNING)
+    planned = monetlite.MONeTWrapper(twin(model), schedule)
+    for number in VALUES[:3]:
+        assert_same(step(planned, (x, number)), step(model, (x, number)))
