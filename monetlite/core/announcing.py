@@ -1,7 +1,10 @@
-"""Announcements of a training step that plans: lines on stderr in a terminal, log lines elsewhere."""
+"""Announcements of a training step that plans: lines on stderr in a terminal, log lines elsewhere; and warnings."""
 
+import functools
 import logging
 import sys
+import warnings
+from importlib import util
 
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
@@ -15,6 +18,24 @@ def tell(text: str) -> None:
         sys.stderr.write(f"monetlite: {text}\n")
     else:
         _log.info(text)
+
+
+def warn(text: str) -> None:
+    """Warn, with the line of the person's code that called monetlite."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_between()):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
+
+
+@functools.cache
+def _between() -> tuple[str, ...]:
+    """Where the paths begin of what stands between a person's line and a warning: monetlite, torch and contexts."""
+    found: list[str] = []
+    for name in ("monetlite", "torch", "contextlib"):
+        if (spec := util.find_spec(name)) is not None:
+            found += spec.submodule_search_locations or [spec.origin or spec.name]
+    return tuple(found)
 
 
 def planned(schedule: Schedule) -> str:

@@ -1,9 +1,9 @@
 """Binding: the steps of a schedule on a graph, which may be of another device, another version or other sizes."""
 
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from monetlite.core.announcing import warn
 from monetlite.core.choices import Choices, Run
 from monetlite.core.costs import without_costs
 from monetlite.core.errors import IllegalSchedule, ScheduleMismatch
@@ -50,12 +50,11 @@ def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
         listed = ", ".join(f"{operator} as {how}" for operator, how in runs[:3])
         more = f" and {len(runs) - 3} more" if len(runs) > 3 else ""
         over = "" if peak_bytes <= schedule.budget_bytes else ", MORE than the budget"
-        warnings.warn(
+        warn(
             f"the schedule of {schedule.name} was solved for {schedule.device} and runs {listed}{more}, which do "
             f"not exist on this {graph.device}; they run by default instead. Tensors then take up to "
             f"{format_bytes(peak_bytes)} of the {format_bytes(schedule.budget_bytes)} budgeted{over} (predicted "
-            f"with them: {format_bytes(schedule.peak_bytes)}). Solve for this device to make the most of it",
-            stacklevel=2,
+            f"with them: {format_bytes(schedule.peak_bytes)}). Solve for this device to make the most of it"
         )
     return steps
 

@@ -8,12 +8,12 @@ tested without a GPU; that they compile is tested without one, too.
 
 import contextlib
 import os
-import warnings
 from functools import cache
 from typing import Any
 
 import torch
 
+from monetlite.core.announcing import warn
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, is_traced
 
 try:
@@ -52,10 +52,9 @@ def works(device: torch.device) -> bool:
         return made.item() == 1
     except Exception as error:  # whatever compilers, linkers and drivers raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        warnings.warn(
+        warn(
             f"Triton can't make a kernel for {device} here ({reason}); masks and offsets are packed by torch's "
-            "operators, which take longer",
-            stacklevel=2,
+            "operators, which take longer"
         )
         return False
 

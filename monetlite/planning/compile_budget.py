@@ -6,7 +6,6 @@ takes the first whose step fits, from the fastest on. The choices and their orde
 What a smaller budget had no room for has a higher peak, so peaks rise with budgets, and step times fall.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from monetlite.core.announcing import warn
 from monetlite.core.costs import Cost
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import LOSS_ONLY, Call, Implementation, Operator, OperatorGraph, Phase, Resident
@@ -83,7 +83,7 @@ def compile_within(
             compiled = compile_graph(graph, inputs)
         trained = torch.is_grad_enabled() and any(getattr(item, "requires_grad", False) for item in inputs)
         if trained and solver.peak_bytes is None:
-            warnings.warn(f"{UNASKED}: its peak may be over {format_bytes(budget_bytes)}", stacklevel=2)
+            warn(f"{UNASKED}: its peak may be over {format_bytes(budget_bytes)}")
         return compiled
 
     with partitioned_by(lambda *_: [], lambda _: 0.0):

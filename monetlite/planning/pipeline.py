@@ -1,10 +1,9 @@
 """From a model to a schedule: trace, price and solve, in one call or with a profile of its own."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from monetlite.core.announcing import tell
+from monetlite.core.announcing import tell, warn
 from monetlite.core.costs import Profile
 from monetlite.core.errors import DeviceError
 from monetlite.core.graph import LOSS_ONLY, OperatorGraph, ValueKind
@@ -139,7 +138,7 @@ def solve_model(
         await_compiled(tell)
         schedule = solve_layouts(profiles, budget, solving, layout=pricing.layout, starts=starts)
     if step is None and (outside := unplanned_loss(profiles[0].graph, schedule.budget_bytes)):
-        warnings.warn(outside, stacklevel=3)
+        warn(outside)
     return schedule
 
 
@@ -175,7 +174,7 @@ def profile(
         from monetlite.profiling.estimate import attention_problem
 
         if problem := attention_problem(graph, device):
-            warnings.warn(problem, stacklevel=2)
+            warn(problem)
     options = PricingOptions(
         device=device, optimizer=optimizer, accumulate=accumulate, step_in_backward=step_in_backward
     )

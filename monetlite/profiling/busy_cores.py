@@ -7,9 +7,10 @@ threads, which takes longer than on a single one, tells of a busy machine.
 
 import statistics
 import time
-import warnings
 
 import torch
+
+from monetlite.core.announcing import warn
 
 BUSY = 3.0
 """Time on all threads over that on one, from which on the machine is said to be busy."""
@@ -44,10 +45,9 @@ def warn_if_busy() -> bool:
     """Warn if other programs hold the cores; True if they do."""
     times = slowdown()
     if times > BUSY:
-        warnings.warn(
+        warn(
             f"other programs hold the cores of this machine: a matrix product on {torch.get_num_threads()} threads "
             f"takes {times:.0f} times as long as on one. Costs of operators that are measured now are too high, "
-            "and plans made by them are not the best; measure again when nothing else runs",
-            stacklevel=2,
+            "and plans made by them are not the best; measure again when nothing else runs"
         )
     return times > BUSY

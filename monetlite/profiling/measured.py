@@ -5,14 +5,13 @@ import gc
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from monetlite.core.announcing import tell
+from monetlite.core.announcing import tell, warn
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.errors import CompileError, MonetliteError, ProfileError, first_line
 from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
@@ -225,17 +224,15 @@ class Measurement:
         """The profile of all costs, once all calls are measured."""
         assert not self._waiting, "calls are still to be measured"
         if self._too_large:
-            warnings.warn(
+            warn(
                 f"{len(self._too_large)} implementations ran out of memory while they were measured and are left "
                 f"out: {_listed(self._too_large)}. "
-                f"With more of {self._meter.device}'s memory free, there would be more to choose from",
-                stacklevel=4,
+                f"With more of {self._meter.device}'s memory free, there would be more to choose from"
             )
         if self._not_compiled:
-            warnings.warn(
+            warn(
                 f"Inductor can't compile {len(self._not_compiled)} implementations of regions of operators, which "
-                f"are left out: {_listed(self._not_compiled)}. Those regions run in their other ways",
-                stacklevel=4,
+                f"are left out: {_listed(self._not_compiled)}. Those regions run in their other ways"
             )
         graph, costs = self._graph, self._costs
         return on_front(self._priced(_of_known_costs(graph, costs), costs))

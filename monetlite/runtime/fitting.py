@@ -1,11 +1,11 @@
 """The steps to run of a captured step by a schedule: those that this device can run, within the budget."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from monetlite.core.announcing import warn
 from monetlite.core.binding import bind, lacking
 from monetlite.core.errors import CudnnError
 from monetlite.core.graph import OperatorGraph
@@ -36,12 +36,11 @@ class Fitting:
         """Use the guarded implementations of these operators no more, and warn of that."""
         self.avoided.update(operators)
         listed = ", ".join(operators[:3]) + (f" and {len(operators) - 3} more" if len(operators) > 3 else "")
-        warnings.warn(
+        warn(
             f"the weights of {listed} are zero, or too small beside their biases, to take the gradient of the "
             "normalisation from its output as the schedule says; it is taken from the input from here on, which "
             "is kept for that: the peak may be higher than predicted by its size. To hold the budget, solve "
-            "again with a tolerance below 1e-4",
-            stacklevel=6,
+            "again with a tolerance below 1e-4"
         )
 
     def fit(self, traced: Traced, schedule: Schedule, resident_bytes: int) -> tuple[Traced, tuple[Step, ...]]:
@@ -91,7 +90,7 @@ class Fitting:
         )
         if peak_bytes > schedule.budget_bytes:
             raise TooLarge(f"{problem}. Solve a schedule for these inputs and the model as it is, or give a budget")
-        warnings.warn(problem, stacklevel=2)
+        warn(problem)
         return traced, without_guards(graph, steps, self.avoided)
 
 

@@ -7,11 +7,9 @@ A run holds at most P - R, so n runs take at most n (P - R) + R.
 A budget in percent needs no share: plain training runs as often.
 """
 
-import warnings
-
 from torch import nn
 
-from monetlite.core.announcing import tell
+from monetlite.core.announcing import tell, warn
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, is_percentage, parse_budget
@@ -75,10 +73,9 @@ class OpenRuns:
         elif self._whole is None and schedule is not None:
             share_bytes = self._share_bytes(schedule.budget_bytes)
             if schedule.peak_bytes > share_bytes:
-                warnings.warn(
+                warn(
                     f"{several}, and the schedule's budget of {format_bytes(schedule.budget_bytes)} is of one run. "
-                    f"Solve for {format_bytes(share_bytes)}, or run its inputs as one batch",
-                    stacklevel=6,
+                    f"Solve for {format_bytes(share_bytes)}, or run its inputs as one batch"
                 )
         return self._shared
 

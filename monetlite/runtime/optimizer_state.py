@@ -1,7 +1,6 @@
 """A warning where the optimizer of a training loop keeps state that the plan doesn't count."""
 
 import functools
-import warnings
 import weakref
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from monetlite.core.announcing import warn
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.profiling.step_additions import OPTIMIZERS
@@ -63,8 +63,7 @@ def _look(optimizer: Optimizer, trained: list[nn.Parameter], schedule: Schedule,
         advice = f"Solve a schedule with optimizer={names[0]!r} (--optimizer {names[0]})"
     else:
         advice = f"Give optimizer={names[0]!r} beside the budget"
-    warnings.warn(
+    warn(
         f"{class_name} keeps {format_bytes(uncounted)} of state, which the budget of "
-        f"{format_bytes(schedule.budget_bytes)} does not count. {advice}",
-        stacklevel=4,
+        f"{format_bytes(schedule.budget_bytes)} does not count. {advice}"
     )

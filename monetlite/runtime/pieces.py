@@ -12,7 +12,6 @@ anew.
 """
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from monetlite.core.announcing import bettered, planned, tell
+from monetlite.core.announcing import bettered, planned, tell, warn
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import IllegalSchedule, ModelError, TraceError
 from monetlite.core.graph import AS_TRACED, Resident, TensorSpec
@@ -161,10 +160,9 @@ class PiecewiseTraining:
         self._go_on()
         if not self._told_of_runs and any(step.open_runs() for step in self._captured):
             self._told_of_runs = True
-            warnings.warn(
+            warn(
                 f"{type(self._model).__name__} runs several times before a backward pass. It trains in pieces, and "
-                "the budget is of one run: run its inputs as one batch",
-                stacklevel=6,
+                "the budget is of one run: run its inputs as one batch"
             )
         self._next = self._unplanned_runs = 0
         self._steps += 1
@@ -319,7 +317,7 @@ class PiecewiseTraining:
                 f"can't be captured:{listed}"
             ) from self._reason
         if self._measured_bytes is None:
-            warnings.warn(f"{type(self._model).__name__} can't be captured whole. {said}:{listed}", stacklevel=6)
+            warn(f"{type(self._model).__name__} can't be captured whole. {said}:{listed}")
         self._measured_bytes = self._resident.inputs
 
     def _settle(self, recorded: RecordedStep) -> bool:
@@ -443,11 +441,10 @@ class PiecewiseTraining:
         reasons = [*self._breaks, *self._unplanned] or [str(self._reason).partition(". ")[0]]
         of_whole_models = self._pricing.compile or self._pricing.layout not in (None, AS_TRACED)
         ignored = " Layouts and compile=True are of whole models only." if of_whole_models else ""
-        warnings.warn(
+        warn(
             f"{type(self._model).__name__} can't be captured whole. It trains in {len(recorded.planned)} pieces, "
             f"with {share:.0%} of the step's time planned; code between them runs as in plain training, and keeps "
-            f"{format_bytes(kept_bytes)}.{ignored} whole=True refuses that. What ends pieces:{_listed(reasons)}",
-            stacklevel=6,
+            f"{format_bytes(kept_bytes)}.{ignored} whole=True refuses that. What ends pieces:{_listed(reasons)}"
         )
 
 

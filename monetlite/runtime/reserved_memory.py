@@ -2,12 +2,12 @@
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator
 
 import torch
 
 from monetlite.allocator.allocator import PAGE_BYTES
+from monetlite.core.announcing import warn
 from monetlite.core.errors import BudgetError, DeviceError
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, parse_budget
@@ -86,11 +86,10 @@ def warn_if_unlimited(schedule: Schedule, device: str) -> None:
     """Warn that a schedule for a budget of reserved memory is about to run where nothing limits that."""
     if schedule.reserved_bytes is None or device != "cuda" or torch.cuda.get_per_process_memory_fraction() < 1.0:
         return
-    warnings.warn(
+    warn(
         f"this schedule was solved for {format_bytes(schedule.budget_bytes)} of reserved memory, and nothing "
         "limits that here, so PyTorch's allocator will take more: call "
-        f"monetlite.limit_reserved({schedule.budget_bytes}) before anything is on the GPU",
-        stacklevel=2,
+        f"monetlite.limit_reserved({schedule.budget_bytes}) before anything is on the GPU"
     )
 
 

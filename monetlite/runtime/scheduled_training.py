@@ -10,7 +10,6 @@ import contextlib
 import functools
 import re
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, TypeAlias
@@ -18,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
+from monetlite.core.announcing import warn
 from monetlite.core.errors import InfeasibleBudget, ModelError, ModelRaises, ScheduleMismatch, TraceError
 from monetlite.core.graph import COMPILED_LAYOUTS, LOSS_ONLY
 from monetlite.core.options import split_options
@@ -177,7 +177,7 @@ class ScheduledTraining:
             try:
                 output, detached = self._train_as_planned(call)
             except FailOnRecompileLimitHit:
-                warnings.warn(many_programs(), stacklevel=4)
+                warn(many_programs())
                 self._forget()
                 output, detached = self._train_as_planned(call)
             except InfeasibleBudget as error:
@@ -260,20 +260,18 @@ class ScheduledTraining:
     def _warn_of_shapes(self) -> None:
         if not self._warned_of_shapes:
             self._warned_of_shapes = True
-            warnings.warn(
+            warn(
                 f"inputs came in more than {MAX_PROGRAMS} shapes. Each is compiled when it comes, for seconds, "
-                f"and after {MAX_PROGRAMS} all are compiled anew; pad to fewer (pad_to_multiple_of)",
-                stacklevel=6,
+                f"and after {MAX_PROGRAMS} all are compiled anew; pad to fewer (pad_to_multiple_of)"
             )
 
     def _solve_and_capture(self, call: Arguments) -> Any:
         """Run a step for which a schedule has to be found, too."""
         plans = self.plans
         if plans.solved == MANY_SOLVED:
-            warnings.warn(
+            warn(
                 f"{MANY_SOLVED} schedules have been solved, each for larger inputs than any before; begin with the "
-                "largest, whose schedule serves all, or pad to a few sizes (pad_to_multiple_of in the collator)",
-                stacklevel=6,
+                "largest, whose schedule serves all, or pad to a few sizes (pad_to_multiple_of in the collator)"
             )
         try:
             plans.schedule = plans.solve(call) if plans.wait else None
@@ -367,11 +365,10 @@ def _tell_of_loops(graph: fx.Graph) -> None:
     """Warn of a loop that makes capturing take minutes, before the longer part of that begins."""
     line, calls = longest_loop(graph)
     if len(graph.nodes) >= MANY_CALLS and calls >= MANY_OF_A_LINE:
-        warnings.warn(
+        warn(
             f"a loop around {line} makes {calls} of {len(graph.nodes)} calls that are captured, each round anew. "
             "This takes minutes. Marked with @torch.compiler.disable, the loop's function runs as it is, and the "
-            "rest of the model is planned in pieces",
-            stacklevel=6,
+            "rest of the model is planned in pieces"
         )
 
 

@@ -1,12 +1,12 @@
 """The choice of the schedule that serves a training step, and what is known of a step before it runs."""
 
 import math
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from monetlite.core.announcing import warn
 from monetlite.core.binding import autocast_problem, by_default
 from monetlite.core.costs import without_costs
 from monetlite.core.errors import ModelError
@@ -142,11 +142,10 @@ def plain_if_smaller(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ..
         return None
     if theirs and len(theirs & ours) < ALIKE_SHARE * len(theirs | ours):
         return None
-    warnings.warn(
+    warn(
         f"for inputs of shapes {', '.join(map(str, found))} this model runs other operators than its schedule "
         f"is for (as for a batch or a sequence of one). They run as in plain training, which stores "
-        f"{format_bytes(peak_bytes)} of the {format_bytes(schedule.budget_bytes)} budgeted",
-        stacklevel=2,
+        f"{format_bytes(peak_bytes)} of the {format_bytes(schedule.budget_bytes)} budgeted"
     )
     return steps
 

@@ -12,7 +12,6 @@ import contextlib
 import math
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from monetlite.core.announcing import planned, tell
+from monetlite.core.announcing import planned, tell, warn
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
 from monetlite.core.graph import OperatorGraph
@@ -172,10 +171,9 @@ class StepPlans:
             f"budget of {format_bytes(schedule.budget_bytes)}"
         )
         if self.budget is None:
-            warnings.warn(
+            warn(
                 f"{problem}. The schedule can't count it; give a budget in its place, "
-                f"budget='{format_bytes(schedule.budget_bytes)}', or have the model return its loss",
-                stacklevel=4,
+                f"budget='{format_bytes(schedule.budget_bytes)}', or have the model return its loss"
             )
             return False
         tell(f"{problem}; planning again")

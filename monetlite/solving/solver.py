@@ -3,10 +3,10 @@
 import logging
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from monetlite.core.announcing import warn
 from monetlite.core.blocks import find_blocks
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule, SolverError
@@ -101,10 +101,9 @@ def solve_peak(
         solve.stopped.set()
     solution = _with_host(solve.incumbent.solution(infeasible=infeasible), profile)
     if solution.status in (Status.FEASIBLE, Status.TIMEOUT) and still_compiling():
-        warnings.warn(
+        warn(
             "the search was not compiled in time, which takes some seconds once on a machine and goes on; solve "
-            "again for a better schedule",
-            stacklevel=3,
+            "again for a better schedule"
         )
     return solution
 

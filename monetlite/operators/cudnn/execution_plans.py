@@ -8,7 +8,6 @@ be present: a description of the device is enough.
 import functools
 import re
 import threading
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from monetlite.core.announcing import warn
 from monetlite.core.errors import ConvolutionError, CudnnError, DeviceError
 from monetlite.operators.cudnn import library
 from monetlite.operators.cudnn.work import ConvolutionWork, Layout
@@ -294,10 +294,9 @@ def _laid_out(tensor: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     strides = tensor.stride()
     if not beyond_bytes and (strides == stride or same_places(shape, strides, stride)):
         return tensor
-    warnings.warn(
+    warn(
         f"an operand of a cuDNN plan, of shape {shape}, has strides {tensor.stride()} and starts "
         f"{beyond_bytes} bytes past a multiple of {ALIGNMENT_BYTES}; planned were strides "
-        f"{stride} and aligned memory. It is copied at every step, which adds its size to the workspace",
-        stacklevel=2,
+        f"{stride} and aligned memory. It is copied at every step, which adds its size to the workspace"
     )
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,13 +1,13 @@
 """Offering cuDNN's plans to a graph, and finding those that a schedule names on the machine that it runs on."""
 
 import logging
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 import torch
 
+from monetlite.core.announcing import warn
 from monetlite.core.choices import Choices, Run
 from monetlite.core.errors import CudnnError, ScheduleMismatch
 from monetlite.core.graph import Implementation, Operator, OperatorGraph
@@ -112,7 +112,7 @@ def with_named_plans(
         if found not in operator.implementations:
             operators[index] = replace(operator, implementations=(*operator.implementations, found))
     if taken:
-        warnings.warn(_replaced(taken, dict.fromkeys(filter(None, reasons.values()))), stacklevel=2)
+        warn(_replaced(taken, dict.fromkeys(filter(None, reasons.values()))))
     return replace(graph, operators=tuple(operators)), _renamed(choices, taken)
 
 
