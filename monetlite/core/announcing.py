@@ -1,6 +1,7 @@
 """Announcements of a training step that plans: lines on stderr in a terminal, log lines elsewhere; and warnings."""
 
 import functools
+import inspect
 import logging
 import sys
 import warnings
@@ -22,8 +23,8 @@ def tell(text: str) -> None:
 
 def warn(text: str) -> None:
     """Warn, with the line of the person's code that called monetlite."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_between()):
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_between()):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 

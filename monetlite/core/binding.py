@@ -50,11 +50,15 @@ def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
         listed = ", ".join(f"{operator} as {how}" for operator, how in runs[:3])
         more = f" and {len(runs) - 3} more" if len(runs) > 3 else ""
         over = "" if peak_bytes <= schedule.budget_bytes else ", MORE than the budget"
+        if schedule.device == graph.device:
+            why, advice = "this step does not offer, as its tensors lie otherwise in memory", "these inputs"
+        else:
+            why, advice = f"do not exist on this {graph.device}", "this device"
         warn(
-            f"the schedule of {schedule.name} was solved for {schedule.device} and runs {listed}{more}, which do "
-            f"not exist on this {graph.device}; they run by default instead. Tensors then take up to "
-            f"{format_bytes(peak_bytes)} of the {format_bytes(schedule.budget_bytes)} budgeted{over} (predicted "
-            f"with them: {format_bytes(schedule.peak_bytes)}). Solve for this device to make the most of it"
+            f"the schedule of {schedule.name} was solved for {schedule.device} and runs {listed}{more}, which "
+            f"{why}; they run by default instead. Tensors then take up to {format_bytes(peak_bytes)} of the "
+            f"{format_bytes(schedule.budget_bytes)} budgeted{over} (predicted with them: "
+            f"{format_bytes(schedule.peak_bytes)}). Solve for {advice} to make the most of it"
         )
     return steps
 

@@ -6,6 +6,7 @@ answer.
 """
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,12 +96,13 @@ def compile_plan(
             compile_graph(graph, inputs)
         raise ModelError(f"{UNASKED}, and a plan could change nothing")
 
+    handled = sys.exc_info()[1]
     try:
         with messages_left_out(), mode:
             torch.compile(model, backend=within_budget, dynamic=False, fullgraph=True)(*args, **kwargs)
     except Exception as error:
         if not found:
-            raise own_error(error) or explain(error) from error
+            raise own_error(error, handled) or explain(error) from error
     return found[0]
 
 

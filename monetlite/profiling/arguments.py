@@ -31,6 +31,7 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
     wide = wide_statistics(call)
     # No bag of an `EmbeddingBag` may be empty: the kernel copies only those that are not.
     sizes = call.args[4] if call.target.startswith("aten._embedding_bag_backward.") else None
+    most_true = _most_true(call)
     notes_on_cpu = call.target.startswith(NOTES_ON_CPU)
     storages: dict[tuple[int | None, str], torch.Tensor] = {}
     extent: dict[tuple[int | None, str], int] = defaultdict(int)
@@ -45,6 +46,9 @@ def make_arguments(call: Call, device: str, *, fractions: bool = False) -> tuple
             storages[key] = _contents(extent[key], dtype, "cpu" if on_cpu else device, bound, fractions)
             if ref is sizes:
                 storages[key].fill_(1)
+            if dtype is torch.bool and most_true is not None:
+                repeats = max(1, math.prod(ref.spec.shape) // max(1, extent[key]))
+                storages[key].fill_(False)[: most_true // repeats] = True
         return torch.as_strided(storages[key], ref.spec.shape, ref.spec.stride)
 
     return (
@@ -102,6 +106,16 @@ def _indexed_size(call: Call) -> int | None:
             return min(size for size, item in zip(source.spec.shape, indices, strict=False) if item is not None)
         case "take" | "put":
             return math.prod(source.spec.shape)
+    return None
+
+
+def _most_true(call: Call) -> int | None:
+    """Elements that a mask may select at most: as many as there are to put in their places."""
+    match aten_name(call.target), call.args:
+        case "masked_scatter", (_, _, TensorRef() as source):
+            return math.prod(source.spec.shape)
+        case "masked_scatter_backward", (_, _, tuple() | list() as sizes):
+            return math.prod(map(int, sizes))
     return None
 
 

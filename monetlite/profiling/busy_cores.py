@@ -45,9 +45,9 @@ def warn_if_busy() -> bool:
     """Warn if other programs hold the cores; True if they do."""
     times = slowdown()
     if times > BUSY:
-        warn(
+        warn(  # without the figure: Python shows the same text once
             f"other programs hold the cores of this machine: a matrix product on {torch.get_num_threads()} threads "
-            f"takes {times:.0f} times as long as on one. Costs of operators that are measured now are too high, "
-            "and plans made by them are not the best; measure again when nothing else runs"
+            f"takes more than {BUSY:.0f} times as long as on one. Costs of operators that are measured now are too "
+            "high, and plans made by them are not the best; measure again when nothing else runs"
         )
     return times > BUSY

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from monetlite.core.errors import IllegalSchedule
 from monetlite.core.graph import DELIVERY, LOSS, Phase, ValueKind
-from monetlite.core.steps import Step
+from monetlite.core.steps import Step, check_legal
 from monetlite.runtime.gradient_delivery import CapturedStep, Version
 from monetlite.runtime.lowering import lower
 from monetlite.tracing.operator_graph import Traced
@@ -40,6 +41,26 @@ class CapturedPiece:
             return True
         smaller = sum(value.size_bytes for value in ours.values) <= sum(value.size_bytes for value in theirs.values)
         return smaller and ours.structure == theirs.structure
+
+    def carried_over(self, steps: tuple[Step, ...], other: "CapturedPiece") -> tuple[Step, ...] | None:
+        """Another piece's steps on this one, which has the same structure; None if they can't run.
+
+        Which implementations there are depends on layouts, too, so they are found by name.
+        """
+        assert self.traced is not None
+        assert other.traced is not None
+        ours, theirs = self.traced.graph, other.traced.graph
+        carried = []
+        for index, choice in steps:
+            names = [item.name for item in ours.operators[index].implementations]
+            if (name := theirs.operators[index].implementations[choice].name) not in names:
+                return None
+            carried.append((index, names.index(name)))
+        try:
+            check_legal(ours, carried)
+        except IllegalSchedule:
+            return None
+        return tuple(carried)
 
     def gradient_values(self, positions: Sequence[int]) -> dict[int, int]:
         """The values of its graph that are gradients of inputs, by the inputs' positions."""

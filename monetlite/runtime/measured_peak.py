@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from monetlite.core.announcing import tell
+from monetlite.core.announcing import tell, warn
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.profiling.allocated import AllocatedGrowth
@@ -17,6 +17,8 @@ from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.step_inputs import Arguments, device_of
 
+OVER = 1.05
+"""Share of the budget from which on a measured peak is warned of."""
 MAX_STEPS = 3
 """Steps that are measured where looks are late; then the largest peak is told. Looks slow a step down."""
 
@@ -76,8 +78,15 @@ class MeasuredPeak:
                 before_bytes = held_bytes + state_bytes(trained, by)
             planned_for = tuple(sorted(tuple(spec.shape) for spec in by.inputs.values()))
             smaller = "" if shapes == planned_for else ", for smaller inputs than planned for"
-            measured = format_bytes(before_bytes + max(found))
-            tell(f"planned {format_bytes(by.peak_bytes)}, measured {measured}{smaller}")
+            peak_bytes = before_bytes + max(found)
+            tell(f"planned {format_bytes(by.peak_bytes)}, measured {format_bytes(peak_bytes)}{smaller}")
+            if peak_bytes > OVER * by.budget_bytes:
+                warn(
+                    f"a step took {format_bytes(peak_bytes)}, more than the budget of "
+                    f"{format_bytes(by.budget_bytes)}. A plan is of the model and its loss. What else runs between "
+                    "its forward and its backward pass (another model, a second backward pass) comes on top: take "
+                    "it off the budget"
+                )
 
         self._step.watch = watch
 

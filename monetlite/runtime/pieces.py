@@ -11,9 +11,10 @@ runs other pieces than the planned step, or more, those run by the programs of s
 anew.
 """
 
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,6 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     dynamo_settings,
     taken_apart,
 )
-from monetlite.fx.torch_internals.torch_modules import called_instead_for_now
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
 from monetlite.profiling.memory_use import workspaces_bytes
@@ -57,9 +57,9 @@ from monetlite.tracing.capture import (
     capture_settings,
     compile_step,
     masks_as_plain,
-    module_call,
     training_step,
 )
+from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import build_graph
 from monetlite.tracing.refusals import explain, line_of, own_error
 from monetlite.tracing.step_inputs import (
@@ -78,6 +78,8 @@ MAX_RECORDS = 4
 """Steps that are recorded, of different pieces, before the plan is left as it is; and by one plan, for its peak."""
 MAX_RETRIES = 3
 """Plans that are made, each for less memory, until one keeps to the budget in the order in which pieces run it."""
+MANY_CAPTURING = 8
+"""Steps after the plan that captured something, before a person is told that this goes on."""
 MAX_LISTED = 5
 """Lines that a warning names."""
 
@@ -89,6 +91,16 @@ class PlannedPieces:
     recorded: RecordedStep
     joined: JoinedStep
     steps: Mapping[int, tuple[Step, ...]] = field(default_factory=dict)
+    _carried: dict[tuple[int, CapturedPiece], tuple[Step, ...] | None] = field(default_factory=dict)
+
+    def steps_of(self, run: int, piece: CapturedPiece) -> tuple[Step, ...] | None:
+        """The steps of a run on a piece that serves as its own; None for those that store least."""
+        own, planned_for = self.steps.get(run), self.recorded.runs[run].piece
+        if own is None or piece is planned_for:
+            return own
+        if (run, piece) not in self._carried:
+            self._carried[run, piece] = piece.carried_over(own, planned_for)
+        return self._carried[run, piece]
 
 
 class PiecewiseTraining:
@@ -122,6 +134,9 @@ class PiecewiseTraining:
         """Lines that end pieces, and why."""
         self._captured: list[CapturedStep] = []
         self._told_of_runs = False
+        self._known = self._capturing = 0
+        """Captured graphs when the last step ended, and the steps since the plan that captured others."""
+        self._last_line = ""
         self._unplanned: dict[str, None] = {}
         """Reasons why captured graphs run as in plain training."""
         self._next = self._unplanned_runs = 0
@@ -174,6 +189,11 @@ class PiecewiseTraining:
 
     def forward_ends(self) -> None:
         """Note that the forward pass of a step has ended."""
+        if self._plan is not None and len(self._captured) > self._known:
+            self._capturing += 1
+            if self._capturing == MANY_CAPTURING:
+                self._warn_of_captures()
+        self._known = len(self._captured)
         if self._record is not None:
             self._record.forward_ends()
         if self._plan is not None and self._record is None:
@@ -191,6 +211,7 @@ class PiecewiseTraining:
         from monetlite.planning.beside_training import least_stored
 
         self._note_break(graph)
+        self._last_line = next(filter(None, map(source_of, graph.graph.nodes)), "")
         piece = CapturedPiece()
         autocast = autocast_dtype(device_of(graph, inputs))
 
@@ -240,7 +261,7 @@ class PiecewiseTraining:
             self._unplanned_runs += 1
             return None
         self._next = found + 1
-        return self._plan.steps.get(found)
+        return self._plan.steps_of(found, piece)
 
     def _begin_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors, device = tensors_in_order(self._model, args, kwargs), device_of(self._model, (args, kwargs))
@@ -447,6 +468,15 @@ class PiecewiseTraining:
             f"{format_bytes(kept_bytes)}.{ignored} whole=True refuses that. What ends pieces:{_listed(reasons)}"
         )
 
+    def _warn_of_captures(self) -> None:
+        place = f", the last time at {self._last_line}" if self._last_line else ""
+        warn(
+            f"{type(self._model).__name__} was captured again in {MANY_CAPTURING} steps since it was planned"
+            f"{place}, for other sizes or values. Such a step takes seconds. Pad to a few sizes, make a value that "
+            "changes a tensor, or plan a part that doesn't change "
+            "(model.backbone = MONeTWrapper(model.backbone, ...))"
+        )
+
 
 class ModelInPieces:
     """The forward pass of a model, compiled in pieces.
@@ -461,13 +491,6 @@ class ModelInPieces:
         self._model = model
         self._left_alone, self._numbers = drawing_functions(model), VaryingNumbers()
         self._compiled = compile_step(training_step(model), training.backend, whole=False)
-        # TorchDynamo captures functions of torch as part of others only. If what calls them can't be captured, as a
-        # loop that data ends, they are captured by themselves.
-        self._children = {
-            module: compile_step(module_call(module), training.backend, whole=False)
-            for module in _outermost(model)
-            if module is not model
-        }
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of a step.
@@ -476,6 +499,7 @@ class ModelInPieces:
             Those of `PiecewiseTraining.step_begins`.
         """
         self.training.step_begins(args, kwargs)
+        handled = sys.exc_info()[1]
         # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
         unless_captured = dynamo_settings(suppress_errors=True)
         alone = masks_as_plain(self._model, args, kwargs)
@@ -484,27 +508,16 @@ class ModelInPieces:
             taken_apart(self._numbers, self._left_alone),
             unless_captured,
             alone,
-            called_instead_for_now(self._children),
         ):
             try:
                 output = self._compiled(*args, **kwargs)
             except BaseException as error:
                 self.training.forward_fails()
                 if isinstance(error, REFUSALS):
-                    raise own_error(error) or explain(error, advice="") from error
+                    raise own_error(error, handled) or explain(error, advice="") from error
                 raise
         self.training.forward_ends()
         return output
-
-
-def _outermost(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of torch with parts that are no part of another one."""
-    if type(module).__module__.startswith("torch.nn.") and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        if any(True for _ in module.children()):
-            yield module
-        return
-    for child in module.children():
-        yield from _outermost(child)
 
 
 def _listed(reasons: Sequence[str]) -> str:

@@ -12,9 +12,9 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -61,6 +61,7 @@ from monetlite.tracing.step_inputs import (
 )
 
 _planning = threading.Lock()
+_T = TypeVar("_T")
 
 
 class StepPlans:
@@ -247,7 +248,22 @@ class StepPlans:
         assert self._example is not None
         layouts = self._layouts()
         traced = {layout: self.build(own, layout)[0] for layout, own in in_layouts(joint, layouts).items()}
-        return self._first_plan(traced, self._example, self.runs.budget)
+        example = self._example
+        return self._within_budget(lambda budget: self._first_plan(traced, example, budget))
+
+    def _within_budget(self, plan: Callable[[str | int | float], _T]) -> _T:
+        """Plan within the budget. A share of plain training's peak is not less than what a plan had before.
+
+        Plain training takes less once layers are frozen, and a share of that may be too little.
+        """
+        assert self.runs.budget is not None
+        try:
+            return plan(self.runs.budget)
+        except InfeasibleBudget as error:
+            before_bytes = max((schedule.budget_bytes for schedule in self.schedules), default=0)
+            if not is_percentage(self.runs.budget) or before_bytes <= error.budget_bytes:
+                raise
+        return plan(before_bytes)
 
     def _layouts(self) -> Sequence[str]:
         """Layouts in which a plan is looked for."""
@@ -498,19 +514,21 @@ class StepPlans:
         """
         from monetlite.planning.pipeline import solve_model
 
-        assert self.runs.budget is not None
-        # Measuring draws random numbers; the step that waits for it must not notice.
-        with forked_state(device_of(self.model, call)):
-            solved = solve_model(
+        def plan(budget: str | int | float) -> Schedule:
+            return solve_model(
                 self.model,
                 call,
-                self.runs.budget,
+                budget,
                 self.pricing,
                 self.solving,
                 starts=self.schedules,
                 runs_here=True,
                 step=self.outside.counted,
             )
+
+        # Measuring draws random numbers; the step that waits for it must not notice.
+        with forked_state(device_of(self.model, call)):
+            solved = self._within_budget(plan)
         self.solved += 1
         self.schedules = sorted([solved, *self.schedules], key=size_served)
         return solved

@@ -11,6 +11,7 @@ import copy
 import inspect
 import operator
 import re
+import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -137,15 +138,6 @@ def masks_as_plain(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     return masks_of_plain_training(model, args, kwargs, caches=_caches(model))
 
 
-def module_call(module: nn.Module) -> Callable[..., Any]:
-    """The function that is captured of a submodule by itself: its own call, with its hooks."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return call_itself(module, *args, **kwargs)
-
-    return _with_own_code(run)
-
-
 def _with_own_code(run: Any) -> Callable[..., Any]:
     """A copy of a function. Dynamo keeps what it compiled, and the limit on how much, with the code object."""
     return types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
@@ -158,7 +150,7 @@ def compile_step(step: Callable[..., Any], backend: Backend, *, whole: bool = Tr
     is a method doesn't keep its object alive.
 
     Args:
-        step: has a code object of its own (`training_step`, `module_call`).
+        step: has a code object of its own (`training_step`).
     """
     if inspect.ismethod(backend):
         backend = weakly(backend)
@@ -348,11 +340,12 @@ def run_captured(model: nn.Module, run: Callable[[], _T], refused: tuple[type[Ex
         TraceError: the model can't be captured.
         MonetliteError: raised by `run` itself.
     """
+    handled = sys.exc_info()[1]
     try:
         with capture_settings():
             return run()
     except refused as error:
-        if own := own_error(error):
+        if own := own_error(error, handled):
             raise own from None
         if not install_recorders(model, error):
             raise explain(error) from error

@@ -109,9 +109,14 @@ def line_of(stack: Iterable[Any]) -> str:
     )
 
 
-def own_error(error: BaseException | None) -> MonetliteError | None:
-    """Monetlite's own error, if TorchDynamo wrapped one."""
-    while error is not None:
+def own_error(error: BaseException | None, handled: BaseException | None) -> MonetliteError | None:
+    """Monetlite's own error, if TorchDynamo wrapped one.
+
+    Args:
+        error: of a step.
+        handled: the one that was being handled when the step began. A person may try again there.
+    """
+    while error is not None and error is not handled:
         if isinstance(error, MonetliteError):
             return error
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__

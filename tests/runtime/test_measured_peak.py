@@ -132,3 +132,20 @@ def test_state_of_the_optimizer_counts(door, caplog):
     ((planned, measured, _),) = told(caplog)
     state = 2 * sum(item.nbytes for item in layers.parameters())
     assert parse_budget(measured) == pytest.approx(parse_budget(planned), abs=state / 2)
+
+
+def test_what_runs_between_the_passes_and_exceeds_the_budget_is_warned_of():
+    """As a teacher does that is asked for the loss of a student."""
+    student, teacher = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), nn.Linear(64, 20_000)
+    model, x = monetlite.within(student, budget="6MB", device="rtx-3090", time_limit=1), torch.randn(512, 64)
+
+    def train():
+        for _ in range(MANY):
+            output = model(x)
+            with torch.no_grad():
+                wanted = teacher(x).mean(1, keepdim=True)
+            F.mse_loss(output, wanted.expand_as(output)).backward()
+            student.zero_grad()
+
+    with pytest.warns(UserWarning, match=r"a step took [\d.]+ MB, more than the budget of 6 MB.*another model"):
+        train()

@@ -239,6 +239,62 @@ def own_kernel(x, weight):
     return x * weight
 
 
+class Clips(nn.Module):
+    def forward(self, x):
+        largest = x.abs().max().item()
+        return x / largest if largest > 50 else x
+
+
+def layers(count, width=16):
+    return [layer for _ in range(count) for layer in (nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU())]
+
+
+def sequential():
+    return nn.Sequential(*layers(3), Clips(), *layers(3), nn.Linear(16, 16))
+
+
+def nested():
+    return nn.Sequential(nn.Sequential(*layers(3)), nn.Sequential(Clips(), *layers(3)), nn.Linear(16, 16))
+
+
+def hooked():
+    model = nn.Sequential(nn.Sequential(*layers(3)), nn.Sequential(*layers(3)))
+    model[1].register_forward_hook(logged)
+    return model
+
+
+def logged(module, inputs, output):
+    assert output.mean().item() < 1e9
+
+
+class Masked(nn.Module):
+    """PyTorch's own transformer with a causal mask, which it compares with one of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.transformer(x, x, tgt_mask=mask)
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+@pytest.mark.parametrize("skipped", [False, True], ids=["at first", "skipped before"])
+@pytest.mark.parametrize("build", often([sequential, nested, hooked, Masked], sequential, Masked))
+def test_torch_s_own_modules_are_taken_apart_and_planned(build, skipped):
+    """TorchDynamo leaves out their functions, and notes that, where a part of them breaks a graph."""
+    x = torch.randn(*((32, 9) if build is Masked else (256,)), 16)
+    if skipped:
+        torch.compile(build(), backend="eager")(x)
+    plain = build()
+    model = monetlite.within(twin(plain), budget="85%", **QUICK)
+    for seed in range(5):
+        assert_same(step(model, (x,), seed), step(plain, (x,), seed))
+    schedule = monetlite.schedule_of(model)
+    assert schedule.peak_bytes <= schedule.budget_bytes
+
+
 class HasSparseGradients(nn.Module):
     def __init__(self):
         super().__init__()
@@ -372,6 +428,62 @@ def test_numbers_that_differ_in_each_step_are_not_compiled_in_each(build, monkey
     schedule = monetlite.schedule_of(model)
     assert schedule.peak_bytes <= schedule.budget_bytes
     assert {name.partition(".")[0] for name in schedule.choices.before} >= {"piece1", "piece2"}
+
+
+def test_captures_that_go_on_are_told_of_once(monkeypatch):
+    monkeypatch.setattr(pieces, "MANY_CAPTURING", 2)
+    model = monetlite.within(ReadsAMean(), budget="200%", **QUICK)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(8):
+            output = model(torch.randn(64 - 4 * number, 16))
+            sum(item.sum() for item in (output if isinstance(output, tuple) else (output,))).backward()
+    (text,) = [str(item.message) for item in said if "captured again" in str(item.message)]
+    assert re.search(
+        r"in 2 steps since it was planned, the last time at .*test_pieces\.py:\d+, for other sizes", text
+    )
+
+
+def test_a_larger_budget_can_be_tried_where_an_error_is_handled():
+    """The error that is handled is the context of others; they are not taken for it."""
+    model, x = Recurrent(), torch.randint(0, 11, (8, 12))
+    with pytest.raises(InfeasibleBudget):
+        trained(monetlite.within(model, budget="50%", **QUICK), x)
+    monetlite.release(model)
+    try:
+        raise InfeasibleBudget("handled", budget_bytes=1, proven_bytes=2, reached_bytes=2)
+    except InfeasibleBudget:
+        trained(monetlite.within(model, budget="1GB", **QUICK), x)
+    assert monetlite.schedule_of(model).budget_bytes == 10**9
+
+
+def trained(model, x):
+    for _ in range(3):
+        output = model(x)
+        sum(item.sum() for item in (output if isinstance(output, tuple) else (output,))).backward()
+
+
+class AddsLaidOutOtherwise(nn.Module):
+    """Its second piece adds two tensors, over one of which the sum can be written if both lie alike in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(32, 32), nn.Linear(32, 32), nn.Dropout(0.1)
+
+    def forward(self, x):
+        y = self.first(x)
+        if y.mean() > 1e9:
+            return y
+        z = nn.functional.silu(torch.sigmoid(x) + self.drop(y))
+        return z if z.mean() > 1e9 else self.last(z).square().mean()
+
+
+def test_inputs_that_are_laid_out_otherwise_are_plain_training_s():
+    plain = AddsLaidOutOtherwise()
+    planned = monetlite.within(twin(plain), budget="80%", time_limit=1)  # measured: it is planned with "inplace"
+    for number in range(6):
+        x = torch.randn(16, 32, 16).transpose(1, 2) if number < 4 else torch.randn(16, 8, 32)
+        assert_same(step(planned, (x,)), step(plain, (x,)), within=1e-6)
 
 
 class ChangesAndLetsGo(nn.Module):

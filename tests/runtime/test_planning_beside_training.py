@@ -157,3 +157,19 @@ def test_waiting_solves_before_the_first_step(planned, monkeypatch):
     model = monetlite.within(twin(original), budget="100%", device="rtx-3090", time_limit=1.0, wait=True)
     model(*inputs).sum().backward()
     assert monetlite.schedule_of(model).budget_bytes
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_share_is_not_less_than_before_once_layers_are_frozen(wait):
+    """Plain training of the last layer alone takes little, and no plan of it takes a share of that."""
+    blocks = (nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(4))
+    ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *blocks, *ends)
+    x = torch.randn(16, 3, 32, 32)
+    monetlite.within(model, budget="60%", device="rtx-3090", time_limit=1, wait=wait)
+    step(model, (x,))
+    before_bytes = monetlite.schedule_of(model).budget_bytes
+    model[:-1].requires_grad_(False)
+    model(x).sum().backward()
+    schedule = monetlite.schedule_of(model)
+    assert schedule.peak_bytes <= schedule.budget_bytes == before_bytes

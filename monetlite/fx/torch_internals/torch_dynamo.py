@@ -12,6 +12,8 @@
 | `wrap_symfloat`, `RestartAnalysis` | symbols in place of numbers that vary; each would be compiled by itself |
 | `TensorifyState` | tells which of them can't be tensors; they would be tried at each new number |
 | `reset_code` | frees what is compiled; a model would be kept for good |
+| `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
+| `set_code_exec_strategy` | takes back that a function is left out; the same would happen |
 | `LazySymNodeFormatString` | makes text of such a number; a number read from that text again would be wrong |
 | `UserFunctionVariable.call_function` | gives results that are known; masks would be made that say nothing |
 | `TensorVariable.as_proxy` | tells which input a tensor is; masks of ones would be made whole |
@@ -27,15 +29,16 @@ import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
 import numpy
 import torch
 from torch import fx, nn
-from torch._C._dynamo.eval_frame import reset_code
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, reset_code, set_code_exec_strategy
 from torch._dynamo import config as _config
-from torch._dynamo import disable
+from torch._dynamo import disable, trace_rules
 from torch._dynamo import utils as _utils
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import RestartAnalysis, Unsupported
@@ -45,6 +48,7 @@ from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFuncti
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
+from torch.nn.modules import activation, container, transformer
 
 from monetlite.fx.torch_internals.patching import patched
 
@@ -57,6 +61,7 @@ _MAX_PIECES = 256
 _CHECKED = ("solve", "inv", "cholesky", "lu_factor", "lu", "ldl_factor")
 """Functions of `torch.linalg` that look at their result on the host, to raise where there is none."""
 _LISTS = (nn.ModuleList, nn.Sequential)
+_WITH_PARTS = (container, transformer, activation)
 _SPARSE = ("embedding", "embedding_bag")
 """Functions of `torch.nn.functional` that have a sparse gradient where they are asked for one."""
 _RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.GRU, nn.LSTM)
@@ -64,6 +69,7 @@ _CONVERSIONS = ("to", "bool", "int", "long", "float", "contiguous")
 _log = logging.getLogger("torch._dynamo")
 _log_settings = _utils._get_dynamo_config_for_logging
 _wrap_float = VariableBuilder.wrap_symfloat
+_files_captured = trace_rules.get_legacy_mod_inlinelist
 _call_function = UserFunctionVariable.call_function
 
 
@@ -226,7 +232,7 @@ def taken_apart(
         capture_scalar_outputs=False,
         capture_dynamic_output_shape_ops=False,
     )
-    return patched(_only_errors(), settings, numbers.captured(), *kept_plain)
+    return patched(_only_errors(), settings, numbers.captured(), _parts_captured(), *kept_plain)
 
 
 def left_alone(function: _F) -> _F:
@@ -240,6 +246,31 @@ _disabled = functools.cache(left_alone)
 
 def _no_text(*_: Any) -> None:
     raise Unsupported("text is made of a number that varies", gb_type="text of a number that varies")
+
+
+@functools.cache
+def _files_of_parts() -> set[str]:
+    """Files whose functions TorchDynamo captures though they are torch's: those of modules with parts."""
+    return {Path(module.__file__ or "").as_posix() for module in _WITH_PARTS} | _files_captured()
+
+
+@contextlib.contextmanager
+def _parts_captured() -> Iterator[None]:
+    """Have the functions of torch's modules with parts captured, for the time of a block.
+
+    TorchDynamo leaves them out where a model calls them at a break, and notes that with their code for good.
+    """
+    for code in _codes_of_parts():
+        set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
+    with mock.patch.object(trace_rules, "get_legacy_mod_inlinelist", _files_of_parts):
+        yield
+
+
+@functools.cache
+def _codes_of_parts() -> tuple[types.CodeType, ...]:
+    kinds = [item for module in _WITH_PARTS for item in vars(module).values() if inspect.isclass(item)]
+    own = [item for kind in kinds if issubclass(kind, nn.Module) for item in vars(kind).values()]
+    return tuple(item.__code__ for item in own if inspect.isfunction(item))
 
 
 def _no_loop(_translator: Any) -> bool:

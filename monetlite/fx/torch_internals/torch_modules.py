@@ -6,8 +6,7 @@ it. `nn.Module.compile` has a module call another function in place of its own; 
 looks that function up elsewhere, a module is called without it, and trains without its schedule.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -58,19 +57,6 @@ def call_instead(model: nn.Module, function: Callable[..., Any] | None) -> None:
         model.__dict__.pop("_compiled_call_impl", None)
     else:
         model.__dict__["_compiled_call_impl"] = function
-
-
-@contextlib.contextmanager
-def called_instead_for_now(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Have calls of modules run other functions for the time of a block, where they run their own."""
-    changed = [module for module in functions if called_instead(module) is None]
-    for module in changed:
-        call_instead(module, functions[module])
-    try:
-        yield
-    finally:
-        for module in changed:
-            call_instead(module, None)
 
 
 def call_itself(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
