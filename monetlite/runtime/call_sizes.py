@@ -42,6 +42,11 @@ class CallSizes:
         exact = input_signature(*call)
         return _without_sizes(exact, self._varying_of(exact))
 
+    def signatures(self, call: Arguments) -> set[Signature]:
+        """The keys of programs that serve a call: with its own sizes, from before they varied, or with any."""
+        exact = input_signature(*call)
+        return {exact, _without_sizes(exact, self._varying_of(exact))}
+
     def varying(self, call: Arguments) -> Dimensions:
         """The dimensions of a call's leaves that vary."""
         return self._varying_of(input_signature(*call))

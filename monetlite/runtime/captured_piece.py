@@ -45,17 +45,19 @@ class CapturedPiece:
     def carried_over(self, steps: tuple[Step, ...], other: "CapturedPiece") -> tuple[Step, ...] | None:
         """Another piece's steps on this one, which has the same structure; None if they can't run.
 
-        Which implementations there are depends on layouts, too, so they are found by name.
+        Which derived operators and implementations there are depends on layouts, too: they are found by name.
         """
         assert self.traced is not None
         assert other.traced is not None
         ours, theirs = self.traced.graph, other.traced.graph
         carried = []
         for index, choice in steps:
-            names = [item.name for item in ours.operators[index].implementations]
-            if (name := theirs.operators[index].implementations[choice].name) not in names:
+            planned = theirs.operators[index]
+            at = ours.by_name.get(planned.name)
+            names = [] if at is None else [item.name for item in ours.operators[at].implementations]
+            if at is None or planned.implementations[choice].name not in names:
                 return None
-            carried.append((index, names.index(name)))
+            carried.append((at, names.index(planned.implementations[choice].name)))
         try:
             check_legal(ours, carried)
         except IllegalSchedule:

@@ -219,7 +219,7 @@ class ScheduledTraining:
     def _train(self, call: Arguments) -> Any:
         if self._pieces is not None:
             return self._in_pieces(call)
-        if self.plans.sizes.signature(call) in self._ready:
+        if self._ready & self.plans.sizes.signatures(call):
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
             with contextlib.suppress(*REFUSALS), allow_programs(MAX_PROGRAMS):

@@ -171,6 +171,14 @@ def test_even_lengths_vary_from_the_second_on(captures):
     assert captures == [((4, 32),), ((4, 24),)]
 
 
+def test_sizes_that_come_back_run_by_the_program_that_they_had(captures):
+    """The first one's is of its own sizes; it is not captured again because other sizes have come."""
+    model = Encoder()
+    wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    same_steps(wrapper, model, [tokens(*sizes) for sizes in ((8, 40), (5, 24), (8, 40), (5, 16), (8, 40))])
+    assert captures == [((8, 40),), ((5, 24),)]
+
+
 @pytest.mark.thorough
 def test_a_smaller_last_batch_is_captured_by_itself_and_batches_of_any_size_are_not(captures):
     model = Encoder()
