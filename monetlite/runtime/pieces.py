@@ -41,6 +41,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     break_reason,
     drawing_functions,
     dynamo_settings,
+    seconds_captured,
     taken_apart,
 )
 from monetlite.operators import cudnn
@@ -136,7 +137,7 @@ class PiecewiseTraining:
         self._told_of_runs = False
         self._known = self._capturing = 0
         """Captured graphs when the last step ended, and the steps since the plan that captured others."""
-        self._known_at_record = 0
+        self._captured_before = 0.0
         self._last_line = ""
         self._unplanned: dict[str, None] = {}
         """Reasons why captured graphs run as in plain training."""
@@ -272,7 +273,7 @@ class PiecewiseTraining:
         except RuntimeError:  # somebody else profiles: at another step
             return
         self._wanted = False
-        self._known_at_record = len(self._captured)
+        self._captured_before = seconds_captured()
         self._resident = replace(resident_bytes(self._model, tensors), libraries=libraries)
         self._inputs = [spec_of(tensor) for tensor in tensors]
 
@@ -457,20 +458,20 @@ class PiecewiseTraining:
 
     def _warn(self, recorded: RecordedStep) -> None:
         """Say what the pieces are, and how much of the step is planned."""
-        outside_ms = sum(item.forward_ms + item.backward_ms for item in recorded.outside)
+        outside = sum(item.forward_ms + item.backward_ms for item in recorded.outside) / 1e3
+        captured = seconds_captured() - self._captured_before  # in the recorded step, between pieces
+        share = 1 - max(0.0, outside - captured) / max(1e-9, recorded.seconds - captured)
         kept_bytes = sum(item.kept_bytes for item in recorded.outside)
-        share = max(0.0, 1 - outside_ms / max(1e-9, 1e3 * recorded.seconds))
-        # A step in which pieces are captured takes seconds outside of them.
-        known = len(self._captured) == self._known_at_record
-        how_much = f", with {share:.0%} of the step's time planned" if known else ""
         pieces = "1 piece" if len(recorded.planned) == 1 else f"{len(recorded.planned)} pieces"
         # TorchDynamo tells no reason with a graph that ends where a function is left out as a whole.
         reasons = [*self._breaks, *self._unplanned] or [str(self._reason).partition(". ")[0]]
         of_whole_models = self._pricing.compile or self._pricing.layout not in (None, AS_TRACED)
         ignored = " Layouts and compile=True are of whole models only." if of_whole_models else ""
         warn(
-            f"{type(self._model).__name__} can't be captured whole. It trains in {pieces}{how_much}; code between "
-            f"them runs as in plain training, and keeps {format_bytes(kept_bytes)}.{ignored} whole=True refuses that. What ends pieces:{_listed(reasons)}"
+            f"{type(self._model).__name__} can't be captured whole. It trains in {pieces}, with "
+            f"{max(0.0, share):.0%} of the step's time planned; code between them runs as in plain training, and "
+            f"keeps {format_bytes(kept_bytes)}.{ignored} whole=True refuses that. What ends pieces:"
+            f"{_listed(reasons)}"
         )
 
     def _warn_of_captures(self) -> None:

@@ -6,6 +6,7 @@
 | `TorchDynamoException`, `FailOnRecompileLimitHit` | refusals, told from errors of the model |
 | `GuardOnDataDependentSymNode` | the same, of a size that depends on data |
 | `get_compilation_metrics` | why a step was compiled once more; an error would not name the changed value |
+| `calculate_time_spent` | seconds of captures; they would count as the step's |
 | `_get_dynamo_config_for_logging` | fails in torch 2.11 on a set of methods, and prints a traceback |
 | `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
@@ -353,6 +354,11 @@ def recompile_reason() -> str:
     """Why TorchDynamo has just compiled a function once more: `1/14: model.n == 7    # s.n += 1  # model.py:7`."""
     metrics = _utils.get_compilation_metrics()
     return (metrics[-1].recompile_reason if metrics else None) or ""
+
+
+def seconds_captured() -> float:
+    """Seconds that TorchDynamo has taken for captures in this process."""
+    return float(_utils.calculate_time_spent()["total_wall_time"])
 
 
 def break_reason(graph: fx.GraphModule) -> Any:
