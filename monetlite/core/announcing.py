@@ -31,7 +31,7 @@ def warn(text: str) -> None:
 
 @functools.cache
 def _between() -> tuple[str, ...]:
-    """Where the paths begin of what stands between a person's line and a warning: monetlite, torch and contexts."""
+    """Folders and files that stand between a person's line and a warning: monetlite, torch and contexts."""
     found: list[str] = []
     for name in ("monetlite", "torch", "contextlib"):
         if (spec := util.find_spec(name)) is not None:
