@@ -62,7 +62,7 @@ from monetlite.tracing.capture import (
 )
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import build_graph
-from monetlite.tracing.refusals import explain, line_of, own_error
+from monetlite.tracing.refusals import compile_failure, explain, line_of, own_error
 from monetlite.tracing.step_inputs import (
     autocast_dtype,
     device_of,
@@ -231,7 +231,7 @@ class PiecewiseTraining:
         except RESTARTS:
             raise  # TorchDynamo begins again, by other settings of its own
         except Exception as error:
-            self._unplanned[str(error).strip().partition("\n")[0] or type(error).__name__] = None
+            self._unplanned[compile_failure(error)] = None
             return graph
         if piece.step is None:
             return call

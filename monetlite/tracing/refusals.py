@@ -59,6 +59,14 @@ _REFUSALS = (
     ),
 )
 """(pattern of TorchDynamo's text, what it means and what to do), the first that fits counting."""
+_COMPILE_FAILURES = (
+    (
+        r"Encountered a set_ on a graph input",
+        "the forward pass assigns to .data of a parameter or buffer. Change it in place: "
+        "k.data.mul_(m).add_(q.data, alpha=1 - m)",
+    ),
+)
+"""(pattern of an error's text of PyTorch's compiler, what it means and what to do)."""
 _ON_DATA = (
     "Move what depends on the data (an if on a tensor's value, .item(), .numpy()) out of the forward pass, "
     "or wrap only the submodule that doesn't need it: MONeTWrapper(model.backbone, ...)"
@@ -87,8 +95,11 @@ def explain(error: Exception, advice: str = PIECES) -> TraceError:
         return ModelRaises(f"{where} fails on these inputs: {said}; check that the model runs on them as it is")
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, Exception):
+        said = compile_failure(inner)
+        if said != _first_line(inner):
+            return TraceError(". ".join(filter(None, (f"{where} can't be captured in one graph: {said}", advice))))
         return TraceError(
-            f"{where} was captured, but PyTorch or monetlite failed to compile it: {_first_line(inner)}. "
+            f"{where} was captured, but PyTorch or monetlite failed to compile it: {said}. "
             "Try another schedule, or run without compile=True, if it is set; and please report this with the model"
         )
     if exception := _raised(text):
@@ -155,6 +166,12 @@ def _raised(text: str) -> str | None:
         return None
     written_out = _WRITTEN_OUT.fullmatch(found[1])
     return f"{written_out[1]}({written_out[2]})" if written_out else found[1].replace("([])", "()")
+
+
+def compile_failure(error: Exception) -> str:
+    """What an error of PyTorch's compiler means, or its first line."""
+    known = (reason for pattern, reason in _COMPILE_FAILURES if re.search(pattern, str(error)))
+    return next(known, _first_line(error))
 
 
 def _first_line(error: Exception) -> str:

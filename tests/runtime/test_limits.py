@@ -6,6 +6,7 @@ from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 
 import monetlite
+from monetlite.core.errors import TraceError
 from monetlite.tracing import capture
 
 
@@ -156,3 +157,28 @@ def test_numbers_that_change_at_every_step(monkeypatch, change, named):
     for number in (3, 4):  # training goes on
         given = change(network, number) or ()
         assert torch.isfinite(wrapper(x, *given)).all()
+
+
+class AssignsData(nn.Module):
+    """An update by momentum, written as MoCo's authors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.key.requires_grad_(False)
+
+    def forward(self, x):
+        for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            k.data = k.data * 0.9 + q.data * 0.1
+        return self.query(x) @ self.key(x).detach().mT
+
+
+def test_data_that_is_assigned_is_named_and_what_to_do():
+    model, x = AssignsData(), torch.randn(256, 64)
+    planned = monetlite.within(model, budget="50%", device="rtx-3090", time_limit=1)
+    for _ in range(2):
+        planned(x).sum().backward()
+    with pytest.raises(TraceError, match=r"assigns to \.data .*k\.data\.mul_\(m\)"):
+        planned(x)
+    with pytest.raises(TraceError, match=r"can't be captured in one graph: the forward pass assigns to \.data"):
+        monetlite.optimize(model, (x,), budget="50%", device="rtx-3090")
