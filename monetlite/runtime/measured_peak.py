@@ -17,8 +17,8 @@ from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.step_inputs import Arguments, device_of
 
-OVER = 1.05
-"""Share of the budget from which on a measured peak is warned of."""
+OVER, OVER_BYTES = 0.05, 10**6
+"""Share of the budget, and bytes, by which a measured peak exceeds it where that is warned of."""
 MAX_STEPS = 3
 """Steps that are measured where looks are late; then the largest peak is told. Looks slow a step down."""
 
@@ -80,7 +80,7 @@ class MeasuredPeak:
             smaller = "" if shapes == planned_for else ", for smaller inputs than planned for"
             peak_bytes = before_bytes + max(found)
             tell(f"planned {format_bytes(by.peak_bytes)}, measured {format_bytes(peak_bytes)}{smaller}")
-            if peak_bytes > OVER * by.budget_bytes:
+            if peak_bytes - by.budget_bytes > max(OVER * by.budget_bytes, OVER_BYTES):
                 warn(
                     f"a step took {format_bytes(peak_bytes)}, more than the budget of "
                     f"{format_bytes(by.budget_bytes)}. A plan is of the model and its loss. What else runs between "

@@ -22,7 +22,7 @@ def test_a_busy_machine_is_told_of_where_something_is_measured(monkeypatch, tmp_
     slowdowns = iter([1.0, 7.0])
     monkeypatch.setattr(busy_cores, "slowdown", lambda: next(slowdowns))
     (said,) = told(graph)
-    assert "takes 7 times as long as on one" in said
+    assert "takes more than 3 times as long as on one" in said
     assert not told(graph), "all costs are known"
     assert next(slowdowns, None) is None
 
