@@ -37,14 +37,19 @@ class CallSizes:
         self._calls: dict[str, list[Signature]] = {}
         self._varying: dict[str, Dimensions] = {}
 
-    def signature(self, call: Arguments) -> Signature:
-        """The key of a program: all that is known of a call's arguments, but the sizes that vary."""
-        exact = input_signature(*call)
+    def signature(self, call: Arguments, any_number: bool = False) -> Signature:
+        """The key of a program: all that is known of a call's arguments, but the sizes that vary.
+
+        Args:
+            call: the arguments.
+            any_number: whether programs serve all values of a `float`.
+        """
+        exact = _exact(call, any_number)
         return _without_sizes(exact, self._varying_of(exact))
 
-    def signatures(self, call: Arguments) -> set[Signature]:
+    def signatures(self, call: Arguments, any_number: bool = False) -> set[Signature]:
         """The keys of programs that serve a call: with its own sizes, from before they varied, or with any."""
-        exact = input_signature(*call)
+        exact = _exact(call, any_number)
         return {exact, _without_sizes(exact, self._varying_of(exact))}
 
     def varying(self, call: Arguments) -> Dimensions:
@@ -64,7 +69,7 @@ class CallSizes:
         """Learn from a call."""
         if self.fixed:
             return
-        exact = input_signature(*call)
+        exact = _exact(call, any_number=True)
         structure, known = exact[-1], self._calls.setdefault(exact[-1], [])
         found = dict(self._varying.get(structure, {}) if known else _guessed(pytree.tree_leaves(tuple(call))))
         others = [dimensions for item in known if (dimensions := _differing(exact, item)) is not None]
@@ -101,6 +106,13 @@ class CallSizes:
                 yield self.asked
         finally:
             self.asked = False
+
+
+def _exact(call: Arguments, any_number: bool) -> Signature:
+    signature = input_signature(*call)
+    if not any_number:
+        return signature
+    return tuple((float, "") if item[0] is float else item for item in signature)
 
 
 def _guessed(leaves: Sequence[object]) -> Dimensions:

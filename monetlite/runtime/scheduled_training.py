@@ -219,7 +219,7 @@ class ScheduledTraining:
     def _train(self, call: Arguments) -> Any:
         if self._pieces is not None:
             return self._in_pieces(call)
-        if self._ready & self.plans.sizes.signatures(call):
+        if self._ready & self.plans.sizes.signatures(call, self._numbers.all_vary):
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
             with contextlib.suppress(*REFUSALS), allow_programs(MAX_PROGRAMS):
@@ -254,7 +254,7 @@ class ScheduledTraining:
                 output = self._solve_and_capture(call)
         else:
             output = self._solve_and_capture(call)
-        self._ready.add(self.plans.sizes.signature(call))
+        self._ready.add(self.plans.sizes.signature(call, self._numbers.all_vary))
         return output
 
     def _warn_of_shapes(self) -> None:

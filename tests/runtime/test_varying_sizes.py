@@ -421,3 +421,15 @@ def test_a_plan_for_smaller_inputs_that_fails_ends_nothing(planned_at_96, monkey
     assert tried
     assert "no plan for smaller sizes was found: not at this size" in caplog.messages
     assert [*varying.schedules] == [(96,)]
+
+
+def test_numbers_that_differ_keep_no_size_from_varying():
+    sizes, calls = (
+        CallSizes(),
+        [Arguments((torch.empty(4, length), number), {}) for length, number in ((9, 0.1), (7, 0.2))],
+    )
+    for call in calls:
+        sizes.note(call)
+    assert sizes.varying(calls[0]) == {0: frozenset({1})}
+    assert sizes.signature(calls[0]) != sizes.signature(calls[1])
+    assert sizes.signature(calls[0], any_number=True) == sizes.signature(calls[1], any_number=True)

@@ -184,6 +184,11 @@ class VaryingNumbers:
             mock.patch.object(LazySymNodeFormatString, "__init__", _no_text),
         )
 
+    @property
+    def all_vary(self) -> bool:
+        """True unless a value has to be captured by itself."""
+        return not (self._fixed or self._constant)
+
     def fix(self) -> bool:
         """Have each value captured by itself from here on; tells whether that changes anything."""
         changes = bool(self._varying) and not self._fixed
