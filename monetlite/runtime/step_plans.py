@@ -408,7 +408,7 @@ class StepPlans:
                 self._use(schedule, {schedule.layout: traced}, resident_bytes, limits)
                 return *fitted, limits
         budget = self.runs.budget
-        if serving or budget is None:
+        if budget is None or (serving and self.wait):
             raise TraceError("no schedule is for the step at other sizes")
         limits = max(step.roomy(sizes), self._plain_limits(step, sizes), key=math.prod)
         if limits != sizes:

@@ -169,7 +169,7 @@ def _raised(text: str) -> str | None:
 
 
 def compile_failure(error: Exception) -> str:
-    """What an error of PyTorch's compiler means, or its first line."""
+    """The meaning of an error of PyTorch's compiler, or its first line."""
     known = (reason for pattern, reason in _COMPILE_FAILURES if re.search(pattern, str(error)))
     return next(known, _first_line(error))
 

@@ -433,3 +433,17 @@ def test_numbers_that_differ_keep_no_size_from_varying():
     assert sizes.varying(calls[0]) == {0: frozenset({1})}
     assert sizes.signature(calls[0]) != sizes.signature(calls[1])
     assert sizes.signature(calls[0], any_number=True) == sizes.signature(calls[1], any_number=True)
+
+
+class Weighted(Encoder):
+    def forward(self, tokens, number):
+        return super().forward(tokens) * number / (number + 1)
+
+
+def test_sizes_and_numbers_vary_in_one_program(captures):
+    model = Weighted()
+    planned = monetlite.within(twin(model), **AMPLE)
+    for at, length in enumerate((37, 21, 50, 33, 64, 41)):
+        inputs = tokens(4, length), 0.1 + at / 7
+        assert_same(step(planned, inputs), step(model, inputs), within=1e-6)
+    assert len(captures) == 2, "the first number was taken for a constant"
