@@ -175,7 +175,8 @@ class PiecewiseTraining:
             Those of `monetlite.optimize`.
         """
         self._go_on()
-        if not self._told_of_runs and any(step.open_runs() for step in self._captured):
+        # The first piece: an output that the loss doesn't use keeps later ones open.
+        if not self._told_of_runs and any(step.open_runs() for step in self._captured[:1]):
             self._told_of_runs = True
             warn(
                 f"{type(self._model).__name__} runs several times before a backward pass. It trains in pieces, and "

@@ -96,3 +96,22 @@ def test_runs_in_pieces_are_told_of_once(inputs):
         for _ in range(4):
             triplet(trained, inputs)
     assert ["the budget is of one run" in str(item.message) for item in told].count(True) == 1
+
+
+def test_an_output_that_is_kept_is_no_run(inputs):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third, self.kept = network(), network(), network(), None
+
+        def forward(self, x):
+            found = self.first(x)
+            self.kept = self.second(found if found.mean() > 0 else -found)  # to look at, not in the loss
+            return self.third(found) if self.kept.mean() < 1e9 else found
+
+    trained = monetlite.within(Keeps(), budget="100%", device="cpu", time_limit=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            trained(inputs[0]).sum().backward()
+    assert not any("the budget is of one run" in str(item.message) for item in told)
