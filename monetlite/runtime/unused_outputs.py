@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 
+from monetlite.core.announcing import warn
 from monetlite.core.errors import ModelError
 from monetlite.fx.storages import is_view
 from monetlite.fx.torch_internals.torch_aot import backward_node, boxed_function, descriptors, is_tangent
@@ -67,9 +68,12 @@ class UnusedOutputs:
         self._reached = [self._bits[item.name] if isinstance(item, fx.Node) else 0 for item in gradients]
 
     def watch(self, outputs: Sequence[Any]) -> None:
-        """Have the node that made these outputs note which gradients it gets."""
-        node = self._node(outputs) if self._several else None
-        if node is not None:
+        """Have the node that made these outputs note which gradients it gets, and warn of `create_graph=True`."""
+        node = self._node(outputs)
+        if node is None:
+            return
+        node.register_prehook(_warn_if_kept)
+        if self._several:
             node.register_prehook(self._note)
 
     def _node(self, outputs: Sequence[Any]) -> Any:
@@ -132,6 +136,16 @@ class UnusedOutputs:
             return [None if at in left_out else result for at, result in enumerate(results)]
 
         return boxed_function(call)
+
+
+def _warn_if_kept(_gradients: object) -> None:
+    """Warn of `create_graph=True`: autograd then runs the backward pass with gradients enabled."""
+    if torch.is_grad_enabled():
+        warn(
+            "gradients of a planned step are asked for with create_graph=True. They can't be differentiated again: "
+            "PyTorch then raises an error. Call the model itself for that: wrapper.model, or the model after "
+            "monetlite.release(model)"
+        )
 
 
 def _bits(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[str, int]:

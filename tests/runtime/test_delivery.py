@@ -258,7 +258,9 @@ def test_a_gradient_that_is_not_the_programs_is_an_error(monkeypatch):
 
 def test_double_backward_is_refused():
     model, x = deep(), torch.randn(4, WIDTH, requires_grad=True)
-    (gradient,) = torch.autograd.grad(losses(wrapped(model, x), x), [x], create_graph=True)
+    loss = losses(wrapped(model, x), x)
+    with pytest.warns(UserWarning, match=r"create_graph=True\. They can't be differentiated again.*wrapper\.model"):
+        (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|double backward|does not require grad"):
         gradient.sum().backward()
 
