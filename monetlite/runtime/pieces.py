@@ -41,6 +41,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     break_reason,
     drawing_functions,
     dynamo_settings,
+    forget_left_out,
     seconds_captured,
     taken_apart,
 )
@@ -116,6 +117,7 @@ class PiecewiseTraining:
 
     Attributes:
         schedule: of the whole step; None before it is planned, and where nothing can be.
+        ran: whether planned pieces ran in the last step.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class PiecewiseTraining:
         reason: TraceError,
     ) -> None:
         self.schedule: Schedule | None = None
+        self.ran = False
         self._held_elsewhere, self._budget, self._wait = weakref.ref(model), budget, wait
         self._reason = TraceError(str(reason))  # without its frames, which hold the step's tensors
         self._pricing, self._solving = pricing, solving
@@ -192,6 +195,7 @@ class PiecewiseTraining:
 
     def forward_ends(self) -> None:
         """Note that the forward pass of a step has ended."""
+        self.ran = self._next + self._unplanned_runs > 0
         if self._plan is not None and len(self._captured) > self._known:
             self._capturing += 1
             if self._capturing == MANY_CAPTURING:
@@ -507,6 +511,8 @@ class ModelInPieces:
         """
         self.training.step_begins(args, kwargs)
         handled = sys.exc_info()[1]
+        if not self.training.ran:
+            forget_left_out()
         # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
         unless_captured = dynamo_settings(suppress_errors=True)
         alone = masks_as_plain(self._model, args, kwargs)

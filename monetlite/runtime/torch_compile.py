@@ -30,6 +30,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     drawing_functions,
     draws_like_numpy,
     dynamo_settings,
+    forget_left_out,
     leave_messages_out,
     taken_apart,
 )
@@ -224,6 +225,7 @@ def _around_call() -> Iterator[None]:
         return
     known: PiecewiseTraining | None = call.given.get(_PIECES)
     if _LEFT_ALONE not in call.notes:
+        forget_left_out()
         call.notes[_LEFT_ALONE], call.notes[_NUMBERS] = drawing_functions(call.model), VaryingNumbers()
     handled = sys.exc_info()[1]  # by the code that makes the call
     before, _thread.whole = getattr(_thread, "whole", False), False

@@ -430,6 +430,35 @@ def test_numbers_that_differ_in_each_step_are_not_compiled_in_each(build, monkey
     assert {name.partition(".")[0] for name in schedule.choices.before} >= {"piece1", "piece2"}
 
 
+class Catches(nn.Module):
+    """A break after which TorchDynamo can only capture what the function calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+    def forward(self, x):
+        x = self.first(x)
+        try:
+            if x.sum() > 1e9:
+                raise ValueError
+        except ValueError:
+            x = x.clamp(max=1.0)
+        return self.second(x)
+
+
+@pytest.mark.parametrize("build", [DropsLayers, Catches])
+def test_later_steps_look_at_nothing_anew(build):
+    """A number that only a branch reads needs a program for each side; functions that were left out stay so."""
+    model = monetlite.within(build(), budget="105%", **QUICK)
+    looked = []
+    for seed in range(30):
+        torch.manual_seed(seed)
+        model(torch.randn(8, 16)).sum().backward()
+        looked.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert looked[-1] - looked[14] <= 4, "more than the sides of branches that come for the first time"
+
+
 def test_captures_that_go_on_are_told_of_once(monkeypatch):
     monkeypatch.setattr(pieces, "MANY_CAPTURING", 2)
     model = monetlite.within(ReadsAMean(), budget="200%", **QUICK)

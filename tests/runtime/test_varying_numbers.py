@@ -115,3 +115,21 @@ def test_a_schedule_that_was_solved_for_one_number_serves_others():
     planned = monetlite.MONeTWrapper(twin(model), schedule)
     for number in VALUES[:3]:
         assert_same(step(planned, (x, number)), step(model, (x, number)))
+
+
+def test_numbers_that_a_graph_computes_may_be_printed():
+    class Prints(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.layer(x)
+            print(f"mean {float(x.mean()):.3f}")  # noqa: T201  # as a model may
+            return x
+
+    model = Prints()
+    planned = monetlite.within(twin(model), whole=True, **PLANNING)  # refuses what can't be captured whole
+    for _ in range(3):
+        inputs = (torch.randn(4, 8),)
+        assert_same(step(planned, inputs), step(model, inputs))

@@ -28,6 +28,7 @@ import logging
 import sys
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -59,6 +60,8 @@ REFUSALS = (TorchDynamoException, GuardOnDataDependentSymNode)
 _MESSAGES = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
 """Names of loggers' methods; the last two are transformers' own."""
 _MAX_PIECES = 256
+_MANY_SPECIALIZED = 16
+"""Captures after which a number is taken to be needed by an operator. Branches on it need one for each side."""
 _CHECKED = ("solve", "inv", "cholesky", "lu_factor", "lu", "ldl_factor")
 """Functions of `torch.linalg` that look at their result on the host, to raise where there is none."""
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -71,6 +74,7 @@ _log = logging.getLogger("torch._dynamo")
 _log_settings = _utils._get_dynamo_config_for_logging
 _wrap_float = VariableBuilder.wrap_symfloat
 _files_captured = trace_rules.get_legacy_mod_inlinelist
+_text = LazySymNodeFormatString.__init__
 _call_function = UserFunctionVariable.call_function
 
 
@@ -173,7 +177,8 @@ class VaryingNumbers:
         self._fixed = fixed
         self._seen: dict[tuple[types.CodeType, str], float] = {}
         self._varying: set[tuple[types.CodeType, str]] = set()
-        self._constant: set[tuple[types.CodeType, str]] = set()  # those that an operator needs to know
+        self._specialized: Counter[tuple[types.CodeType, str]] = Counter()
+        """Captures in which no tensor could stand for a number: an operator needs to know it, or a branch does."""
 
     def captured(self) -> AbstractContextManager[None]:
         """Capture numbers as they vary, for the time of a block."""
@@ -181,13 +186,13 @@ class VaryingNumbers:
             mock.patch.object(
                 VariableBuilder, "wrap_symfloat", lambda builder, value: self._wrapped(builder, value)
             ),
-            mock.patch.object(LazySymNodeFormatString, "__init__", _no_text),
+            mock.patch.object(LazySymNodeFormatString, "__init__", _text_of_others),
         )
 
     @property
     def all_vary(self) -> bool:
         """True unless a value has to be captured by itself."""
-        return not (self._fixed or self._constant)
+        return not self._fixed and not any(map(self._is_constant, self._specialized))
 
     def fix(self) -> bool:
         """Have each value captured by itself from here on; tells whether that changes anything."""
@@ -199,14 +204,17 @@ class VaryingNumbers:
         key = builder.tx.output.root_tx.f_code, builder.source.name
         if self._seen.setdefault(key, value) != value:
             self._varying.add(key)
-        if self._fixed or key not in self._varying or key in self._constant:
+        if self._fixed or key not in self._varying or self._is_constant(key):
             return _wrap_float(builder, value)
         with _config.patch(assume_static_by_default=False):
             wrapped = _wrap_float(builder, value)
         symbol = getattr(wrapped, "sym_num", None)  # it is a constant if it isn't finite
         if symbol is not None and TensorifyState.should_specialize(str(symbol.node._expr)):
-            self._constant.add(key)
+            self._specialized[key] += 1
         return wrapped
+
+    def _is_constant(self, key: tuple[types.CodeType, str]) -> bool:
+        return self._specialized[key] >= _MANY_SPECIALIZED
 
 
 def taken_apart(
@@ -231,6 +239,7 @@ def taken_apart(
     kept_plain += [mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", _no_loop)]
     kept_plain += [mock.patch.object(kind, "__iter__", _iterated) for kind in _LISTS]
     kept_plain += [mock.patch.object(nn.functional, name, _dense_captured(name)) for name in _SPARSE]
+    kept_plain += [mock.patch.object(trace_rules, "get_legacy_mod_inlinelist", _files_of_parts)]
     settings = _config.patch(
         recompile_limit=_MAX_PIECES,
         accumulated_recompile_limit=4 * _MAX_PIECES,
@@ -238,7 +247,7 @@ def taken_apart(
         capture_scalar_outputs=False,
         capture_dynamic_output_shape_ops=False,
     )
-    return patched(_only_errors(), settings, numbers.captured(), _parts_captured(), *kept_plain)
+    return patched(_only_errors(), settings, numbers.captured(), *kept_plain)
 
 
 def left_alone(function: _F) -> _F:
@@ -250,8 +259,11 @@ def left_alone(function: _F) -> _F:
 _disabled = functools.cache(left_alone)
 
 
-def _no_text(*_: Any) -> None:
-    raise Unsupported("text is made of a number that varies", gb_type="text of a number that varies")
+def _text_of_others(text: Any, number: Any, form: Any) -> None:
+    """Make text of a number, unless it is one that varies; what a graph computes may be printed."""
+    if isinstance(number.sym_num, torch.SymFloat) and number.sym_num.node.has_hint():
+        raise Unsupported("text is made of a number that varies", gb_type="text of a number that varies")
+    _text(text, number, form)
 
 
 @functools.cache
@@ -260,23 +272,19 @@ def _files_of_parts() -> set[str]:
     return {Path(module.__file__ or "").as_posix() for module in _WITH_PARTS} | _files_captured()
 
 
-@contextlib.contextmanager
-def _parts_captured() -> Iterator[None]:
-    """Have the functions of torch's modules with parts captured, for the time of a block.
+def forget_left_out() -> None:
+    """Have the forward passes of torch's modules with parts captured, though TorchDynamo has left them out before.
 
-    TorchDynamo leaves them out where a model calls them at a break, and notes that with their code for good.
+    Where another model calls them at a break, it notes with their code, for good, that it leaves them out.
     """
-    for code in _codes_of_parts():
+    for code in _forwards_of_parts():
         set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.DEFAULT, _FrameAction.DEFAULT))
-    with mock.patch.object(trace_rules, "get_legacy_mod_inlinelist", _files_of_parts):
-        yield
 
 
 @functools.cache
-def _codes_of_parts() -> tuple[types.CodeType, ...]:
+def _forwards_of_parts() -> tuple[types.CodeType, ...]:
     kinds = [item for module in _WITH_PARTS for item in vars(module).values() if inspect.isclass(item)]
-    own = [item for kind in kinds if issubclass(kind, nn.Module) for item in vars(kind).values()]
-    return tuple(item.__code__ for item in own if inspect.isfunction(item))
+    return tuple(kind.forward.__code__ for kind in kinds if issubclass(kind, nn.Module) and "forward" in vars(kind))
 
 
 def _no_loop(_translator: Any) -> bool:
