@@ -117,7 +117,7 @@ class PiecewiseTraining:
 
     Attributes:
         schedule: of the whole step; None before it is planned, and where nothing can be.
-        ran: whether planned pieces ran in the last step.
+        lost: True before the first step, and after a step in which nothing of the plan ran.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PiecewiseTraining:
         reason: TraceError,
     ) -> None:
         self.schedule: Schedule | None = None
-        self.ran = False
+        self.lost = True
         self._held_elsewhere, self._budget, self._wait = weakref.ref(model), budget, wait
         self._reason = TraceError(str(reason))  # without its frames, which hold the step's tensors
         self._pricing, self._solving = pricing, solving
@@ -195,7 +195,7 @@ class PiecewiseTraining:
 
     def forward_ends(self) -> None:
         """Note that the forward pass of a step has ended."""
-        self.ran = self._next + self._unplanned_runs > 0
+        self.lost = self._plan is not None and self._next + self._unplanned_runs == 0
         if self._plan is not None and len(self._captured) > self._known:
             self._capturing += 1
             if self._capturing == MANY_CAPTURING:
@@ -511,7 +511,7 @@ class ModelInPieces:
         """
         self.training.step_begins(args, kwargs)
         handled = sys.exc_info()[1]
-        if not self.training.ran:
+        if self.training.lost:
             forget_left_out()
         # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
         unless_captured = dynamo_settings(suppress_errors=True)
