@@ -47,6 +47,18 @@ class Elementwise(nn.Module):
         return x
 
 
+class Reads(nn.Module):
+    """A branch on a tensor's value, for which it can't be captured whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).relu()
+        return self.last(h) if h.mean().item() < 1e9 else h
+
+
 class TwoInputsTwoOutputs(nn.Module):
     """Several inputs, one of them of integers; several outputs, nested; tied weights; a buffer."""
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+from small_models import Reads
 
 import monetlite
 from monetlite.core.announcing import warn
@@ -28,16 +28,6 @@ def test_contexts_stand_between():
     with pytest.warns(UserWarning, match="said") as said, around():
         pass
     assert said[0].filename == __file__
-
-
-class Reads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        h = self.first(x).relu()
-        return self.last(h) if h.mean().item() < 1e9 else h
 
 
 def test_a_warning_of_a_step_names_the_line_of_the_step():

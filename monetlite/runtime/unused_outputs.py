@@ -72,7 +72,7 @@ class UnusedOutputs:
         node = self._node(outputs)
         if node is None:
             return
-        node.register_prehook(_warn_if_kept)
+        node.register_prehook(_warn_of_create_graph)
         if self._several:
             node.register_prehook(self._note)
 
@@ -138,7 +138,7 @@ class UnusedOutputs:
         return boxed_function(call)
 
 
-def _warn_if_kept(_gradients: object) -> None:
+def _warn_of_create_graph(_gradients: object) -> None:
     """Warn of `create_graph=True`: autograd then runs the backward pass with gradients enabled."""
     if torch.is_grad_enabled():
         warn(

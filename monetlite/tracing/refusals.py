@@ -95,11 +95,10 @@ def explain(error: Exception, advice: str = PIECES) -> TraceError:
         return ModelRaises(f"{where} fails on these inputs: {said}; check that the model runs on them as it is")
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, Exception):
-        said = compile_failure(inner)
-        if said != _first_line(inner):
+        if said := _meaning(inner):
             return TraceError(". ".join(filter(None, (f"{where} can't be captured in one graph: {said}", advice))))
         return TraceError(
-            f"{where} was captured, but PyTorch or monetlite failed to compile it: {said}. "
+            f"{where} was captured, but PyTorch or monetlite failed to compile it: {_first_line(inner)}. "
             "Try another schedule, or run without compile=True, if it is set; and please report this with the model"
         )
     if exception := _raised(text):
@@ -170,8 +169,11 @@ def _raised(text: str) -> str | None:
 
 def compile_failure(error: Exception) -> str:
     """The meaning of an error of PyTorch's compiler, or its first line."""
-    known = (reason for pattern, reason in _COMPILE_FAILURES if re.search(pattern, str(error)))
-    return next(known, _first_line(error))
+    return _meaning(error) or _first_line(error)
+
+
+def _meaning(error: Exception) -> str | None:
+    return next((reason for pattern, reason in _COMPILE_FAILURES if re.search(pattern, str(error))), None)
 
 
 def _first_line(error: Exception) -> str:

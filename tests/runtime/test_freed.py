@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from small_models import Reads
 from thoroughness import often
 from torch import nn
 
@@ -12,18 +13,6 @@ import monetlite
 from monetlite.runtime.gradient_delivery import CapturedStep
 
 PLANNING = {"device": "rtx-4090", "time_limit": 1}
-
-
-class Reads(nn.Module):
-    """A model that can't be captured whole."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        h = self.first(x).relu()
-        return self.last(h) if h.mean().item() < 1e9 else h
 
 
 def layers():

@@ -66,6 +66,7 @@ _CHECKED = ("solve", "inv", "cholesky", "lu_factor", "lu", "ldl_factor")
 """Functions of `torch.linalg` that look at their result on the host, to raise where there is none."""
 _LISTS = (nn.ModuleList, nn.Sequential)
 _WITH_PARTS = (container, transformer, activation)
+"""Torch's files that have modules with parts; attention is in the last one."""
 _SPARSE = ("embedding", "embedding_bag")
 """Functions of `torch.nn.functional` that have a sparse gradient where they are asked for one."""
 _RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.GRU, nn.LSTM)
