@@ -11,7 +11,6 @@ runs other pieces than the planned step, or more, those run by the programs of s
 anew.
 """
 
-import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -35,15 +34,9 @@ from monetlite.core.weak_calls import weakly
 from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_aot import keeps_gradients
 from monetlite.fx.torch_internals.torch_dynamo import (
-    REFUSALS,
     RESTARTS,
-    VaryingNumbers,
     break_reason,
-    drawing_functions,
-    dynamo_settings,
-    forget_left_out,
     seconds_captured,
-    taken_apart,
 )
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
@@ -56,14 +49,10 @@ from monetlite.runtime.lowering import lower
 from monetlite.runtime.step_record import RecordedStep, StepRecord
 from monetlite.tracing.capture import (
     Joint,
-    capture_settings,
-    compile_step,
-    masks_as_plain,
-    training_step,
 )
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import build_graph
-from monetlite.tracing.refusals import compile_failure, explain, line_of, own_error
+from monetlite.tracing.refusals import compile_failure, line_of
 from monetlite.tracing.step_inputs import (
     autocast_dtype,
     device_of,
@@ -487,50 +476,6 @@ class PiecewiseTraining:
             "changes a tensor, or plan a part that doesn't change "
             "(model.backbone = MONeTWrapper(model.backbone, ...))"
         )
-
-
-class ModelInPieces:
-    """The forward pass of a model, compiled in pieces.
-
-    Args:
-        model: the module.
-        training: of its steps.
-    """
-
-    def __init__(self, model: nn.Module, training: PiecewiseTraining) -> None:
-        self.training = training
-        self._model = model
-        self._left_alone, self._numbers = drawing_functions(model), VaryingNumbers()
-        self._compiled = compile_step(training_step(model), training.backend, whole=False)
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass of a step.
-
-        Raises:
-            Those of `PiecewiseTraining.step_begins`.
-        """
-        self.training.step_begins(args, kwargs)
-        handled = sys.exc_info()[1]
-        if self.training.lost:
-            forget_left_out()
-        # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
-        unless_captured = dynamo_settings(suppress_errors=True)
-        alone = masks_as_plain(self._model, args, kwargs)
-        with (
-            capture_settings(),
-            taken_apart(self._numbers, self._left_alone),
-            unless_captured,
-            alone,
-        ):
-            try:
-                output = self._compiled(*args, **kwargs)
-            except BaseException as error:
-                self.training.forward_fails()
-                if isinstance(error, REFUSALS):
-                    raise own_error(error, handled) or explain(error, advice="") from error
-                raise
-        self.training.forward_ends()
-        return output
 
 
 def _listed(reasons: Sequence[str]) -> str:

@@ -41,8 +41,9 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import Unplanned, delivering_backend
 from monetlite.runtime.guarded_outputs import guard_outputs
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.model_in_pieces import ModelInPieces
 from monetlite.runtime.optimizer_state import watch_state
-from monetlite.runtime.pieces import ModelInPieces, PiecewiseTraining
+from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.runtime.serving import TooLarge, shapes_of
 from monetlite.runtime.step_plans import StepPlans
 from monetlite.tracing.attention_masks import is_known, masks_known, with_known_masks

@@ -1,0 +1,57 @@
+"""A model that is compiled in pieces: its forward pass, with torch changed so that its parts are captured."""
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from monetlite.fx.torch_internals.torch_dynamo import (
+    REFUSALS,
+    VaryingNumbers,
+    drawing_functions,
+    dynamo_settings,
+    forget_left_out,
+    taken_apart,
+)
+from monetlite.runtime.pieces import PiecewiseTraining
+from monetlite.tracing.capture import capture_settings, compile_step, masks_as_plain, training_step
+from monetlite.tracing.refusals import explain, own_error
+
+
+class ModelInPieces:
+    """The forward pass of a model, compiled in pieces.
+
+    Args:
+        model: the module.
+        training: of its steps.
+    """
+
+    def __init__(self, model: nn.Module, training: PiecewiseTraining) -> None:
+        self.training = training
+        self._model = model
+        self._left_alone, self._numbers = drawing_functions(model), VaryingNumbers()
+        self._compiled = compile_step(training_step(model), training.backend, whole=False)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass of a step.
+
+        Raises:
+            Those of `PiecewiseTraining.step_begins`.
+        """
+        self.training.step_begins(args, kwargs)
+        handled = sys.exc_info()[1]
+        if self.training.lost:
+            forget_left_out()
+        # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
+        unless_captured = dynamo_settings(suppress_errors=True)
+        alone = masks_as_plain(self._model, args, kwargs)
+        with capture_settings(), taken_apart(self._numbers, self._left_alone), unless_captured, alone:
+            try:
+                output = self._compiled(*args, **kwargs)
+            except BaseException as error:
+                self.training.forward_fails()
+                if isinstance(error, REFUSALS):
+                    raise own_error(error, handled) or explain(error, advice="") from error
+                raise
+        self.training.forward_ends()
+        return output
