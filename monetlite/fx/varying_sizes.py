@@ -85,6 +85,13 @@ def sizes_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return known or (tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
 
 
+def shape_with(values: Mapping[sympy.Symbol, int], tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape at values of the symbols."""
+    return tuple(
+        int(size.expression.xreplace(values)) if isinstance(size, Size) else size for size in sizes_of(tensor)[0]
+    )
+
+
 def input_sizes(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
     """The inputs of a joint graph that are sizes, by their symbols; empty for a graph whose sizes are fixed."""
     found = {}
@@ -111,8 +118,6 @@ def graph_at(module: fx.GraphModule, values: Mapping[sympy.Symbol, int]) -> fx.G
         size = node.meta.get("val")
         return at.number(size) if isinstance(size, _SYMBOLIC) else copied[node]
 
-    if any(isinstance(node.meta.get("val"), _SYMBOLIC) for node in module.graph.output_node().all_input_nodes):
-        raise TraceError("the model returns a size that varies")
     for node in module.graph.nodes:
         captured = node.meta.get("val")
         if node.op == "call_function" and isinstance(captured, _SYMBOLIC):
@@ -160,6 +165,12 @@ class _Values:
             return self._tensors[id(item)]
         return self.number(item)
 
+    def _known_bytes(self, storage: torch.UntypedStorage) -> int | None:
+        """The size of a storage; None if that of another tensor decides it."""
+        size: Any = storage.nbytes()
+        known = not isinstance(size, torch.SymInt) or expression(size).free_symbols <= self._values.keys()
+        return int(self.number(size)) if known else None
+
     def _tensor(self, fake: torch.Tensor) -> torch.Tensor:
         shape, stride = (tuple(map(self.number, sizes)) for sizes in (fake.shape, fake.stride()))
         offset = int(self.number(fake.storage_offset()))
@@ -167,7 +178,10 @@ class _Values:
         key, dtype = storage_key(fake), fake.dtype
         with without_modes(), torch.no_grad():
             if key not in self._storages:
-                count = int(self.number(fake.untyped_storage().nbytes()))
+                count = self._known_bytes(fake.untyped_storage())
+                if count is None:  # the input is a view of a tensor that the graph doesn't get
+                    spanned = sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+                    count = 0 if 0 in sizes else (offset + spanned + 1) * dtype.itemsize
                 self._storages[key] = fake, torch.empty(count, dtype=torch.uint8, device="meta").untyped_storage()
             whole = self._storages[key][1]
             meta = torch.empty(0, dtype=dtype, device="meta").set_(whole, offset, sizes, strides)

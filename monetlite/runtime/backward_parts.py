@@ -9,6 +9,7 @@ from torch import fx
 
 from monetlite.fx.torch_internals.torch_aot import boxed_function
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
+from monetlite.fx.varying_sizes import input_sizes, shape_with
 from monetlite.operators.program_calls import deliver
 from monetlite.runtime.unused_outputs import UnusedOutputs
 from monetlite.tracing.capture import Boxed, Compiler, flat_outputs
@@ -53,16 +54,14 @@ def deferred(
     names = [node.name for node in program.graph.find_nodes(op="placeholder")]
     results = flat_outputs(program)
     first = {part.results[0]: results[part.results[0]] for part in parts if part.results}
-    specs = {
-        at: (node.meta["val"].shape, node.meta["val"].dtype, node.meta["val"].device)
-        for at, node in first.items()
-        if node is not None
-    }
+    specs = {at: node.meta["val"] for at, node in first.items() if node is not None}
+    symbols = {symbol: node.name for symbol, node in input_sizes(program.graph).items()}
 
     def call(arguments: list[Any]) -> list[torch.Tensor | None]:
         tensors, given = dict(zip(names, arguments, strict=True)), unused.given()
         left_out = unused.left_out(given)
         arguments.clear()
+        values = {symbol: tensors[name] for symbol, name in symbols.items()}
 
         def run(number: int) -> list[Any]:
             part = parts[number]
@@ -75,8 +74,8 @@ def deferred(
             return [None if at in left_out else result for at, result in made_results]
 
         stand_ins: list[torch.Tensor | None] = [None] * len(results)
-        for at, (shape, dtype, device) in specs.items():
-            stand_in = torch.empty((), dtype=dtype, device=device).expand(shape)
+        for at, spec in specs.items():
+            stand_in = torch.empty((), dtype=spec.dtype, device=spec.device).expand(shape_with(values, spec))
             setattr(stand_in, RUN, run)
             stand_ins[at] = stand_in
         return stand_ins

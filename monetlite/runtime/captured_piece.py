@@ -1,7 +1,9 @@
-"""A graph that TorchDynamo has captured of a model that it takes apart."""
+"""A graph that TorchDynamo has captured of a model that it takes apart, at the sizes that it is planned for."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import le
 from typing import Any
 
 import torch
@@ -10,45 +12,105 @@ from torch import fx, nn
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.graph import DELIVERY, LOSS, Phase, ValueKind
 from monetlite.core.steps import Step, check_legal
+from monetlite.fx.torch_internals.torch_aot import is_tangent
+from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.gradient_delivery import CapturedStep, Version
 from monetlite.runtime.lowering import lower
+from monetlite.tracing.capture import Joint
 from monetlite.tracing.operator_graph import Traced
+from monetlite.tracing.sized_graphs import Limits, SizedGraphs
+
+
+class CapturedPiece:
+    """A captured graph, planned at some of the sizes of its inputs.
+
+    Args:
+        joint: its joint graph.
+        build: makes the operator graph of a joint graph, for inputs.
+        inputs: that it was captured with. They are not kept.
+
+    Attributes:
+        first: the piece at the sizes that it was captured with.
+        step: runs its programs.
+        least: the programs that store least.
+
+    Raises:
+        TraceError: it can't be planned.
+    """
+
+    step: CapturedStep
+    least: Version
+
+    def __init__(
+        self, joint: Joint, build: Callable[[Joint, Sequence[Any]], Traced], inputs: Sequence[Any]
+    ) -> None:
+        self._graphs: SizedGraphs | None = None
+        if input_sizes(joint.graph.graph):
+            self._graphs = SizedGraphs(joint, lambda own, *_: build(own, _captured_inputs(own)))
+        sizes = self._graphs.captured if self._graphs is not None else ()
+        self.first = SizedPiece(
+            self, build(joint, inputs) if self._graphs is None else self._graphs.traced_at(sizes), sizes
+        )
+        self._known = {sizes: self.first}
+
+    def at(self, sizes: Limits) -> "SizedPiece":
+        """The piece at these sizes."""
+        if sizes not in self._known:
+            assert self._graphs is not None
+            self._known[sizes] = SizedPiece(self, self._graphs.traced_at(sizes), sizes)
+        return self._known[sizes]
+
+    def serving(self, sizes: Limits) -> "SizedPiece":
+        """The piece at the least sizes that it is known at and that are not below these."""
+        if sizes in self._known:
+            return self._known[sizes]
+        larger = [piece for piece in self._known.values() if piece.serves(sizes)]
+        return min(larger, key=lambda piece: piece.size_bytes, default=None) or self.at(sizes)
+
+
+def _captured_inputs(joint: Joint) -> list[Any]:
+    """Inputs without memory, as a joint graph was captured with."""
+    inputs = joint.graph.graph.find_nodes(op="placeholder")
+    return [node.meta["val"] for node in inputs if not is_tangent(node)]
 
 
 @dataclass(eq=False)
-class CapturedPiece:
-    """A graph that TorchDynamo has captured, and its programs by the steps they run."""
+class SizedPiece:
+    """A captured piece at some sizes of its inputs, and its programs by the steps that they run.
 
-    traced: Traced | None = None
-    step: CapturedStep | None = None
-    versions: dict[tuple[Step, ...] | None, Version] = field(default_factory=dict)
+    They serve all sizes that are not larger.
+    """
 
-    def version(self, steps: tuple[Step, ...] | None) -> Version:
-        """Its programs for some steps; None for those that store least."""
-        assert self.step is not None
-        assert self.traced is not None
-        if steps not in self.versions:
-            made = self.step.current if steps is None else self.step.exchange(*lower(self.traced, steps))
-            self.versions[steps] = made
-        return self.versions[steps]
+    captured: CapturedPiece
+    traced: Traced
+    sizes: Limits = ()
+    _versions: dict[tuple[Step, ...], Version] = field(default_factory=dict)
 
-    def serves_as(self, other: "CapturedPiece") -> bool:
+    def version(self, steps: tuple[Step, ...]) -> Version:
+        """The programs that run some steps."""
+        if steps not in self._versions:
+            self._versions[steps] = self.captured.step.exchange(*lower(self.traced, steps))
+        return self._versions[steps]
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """The size of all its values."""
+        return sum(value.size_bytes for value in self.traced.graph.values)
+
+    def serves(self, sizes: Limits) -> bool:
+        """True if its programs are for inputs of these sizes, too."""
+        return all(map(le, sizes, self.sizes))
+
+    def serves_as(self, other: "SizedPiece") -> bool:
         """True if the other's steps also run this piece, in no more memory."""
-        assert self.traced is not None
-        assert other.traced is not None
-        ours, theirs = self.traced.graph, other.traced.graph
-        if self is other:
-            return True
-        smaller = sum(value.size_bytes for value in ours.values) <= sum(value.size_bytes for value in theirs.values)
-        return smaller and ours.structure == theirs.structure
+        smaller = self.size_bytes <= other.size_bytes
+        return self is other or (smaller and self.traced.graph.structure == other.traced.graph.structure)
 
-    def carried_over(self, steps: tuple[Step, ...], other: "CapturedPiece") -> tuple[Step, ...] | None:
+    def carried_over(self, steps: tuple[Step, ...], other: "SizedPiece") -> tuple[Step, ...] | None:
         """Another piece's steps on this one, which has the same structure; None if they can't run.
 
         Which derived operators and implementations there are depends on layouts, too: they are found by name.
         """
-        assert self.traced is not None
-        assert other.traced is not None
         ours, theirs = self.traced.graph, other.traced.graph
         carried = []
         for index, choice in steps:
@@ -66,7 +128,6 @@ class CapturedPiece:
 
     def gradient_values(self, positions: Sequence[int]) -> dict[int, int]:
         """The values of its graph that are gradients of inputs, by the inputs' positions."""
-        assert self.traced is not None
         joint = self.traced.joint
         results: Any = joint.graph.graph.output_node().args[0]
         delivered = {
@@ -86,7 +147,6 @@ class CapturedPiece:
     @property
     def output_bytes(self) -> dict[int, int]:
         """Sizes of the values of its graph that are outputs."""
-        assert self.traced is not None
         values = self.traced.graph.values
         return {index: value.size_bytes for index, value in enumerate(values) if value.kind is ValueKind.OUTPUT}
 
@@ -98,7 +158,6 @@ class CapturedPiece:
 
     def unsaved(self, inputs: Sequence[Any]) -> set[int]:
         """Positions of inputs that plain training does not save: they may change before the backward part."""
-        assert self.traced is not None
         nodes = self.traced.joint.graph.graph.find_nodes(op="placeholder")
         saved = {
             ref.node
@@ -114,7 +173,6 @@ class CapturedPiece:
 
     def readers(self, inputs: Collection[int], outputs: bool = False) -> frozenset[int]:
         """The forward operators that read some inputs, by position, or any output."""
-        assert self.traced is not None
         graph, nodes = self.traced.graph, self.traced.joint.graph.graph.find_nodes(op="placeholder")
         names = {nodes[at].name for at in inputs}
         handed_on = self.output_bytes.keys()
@@ -127,7 +185,6 @@ class CapturedPiece:
 
     def readers_of_outputs(self) -> frozenset[tuple[int, str]]:
         """The implementations of backward operators that read an output, where the default ones don't."""
-        assert self.traced is not None
         graph = self.traced.graph
         handed_on = self.output_bytes.keys()
         return frozenset(

@@ -121,8 +121,8 @@ class CapturedStep:
     The sizes are saved with the version's number.
 
     Attributes:
-        current: the version by which the steps to come run, where sizes don't vary.
-        by_size: the versions by which they run where sizes do, by their limits.
+        current: the version by which the steps to come run, unless that depends on their sizes.
+        by_size: the versions by which they run where it does, by their limits.
         last_sizes: of the last step.
         watch: called with "begin" and "end" of each backward part, if there is one.
         unused: None for a graph in which nothing is differentiated.
@@ -162,15 +162,19 @@ class CapturedStep:
     def _open(self) -> list[Any]:
         return [run for run in self._runs if not run.expired()]
 
+    def sizes(self, arguments: Sequence[Any]) -> tuple[int, ...]:
+        """The sizes of these inputs that vary."""
+        return tuple(arguments[at] for at in self._sizes_at)
+
     def version_for(self, arguments: Sequence[Any]) -> Version:
         """The version that serves these inputs.
 
         Raises:
             Unplanned: none does.
         """
-        if not self._sizes_at:
+        if not self.by_size:
             return self.current
-        sizes = tuple(arguments[at] for at in self._sizes_at)
+        sizes = self.sizes(arguments)
         version = self.by_size[self.limits_for(sizes)]
         self.last_sizes = sizes
         return version

@@ -60,8 +60,8 @@ def lower(traced: Traced, steps: Sequence[Step]) -> tuple[fx.GraphModule, fx.Gra
     """
     joint = traced.joint.graph
     reach = storages.Reachability(joint.graph, traced.joint.forward_outputs)
-    outputs = reach.output
-    results, gradients = outputs[: traced.joint.forward_outputs], outputs[traced.joint.forward_outputs :]
+    outputs: Any = joint.graph.output_node().args[0]
+    results, gradients = outputs[: traced.joint.forward_outputs], reach.output[traced.joint.forward_outputs :]
     tangents = list(filter(is_tangent, joint.graph.nodes))
     forward_runs, backward_runs = _runs(traced, steps)
     primals_of: dict[str, list[fx.Node]] = {}
@@ -221,9 +221,10 @@ class ProgramBuilder:
                 if node is not None:
                     self._bind(node, self._graph.call_function(operator.getitem, (result, position)))
 
-    def finish(self, outputs: Iterable[fx.Node | None]) -> fx.GraphModule:
-        """Close the program with its outputs."""
-        self._graph.output(tuple(None if node is None else self._tensor(node) for node in outputs))
+    def finish(self, outputs: Iterable[fx.Node | int | None]) -> fx.GraphModule:
+        """Close the program with its outputs, sizes among them."""
+        made = (self._tensor(item) if isinstance(item, fx.Node) else self._with_sizes(item) for item in outputs)
+        self._graph.output(tuple(made))
         self._graph.lint()
         return graph_module(self._joint, self._graph)
 

@@ -5,14 +5,15 @@ from typing import Any
 
 from torch import nn
 
+from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
-    VaryingNumbers,
     drawing_functions,
     dynamo_settings,
     forget_left_out,
     taken_apart,
 )
+from monetlite.fx.torch_internals.torch_varying import VaryingNumbers
 from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.tracing.capture import capture_settings, compile_step, masks_as_plain, training_step
 from monetlite.tracing.refusals import explain, own_error
@@ -45,7 +46,8 @@ class ModelInPieces:
         # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
         unless_captured = dynamo_settings(suppress_errors=True)
         alone = masks_as_plain(self._model, args, kwargs)
-        with capture_settings(), taken_apart(self._numbers, self._left_alone), unless_captured, alone:
+        varying = patched(self._numbers.captured(), self.training.sizes.captured())
+        with capture_settings(), taken_apart(self._left_alone), varying, unless_captured, alone:
             try:
                 output = self._compiled(*args, **kwargs)
             except BaseException as error:

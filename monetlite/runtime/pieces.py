@@ -11,18 +11,20 @@ runs other pieces than the planned step, or more, those run by the programs of s
 anew.
 """
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx, nn
 
 from monetlite.core.announcing import bettered, planned, tell, warn
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import IllegalSchedule, ModelError, TraceError
-from monetlite.core.graph import AS_TRACED, Resident, TensorSpec
+from monetlite.core.graph import AS_TRACED
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.joining import JoinedStep, Piece, join
 from monetlite.core.options import PricingOptions, SolvingOptions
@@ -38,21 +40,24 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     break_reason,
     seconds_captured,
 )
+from monetlite.fx.torch_internals.torch_varying import VaryingSizes
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
 from monetlite.profiling.memory_use import workspaces_bytes
 from monetlite.profiling.step_additions import with_additions
 from monetlite.runtime.buffers import eager
-from monetlite.runtime.captured_piece import CapturedPiece
-from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
+from monetlite.runtime.captured_piece import CapturedPiece, SizedPiece
+from monetlite.runtime.gradient_delivery import CapturedStep, Version, delivering_backend
 from monetlite.runtime.lowering import lower
-from monetlite.runtime.step_record import RecordedStep, StepRecord
+from monetlite.runtime.serving import as_passed, own_bytes
+from monetlite.runtime.step_record import Given, RecordedStep, StepRecord
 from monetlite.tracing.capture import (
     Joint,
 )
 from monetlite.tracing.names import source_of
-from monetlite.tracing.operator_graph import build_graph
+from monetlite.tracing.operator_graph import Traced, build_graph
 from monetlite.tracing.refusals import compile_failure, line_of
+from monetlite.tracing.sized_graphs import Limits
 from monetlite.tracing.step_inputs import (
     autocast_dtype,
     device_of,
@@ -67,6 +72,10 @@ if TYPE_CHECKING:
 
 MAX_RECORDS = 4
 """Steps that are recorded, of different pieces, before the plan is left as it is; and by one plan, for its peak."""
+MAX_GROWN = 8
+"""The same, of larger inputs."""
+NOTEWORTHY = 1.02
+"""Inputs that are so many times as large as the planned step's are larger."""
 MAX_RETRIES = 3
 """Plans that are made, each for less memory, until one keeps to the budget in the order in which pieces run it."""
 MANY_CAPTURING = 8
@@ -82,15 +91,18 @@ class PlannedPieces:
     recorded: RecordedStep
     joined: JoinedStep
     steps: Mapping[int, tuple[Step, ...]] = field(default_factory=dict)
-    _carried: dict[tuple[int, CapturedPiece], tuple[Step, ...] | None] = field(default_factory=dict)
+    _carried: dict[tuple[int, SizedPiece], Version] = field(default_factory=dict)
 
-    def steps_of(self, run: int, piece: CapturedPiece) -> tuple[Step, ...] | None:
-        """The steps of a run on a piece that serves as its own; None for those that store least."""
+    def version(self, run: int, piece: SizedPiece) -> Version:
+        """The programs of a run on a piece that serves as its own."""
         own, planned_for = self.steps.get(run), self.recorded.runs[run].piece
-        if own is None or piece is planned_for:
-            return own
+        if own is None:
+            return piece.captured.least
+        if piece is planned_for:
+            return piece.version(own)
         if (run, piece) not in self._carried:
-            self._carried[run, piece] = piece.carried_over(own, planned_for)
+            steps = piece.carried_over(own, planned_for)
+            self._carried[run, piece] = piece.captured.least if steps is None else piece.version(steps)
         return self._carried[run, piece]
 
 
@@ -106,6 +118,7 @@ class PiecewiseTraining:
 
     Attributes:
         schedule: of the whole step; None before it is planned, and where nothing can be.
+        sizes: of what the pieces take, as captures see them.
         lost: True before the first step, and after a step in which nothing of the plan ran.
     """
 
@@ -125,6 +138,7 @@ class PiecewiseTraining:
         self._pricing, self._solving = pricing, solving
         self._breaks: dict[str, None] = {}
         """Lines that end pieces, and why."""
+        self.sizes = VaryingSizes()
         self._captured: list[CapturedStep] = []
         self._told_of_runs = False
         self._known = self._capturing = 0
@@ -135,6 +149,8 @@ class PiecewiseTraining:
         """Reasons why captured graphs run as in plain training."""
         self._next = self._unplanned_runs = 0
         """Number of the next planned run of the present step, and of runs that the plan does not have."""
+        self._larger = self._outgrown = False
+        """The present step has larger inputs than the planned one; it or one of its runs has."""
         self._plan: PlannedPieces | None = None
         self._planning: PlanningBesideTraining | None = None
         self._record: StepRecord | None = None
@@ -147,8 +163,6 @@ class PiecewiseTraining:
         self._wanted = True  # the next step is to be recorded
         self._settling = self._settled = False
         """The next record is of a step by the final plan; that has given the plan's peak."""
-        self._inputs: list[TensorSpec] = []
-        self._resident = Resident()
         self._measured_bytes: int | None = None
         """Bytes of the largest inputs of steps that were measured, where nothing is planned."""
         self._border = time.monotonic()
@@ -176,15 +190,18 @@ class PiecewiseTraining:
             )
         self._next = self._unplanned_runs = 0
         self._steps += 1
+        input_bytes = own_bytes(as_passed(args, kwargs))
+        planned_bytes = math.inf if self._plan is None else NOTEWORTHY * self._plan.recorded.given.size_bytes
+        self._larger = self._outgrown = input_bytes > planned_bytes
         if self._measured_bytes is not None:
-            tensors = tensors_in_order(self._model, args, kwargs)
-            self._wanted = resident_bytes(self._model, tensors).inputs > self._measured_bytes
+            self._wanted = input_bytes > self._measured_bytes
         if self._wanted and self._steps > 1:
             self._begin_record(args, kwargs)
 
     def forward_ends(self) -> None:
         """Note that the forward pass of a step has ended."""
         self.lost = self._plan is not None and self._next + self._unplanned_runs == 0
+        self.sizes.first_step = False
         if self._plan is not None and len(self._captured) > self._known:
             self._capturing += 1
             if self._capturing == MANY_CAPTURING:
@@ -195,7 +212,8 @@ class PiecewiseTraining:
         if self._plan is not None and self._record is None:
             self._settling = self._unplanned_runs == 0
             unsettled = self._planning is None and not self._settled and self._settles < MAX_RECORDS
-            self._wanted = unsettled if self._settling else self._records < MAX_RECORDS
+            most = MAX_GROWN if self._outgrown else MAX_RECORDS
+            self._wanted = unsettled if self._settling else self._records < most
 
     def forward_fails(self) -> None:
         """Note that an exception ended the forward pass of a step. Nothing is learnt of it."""
@@ -208,15 +226,21 @@ class PiecewiseTraining:
 
         self._note_break(graph)
         self._last_line = next(filter(None, map(source_of, graph.graph.nodes)), "")
-        piece = CapturedPiece()
+        pieces: list[CapturedPiece] = []
         autocast = autocast_dtype(device_of(graph, inputs))
 
+        def build(joint: Joint, given: Sequence[Any]) -> Traced:
+            return build_graph(joint, graph, (tuple(given), {}), autocast=autocast)
+
         def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
-            piece.traced = build_graph(joint, graph, (tuple(inputs), {}), autocast=autocast)
-            return lower(piece.traced, least_stored(piece.traced.graph, piece.readers(piece.unsaved(inputs))))
+            pieces.append(CapturedPiece(joint, build, inputs))
+            first = pieces[-1].first
+            return lower(first.traced, least_stored(first.traced.graph, first.readers(first.unsaved(inputs))))
 
         def keep(step: CapturedStep) -> None:
-            piece.step = step
+            piece = pieces[-1]
+            piece.step, piece.least = step, step.current
+            step.watch = weakly(self._watch, piece)
             self._captured.append(step)
 
         try:
@@ -225,18 +249,16 @@ class PiecewiseTraining:
         except RESTARTS:
             raise  # TorchDynamo begins again, by other settings of its own
         except Exception as error:
+            if any(isinstance(item, torch.SymInt) for item in inputs):
+                raise self.sizes.capture_again() from error
             self._unplanned[compile_failure(error)] = None
             return graph
-        if piece.step is None:
-            return call
-        piece.version(None)
-        piece.step.watch = weakly(self._watch, piece)
-        return weakly(self._run, piece, call)
+        return weakly(self._run, pieces[-1], call) if pieces else call
 
     def _run(self, piece: CapturedPiece, call: Callable[..., Any], *arguments: Any) -> Any:
         """Run a piece by the programs that are planned for this place of the step."""
-        assert piece.step is not None
-        piece.step.current = piece.version(self._meant(piece))
+        sizes = piece.step.sizes(arguments)
+        piece.step.current = self._meant(piece, sizes)
         if self._record is None:
             return call(*arguments)
         self._record.run_begins(piece, arguments)
@@ -244,32 +266,45 @@ class PiecewiseTraining:
         self._record.run_ends(arguments, outputs)
         return outputs
 
-    def _meant(self, piece: CapturedPiece) -> tuple[Step, ...] | None:
-        """The steps that are planned for the next run of the present step; None for those that store least.
+    def _meant(self, piece: CapturedPiece, sizes: Limits) -> Version:
+        """The programs that are planned for the next run of the present step; else those that store least.
 
-        Planned runs are taken in order. Some may be left out, as where layers are dropped at random.
+        Planned runs are taken in order. Some may be left out, as where layers are dropped at random. Of a step with
+        larger inputs than the planned one's, none are taken: code between the pieces takes more, too.
         """
-        if self._plan is None:
-            return None
+        if self._plan is None or self._larger:
+            self._unplanned_runs += self._larger
+            return piece.least
         runs = self._plan.recorded.runs
-        found = next((at for at in range(self._next, len(runs)) if piece.serves_as(runs[at].piece)), None)
-        if found is None:
-            self._unplanned_runs += 1
-            return None
-        self._next = found + 1
-        return self._plan.steps_of(found, piece)
+        to_come = range(self._next, len(runs))
+        found = next((at for at in to_come if runs[at].captured is piece), None)
+        if found is not None:
+            self._next = found + 1
+            if runs[found].piece.serves(sizes):
+                return self._plan.version(found, runs[found].piece)
+            self._outgrown = True
+        else:
+            own = piece.serving(sizes)
+            found = next((at for at in to_come if own.serves_as(runs[at].piece)), None)
+            if found is not None:
+                self._next = found + 1
+                return self._plan.version(found, own)
+        self._unplanned_runs += 1
+        return piece.least
 
     def _begin_record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors, device = tensors_in_order(self._model, args, kwargs), device_of(self._model, (args, kwargs))
-        libraries = workspaces_bytes(device)
+        given = Given(
+            specs={f"input{number}": spec_of(tensor) for number, tensor in enumerate(tensors)},
+            size_bytes=own_bytes(as_passed(args, kwargs)),
+            resident=replace(resident_bytes(self._model, tensors), libraries=workspaces_bytes(device)),
+        )
         try:
-            self._record = StepRecord(device, self._model.parameters())
+            self._record = StepRecord(device, self._model.parameters(), given)
         except RuntimeError:  # somebody else profiles: at another step
             return
         self._wanted = False
         self._captured_before = seconds_captured()
-        self._resident = replace(resident_bytes(self._model, tensors), libraries=libraries)
-        self._inputs = [spec_of(tensor) for tensor in tensors]
 
     def _watch(self, piece: CapturedPiece, what: str) -> None:
         if self._record is not None:
@@ -318,7 +353,7 @@ class PiecewiseTraining:
         if self._plan is not None or (not recorded.conclusive and self._records < MAX_RECORDS):
             self._wanted = self._plan is None
             return
-        peak_bytes = self._resident.total + recorded.growth_bytes
+        peak_bytes = recorded.given.resident.total + recorded.growth_bytes
         budget_bytes = parse_budget(self._budget, peak_bytes)
         if recorded.in_order:
             said = "None of it can be planned, so it trains as it is"
@@ -336,7 +371,7 @@ class PiecewiseTraining:
             ) from self._reason
         if self._measured_bytes is None:
             warn(f"{type(self._model).__name__} can't be captured whole. {said}:{listed}")
-        self._measured_bytes = self._resident.inputs
+        self._measured_bytes = recorded.given.size_bytes
 
     def _settle(self, recorded: RecordedStep) -> bool:
         """Take the peak of the final plan from a step that ran by it; False if it exceeds the budget.
@@ -415,8 +450,8 @@ class PiecewiseTraining:
             type(self._model).__name__,
             pieces,
             recorded.outside_as_run() if as_run else recorded.outside,
-            resident=self._resident,
-            inputs={f"input{number}": spec for number, spec in enumerate(self._inputs)},
+            resident=recorded.given.resident,
+            inputs=recorded.given.specs,
             keeps_gradients=keeps_gradients(),
         )
 

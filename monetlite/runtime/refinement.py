@@ -13,8 +13,8 @@ from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.serving import TooLarge
-from monetlite.runtime.varying_step import Limits
 from monetlite.tracing.operator_graph import Traced
+from monetlite.tracing.sized_graphs import Limits
 
 if TYPE_CHECKING:
     from monetlite.planning.beside_training import PlanningBesideTraining

@@ -30,11 +30,11 @@ from monetlite.fx.torch_internals.torch_dispatch import is_transformed
 from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
     FailOnRecompileLimitHit,
-    VaryingNumbers,
     allow_programs,
     left_alone,
 )
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
+from monetlite.fx.torch_internals.torch_varying import VaryingNumbers
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.runtime.backward_updates import refuse_without_updates
 from monetlite.runtime.buffers import eager

@@ -49,9 +49,10 @@ from monetlite.runtime.serving import (
     serving_problem,
     size_served,
 )
-from monetlite.runtime.varying_step import MAX_LIMITS, Limits, VaryingStep, is_of_any_size, of_any_size
+from monetlite.runtime.varying_step import MAX_LIMITS, VaryingStep, is_of_any_size, of_any_size
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.operator_graph import Traced, build_graph, in_layouts
+from monetlite.tracing.sized_graphs import Limits
 from monetlite.tracing.step_inputs import (
     Arguments,
     autocast_dtype,

@@ -2,16 +2,19 @@
 
 import bisect
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 
+from monetlite.core.graph import Resident, TensorSpec
 from monetlite.core.joining import OutsideCode
 from monetlite.fx.torch_internals.torch_aot import when_backward_ends
 from monetlite.fx.torch_internals.torch_dispatch import change_counter, changes_in_place, storage_key, weak_storage
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
+from monetlite.runtime.captured_piece import CapturedPiece, SizedPiece
+from monetlite.tracing.sized_graphs import Limits
 
 
 class _Watched:
@@ -34,7 +37,8 @@ class PieceRun:
     """One run of a piece.
 
     Attributes:
-        piece: what ran.
+        captured: the piece that ran.
+        sizes: of its inputs, as far as they vary.
         takers: for each input that has a gradient and is not a parameter, by position, the number of the code
             outside that takes the gradient.
         parameters: ids of the leaves among its inputs.
@@ -44,7 +48,8 @@ class PieceRun:
         outputs_changed: code behind it changes an output in place.
     """
 
-    piece: Any
+    captured: CapturedPiece
+    sizes: Limits
     takers: dict[int, int]
     parameters: frozenset[int]
     gone_bytes: frozenset[int] = frozenset()
@@ -52,12 +57,33 @@ class PieceRun:
     changed: frozenset[int] = frozenset()
     outputs_changed: bool = False
 
+    @property
+    def piece(self) -> SizedPiece:
+        """The piece at these sizes."""
+        return self.captured.at(self.sizes)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """The tensors that a step is given.
+
+    Attributes:
+        specs: of the inputs.
+        size_bytes: of the inputs, without the rest of their storages.
+        resident: memory that is in use when it begins.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    size_bytes: int
+    resident: Resident
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordedStep:
     """A recorded step.
 
     Attributes:
+        given: what it began with.
         runs: in order.
         planned: numbers of the runs that had a backward part; the others are code outside. Empty where the
             backward parts did not run once each, in the order of one step.
@@ -70,13 +96,14 @@ class RecordedStep:
         seconds: its time.
     """
 
+    given: Given
     runs: Sequence[PieceRun]
-    planned: Sequence[int]
-    outside: Sequence[OutsideCode]
+    planned: Sequence[int] = ()
+    outside: Sequence[OutsideCode] = ()
     in_order: bool
     conclusive: bool
     growth_bytes: int
-    seconds: float
+    seconds: float = 0.0
     inputs_let_go_bytes: int = 0
 
     def outside_as_run(self) -> Sequence[OutsideCode]:
@@ -86,8 +113,8 @@ class RecordedStep:
         return [*self.outside[:-1], replace(last, released_bytes=released_bytes)]
 
     def runs_as(self, other: "RecordedStep") -> bool:
-        """True if the same pieces ran in the same order."""
-        pieces = [[run.piece for run in of.runs] for of in (self, other)]
+        """True if the same pieces ran in the same order, on inputs of the same sizes."""
+        pieces = [[(run.captured, run.sizes) for run in of.runs] for of in (self, other)]
         return pieces[0] == pieces[1] and list(self.planned) == list(other.planned)
 
 
@@ -99,13 +126,14 @@ class StepRecord:
     Args:
         device: `"cpu"` or `"cuda"`.
         parameters: of the model.
+        given: what the step begins with.
 
     Raises:
         RuntimeError: torch's profiler is in use, or another step is recorded.
     """
 
-    def __init__(self, device: str, parameters: Iterable[torch.Tensor]) -> None:
-        self._memory = MemoryRecord(device)
+    def __init__(self, device: str, parameters: Iterable[torch.Tensor], given: Given) -> None:
+        self._memory, self._given = MemoryRecord(device), given
         self._runs: list[PieceRun] = []
         self._nodes: dict[Any, int] = {}
         """The run that each autograd node is of."""
@@ -136,7 +164,7 @@ class StepRecord:
     def _note(self, parameter: torch.Tensor) -> None:
         self._gradients[id(parameter)] = (self._begun[-1] if self._begun else None), parameter.nbytes
 
-    def run_begins(self, piece: Any, arguments: Iterable[Any]) -> None:
+    def run_begins(self, piece: CapturedPiece, arguments: Sequence[Any]) -> None:
         tensors = [
             (at, item) for at, item in enumerate(arguments) if isinstance(item, torch.Tensor) and item.requires_grad
         ]
@@ -144,7 +172,7 @@ class StepRecord:
         takers = {at: self._nodes.get(item.grad_fn, before) + 1 for at, item in tensors if not item.is_leaf}
         leaves = frozenset(id(item) for _, item in tensors if item.is_leaf)
         self._memory.mark(f"forward {len(self._runs)}")
-        self._runs.append(PieceRun(piece, takers, leaves))
+        self._runs.append(PieceRun(piece, piece.step.sizes(arguments), takers, leaves))
 
     def run_ends(self, arguments: Iterable[Any], outputs: Iterable[Any]) -> None:
         """Note the end of a forward part, which may have changed its arguments."""
@@ -160,14 +188,14 @@ class StepRecord:
         self._note_what_is_alive()
         self._memory.mark(f"forward {number} ends")
 
-    def backward(self, piece: Any, ends: bool) -> None:
-        """Note that a backward part of a piece begins, that of its last run which has none yet; or that it ends.
+    def backward(self, piece: CapturedPiece, ends: bool) -> None:
+        """Note that a backward part of a captured piece begins, that of its last run without one; or that it ends.
 
         Gradients that the forward pass itself asks for are part of it.
         """
         if not self._forward_ended:
             return
-        runs = [number for number, run in enumerate(self._runs) if run.piece is piece]
+        runs = [number for number, run in enumerate(self._runs) if run.captured is piece]
         if ends:
             begun = [number for number in self._begun if number in runs]
             if begun:
@@ -232,7 +260,13 @@ class StepRecord:
         in_order = self._begun == planned[::-1]
         conclusive = in_order and bool(self._gradients)
         if not planned or not in_order:
-            return RecordedStep(self._runs, (), (), in_order, conclusive, growth_bytes, 0.0)
+            return RecordedStep(
+                given=self._given,
+                runs=self._runs,
+                in_order=in_order,
+                conclusive=conclusive,
+                growth_bytes=growth_bytes,
+            )
         count = len(planned)
         read = frozenset[int]().union(*(run.parameters for run in self._runs))
         gradient_bytes = [0] * (count + 1)
@@ -270,7 +304,15 @@ class StepRecord:
             for run in self._runs
         ]
         return RecordedStep(
-            runs, planned, outside, in_order, conclusive, growth_bytes, seconds, self._inputs_let_go_bytes
+            given=self._given,
+            runs=runs,
+            planned=planned,
+            outside=outside,
+            in_order=in_order,
+            conclusive=conclusive,
+            growth_bytes=growth_bytes,
+            seconds=seconds,
+            inputs_let_go_bytes=self._inputs_let_go_bytes,
         )
 
 

@@ -22,10 +22,10 @@ from monetlite.core.errors import ModelError, TraceError
 from monetlite.core.graph import AS_TRACED, OperatorGraph
 from monetlite.core.options import PricingOptions, SolvingOptions, split_options
 from monetlite.core.schedule import Schedule
+from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_compiled_calls import CompiledCall, current_call, surround_calls
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.torch_internals.torch_dynamo import (
-    VaryingNumbers,
     break_reason,
     drawing_functions,
     draws_like_numpy,
@@ -34,6 +34,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     leave_messages_out,
     taken_apart,
 )
+from monetlite.fx.torch_internals.torch_varying import VaryingNumbers
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
@@ -232,9 +233,10 @@ def _around_call() -> Iterator[None]:
     with on_its_gpu(call.model, (call.args, call.kwargs)):
         if known is not None:
             known.step_begins(call.args, call.kwargs)
-        # Numbers that pass from piece to piece are not made symbols.
-        fixed = dynamo_settings(automatic_dynamic_shapes=False) if known else contextlib.nullcontext()
-        with taken_apart(call.notes[_NUMBERS], call.notes[_LEFT_ALONE]), fixed:
+        varying = call.notes[_NUMBERS].captured()
+        if known is not None:
+            varying = patched(varying, known.sizes.captured(), dynamo_settings(automatic_dynamic_shapes=False))
+        with taken_apart(call.notes[_LEFT_ALONE]), varying:
             try:
                 yield
             finally:

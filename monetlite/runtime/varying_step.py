@@ -8,23 +8,20 @@ import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from monetlite.core.costs import Profile
-from monetlite.core.errors import TraceError
 from monetlite.core.graph import AS_TRACED, OperatorGraph
 from monetlite.core.schedule import Schedule
-from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
-from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode, without_modes
-from monetlite.fx.torch_internals.torch_symbols import captured_value, largest
-from monetlite.fx.varying_sizes import SIZES, agreeing, graph_at, input_sizes
+from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
 from monetlite.operators import cudnn
 from monetlite.runtime.call_sizes import Dimensions
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.operator_graph import OF_ROWS, Traced
+from monetlite.tracing.sized_graphs import Limits, SizedGraphs
 from monetlite.tracing.step_inputs import Arguments
 
 MAX_LIMITS = 4
@@ -37,7 +34,6 @@ SMALL_SHARE = 0.9
 """A step of a smaller share of a plan's sizes than this would do with another plan."""
 _MAX_NOTED = 256
 """Steps whose sizes are remembered for the next plan."""
-Limits: TypeAlias = tuple[int, ...]
 
 
 @dataclass
@@ -82,15 +78,8 @@ class VaryingStep:
         varying: Dimensions,
         build: Callable[[Joint, Arguments, str], Traced],
     ) -> None:
-        self._joint, self._build = joint, build
-        reach = Reachability(joint.graph.graph, joint.forward_outputs)
-        if not reach.takes_arguments:
-            raise TraceError("inputs that share memory are changed")
-        symbols = input_sizes(joint.graph.graph)
-        sizes = [node.meta["val"] for node in symbols.values()]
-        self._symbols = list(symbols)
-        self.captured: Limits = tuple(captured_value(size) or 0 for size in sizes)
-        self._most = [largest(size) for size in sizes]
+        self._graphs = SizedGraphs(joint, lambda own, sizes, layout: build(own, self.example_at(sizes), layout))
+        self.captured = self._graphs.captured
         leaves, self._structure = pytree.tree_flatten((call.args, call.kwargs))
         self._symbol_of = {
             (at, number): self.captured.index(size)
@@ -100,7 +89,6 @@ class VaryingStep:
         }
         alike = {id(leaf): _without_memory(leaf) for leaf in leaves}
         self._leaves = [alike[id(leaf)] for leaf in leaves]
-        self._graphs: dict[tuple[Limits, str], OperatorGraph] = {}
         self._not_plain: Limits | None = None  # plain training exceeds the budget at larger sizes
         self.schedules: dict[Limits, Schedule] = {}
         self._planning_seconds = 0.0
@@ -108,7 +96,7 @@ class VaryingStep:
 
     def in_layouts(self, limits: Limits, layouts: Sequence[str]) -> dict[str, Traced]:
         """The step at these sizes in those of the layouts that differ, and that images have no part in."""
-        graph = self._joint.graph.graph
+        graph = self._graphs.joint.graph.graph
         differing = [layout for layout in layouts if layout in OF_ROWS and OF_ROWS[layout](graph)]
         return {layout: self.traced_at(limits, layout) for layout in (AS_TRACED, *differing)}
 
@@ -118,26 +106,8 @@ class VaryingStep:
         Raises:
             TraceError: it is not the same step there.
         """
-        with without_modes():  # of the capture, whose tensors have other sizes
-            traced = self._traced(limits, layout)
-            known = (of for (sizes, name), of in self._graphs.items() if name == layout and sizes != limits)
-            if (reference := next(known, None)) is None:
-                other = self.captured if self.captured != limits else tuple(size - 1 for size in limits)
-                reference = self._graph_at(other, layout)
-        return replace(traced, graph=of_any_size(agreeing(traced.graph, reference)))
-
-    def _graph_at(self, sizes: Limits, layout: str = AS_TRACED) -> OperatorGraph:
-        if (sizes, layout) not in self._graphs:
-            with without_modes():
-                self._graphs[sizes, layout] = self._traced(sizes, layout).graph
-        return self._graphs[sizes, layout]
-
-    def _traced(self, sizes: Limits, layout: str) -> Traced:
-        graph = graph_at(self._joint.graph, dict(zip(self._symbols, sizes, strict=True)))
-        gradients = graph.graph.output_node().args[0][self._joint.forward_outputs :]  # type: ignore[index]
-        if any(hasattr(node.meta["val"], SIZES) for node in gradients if node is not None):  # type: ignore[union-attr]
-            raise TraceError("an input that varies in size has a gradient")
-        return self._build(replace(self._joint, graph=graph), self.example_at(sizes), layout)
+        traced = self._graphs.traced_at(limits, layout)
+        return replace(traced, graph=of_any_size(traced.graph))
 
     def example_at(self, sizes: Limits) -> Arguments:
         """A call like the captured one, at these sizes, with tensors that have no memory."""
@@ -156,7 +126,7 @@ class VaryingStep:
         """
         wanted = (1 << (size - 1).bit_length() for size in sizes)
         return tuple(
-            size if most is None else min(size, most) for size, most in zip(wanted, self._most, strict=True)
+            size if most is None else min(size, most) for size, most in zip(wanted, self._graphs.most, strict=True)
         )
 
     def plain_limits(self, sizes: Limits, budget_bytes: int, peak_bytes: Callable[[OperatorGraph], int]) -> Limits:
@@ -172,13 +142,13 @@ class VaryingStep:
         """
         if self._not_plain is not None and all(map(operator.gt, sizes, self._not_plain)):
             return sizes
-        graph, budget_bytes = self._graph_at(sizes), int(PLAIN_SHARE * budget_bytes)
+        graph, budget_bytes = self._graphs.graph_at(sizes), int(PLAIN_SHARE * budget_bytes)
         least_bytes, own_bytes = graph.resident.total + graph.resident.parameters, peak_bytes(graph)
         slope, limits = own_bytes - least_bytes, sizes
         if own_bytes < budget_bytes and slope > 0:
             limits = self._times(sizes, min(MAX_HEADROOM, (budget_bytes - least_bytes) / slope))
             factor = math.prod(limits) ** (1 / len(limits)) / math.prod(sizes) ** (1 / len(sizes))
-            if factor > 1 and (larger_bytes := peak_bytes(self._graph_at(limits))) > budget_bytes:
+            if factor > 1 and (larger_bytes := peak_bytes(self._graphs.graph_at(limits))) > budget_bytes:
                 curve = (larger_bytes - least_bytes - slope * factor) / (factor * (factor - 1))
                 linear = slope - curve
                 root = math.sqrt(linear**2 + 4 * curve * (budget_bytes - least_bytes))
@@ -190,7 +160,7 @@ class VaryingStep:
         """Sizes so many times as large, as far as the captured graph holds."""
         return tuple(
             max(size, min(int(factor * size), size * 2**20 if most is None else most))
-            for size, most in zip(sizes, self._most, strict=True)
+            for size, most in zip(sizes, self._graphs.most, strict=True)
         )
 
     def limits_of(self, schedule: Schedule, call: Arguments, order: Sequence[torch.Tensor]) -> Limits:

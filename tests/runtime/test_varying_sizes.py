@@ -155,7 +155,9 @@ def test_the_first_plan_is_for_all_lengths_at_which_plain_training_fits():
         peaks[found] = graph.resident.total + graph.resident.parameters + 1000 * found + 3 * found**2
         return peaks[found]
 
-    fixed_bytes = varying._graph_at((20,)).resident.total + varying._graph_at((20,)).resident.parameters
+    fixed_bytes = (
+        varying._graphs.graph_at((20,)).resident.total + varying._graphs.graph_at((20,)).resident.parameters
+    )
     (limit,) = varying.plain_limits(
         (20,), int((fixed_bytes + 1000 * 60 + 3 * 60**2) / varying_step.PLAIN_SHARE), peak_bytes
     )
@@ -310,7 +312,7 @@ def test_where_python_counts_each_length_is_captured(captures):
     assert captures == [((4, 8),), ((4, 5),), ((4, 3),)]
 
 
-def test_an_input_whose_gradient_varies_is_captured_at_each_size(captures):
+def test_an_input_that_varies_may_have_a_gradient(captures):
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
     for length in (17, 12, 9):
@@ -320,7 +322,7 @@ def test_an_input_whose_gradient_varies_is_captured_at_each_size(captures):
             of(x).square().sum().backward()
             gradients.append(x.grad)
         assert torch.equal(*gradients)
-    assert len(captures) >= 3
+    assert captures == [((3, 17, 8),), ((3, 12, 8),)]
 
 
 @pytest.mark.thorough

@@ -26,7 +26,7 @@ from torch._subclasses import FakeTensor  # noqa: E402
 
 import monetlite  # noqa: E402
 from monetlite.core.graph import LOSS_ONLY  # noqa: E402
-from monetlite.fx.torch_internals.torch_dynamo import VaryingNumbers  # noqa: E402
+from monetlite.fx.torch_internals.torch_varying import VaryingNumbers  # noqa: E402
 from monetlite.models import build_model  # noqa: E402
 from monetlite.operators import packing  # noqa: E402
 from monetlite.operators.normalization import require_invertible  # noqa: E402

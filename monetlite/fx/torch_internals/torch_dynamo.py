@@ -9,13 +9,11 @@
 | `calculate_time_spent` | seconds of captures; they would count as the step's |
 | `_get_dynamo_config_for_logging` | fails in torch 2.11 on a set of methods, and prints a traceback |
 | `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
+| `RestartAnalysis` | raised to begin a capture again; such a graph would not be planned |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
-| `wrap_symfloat`, `RestartAnalysis` | symbols in place of numbers that vary; each would be compiled by itself |
-| `TensorifyState` | tells which of them can't be tensors; they would be tried at each new number |
 | `reset_code` | frees what is compiled; a model would be kept for good |
 | `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
 | `set_code_exec_strategy` | takes back that a function is left out; the same would happen |
-| `LazySymNodeFormatString` | makes text of such a number; a number read from that text again would be wrong |
 | `UserFunctionVariable.call_function` | gives results that are known; masks would be made that say nothing |
 | `TensorVariable.as_proxy` | tells which input a tensor is; masks of ones would be made whole |
 | `torch._numpy.random` | module of functions that stand for numpy's generator; other numbers would be drawn |
@@ -28,7 +26,6 @@ import logging
 import sys
 import types
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -43,12 +40,10 @@ from torch._dynamo import config as _config
 from torch._dynamo import disable, trace_rules
 from torch._dynamo import utils as _utils
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
-from torch._dynamo.exc import RestartAnalysis, Unsupported
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
-from torch._dynamo.variables.builder import VariableBuilder
-from torch._dynamo.variables.lazy import LazySymNodeFormatString
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.nn.modules import activation, container, transformer
 
@@ -60,8 +55,6 @@ REFUSALS = (TorchDynamoException, GuardOnDataDependentSymNode)
 _MESSAGES = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
 """Names of loggers' methods; the last two are transformers' own."""
 _MAX_PIECES = 256
-_MANY_SPECIALIZED = 16
-"""Captures after which a number is taken to be needed by an operator. Branches on it need one for each side."""
 _CHECKED = ("solve", "inv", "cholesky", "lu_factor", "lu", "ldl_factor")
 """Functions of `torch.linalg` that look at their result on the host, to raise where there is none."""
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -73,9 +66,7 @@ _RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.GRU, nn.LSTM)
 _CONVERSIONS = ("to", "bool", "int", "long", "float", "contiguous")
 _log = logging.getLogger("torch._dynamo")
 _log_settings = _utils._get_dynamo_config_for_logging
-_wrap_float = VariableBuilder.wrap_symfloat
 _files_captured = trace_rules.get_legacy_mod_inlinelist
-_text = LazySymNodeFormatString.__init__
 _call_function = UserFunctionVariable.call_function
 
 
@@ -164,72 +155,14 @@ def _draws_from_numpy(function: types.FunctionType) -> bool:
     return "random" in names and any(function.__globals__.get(name) is numpy for name in names)
 
 
-class VaryingNumbers:
-    """The numbers that captured functions are called with, or read of a module, and that have been seen to vary.
-
-    A number of type `float` is a constant at first. From its second value on, it is a tensor of float64 that the
-    program takes, without dimensions. So arithmetic with it gives the same bits. Other numbers stay constants.
-
-    Args:
-        fixed: whether each value is captured by itself.
-    """
-
-    def __init__(self, *, fixed: bool = False) -> None:
-        self._fixed = fixed
-        self._seen: dict[tuple[types.CodeType, str], float] = {}
-        self._varying: set[tuple[types.CodeType, str]] = set()
-        self._specialized: Counter[tuple[types.CodeType, str]] = Counter()
-        """Captures in which no tensor could stand for a number: an operator needs to know it, or a branch does."""
-
-    def captured(self) -> AbstractContextManager[None]:
-        """Capture numbers as they vary, for the time of a block."""
-        return patched(
-            mock.patch.object(
-                VariableBuilder, "wrap_symfloat", lambda builder, value: self._wrapped(builder, value)
-            ),
-            mock.patch.object(LazySymNodeFormatString, "__init__", _text_of_others),
-        )
-
-    @property
-    def all_vary(self) -> bool:
-        """True unless a value has to be captured by itself."""
-        return not self._fixed and not any(map(self._is_constant, self._specialized))
-
-    def fix(self) -> bool:
-        """Have each value captured by itself from here on; tells whether that changes anything."""
-        changes = bool(self._varying) and not self._fixed
-        self._fixed = self._fixed or changes
-        return changes
-
-    def _wrapped(self, builder: VariableBuilder, value: float) -> Any:
-        key = builder.tx.output.root_tx.f_code, builder.source.name
-        if self._seen.setdefault(key, value) != value:
-            self._varying.add(key)
-        if self._fixed or key not in self._varying or self._is_constant(key):
-            return _wrap_float(builder, value)
-        with _config.patch(assume_static_by_default=False):
-            wrapped = _wrap_float(builder, value)
-        symbol = getattr(wrapped, "sym_num", None)  # it is a constant if it isn't finite
-        if symbol is not None and TensorifyState.should_specialize(str(symbol.node._expr)):
-            self._specialized[key] += 1
-        return wrapped
-
-    def _is_constant(self, key: tuple[types.CodeType, str]) -> bool:
-        return self._specialized[key] >= _MANY_SPECIALIZED
-
-
-def taken_apart(
-    numbers: VaryingNumbers, left_alone: Iterable[tuple[types.ModuleType, str]] = ()
-) -> AbstractContextManager[None]:
+def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> AbstractContextManager[None]:
     """Have TorchDynamo take functions apart in many pieces without log lines, for the time of a block.
 
     Layers of a model often have a function in common, which is compiled for each. Recurrent modules run by torch's
     own kernels, and so do functions that look at their results or have sparse gradients: what calls them is taken
     apart there. A loop is taken apart once for each round. TorchDynamo would leave out its whole function.
-    Functions that are called with a number which another one has read of a tensor are compiled for any number.
 
     Args:
-        numbers: what is known of the numbers that functions are called with.
         left_alone: functions that run as they are, by module and name.
     """
     kept_plain = [mock.patch.object(kind, "forward", _disabled(kind.forward)) for kind in _RECURRENT]
@@ -248,7 +181,7 @@ def taken_apart(
         capture_scalar_outputs=False,
         capture_dynamic_output_shape_ops=False,
     )
-    return patched(_only_errors(), settings, numbers.captured(), *kept_plain)
+    return patched(_only_errors(), settings, *kept_plain)
 
 
 def left_alone(function: _F) -> _F:
@@ -258,13 +191,6 @@ def left_alone(function: _F) -> _F:
 
 
 _disabled = functools.cache(left_alone)
-
-
-def _text_of_others(text: Any, number: Any, form: Any) -> None:
-    """Make text of a number, unless it is one that varies; what a graph computes may be printed."""
-    if isinstance(number.sym_num, torch.SymFloat) and number.sym_num.node.has_hint():
-        raise Unsupported("text is made of a number that varies", gb_type="text of a number that varies")
-    _text(text, number, form)
 
 
 @functools.cache

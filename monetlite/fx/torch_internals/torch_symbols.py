@@ -10,7 +10,8 @@
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -58,6 +59,33 @@ def largest(size: torch.SymInt) -> int | None:
 def computed(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Node]) -> fx.Node:
     """Append the calls that compute an expression to the graph of the nodes of its symbols."""
     proxies = {symbol: fx.Proxy(node) for symbol, node in symbols.items()}
-    made: Any = sympy_interp(PythonReferenceAnalysis, proxies, expr)
+    made: Any = sympy_interp(_Calls, proxies, expr)
     node: fx.Node = made.node
     return node
+
+
+class _Calls(PythonReferenceAnalysis):
+    """Operations of sizes as calls of a graph, those that round included."""
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: object) -> Any:
+        return _called(math.trunc, x)
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: object) -> Any:
+        return _called(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: object) -> Any:
+        return _called(math.ceil, x)
+
+    @staticmethod
+    def round_to_int(a: Any, dtype: object) -> Any:
+        return _called(round, a)
+
+
+def _called(function: Callable[[Any], int], number: Any) -> Any:
+    """The call of a function that doesn't know proxies."""
+    if isinstance(number, fx.Proxy):
+        return number.tracer.create_proxy("call_function", function, (number,), {})
+    return function(number)

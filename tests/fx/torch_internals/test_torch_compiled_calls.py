@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.fx.torch_internals import torch_compiled_calls as calls
-from monetlite.fx.torch_internals.torch_dynamo import VaryingNumbers, taken_apart
+from monetlite.fx.torch_internals.torch_dynamo import taken_apart
 
 
 class Seen:
@@ -101,7 +101,7 @@ def test_functions_of_a_model_do_not_start_where_its_call_does(seen: Seen) -> No
     assert {call.model for call in seen.graphs[-2:]} == {stack}
     torch._dynamo.reset()
     seen.graphs.clear()
-    with taken_apart(VaryingNumbers()):
+    with taken_apart():
         assert torch.equal(torch.compile(model, backend=seen)(x), model(x))
     assert [call.starts_here for call in seen.graphs] == [True, False]
 

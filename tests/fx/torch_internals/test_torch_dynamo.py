@@ -54,24 +54,6 @@ def talks(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def reads(x: torch.Tensor) -> torch.Tensor:
-    mean = x.mean().item()
-    torch._dynamo.graph_break()
-    return x * 2 if mean < 1e9 else x
-
-
-def test_functions_are_compiled_for_any_number() -> None:
-    graphs, counts, before = Graphs(), list[int](), config.get_config_copy()
-    with torch_dynamo.taken_apart(torch_dynamo.VaryingNumbers()):
-        compiled = torch.compile(reads, backend=graphs, dynamic=False)
-        for number in (1.0, 2.0, 3.0, 4.0, 5.0):
-            assert compiled(torch.full((2,), number)).tolist() == [2 * number, 2 * number]
-            counts.append(len(graphs.all))
-    assert counts[2:] == [counts[1]] * 3, "compiled for each number"
-    assert torch_dynamo.VariableBuilder.wrap_symfloat is torch_dynamo._wrap_float
-    assert config.get_config_copy() == before
-
-
 def test_messages_take_a_graph_apart() -> None:
     """Without this, `messages_left_out` would not be needed."""
     graphs = Graphs()

@@ -1,0 +1,161 @@
+"""Numbers and sizes that vary from call to call of a captured function, as symbols in its graph.
+
+| symbol | use, and what breaks when it changes |
+| --- | --- |
+| `wrap_symfloat`, `wrap_symint` | symbols in place of numbers that vary; each would be compiled by itself |
+| `_automatic_dynamic` | decides which sizes of an input are symbols; each size would be captured by itself |
+| `TensorifyScalarRestartAnalysis` | has TorchDynamo begin again; a graph that can't be planned would stay so |
+| `TensorifyState` | tells which numbers can't be tensors; they would be tried at each new number |
+| `LazySymNodeFormatString` | makes text of such a number; a number read from that text again would be wrong |
+"""
+
+import types
+from collections import Counter
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._dynamo import config as _config
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis as CaptureAgain
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.variables import builder as _builder
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.lazy import LazySymNodeFormatString
+
+from monetlite.fx.torch_internals.patching import patched
+from monetlite.fx.torch_internals.torch_symbols import marked_as_varying
+
+_MANY_SPECIALIZED = 16
+"""Captures after which a number is taken to be needed by an operator. Branches on it need one for each side."""
+_wrap_float, _wrap_int = VariableBuilder.wrap_symfloat, VariableBuilder.wrap_symint
+_dynamic_sizes = _builder._automatic_dynamic
+_text = LazySymNodeFormatString.__init__
+
+
+class VaryingNumbers:
+    """The numbers that captured functions are called with, or read of a module, and that have been seen to vary.
+
+    A number of type `float` is a constant at first. From its second value on, it is a tensor of float64 that the
+    program takes, without dimensions. So arithmetic with it gives the same bits. Other numbers stay constants.
+
+    Args:
+        fixed: whether each value is captured by itself.
+    """
+
+    def __init__(self, *, fixed: bool = False) -> None:
+        self._fixed = fixed
+        self._seen: dict[tuple[types.CodeType, str], float] = {}
+        self._varying: set[tuple[types.CodeType, str]] = set()
+        self._specialized: Counter[tuple[types.CodeType, str]] = Counter()
+        """Captures in which no tensor could stand for a number: an operator needs to know it, or a branch does."""
+
+    def captured(self) -> AbstractContextManager[None]:
+        """Capture numbers as they vary, for the time of a block."""
+        return patched(
+            mock.patch.object(
+                VariableBuilder, "wrap_symfloat", lambda builder, value: self._wrapped(builder, value)
+            ),
+            mock.patch.object(LazySymNodeFormatString, "__init__", _text_of_others),
+        )
+
+    @property
+    def all_vary(self) -> bool:
+        """True unless a value has to be captured by itself."""
+        return not self._fixed and not any(map(self._is_constant, self._specialized))
+
+    def fix(self) -> bool:
+        """Have each value captured by itself from here on; tells whether that changes anything."""
+        changes = bool(self._varying) and not self._fixed
+        self._fixed = self._fixed or changes
+        return changes
+
+    def _wrapped(self, builder: VariableBuilder, value: float) -> Any:
+        key = builder.tx.output.root_tx.f_code, builder.source.name
+        if self._seen.setdefault(key, value) != value:
+            self._varying.add(key)
+        if self._fixed or key not in self._varying or self._is_constant(key):
+            return _wrap_float(builder, value)
+        with _config.patch(assume_static_by_default=False):
+            wrapped = _wrap_float(builder, value)
+        symbol = getattr(wrapped, "sym_num", None)  # it is a constant if it isn't finite
+        if symbol is not None and TensorifyState.should_specialize(str(symbol.node._expr)):
+            self._specialized[key] += 1
+        return wrapped
+
+    def _is_constant(self, key: tuple[types.CodeType, str]) -> bool:
+        return self._specialized[key] >= _MANY_SPECIALIZED
+
+
+class VaryingSizes:
+    """The sizes of tensors, and whole numbers, that captured functions are called with, and that have varied.
+
+    In the first step, each is a constant: layers of several widths have functions in common. From then on, one that
+    differs from what the function was called with before is a symbol. Of shapes, the most similar one counts.
+
+    Attributes:
+        first_step: True until the first step has ended.
+    """
+
+    def __init__(self) -> None:
+        self.first_step = True
+        self._shapes: dict[tuple[Any, ...], dict[tuple[int, ...], None]] = {}
+        self._values: dict[tuple[Any, ...], int] = {}
+        self._varying: set[tuple[Any, ...]] = set()
+        self._fixed: set[types.CodeType] = set()
+        self._captured: types.CodeType | None = None
+
+    def captured(self) -> AbstractContextManager[None]:
+        """Capture sizes as they vary, for the time of a block."""
+        return patched(
+            mock.patch.object(_builder, "_automatic_dynamic", self._sizes_of),
+            mock.patch.object(
+                VariableBuilder, "wrap_symint", lambda *args, **kwargs: self._wrapped(*args, **kwargs)
+            ),
+        )
+
+    def capture_again(self) -> Exception:
+        """An error that has TorchDynamo capture the present function again, each size by itself."""
+        assert self._captured is not None
+        self._fixed.add(self._captured)
+        return CaptureAgain(restart_reason="a graph whose sizes vary can't be planned")
+
+    def _sizes_of(self, tensor: Any, translator: Any, source: Any, static: bool, *args: Any, **kwargs: Any) -> Any:
+        varying: list[tuple[torch.Tensor, int]] = []
+        if not static and not tensor.is_nested:
+            key, shape = self._key(translator, source.name), tuple(tensor.shape)
+            known = self._shapes.setdefault((*key, len(shape)), {})
+            if not self.first_step and known and shape not in known:
+                nearest = min(known, key=lambda other: len(_different(shape, other)))
+                self._varying.update((*key, len(shape), at) for at in _different(shape, nearest))
+            known[shape] = None
+            varying = [(tensor, at) for at in range(len(shape)) if self._varies(*key, len(shape), at)]
+        with marked_as_varying(varying):
+            return _dynamic_sizes(tensor, translator, source, static, *args, **kwargs)
+
+    def _wrapped(self, builder: VariableBuilder, value: int, *args: Any, **kwargs: Any) -> Any:
+        key = self._key(builder.tx, builder.source.name)
+        if self._values.setdefault(key, value) != value and not self.first_step:
+            self._varying.add(key)
+        with _config.patch(assume_static_by_default=not self._varies(*key)):
+            return _wrap_int(builder, value, *args, **kwargs)
+
+    def _key(self, translator: Any, name: str) -> tuple[types.CodeType, str]:
+        self._captured = translator.output.root_tx.f_code
+        return self._captured, name
+
+    def _varies(self, code: types.CodeType, *key: Any) -> bool:
+        return (code, *key) in self._varying and code not in self._fixed
+
+
+def _different(shape: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
+    """The dimensions in which two shapes differ."""
+    return [at for at, (mine, its) in enumerate(zip(shape, other, strict=True)) if mine != its]
+
+
+def _text_of_others(text: Any, number: Any, form: Any) -> None:
+    """Make text of a number, unless it is one that varies; what a graph computes may be printed."""
+    if isinstance(number.sym_num, torch.SymFloat) and number.sym_num.node.has_hint():
+        raise Unsupported("text is made of a number that varies", gb_type="text of a number that varies")
+    _text(text, number, form)

@@ -1,0 +1,167 @@
+"""Models in pieces whose sizes differ from step to step: captured once, planned for the largest that came."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F  # as everybody does
+from small_models import assert_same, step, twin
+from thoroughness import often
+from torch import nn
+from torch._dynamo import graph_break
+
+import monetlite
+from monetlite.checking.trainee import Trainee, default_loss
+from monetlite.core.errors import TraceError
+from monetlite.profiling.memory_use import peak_growth_bytes
+from monetlite.runtime.pieces import PiecewiseTraining
+from monetlite.tracing.sized_graphs import SizedGraphs
+from monetlite.tracing.step_inputs import resident_bytes
+
+QUICK = {"device": "rtx-3090", "time_limit": 0.3}
+pytestmark = pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Notes the lines of what is captured."""
+    found, backend = [], PiecewiseTraining.backend
+
+    def noted(self, graph, inputs):
+        found.append(len(graph.graph.nodes))
+        return backend(self, graph, inputs)
+
+    monkeypatch.setattr(PiecewiseTraining, "backend", noted)
+    return found
+
+
+class Recurrent(nn.Module):
+    """An LSTM by PyTorch's own kernels, between an embedding and a head."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(11, width), nn.Dropout(0.2)
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, 11))
+
+    def forward(self, tokens):
+        hidden, _ = self.lstm(self.drop(self.embed(tokens)))
+        return F.cross_entropy(self.head(F.gelu(hidden) * 2).flatten(0, 1), tokens.flatten())
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert that a value of it chooses: how many each gets is known on the host only."""
+
+    def __init__(self):
+        super().__init__()
+        self.route, self.last = nn.Linear(16, 3), nn.Linear(16, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        weights = self.route(x).softmax(-1)
+        chosen, out = weights.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            out = out.index_add(0, rows, expert(x[rows]) * weights[rows, number, None])
+        return self.last(x + out).square().mean()
+
+
+class Halves(nn.Module):
+    """Hands numbers that it computes of sizes from piece to piece, and multiplies by others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.places = nn.Linear(16, 32), nn.Parameter(torch.randn(40, 32))
+        self.last = nn.Sequential(nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        half, less = length // 2 + 1, int(length * 0.4)
+        hidden = torch.tanh(self.first(x))
+        graph_break()
+        hidden = F.silu(hidden[:, :half] + self.places[:half])
+        hidden = torch.cat([hidden, hidden[:, :less]], dim=1)
+        graph_break()
+        hidden = self.last(hidden.reshape(batch * (half + less), 32)) * length**0.5
+        return hidden.square().sum() / (batch * length)
+
+
+def tokens(batch, length):
+    return (torch.randint(0, 11, (batch, length)),)
+
+
+def rows(*shape):
+    return (torch.randn(*shape, 16).requires_grad_(),)
+
+
+MODELS = {
+    "recurrent": (Recurrent, [tokens(*sizes) for sizes in ((6, 12), (4, 9), (6, 30), (5, 7), (6, 21), (4, 30))]),
+    "experts": (Experts, [rows(60) for _ in range(7)]),
+    "halves": (Halves, [rows(*sizes) for sizes in ((4, 9), (3, 12), (3, 7), (5, 30), (4, 11), (2, 6))]),
+}
+
+
+@pytest.mark.parametrize("name", often(MODELS, "experts", "halves"))
+def test_steps_of_any_size_are_plain_training_s(name):
+    """Losses, gradients, those of inputs included, and the generator's state."""
+    build, calls = MODELS[name]
+    plain = build()
+    model = monetlite.within(twin(plain), budget="130%", **QUICK)
+    for seed, args in enumerate(calls):
+        theirs = tuple(item.detach().clone().requires_grad_(item.requires_grad) for item in args)
+        assert_same(step(model, args, seed), step(plain, theirs, seed))
+        for own, other in zip(args, theirs, strict=True):
+            assert own.grad is other.grad or torch.equal(own.grad, other.grad)
+            own.grad = None
+    schedule = monetlite.schedule_of(model)
+    assert schedule.peak_bytes <= schedule.budget_bytes
+
+
+@pytest.mark.parametrize("name", ["recurrent", "experts", "halves"])
+def test_a_size_that_has_varied_is_not_captured_again(name, captures):
+    build, calls = MODELS[name]
+    model, counts = monetlite.within(build(), budget="130%", **QUICK), []
+    for args in calls:
+        model(*args).backward()
+        counts.append(len(captures))
+    assert counts[1] > counts[0], "the second size is a symbol"
+    assert counts[3:] == [counts[3]] * len(counts[3:])
+
+
+def test_pieces_that_can_t_be_planned_for_several_sizes_are_captured_at_each(captures, monkeypatch):
+    def refuse(self, sizes, layout=""):
+        raise TraceError("other operators at other sizes")
+
+    monkeypatch.setattr(SizedGraphs, "traced_at", refuse)
+    build, calls = MODELS["recurrent"]
+    plain, counts = build(), []
+    model = monetlite.within(twin(plain), budget="130%", **QUICK)
+    for seed, args in enumerate(calls):
+        assert_same(step(model, args, seed), step(plain, args, seed))
+        counts.append(len(captures))
+    assert all(now > before for before, now in itertools.pairwise(counts[:4]))
+    assert monetlite.schedule_of(model) is not None
+
+
+def test_no_size_exceeds_the_budget():
+    """Steps of known sizes keep to the plan; one with larger inputs than any stores as little as it can."""
+    torch.manual_seed(0)
+    model = Recurrent(64)
+    longest = tokens(16, 60)
+    plain_bytes = Trainee(copy.deepcopy(model), longest, {}, default_loss, "cpu").memory().peak_bytes
+    wrapper = monetlite.MONeTWrapper(model, budget=int(0.9 * plain_bytes), time_limit=1)
+
+    def train(args):
+        wrapper.zero_grad()
+        wrapper(*args).backward()
+
+    for length in (50, 40, 50, 50, 60, 60, 60, 60):
+        train(tokens(16, length))
+    for length in (60, 33, 47, 60, 20):
+        args = tokens(16, length)
+        peak_bytes = resident_bytes(model, args).total + peak_growth_bytes(lambda args=args: train(args))
+        assert peak_bytes <= 1.01 * wrapper.schedule.budget_bytes, length
+    assert wrapper.schedule.inputs["input0"].shape == (16, 60)
