@@ -116,7 +116,8 @@ def compile_graph(
     chosen = compile_options({**(options or {}), **others})
     if drawing := next(filter(draws_like_numpy, graph.graph.nodes), None):
         raise ModelError(f"{source_of(drawing) or 'the model'} can't be captured: {NUMPY_DRAWS}")
-    if any(isinstance(item, torch.SymInt) for item in inputs):
+    ours = pieces is not None and not pieces.sizes.first_step
+    if not ours and any(isinstance(item, torch.SymInt) for item in inputs):
         raise ModelError(
             "torch.compile has made sizes symbolic because inputs of another shape came; memory can be planned for "
             "sizes that are known: torch.compile(model, backend='monetlite', dynamic=False, ...)"
@@ -233,9 +234,8 @@ def _around_call() -> Iterator[None]:
     with on_its_gpu(call.model, (call.args, call.kwargs)):
         if known is not None:
             known.step_begins(call.args, call.kwargs)
-        varying = call.notes[_NUMBERS].captured()
-        if known is not None:
-            varying = patched(varying, known.sizes.captured(), dynamo_settings(automatic_dynamic_shapes=False))
+        sizes = contextlib.nullcontext() if known is None else known.sizes.captured()
+        varying = patched(call.notes[_NUMBERS].captured(), sizes, dynamo_settings(automatic_dynamic_shapes=False))
         with taken_apart(call.notes[_LEFT_ALONE]), varying:
             try:
                 yield
