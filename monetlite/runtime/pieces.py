@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from monetlite.core.announcing import bettered, planned, tell, warn
 from monetlite.core.costs import Profile, without_costs
-from monetlite.core.errors import IllegalSchedule, ModelError, TraceError
+from monetlite.core.errors import IllegalSchedule, InfeasibleBudget, ModelError, TraceError
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.joining import JoinedStep, Piece, join
@@ -193,6 +193,8 @@ class PiecewiseTraining:
         input_bytes = own_bytes(as_passed(args, kwargs))
         planned_bytes = math.inf if self._plan is None else NOTEWORTHY * self._plan.recorded.given.size_bytes
         self._larger = self._outgrown = input_bytes > planned_bytes
+        if self._larger:
+            self._wanted = self._records < MAX_GROWN
         if self._measured_bytes is not None:
             self._wanted = input_bytes > self._measured_bytes
         if self._wanted and self._steps > 1:
@@ -209,11 +211,12 @@ class PiecewiseTraining:
         self._known = len(self._captured)
         if self._record is not None:
             self._record.forward_ends()
-        if self._plan is not None and self._record is None:
+        if self._plan is not None:
             self._settling = self._unplanned_runs == 0
+        if self._plan is not None and self._record is None:
             unsettled = self._planning is None and not self._settled and self._settles < MAX_RECORDS
             most = MAX_GROWN if self._outgrown else MAX_RECORDS
-            self._wanted = unsettled if self._settling else self._records < most
+            self._wanted = unsettled if self._settling else not self._larger and self._records < most
 
     def forward_fails(self) -> None:
         """Note that an exception ended the forward pass of a step. Nothing is learnt of it."""
@@ -342,13 +345,20 @@ class PiecewiseTraining:
     def _learn(self, recorded: RecordedStep) -> None:
         """Plan for a recorded step, or see that it kept to the budget where none of it can be planned."""
         if self._settling and self._plan is not None:
-            if recorded.runs_as(self._plan.recorded) and not self._settle(recorded) and self._records < MAX_RECORDS:
+            final = self._planning is None and recorded.runs_as(self._plan.recorded)
+            if final and not self._settle(recorded) and self._records < MAX_RECORDS:
                 self._records += 1
                 self._begin_plan(recorded)
             return
         if recorded.planned:
             self._measured_bytes = None
-            self._begin_plan(recorded)
+            covering = recorded if self._plan is None else recorded.covering(self._plan.recorded)
+            try:
+                self._begin_plan(covering)
+            except InfeasibleBudget:
+                if covering is recorded:
+                    raise
+                self._begin_plan(recorded)
             return
         if self._plan is not None or (not recorded.conclusive and self._records < MAX_RECORDS):
             self._wanted = self._plan is None
@@ -433,8 +443,8 @@ class PiecewiseTraining:
             once = run.piece.readers(run.changed, run.outputs_changed)
             avoided = run.piece.readers_of_outputs() if run.outputs_changed else frozenset()
             profile = profiles[run.piece]
-            held = run.piece.held_outputs(run.held_bytes)
-            known = run.piece.output_bytes.items()
+            held = run.as_recorded.held_outputs(run.held_bytes)
+            known = run.as_recorded.output_bytes.items()
             gone = frozenset(value for value, size in known if as_run and size in run.gone_bytes)
             pieces.append(
                 Piece(

@@ -39,6 +39,7 @@ class PieceRun:
     Attributes:
         captured: the piece that ran.
         sizes: of its inputs, as far as they vary.
+        least_sizes: that a plan for it has to serve beside these.
         takers: for each input that has a gradient and is not a parameter, by position, the number of the code
             outside that takes the gradient.
         parameters: ids of the leaves among its inputs.
@@ -56,10 +57,16 @@ class PieceRun:
     held_bytes: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
     outputs_changed: bool = False
+    least_sizes: Limits = ()
 
     @property
     def piece(self) -> SizedPiece:
-        """The piece at these sizes."""
+        """The piece at the sizes that it is planned for."""
+        return self.captured.at(tuple(map(max, self.sizes, self.least_sizes or self.sizes)))
+
+    @property
+    def as_recorded(self) -> SizedPiece:
+        """The piece at the sizes that it ran at."""
         return self.captured.at(self.sizes)
 
 
@@ -111,6 +118,14 @@ class RecordedStep:
         last = self.outside[-1]
         released_bytes = last.released_bytes + self.inputs_let_go_bytes
         return [*self.outside[:-1], replace(last, released_bytes=released_bytes)]
+
+    def covering(self, other: "RecordedStep") -> "RecordedStep":
+        """The same step, to be planned for the sizes of another one, too, if the same pieces ran there."""
+        pieces = [[run.captured for run in of.runs] for of in (self, other)]
+        if pieces[0] != pieces[1] or list(self.planned) != list(other.planned):
+            return self
+        pairs = zip(self.runs, other.runs, strict=True)
+        return replace(self, runs=[replace(own, least_sizes=its.piece.sizes) for own, its in pairs])
 
     def runs_as(self, other: "RecordedStep") -> bool:
         """True if the same pieces ran in the same order, on inputs of the same sizes."""

@@ -29,12 +29,11 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     break_reason,
     drawing_functions,
     draws_like_numpy,
-    dynamo_settings,
     forget_left_out,
     leave_messages_out,
     taken_apart,
 )
-from monetlite.fx.torch_internals.torch_varying import VaryingNumbers
+from monetlite.fx.torch_internals.torch_varying import VaryingNumbers, VaryingSizes
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
@@ -72,7 +71,7 @@ class CompileOptions:
         return self.schedule is not None and (self.schedule.startswith("zoo:") or Path(self.schedule).exists())
 
 
-_PIECES, _WHOLE, _LEFT_ALONE, _NUMBERS = "pieces", "whole", "left alone", "numbers"
+_PIECES, _WHOLE, _LEFT_ALONE, _NUMBERS, _SIZES = "pieces", "whole", "left alone", "numbers", "sizes"
 _thread = threading.local()
 _solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
 _peaks: dict[str, MeasuredPeak] = {}
@@ -228,14 +227,14 @@ def _around_call() -> Iterator[None]:
     known: PiecewiseTraining | None = call.given.get(_PIECES)
     if _LEFT_ALONE not in call.notes:
         forget_left_out()
-        call.notes[_LEFT_ALONE], call.notes[_NUMBERS] = drawing_functions(call.model), VaryingNumbers()
+        call.notes[_LEFT_ALONE] = drawing_functions(call.model)
+        call.notes[_NUMBERS], call.notes[_SIZES] = VaryingNumbers(), VaryingSizes(active=False)
     handled = sys.exc_info()[1]  # by the code that makes the call
     before, _thread.whole = getattr(_thread, "whole", False), False
     with on_its_gpu(call.model, (call.args, call.kwargs)):
         if known is not None:
             known.step_begins(call.args, call.kwargs)
-        sizes = contextlib.nullcontext() if known is None else known.sizes.captured()
-        varying = patched(call.notes[_NUMBERS].captured(), sizes, dynamo_settings(automatic_dynamic_shapes=False))
+        varying = patched(call.notes[_NUMBERS].captured(), call.notes[_SIZES].captured())
         with taken_apart(call.notes[_LEFT_ALONE]), varying:
             try:
                 yield
@@ -293,6 +292,8 @@ def _begin_pieces(call: CompiledCall | None, options: CompileOptions, said: str)
     else:
         error = TraceError(said)
         pieces = PiecewiseTraining(call.model, options.budget, options.pricing, options.solving, False, error)
+        pieces.sizes = call.notes[_SIZES]
+        pieces.sizes.active = True
         pieces.step_begins(call.args, call.kwargs)
         call.given[_PIECES] = pieces
         return pieces

@@ -95,11 +95,12 @@ class VaryingSizes:
     differs from what the function was called with before is a symbol. Of shapes, the most similar one counts.
 
     Attributes:
+        active: False while TorchDynamo decides by itself.
         first_step: True until the first step has ended.
     """
 
-    def __init__(self) -> None:
-        self.first_step = True
+    def __init__(self, *, active: bool = True) -> None:
+        self.active, self.first_step = active, True
         self._shapes: dict[tuple[Any, ...], dict[tuple[int, ...], None]] = {}
         self._values: dict[tuple[Any, ...], int] = {}
         self._varying: set[tuple[Any, ...]] = set()
@@ -122,6 +123,8 @@ class VaryingSizes:
         return CaptureAgain(restart_reason="a graph whose sizes vary can't be planned")
 
     def _sizes_of(self, tensor: Any, translator: Any, source: Any, static: bool, *args: Any, **kwargs: Any) -> Any:
+        if not self.active:
+            return _dynamic_sizes(tensor, translator, source, static, *args, **kwargs)
         varying: list[tuple[torch.Tensor, int]] = []
         if not static and not tensor.is_nested:
             key, shape = self._key(translator, source.name), tuple(tensor.shape)
@@ -131,14 +134,17 @@ class VaryingSizes:
                 self._varying.update((*key, len(shape), at) for at in _different(shape, nearest))
             known[shape] = None
             varying = [(tensor, at) for at in range(len(shape)) if self._varies(*key, len(shape), at)]
-        with marked_as_varying(varying):
+        with marked_as_varying(varying), _config.patch(automatic_dynamic_shapes=False):
             return _dynamic_sizes(tensor, translator, source, static, *args, **kwargs)
 
     def _wrapped(self, builder: VariableBuilder, value: int, *args: Any, **kwargs: Any) -> Any:
+        if not self.active:
+            return _wrap_int(builder, value, *args, **kwargs)
         key = self._key(builder.tx, builder.source.name)
         if self._values.setdefault(key, value) != value and not self.first_step:
             self._varying.add(key)
-        with _config.patch(assume_static_by_default=not self._varies(*key)):
+        static = not self._varies(*key)
+        with _config.patch(assume_static_by_default=static, automatic_dynamic_shapes=False):
             return _wrap_int(builder, value, *args, **kwargs)
 
     def _key(self, translator: Any, name: str) -> tuple[types.CodeType, str]:
