@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from monetlite.core.errors import IllegalSchedule
+from monetlite.core.errors import IllegalSchedule, TraceError
 from monetlite.core.graph import DELIVERY, LOSS, Phase, ValueKind
 from monetlite.core.steps import Step, check_legal
 from monetlite.fx.torch_internals.torch_aot import is_tangent
@@ -47,10 +47,11 @@ class CapturedPiece:
         self._graphs: SizedGraphs | None = None
         if input_sizes(joint.graph.graph):
             self._graphs = SizedGraphs(joint, lambda own, *_: build(own, _captured_inputs(own)))
-        sizes = self._graphs.captured if self._graphs is not None else ()
-        self.first = SizedPiece(
-            self, build(joint, inputs) if self._graphs is None else self._graphs.traced_at(sizes), sizes
-        )
+            sizes = self._graphs.captured
+            traced = self._graphs.traced_at(sizes)
+        else:
+            sizes, traced = (), build(joint, inputs)
+        self.first = SizedPiece(self, traced, sizes)
         self._known = {sizes: self.first}
 
     def at(self, sizes: Limits) -> "SizedPiece":
@@ -60,12 +61,15 @@ class CapturedPiece:
             self._known[sizes] = SizedPiece(self, self._graphs.traced_at(sizes), sizes)
         return self._known[sizes]
 
-    def serving(self, sizes: Limits) -> "SizedPiece":
-        """The piece at the least sizes that it is known at and that are not below these."""
-        if sizes in self._known:
-            return self._known[sizes]
+    def serving(self, sizes: Limits) -> "SizedPiece | None":
+        """The piece at the least known sizes that are not below these; None if it has other operators there."""
         larger = [piece for piece in self._known.values() if piece.serves(sizes)]
-        return min(larger, key=lambda piece: piece.size_bytes, default=None) or self.at(sizes)
+        if larger:
+            return min(larger, key=lambda piece: piece.size_bytes)
+        try:
+            return self.at(sizes)
+        except TraceError:
+            return None
 
 
 def _captured_inputs(joint: Joint) -> list[Any]:

@@ -37,14 +37,13 @@ from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_aot import keeps_gradients
 from monetlite.fx.torch_internals.torch_dynamo import (
     RESTARTS,
-    break_reason,
-    seconds_captured,
 )
 from monetlite.fx.torch_internals.torch_varying import VaryingSizes
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
 from monetlite.profiling.memory_use import workspaces_bytes
 from monetlite.profiling.step_additions import with_additions
+from monetlite.runtime.breaks import Breaks
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.captured_piece import CapturedPiece, SizedPiece
 from monetlite.runtime.gradient_delivery import CapturedStep, Version, delivering_backend
@@ -54,9 +53,7 @@ from monetlite.runtime.step_record import Given, RecordedStep, StepRecord
 from monetlite.tracing.capture import (
     Joint,
 )
-from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
-from monetlite.tracing.refusals import compile_failure, line_of
 from monetlite.tracing.sized_graphs import Limits
 from monetlite.tracing.step_inputs import (
     autocast_dtype,
@@ -78,10 +75,6 @@ NOTEWORTHY = 1.02
 """Inputs that are so many times as large as the planned step's are larger."""
 MAX_RETRIES = 3
 """Plans that are made, each for less memory, until one keeps to the budget in the order in which pieces run it."""
-MANY_CAPTURING = 8
-"""Steps after the plan that captured something, before a person is told that this goes on."""
-MAX_LISTED = 5
-"""Lines that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -134,19 +127,11 @@ class PiecewiseTraining:
         self.schedule: Schedule | None = None
         self.lost = True
         self._held_elsewhere, self._budget, self._wait = weakref.ref(model), budget, wait
-        self._reason = TraceError(str(reason))  # without its frames, which hold the step's tensors
         self._pricing, self._solving = pricing, solving
-        self._breaks: dict[str, None] = {}
-        """Lines that end pieces, and why."""
+        self._breaks = Breaks(type(model).__name__, reason)
         self.sizes = VaryingSizes()
         self._captured: list[CapturedStep] = []
-        self._told_of_runs = False
-        self._known = self._capturing = 0
-        """Captured graphs when the last step ended, and the steps since the plan that captured others."""
-        self._captured_before = 0.0
-        self._last_line = ""
-        self._unplanned: dict[str, None] = {}
-        """Reasons why captured graphs run as in plain training."""
+        self._known = 0  # captured graphs when the last step ended
         self._next = self._unplanned_runs = 0
         """Number of the next planned run of the present step, and of runs that the plan does not have."""
         self._larger = self._outgrown = False
@@ -182,12 +167,8 @@ class PiecewiseTraining:
         """
         self._go_on()
         # The first piece: an output that the loss doesn't use keeps later ones open.
-        if not self._told_of_runs and any(step.open_runs() for step in self._captured[:1]):
-            self._told_of_runs = True
-            warn(
-                f"{type(self._model).__name__} runs several times before a backward pass. It trains in pieces, and "
-                "the budget is of one run: run its inputs as one batch"
-            )
+        if any(step.open_runs() for step in self._captured[:1]):
+            self._breaks.warn_of_runs()
         self._next = self._unplanned_runs = 0
         self._steps += 1
         input_bytes = own_bytes(as_passed(args, kwargs))
@@ -205,9 +186,7 @@ class PiecewiseTraining:
         self.lost = self._plan is not None and self._next + self._unplanned_runs == 0
         self.sizes.first_step = False
         if self._plan is not None and len(self._captured) > self._known:
-            self._capturing += 1
-            if self._capturing == MANY_CAPTURING:
-                self._warn_of_captures()
+            self._breaks.warn_of_captures()
         self._known = len(self._captured)
         if self._record is not None:
             self._record.forward_ends()
@@ -227,8 +206,7 @@ class PiecewiseTraining:
         """Capture a piece; one that can't be planned runs as in plain training."""
         from monetlite.planning.beside_training import least_stored
 
-        self._note_break(graph)
-        self._last_line = next(filter(None, map(source_of, graph.graph.nodes)), "")
+        self._breaks.note(graph)
         pieces: list[CapturedPiece] = []
         autocast = autocast_dtype(device_of(graph, inputs))
 
@@ -254,7 +232,7 @@ class PiecewiseTraining:
         except Exception as error:
             if any(isinstance(item, torch.SymInt) for item in inputs):
                 raise self.sizes.capture_again() from error
-            self._unplanned[compile_failure(error)] = None
+            self._breaks.note_unplanned(error)
             return graph
         return weakly(self._run, pieces[-1], call) if pieces else call
 
@@ -288,8 +266,8 @@ class PiecewiseTraining:
             self._outgrown = True
         else:
             own = piece.serving(sizes)
-            found = next((at for at in to_come if own.serves_as(runs[at].piece)), None)
-            if found is not None:
+            found = next((at for at in to_come if own is not None and own.serves_as(runs[at].piece)), None)
+            if own is not None and found is not None:
                 self._next = found + 1
                 return self._plan.version(found, own)
         self._unplanned_runs += 1
@@ -307,7 +285,6 @@ class PiecewiseTraining:
         except RuntimeError:  # somebody else profiles: at another step
             return
         self._wanted = False
-        self._captured_before = seconds_captured()
 
     def _watch(self, piece: CapturedPiece, what: str) -> None:
         if self._record is not None:
@@ -359,6 +336,11 @@ class PiecewiseTraining:
                 if covering is recorded:
                     raise
                 self._begin_plan(recorded)
+            except (
+                TraceError
+            ) as error:  # a piece has other operators at these sizes than at those it was captured at
+                tell(f"no plan was made for these sizes: {error}")
+                self._wanted = self._plan is None and self._records < MAX_RECORDS
             return
         if self._plan is not None or (not recorded.conclusive and self._records < MAX_RECORDS):
             self._wanted = self._plan is None
@@ -373,14 +355,13 @@ class PiecewiseTraining:
                 "forward pass, so each stores as little as it can"
             )
         said = f"{said}, and a step takes {format_bytes(peak_bytes)} of the budget of {format_bytes(budget_bytes)}"
-        listed = _listed([*self._breaks, *self._unplanned] or [str(self._reason).partition(". ")[0]])
         if peak_bytes > budget_bytes:
             raise TraceError(
                 f"{type(self._model).__name__} can't be captured whole. {said}: raise the budget, or change what "
-                f"can't be captured:{listed}"
-            ) from self._reason
+                f"can't be captured:{self._breaks.listed}"
+            ) from self._breaks.reason
         if self._measured_bytes is None:
-            warn(f"{type(self._model).__name__} can't be captured whole. {said}:{listed}")
+            warn(f"{type(self._model).__name__} can't be captured whole. {said}:{self._breaks.listed}")
         self._measured_bytes = recorded.given.size_bytes
 
     def _settle(self, recorded: RecordedStep) -> bool:
@@ -429,7 +410,9 @@ class PiecewiseTraining:
                 "some percent, and please report this with the model"
             )
         if first:
-            self._warn(recorded)
+            of_whole_models = self._pricing.compile or self._pricing.layout not in (None, AS_TRACED)
+            ignored = " Layouts and compile=True are of whole models only." if of_whole_models else ""
+            self._breaks.warn_of_pieces(recorded, ignored)
         tell(f"plan of {len(recorded.planned)} pieces: {planned(schedule)}")
 
     def _joined(
@@ -489,45 +472,6 @@ class PiecewiseTraining:
         profile = with_additions(self._priced.profile, self._pricing)
         steps = self._priced.in_order(schedule.choices.steps(profile.graph))
         return simulate(profile, steps).peak_bytes
-
-    def _note_break(self, graph: fx.GraphModule) -> None:
-        reason = break_reason(graph)
-        if reason is not None:
-            self._breaks[f"{line_of(reason.user_stack)}: {str(reason.reason).splitlines()[0]}"] = None
-
-    def _warn(self, recorded: RecordedStep) -> None:
-        """Say what the pieces are, and how much of the step is planned."""
-        outside = sum(item.forward_ms + item.backward_ms for item in recorded.outside) / 1e3
-        captured = seconds_captured() - self._captured_before  # in the recorded step, between pieces
-        share = 1 - max(0.0, outside - captured) / max(1e-9, recorded.seconds - captured)
-        kept_bytes = sum(item.kept_bytes for item in recorded.outside)
-        pieces = "1 piece" if len(recorded.planned) == 1 else f"{len(recorded.planned)} pieces"
-        # TorchDynamo tells no reason with a graph that ends where a function is left out as a whole.
-        reasons = [*self._breaks, *self._unplanned] or [str(self._reason).partition(". ")[0]]
-        of_whole_models = self._pricing.compile or self._pricing.layout not in (None, AS_TRACED)
-        ignored = " Layouts and compile=True are of whole models only." if of_whole_models else ""
-        warn(
-            f"{type(self._model).__name__} can't be captured whole. It trains in {pieces}, with "
-            f"{max(0.0, share):.0%} of the step's time planned; code between them runs as in plain training, and "
-            f"keeps {format_bytes(kept_bytes)}.{ignored} whole=True refuses that. What ends pieces:"
-            f"{_listed(reasons)}"
-        )
-
-    def _warn_of_captures(self) -> None:
-        place = f", the last time at {self._last_line}" if self._last_line else ""
-        warn(
-            f"{type(self._model).__name__} was captured again in {MANY_CAPTURING} steps since it was planned"
-            f"{place}, for other sizes or values. Such a step takes seconds. Pad to a few sizes, make a value that "
-            "changes a tensor, or plan a part that doesn't change "
-            "(model.backbone = MONeTWrapper(model.backbone, ...))"
-        )
-
-
-def _listed(reasons: Sequence[str]) -> str:
-    lines = [f"\n  {line}" for line in reasons[:MAX_LISTED]]
-    if len(reasons) > MAX_LISTED:
-        lines.append(f"\n  and {len(reasons) - MAX_LISTED} more")
-    return "".join(lines)
 
 
 def _is_ours(item: Any) -> bool:

@@ -12,6 +12,7 @@ from monetlite.core.graph import Resident, TensorSpec
 from monetlite.core.joining import OutsideCode
 from monetlite.fx.torch_internals.torch_aot import when_backward_ends
 from monetlite.fx.torch_internals.torch_dispatch import change_counter, changes_in_place, storage_key, weak_storage
+from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
 from monetlite.runtime.captured_piece import CapturedPiece, SizedPiece
 from monetlite.tracing.sized_graphs import Limits
@@ -100,7 +101,7 @@ class RecordedStep:
         inputs_let_go_bytes: inputs of pieces, made outside, that are gone when the backward pass begins. Another
             plan may read them again.
         growth_bytes: most memory of the step, beyond what is in use when it begins.
-        seconds: its time.
+        seconds: its time; `capture_seconds` of it went into captures.
     """
 
     given: Given
@@ -111,6 +112,7 @@ class RecordedStep:
     conclusive: bool
     growth_bytes: int
     seconds: float = 0.0
+    capture_seconds: float = 0.0
     inputs_let_go_bytes: int = 0
 
     def outside_as_run(self) -> Sequence[OutsideCode]:
@@ -149,6 +151,7 @@ class StepRecord:
 
     def __init__(self, device: str, parameters: Iterable[torch.Tensor], given: Given) -> None:
         self._memory, self._given = MemoryRecord(device), given
+        self._captured_before = seconds_captured()
         self._runs: list[PieceRun] = []
         self._nodes: dict[Any, int] = {}
         """The run that each autograd node is of."""
@@ -327,6 +330,7 @@ class StepRecord:
             conclusive=conclusive,
             growth_bytes=growth_bytes,
             seconds=seconds,
+            capture_seconds=seconds_captured() - self._captured_before,
             inputs_let_go_bytes=self._inputs_let_go_bytes,
         )
 

@@ -19,7 +19,8 @@ from torch._dynamo import graph_break
 import monetlite
 from monetlite.core.errors import InfeasibleBudget, TraceError
 from monetlite.profiling.memory_use import is_profiling
-from monetlite.runtime import pieces
+from monetlite.runtime import breaks
+from monetlite.runtime.pieces import PiecewiseTraining
 
 QUICK = {"device": "rtx-3090", "time_limit": 0.3}
 
@@ -410,10 +411,8 @@ class MasksSpans(ReadsAMean):
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 @pytest.mark.parametrize("build", [ReadsAMean, ScalesByAMean, MasksSpans])
 def test_numbers_that_differ_in_each_step_are_not_compiled_in_each(build, monkeypatch):
-    compiled, backend = [], pieces.PiecewiseTraining.backend
-    monkeypatch.setattr(
-        pieces.PiecewiseTraining, "backend", lambda *given: (compiled.append(1), backend(*given))[1]
-    )
+    compiled, backend = [], PiecewiseTraining.backend
+    monkeypatch.setattr(PiecewiseTraining, "backend", lambda *given: (compiled.append(1), backend(*given))[1])
     plain = build()
     model = monetlite.within(twin(plain), budget="66%", **QUICK)
     for seed in range(7):
@@ -470,7 +469,7 @@ class Counts(ReadsAMean):
 
 
 def test_captures_that_go_on_are_told_of_once(monkeypatch):
-    monkeypatch.setattr(pieces, "MANY_CAPTURING", 2)
+    monkeypatch.setattr(breaks, "MANY_CAPTURING", 2)
     model = monetlite.within(Counts(), budget="200%", **QUICK)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
