@@ -112,11 +112,14 @@ def _indexed_size(call: Call) -> int | None:
 def _most_true(call: Call) -> int | None:
     """Elements that a mask may select at most: as many as there are to put in their places."""
     match aten_name(call.target), call.args:
-        case "masked_scatter", (_, _, TensorRef() as source):
-            return math.prod(source.spec.shape)
-        case "masked_scatter_backward", (_, _, tuple() | list() as sizes):
-            return math.prod(map(int, sizes))
-    return None
+        case "masked_scatter", (TensorRef() as whole, TensorRef() as mask, TensorRef() as source):
+            elements = math.prod(source.spec.shape)
+        case "masked_scatter_backward", (TensorRef() as whole, TensorRef() as mask, tuple() | list() as sizes):
+            elements = math.prod(map(int, sizes))
+        case _:
+            return None
+    given, chosen = math.prod(whole.spec.shape), math.prod(mask.spec.shape)
+    return elements // max(1, given // max(1, chosen))  # each element of a mask that is broadcast selects several
 
 
 def depends_on_contents(call: Call) -> bool:

@@ -8,7 +8,7 @@ from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals.torch_dynamo import break_reason
 from monetlite.runtime.step_record import RecordedStep
 from monetlite.tracing.names import source_of
-from monetlite.tracing.refusals import compile_failure, line_of
+from monetlite.tracing.refusals import NO_LINE, compile_failure, line_of
 
 MANY_CAPTURING = 8
 """Steps after the plan that captured something, before a person is told that this goes on."""
@@ -40,8 +40,8 @@ class Breaks:
         """Note a captured graph, and why it ends."""
         self._last_line = next(filter(None, map(source_of, graph.graph.nodes)), "")
         reason = break_reason(graph)
-        if reason is not None:
-            self._lines[f"{line_of(reason.user_stack)}: {str(reason.reason).splitlines()[0]}"] = None
+        if reason is not None and (line := line_of(reason.user_stack)) != NO_LINE:
+            self._lines[f"{line}: {str(reason.reason).splitlines()[0]}"] = None
 
     def note_unplanned(self, error: Exception) -> None:
         """Note why a captured graph runs as in plain training."""

@@ -37,6 +37,7 @@ from monetlite.fx.call_encoding import spec_of
 from monetlite.fx.torch_internals.torch_aot import keeps_gradients
 from monetlite.fx.torch_internals.torch_dynamo import (
     RESTARTS,
+    UNSUPPORTED,
 )
 from monetlite.fx.torch_internals.torch_varying import VaryingSizes
 from monetlite.operators import cudnn
@@ -71,6 +72,8 @@ MAX_RECORDS = 4
 """Steps that are recorded, of different pieces, before the plan is left as it is; and by one plan, for its peak."""
 MAX_GROWN = 8
 """The same, of larger inputs."""
+MAX_AWAITED = 8
+"""Steps that are recorded until one comes again that runs others than the planned pieces."""
 NOTEWORTHY = 1.02
 """Inputs that are so many times as large as the planned step's are larger."""
 MAX_RETRIES = 3
@@ -146,6 +149,7 @@ class PiecewiseTraining:
         """The priced profiles of its pieces."""
         self._records = self._settles = self._steps = 0
         self._wanted = True  # the next step is to be recorded
+        self._awaited = 0  # steps to be recorded until one comes again that runs others than the planned pieces
         self._settling = self._settled = False
         """The next record is of a step by the final plan; that has given the plan's peak."""
         self._measured_bytes: int | None = None
@@ -190,12 +194,16 @@ class PiecewiseTraining:
         self._known = len(self._captured)
         if self._record is not None:
             self._record.forward_ends()
-        if self._plan is not None:
-            self._settling = self._unplanned_runs == 0
-        if self._plan is not None and self._record is None:
-            unsettled = self._planning is None and not self._settled and self._settles < MAX_RECORDS
-            most = MAX_GROWN if self._outgrown else MAX_RECORDS
-            self._wanted = unsettled if self._settling else not self._larger and self._records < most
+        if self._plan is None:
+            return
+        self._settling = self._unplanned_runs == 0
+        if self._record is not None:
+            self._awaited = max(0, self._awaited - 1) if self._settling else 0
+            self._wanted = self._awaited > 0
+        elif self._settling:
+            self._wanted = self._planning is None and not self._settled and self._settles < MAX_RECORDS
+        elif not self._larger and self._records < (MAX_GROWN if self._outgrown else MAX_RECORDS):
+            self._wanted, self._awaited = True, MAX_AWAITED
 
     def forward_fails(self) -> None:
         """Note that an exception ended the forward pass of a step. Nothing is learnt of it."""
@@ -228,7 +236,10 @@ class PiecewiseTraining:
             with on_its_gpu(graph, inputs), kernels_kept_whole():
                 call = delivering_backend(partition, eager, keep)(graph, inputs)
         except RESTARTS:
-            raise  # TorchDynamo begins again, by other settings of its own
+            raise
+        except UNSUPPORTED as error:
+            self._breaks.note_unplanned(error)
+            raise
         except Exception as error:
             if any(isinstance(item, torch.SymInt) for item in inputs):
                 raise self.sizes.capture_again() from error
@@ -375,6 +386,30 @@ class PiecewiseTraining:
         if peak_bytes <= self._budget_bytes:
             self.schedule = replace(self.schedule, peak_bytes=peak_bytes)
         return peak_bytes <= self._budget_bytes
+
+    def _plan_for(self, recorded: RecordedStep) -> None:
+        """Plan for a recorded step, and for the sizes of the planned one, too, where the budget allows.
+
+        Raises:
+            InfeasibleBudget: no plan keeps to the budget, or none was found and there is no other.
+        """
+        covering = recorded if self._plan is None else recorded.covering(self._plan.recorded)
+        for wanted in dict.fromkeys((covering, recorded)):
+            before = self._plan, self._planning, self._priced, self._profiles, self._budget_bytes
+            try:
+                self._begin_plan(wanted)
+                return
+            except InfeasibleBudget as error:
+                self._plan, self._planning, self._priced, self._profiles, self._budget_bytes = before
+                if wanted is recorded and (self._plan is None or error.proven_bytes > error.budget_bytes):
+                    raise
+            except TraceError as error:  # a piece has other operators at these sizes
+                tell(f"no plan was made for these sizes: {error}")
+                self._wanted = self._plan is None and self._records < MAX_RECORDS
+                return
+        tell(
+            "no plan was found for this step; it runs by the one before, and stores little of what that leaves out"
+        )
 
     def _begin_plan(self, recorded: RecordedStep) -> None:
         from monetlite.planning.beside_training import PlanningBesideTraining

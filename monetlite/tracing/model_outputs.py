@@ -49,8 +49,8 @@ for _operator in _OPERATORS.split():
     setattr(Untaken, f"__{_operator}__", _refuse)
 
 
-class _UntakenRead(ModelError, AttributeError):
-    """For `hasattr`, an output that is not computed has no attributes."""
+class _UntakenRead(ModelError, AttributeError, TypeError):
+    """For `hasattr`, an output that is not computed has no attributes; for `iter`, no items."""
 
 
 def _read(output: Untaken) -> _UntakenRead:

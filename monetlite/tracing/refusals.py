@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -12,6 +13,10 @@ from torch import nn
 from monetlite.core.errors import ModelRaises, MonetliteError, TraceError
 from monetlite.tracing.names import is_own_file
 
+NO_LINE = "the model"
+"""A place of which no line is known."""
+_RECORDS = "_output_capturing_hooks_installed"
+"""Mark of transformers at models that have their recording hooks."""
 NUMPY_DRAWS = (
     "it draws random numbers from numpy, which captured would be torch's. Draw them with torch, or before the "
     "forward pass and hand them in as an input"
@@ -65,6 +70,11 @@ _COMPILE_FAILURES = (
         "the forward pass assigns to .data of a parameter or buffer. Change it in place: "
         "k.data.mul_(m).add_(q.data, alpha=1 - m)",
     ),
+    (
+        r"^aten\.nonzero\.",
+        "how many places a mask selects depends on the data, as in x[mask] = values. "
+        "x.masked_scatter(mask[:, :, None], values) is captured whole",
+    ),
 )
 """(pattern of an error's text of PyTorch's compiler, what it means and what to do)."""
 _ON_DATA = (
@@ -114,9 +124,7 @@ def explain(error: Exception, advice: str = PIECES) -> TraceError:
 def line_of(stack: Iterable[Any]) -> str:
     """The innermost line of a stack that is the person's: `model.py:12 (x = y.item())`."""
     frames = [item for item in stack if not (item.filename.startswith(_TORCH) or is_own_file(item.filename))]
-    return (
-        f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else "the model"
-    )
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else NO_LINE
 
 
 def own_error(error: BaseException | None, handled: BaseException | None) -> MonetliteError | None:
@@ -148,11 +156,18 @@ def install_recorders(model: nn.Module, error: Exception) -> bool:
     lacking = [
         module
         for module in model.modules()
-        if getattr(module, "_can_record_outputs", None)
-        and not getattr(module, "_output_capturing_hooks_installed", False)
+        if getattr(module, "_can_record_outputs", None) and not getattr(module, _RECORDS, False)
     ]
-    for module in lacking:
-        install(module)
+    install_all = transformers.install_all_output_capturing_hooks
+
+    def install_once(module: Any, *args: Any, **kwargs: Any) -> None:
+        if not getattr(module, _RECORDS, False):
+            install_all(module, *args, **kwargs)
+
+    # A model puts hooks on the models within it, though these may have theirs. Each would record twice.
+    with mock.patch.object(transformers, "install_all_output_capturing_hooks", install_once):
+        for module in lacking:
+            install(module)
     return bool(lacking)
 
 

@@ -61,7 +61,8 @@ class Particular(nn.Module):
         x = x.scatter_add(1, rows, x).scatter(1, rows, 0.5).index_put((targets,), x, accumulate=True)
         x = x + torch.take_along_dim(x, rows, 1) + torch.take(x, rows) + x.cumsum(1) + x.sort(1).values
         first = (torch.arange(len(x)) == 0)[:, None]
-        x = x.masked_scatter(first.expand_as(x), x[1:2]).masked_scatter(first & (x > 9), x[:1] * 2)
+        x = x.masked_scatter(first, x[1:2]).masked_scatter(first.expand_as(x), x[1:2])
+        x = x.masked_scatter(first & (x > 9), x[:1] * 2)
         scores = self.scores(nn.functional.dropout(x, 0.25))
         odds = scores.sigmoid()
         drawn = torch.bernoulli(odds.detach()) + torch.poisson(odds.detach()) + torch.normal(scores, odds.detach())

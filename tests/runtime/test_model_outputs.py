@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutput
 
 import monetlite
 from monetlite.core.errors import ModelError
@@ -51,6 +52,22 @@ def test_large_outputs_are_not_computed_and_say_how_to_get_them(tokens):
     assert not hasattr(output["logits"], "shape")
     assert "not computed" in repr(output["logits"])
     assert "not computed" in repr(copy.deepcopy(output["logits"]))
+    output["loss"].backward()
+
+
+class Encoded(Tagger):
+    """Returns an encoder's output within its own, as vision-language models do."""
+
+    def forward(self, tokens):
+        encoder = BaseModelOutput(last_hidden_state=self.body(tokens).tanh())
+        return {**super().forward(tokens), "encoder": encoder}
+
+
+def test_an_output_within_an_output_may_be_large(tokens):
+    output = monetlite.within(Encoded(), budget="100%", time_limit=1, whole=True)(tokens)
+    assert type(output["encoder"]) is BaseModelOutput
+    with pytest.raises(ModelError, match=r"is not computed"):
+        output["encoder"].last_hidden_state.sum()
     output["loss"].backward()
 
 

@@ -468,6 +468,32 @@ class Counts(ReadsAMean):
         return super().forward(x) * self.seen
 
 
+class FillsPlaces(nn.Module):
+    """Writes where a mask says, of which TorchDynamo's backends can't make a graph. Its layers can be captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(16, 16), nn.ModuleList(mlp() for _ in range(2))
+
+    def forward(self, x, mask):
+        hidden = x.clone()
+        hidden[mask] = self.first(x[:2])
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+def test_what_is_called_beside_a_mask_s_places_is_planned():
+    plain, inputs = FillsPlaces(), (torch.randn(8, 16), torch.arange(8) > 5)
+    model = monetlite.within(twin(plain), budget="110%", **QUICK)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for seed in range(4):
+            assert_same(step(model, inputs, seed), step(plain, inputs, seed))
+    (text,) = [str(item.message) for item in said if "trains in" in str(item.message)]
+    assert re.search(r"in 2 pieces(?s:.*)\n  how many places a mask selects", text)
+
+
 def test_captures_that_go_on_are_told_of_once(monkeypatch):
     monkeypatch.setattr(breaks, "MANY_CAPTURING", 2)
     model = monetlite.within(Counts(), budget="200%", **QUICK)

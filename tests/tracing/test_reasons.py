@@ -9,14 +9,16 @@ import traceback
 import numpy as np
 import pytest
 import torch
+import transformers
 from step_lists import free_profile, schedule_of
 from torch import nn
 from torch.nn import functional as F
+from transformers.utils import output_capturing
 
 import monetlite
 from monetlite.core.errors import TraceError
 from monetlite.core.steps import plain_steps
-from monetlite.tracing.refusals import line_of
+from monetlite.tracing.refusals import install_recorders, line_of
 
 
 class Net(nn.Module):
@@ -251,3 +253,19 @@ def test_a_long_loop_is_told_before_its_capture_ends(monkeypatch):
         UserWarning, match=r"a loop around .*test_reasons\.py:\d+ makes \d+ of .*torch.compiler.disable"
     ):
         wrapper(torch.randn(30, 8)).backward()
+
+
+def test_each_part_of_a_transformers_model_records_once():
+    """Transformers puts its hooks on the models within a model again where these have theirs already."""
+    parts = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**parts, "vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1},
+            vision_config={**parts, "image_size": 16, "patch_size": 8},
+        )
+    )
+    output_capturing.maybe_install_capturing_hooks(model.vision_model)
+    assert install_recorders(model, RuntimeError("output_capturing"))
+    layers = [*model.vision_model.encoder.layers, *model.text_model.encoder.layers]
+    assert [len(layer._forward_hooks) for layer in layers] == [1, 1]
+    assert not install_recorders(model, RuntimeError("output_capturing")), "nothing is lacking"

@@ -10,6 +10,7 @@
 | `_get_dynamo_config_for_logging` | fails in torch 2.11 on a set of methods, and prints a traceback |
 | `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
 | `RestartAnalysis` | raised to begin a capture again; such a graph would not be planned |
+| `exceptions_allowed_to_be_fallback` | raised to capture inner functions; nothing of them would be planned |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
 | `reset_code` | frees what is compiled; a model would be kept for good |
 | `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
@@ -40,7 +41,7 @@ from torch._dynamo import config as _config
 from torch._dynamo import disable, trace_rules
 from torch._dynamo import utils as _utils
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
-from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.exc import RestartAnalysis, exceptions_allowed_to_be_fallback
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
@@ -51,6 +52,9 @@ from monetlite.fx.torch_internals.patching import patched
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 RESTARTS = RestartAnalysis
+"""Errors of a backend after which TorchDynamo captures a function again, by other settings of its own."""
+UNSUPPORTED = exceptions_allowed_to_be_fallback
+"""Errors of a backend after which it leaves a function out, and captures those that the function calls."""
 REFUSALS = (TorchDynamoException, GuardOnDataDependentSymNode)
 _MESSAGES = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
 """Names of loggers' methods; the last two are transformers' own."""

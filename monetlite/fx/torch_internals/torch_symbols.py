@@ -65,7 +65,7 @@ def computed(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Node]) -> fx.No
 
 
 class _Calls(PythonReferenceAnalysis):
-    """Operations of sizes as calls of a graph, those that round included."""
+    """Operations of sizes as calls of a graph, those by functions that don't know proxies included."""
 
     @staticmethod
     def trunc_to_int(x: Any, dtype: object) -> Any:
@@ -83,9 +83,17 @@ class _Calls(PythonReferenceAnalysis):
     def round_to_int(a: Any, dtype: object) -> Any:
         return _called(round, a)
 
+    @staticmethod
+    def minimum(a: Any, b: Any) -> Any:
+        return _called(min, a, b)
 
-def _called(function: Callable[[Any], int], number: Any) -> Any:
-    """The call of a function that doesn't know proxies."""
-    if isinstance(number, fx.Proxy):
-        return number.tracer.create_proxy("call_function", function, (number,), {})
-    return function(number)
+    @staticmethod
+    def maximum(a: Any, b: Any) -> Any:
+        return _called(max, a, b)
+
+
+def _called(function: Callable[..., Any], *numbers: Any) -> Any:
+    for number in numbers:
+        if isinstance(number, fx.Proxy):
+            return number.tracer.create_proxy("call_function", function, numbers, {})
+    return function(*numbers)
