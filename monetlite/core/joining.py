@@ -351,6 +351,9 @@ def _sparing(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Step, ...]:
     needed: set[int] = set()
     spared: list[Step] = []
     for index, choice in reversed(steps):
+        if index >= len(graph.operators):  # added behind the step, as an optimizer's
+            spared.append((index, choice))
+            continue
         ways = graph.operators[index].implementations
         taken = 0 if not needed.isdisjoint(ways[choice].overwrites) else choice
         needed.difference_update(ways[taken].writes)

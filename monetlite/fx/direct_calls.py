@@ -68,11 +68,8 @@ def as_function(program: fx.GraphModule) -> Callable[[list[Any]], Any]:
             Its graph becomes that of the function.
     """
     graph = program.graph
-    _leave_out_views(graph)
     launched: dict[Callable[..., Any], _NamedFunction] = {}
-    with without_modes():
-        quick = list(_quick_calls(graph))
-    for node, function in quick:
+    for node, function in _direct(graph):
         if isinstance(function, str):
             node.op, node.target = "call_method", function
         else:
@@ -84,6 +81,18 @@ def as_function(program: fx.GraphModule) -> Callable[[list[Any]], Any]:
         name: item.function if isinstance(item, _NamedFunction) else item for name, item in code.globals.items()
     }
     return functools.partial(function_of(code.src, names), program)
+
+
+def _direct(graph: fx.Graph) -> list[tuple[fx.Node, Callable[..., Any] | str]]:
+    """The calls of operators with what to call in their places, once views that change nothing are left out.
+
+    None for a graph in which sizes are still symbols: to ask for their values would make constants of them.
+    """
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes):
+        return []
+    _leave_out_views(graph)
+    with without_modes():
+        return list(_quick_calls(graph))
 
 
 def _leave_out_views(graph: fx.Graph) -> None:

@@ -152,7 +152,7 @@ class _Values:
         expr = expression(size)
         if expr not in self._known:
             value = expr.xreplace(self._values)
-            if not value.is_Integer or value < 0:
+            if not value.is_Integer:
                 raise TraceError(f"{size} is {value} where sizes are {self._values}")
             self._known[expr] = int(value) if expr.is_Integer else Size(int(value), expr)
         return self._known[expr]
@@ -175,6 +175,8 @@ class _Values:
         shape, stride = (tuple(map(self.number, sizes)) for sizes in (fake.shape, fake.stride()))
         offset = int(self.number(fake.storage_offset()))
         sizes, strides = list(map(int, shape)), list(map(int, stride))
+        if any(size < 0 for size in sizes):
+            raise TraceError(f"a tensor of shape {sizes} where sizes are {self._values}")
         key, dtype = storage_key(fake), fake.dtype
         with without_modes(), torch.no_grad():
             if key not in self._storages:

@@ -24,6 +24,7 @@ from monetlite.fx import storages
 from monetlite.fx.call_encoding import encode_arguments, fake_mode, spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_tangent
+from monetlite.fx.varying_sizes import SIZES
 from monetlite.operators import TracedKernel, again, is_random, split
 from monetlite.operators.implementations import (
     Intermediate,
@@ -92,7 +93,10 @@ class GraphBuilder:
             if len(self.copied[node]) < len(primals)
         }
         """Storages of gradients that autograd keeps as they are."""
-        self.gradient_bytes = sum(map(storages.storage_bytes, self.gradients))
+        # Those that vary in size don't count: a step has the same deliveries at all sizes.
+        self._fixed_bytes = {
+            node: 0 if hasattr(node.meta["val"], SIZES) else storages.storage_bytes(node) for node in self.gradients
+        }
 
     def _copied_for(self, gradient: fx.Node, inputs: Sequence[fx.Node]) -> list[fx.Node]:
         """Those of the inputs with this gradient for which autograd copies it (AccumulateGrad).
@@ -295,8 +299,8 @@ class GraphBuilder:
         """Hand over the gradients that are final after a kernel, once they are a share of all; at last, any."""
         self._waiting += self._given if node is None else self._final.get(node, [])
         values = {self.index_of[storages.base(gradient)] for gradient in self._waiting}
-        waiting_bytes = sum(self.values[value].size_bytes for value in values)
-        least = 0 if node is None or self.each_gradient else least_delivery(self.gradient_bytes)
+        waiting_bytes = sum(self._fixed_bytes[made] for made in set(map(storages.base, self._waiting)))
+        least = 0 if node is None or self.each_gradient else least_delivery(sum(self._fixed_bytes.values()))
         if not values or waiting_bytes < least:
             return
         call = Call(target=name_of(deliver), args=encode_arguments(self._waiting, self.value_of), outputs=())

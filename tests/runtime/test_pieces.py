@@ -468,6 +468,16 @@ class Counts(ReadsAMean):
         return super().forward(x) * self.seen
 
 
+def test_the_optimizer_of_a_model_in_pieces_is_counted():
+    plain, x = ReadsAMean(), torch.randn(64, 16)
+    model = monetlite.within(twin(plain), budget="120%", optimizer="adamw", **QUICK)
+    for seed in range(4):
+        assert_same(step(model, (x,), seed), step(plain, (x,), seed))
+    assert monetlite.schedule_of(model).optimizer == "adamw"
+    weights = sum(parameter.nbytes for parameter in plain.parameters())
+    assert monetlite.schedule_of(model).peak_bytes > 4 * weights, "weights, gradients and two moments"
+
+
 class FillsPlaces(nn.Module):
     """Writes where a mask says, of which TorchDynamo's backends can't make a graph. Its layers can be captured."""
 

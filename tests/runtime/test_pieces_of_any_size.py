@@ -89,6 +89,38 @@ class Halves(nn.Module):
         return hidden.square().sum() / (batch * length)
 
 
+class Rounds(nn.Module):
+    """Begins with a piece in which nothing is differentiated, and pads rows to a length that varies."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        places = (x.detach() * 3).floor().long()
+        unique, inverse = torch.unique(places[:, :2], dim=0, return_inverse=True)
+        hidden = F.gelu(self.first(x))
+        graph_break()
+        padded = F.pad(hidden, (0, 0, 0, 70 - len(hidden)))[: -len(hidden) // 2]
+        return self.last(F.silu(padded)).square().mean() + inverse.float().mean() / len(unique)
+
+
+class Wide(nn.Module):
+    """Gradients of its weights are delivered in parts; that of its input grows with the batch."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = [(16, 512), (512, 512), (512, 512), (512, 4)]
+        self.layers = nn.ModuleList(nn.Linear(*of) for of in sizes)
+
+    def forward(self, x):
+        x = x * 2
+        graph_break()
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+
 def tokens(batch, length):
     return (torch.randint(0, 11, (batch, length)),)
 
@@ -100,11 +132,13 @@ def rows(*shape):
 MODELS = {
     "recurrent": (Recurrent, [tokens(*sizes) for sizes in ((6, 12), (4, 9), (6, 30), (5, 7), (6, 21), (4, 30))]),
     "experts": (Experts, [rows(60) for _ in range(7)]),
+    "rounds": (Rounds, [rows(count) for count in (20, 30, 10, 40, 25, 33, 12)]),
+    "wide": (Wide, [rows(count) for count in (200, 400, 800, 1600, 300, 600)]),
     "halves": (Halves, [rows(*sizes) for sizes in ((4, 9), (3, 12), (3, 7), (5, 30), (4, 11), (2, 6))]),
 }
 
 
-@pytest.mark.parametrize("name", often(MODELS, "experts", "halves"))
+@pytest.mark.parametrize("name", often(MODELS, "experts", "halves", "wide"))
 def test_steps_of_any_size_are_plain_training_s(name):
     """Losses, gradients, those of inputs included, and the generator's state."""
     build, calls = MODELS[name]
@@ -116,7 +150,7 @@ def test_steps_of_any_size_are_plain_training_s(name):
     assert schedule.peak_bytes <= schedule.budget_bytes
 
 
-@pytest.mark.parametrize("name", ["recurrent", "experts", "halves"])
+@pytest.mark.parametrize("name", often(MODELS, "recurrent", "rounds"))
 def test_a_size_that_has_varied_is_not_captured_again(name, captures):
     build, calls = MODELS[name]
     model, counts = monetlite.within(build(), budget="130%", **QUICK), []
@@ -142,19 +176,23 @@ def test_pieces_of_torch_compile_are_not_captured_again(dynamic, captures):
     assert torch._dynamo.config.automatic_dynamic_shapes, "left as it was"
 
 
-def test_pieces_that_can_t_be_planned_for_several_sizes_are_captured_at_each(captures, monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_pieces_that_can_t_be_planned_for_several_sizes_are_captured_at_each(compiled, captures, monkeypatch):
     def refuse(self, sizes, layout=""):
         raise TraceError("other operators at other sizes")
 
     monkeypatch.setattr(SizedGraphs, "traced_at", refuse)
     build, calls = MODELS["recurrent"]
-    plain, counts = build(), []
-    model = monetlite.within(twin(plain), budget="130%", **QUICK)
+    plain, counts, options = build(), [], {"budget": "130%", **QUICK}
+    model = twin(plain)
+    if compiled:
+        model.compile(backend="monetlite", dynamic=False, options=options)
+    else:
+        monetlite.within(model, **options)
     for seed, args in enumerate(calls):
         assert_same(step(model, args, seed), step(plain, args, seed))
         counts.append(len(captures))
     assert all(now > before for before, now in itertools.pairwise(counts[:4]))
-    assert monetlite.schedule_of(model) is not None
 
 
 def test_no_size_exceeds_the_budget():

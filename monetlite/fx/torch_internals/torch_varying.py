@@ -4,7 +4,8 @@
 | --- | --- |
 | `wrap_symfloat`, `wrap_symint` | symbols in place of numbers that vary; each would be compiled by itself |
 | `_automatic_dynamic` | decides which sizes of an input are symbols; each size would be captured by itself |
-| `TensorifyScalarRestartAnalysis` | has TorchDynamo begin again; a graph that can't be planned would stay so |
+| `TensorifyScalarRestartAnalysis` | a backend's error that TorchDynamo passes on; captures would end in errors |
+| `UnspecializeRestartAnalysis` | has it begin again, with other breaks, too; the same |
 | `TensorifyState` | tells which numbers can't be tensors; they would be tried at each new number |
 | `LazySymNodeFormatString` | makes text of such a number; a number read from that text again would be wrong |
 """
@@ -17,8 +18,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo import config as _config
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis as CaptureAgain
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis, Unsupported
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables import builder as _builder
 from torch._dynamo.variables.builder import VariableBuilder
@@ -88,6 +88,10 @@ class VaryingNumbers:
         return self._specialized[key] >= _MANY_SPECIALIZED
 
 
+class _CaptureAgain(TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis):
+    """An error of a backend that has TorchDynamo capture the function again."""
+
+
 class VaryingSizes:
     """The sizes of tensors, and whole numbers, that captured functions are called with, and that have varied.
 
@@ -120,7 +124,7 @@ class VaryingSizes:
         """An error that has TorchDynamo capture the present function again, each size by itself."""
         assert self._captured is not None
         self._fixed.add(self._captured)
-        return CaptureAgain(restart_reason="a graph whose sizes vary can't be planned")
+        return _CaptureAgain(restart_reason="a graph whose sizes vary can't be planned")
 
     def _sizes_of(self, tensor: Any, translator: Any, source: Any, static: bool, *args: Any, **kwargs: Any) -> Any:
         if not self.active:
