@@ -7,8 +7,8 @@
 | 3 and on | by a schedule of the whole step: the pieces joined with what was recorded (`core.joining`) |
 
 A piece may run several times in a step, by another plan each time. A step may leave planned runs out. Where it
-runs other pieces than the planned step, or more, those run by the programs of step 1, and the next step is recorded
-anew.
+runs other pieces than the planned step, or more, those run by the programs of step 1, and such a step is recorded
+and planned, too: a model may have several kinds of steps, as one with two tasks has.
 """
 
 import math
@@ -72,6 +72,8 @@ MAX_RECORDS = 4
 """Steps that are recorded, of different pieces, before the plan is left as it is; and by one plan, for its peak."""
 MAX_GROWN = 8
 """The same, of larger inputs."""
+MAX_KINDS = 4
+"""Kinds of steps that have plans."""
 MAX_AWAITED = 8
 """Steps that are recorded until one comes again that runs others than the planned pieces."""
 NOTEWORTHY = 1.02
@@ -88,6 +90,15 @@ class PlannedPieces:
     joined: JoinedStep
     steps: Mapping[int, tuple[Step, ...]] = field(default_factory=dict)
     _carried: dict[tuple[int, SizedPiece], Version] = field(default_factory=dict)
+
+    def next_run(self, first: int, piece: CapturedPiece) -> int | None:
+        """The first run of a piece, from one on."""
+        runs = self.recorded.runs
+        return next((at for at in range(first, len(runs)) if runs[at].captured is piece), None)
+
+    def begins(self, ran: Sequence[CapturedPiece]) -> bool:
+        """True if the step begins with these pieces."""
+        return [run.captured for run in self.recorded.runs[: len(ran)]] == ran
 
     def version(self, run: int, piece: SizedPiece) -> Version:
         """The programs of a run on a piece that serves as its own."""
@@ -139,7 +150,10 @@ class PiecewiseTraining:
         """Number of the next planned run of the present step, and of runs that the plan does not have."""
         self._larger = self._outgrown = False
         """The present step has larger inputs than the planned one; it or one of its runs has."""
-        self._plan: PlannedPieces | None = None
+        self._plan: PlannedPieces | None = None  # the last that was made
+        self._plans: list[PlannedPieces] = []  # one for each kind of step, the last that was made behind the others
+        self._now: PlannedPieces | None = None  # that of the present step
+        self._ran: list[CapturedPiece] = []  # in the present step
         self._planning: PlanningBesideTraining | None = None
         self._record: StepRecord | None = None
         self._budget_bytes = 0
@@ -147,7 +161,7 @@ class PiecewiseTraining:
         """The planned step with the costs that it was planned by."""
         self._profiles: Mapping[Any, Profile] = {}
         """The priced profiles of its pieces."""
-        self._records = self._settles = self._steps = 0
+        self._records = self._grown = self._settles = self._steps = 0
         self._wanted = True  # the next step is to be recorded
         self._awaited = 0  # steps to be recorded until one comes again that runs others than the planned pieces
         self._settling = self._settled = False
@@ -176,10 +190,11 @@ class PiecewiseTraining:
         self._next = self._unplanned_runs = 0
         self._steps += 1
         input_bytes = own_bytes(as_passed(args, kwargs))
-        planned_bytes = math.inf if self._plan is None else NOTEWORTHY * self._plan.recorded.given.size_bytes
-        self._larger = self._outgrown = input_bytes > planned_bytes
+        planned_bytes = max((plan.recorded.given.size_bytes for plan in self._plans), default=math.inf)
+        self._larger = self._outgrown = input_bytes > NOTEWORTHY * planned_bytes
+        self._now, self._ran = self._plan, []
         if self._larger:
-            self._wanted = self._records < MAX_GROWN
+            self._wanted = self._grown < MAX_GROWN
         if self._measured_bytes is not None:
             self._wanted = input_bytes > self._measured_bytes
         if self._wanted and self._steps > 1:
@@ -202,8 +217,9 @@ class PiecewiseTraining:
             self._wanted = self._awaited > 0
         elif self._settling:
             self._wanted = self._planning is None and not self._settled and self._settles < MAX_RECORDS
-        elif not self._larger and self._records < (MAX_GROWN if self._outgrown else MAX_RECORDS):
-            self._wanted, self._awaited = True, MAX_AWAITED
+        elif not self._larger and self._settles < 2 * MAX_AWAITED:
+            self._wanted = self._grown < MAX_GROWN if self._outgrown else self._records < MAX_RECORDS
+            self._awaited = MAX_AWAITED if self._wanted else 0
 
     def forward_fails(self) -> None:
         """Note that an exception ended the forward pass of a step. Nothing is learnt of it."""
@@ -264,23 +280,26 @@ class PiecewiseTraining:
         Planned runs are taken in order. Some may be left out, as where layers are dropped at random. Of a step with
         larger inputs than the planned one's, none are taken: code between the pieces takes more, too.
         """
-        if self._plan is None or self._larger:
+        self._ran.append(piece)
+        if self._now is None or self._larger:
             self._unplanned_runs += self._larger
             return piece.least
-        runs = self._plan.recorded.runs
+        found = self._now.next_run(self._next, piece)
+        if found is None and (other := next((plan for plan in self._plans if plan.begins(self._ran)), None)):
+            self._now, found = other, len(self._ran) - 1
+        runs = self._now.recorded.runs
         to_come = range(self._next, len(runs))
-        found = next((at for at in to_come if runs[at].captured is piece), None)
         if found is not None:
             self._next = found + 1
             if runs[found].piece.serves(sizes):
-                return self._plan.version(found, runs[found].piece)
+                return self._now.version(found, runs[found].piece)
             self._outgrown = True
         else:
             own = piece.serving(sizes)
             found = next((at for at in to_come if own is not None and own.serves_as(runs[at].piece)), None)
             if own is not None and found is not None:
                 self._next = found + 1
-                return self._plan.version(found, own)
+                return self._now.version(found, own)
         self._unplanned_runs += 1
         return piece.least
 
@@ -312,11 +331,12 @@ class PiecewiseTraining:
                 recorded = record.end()
                 if recorded is not None:
                     self._settles += self._settling
-                    self._records += not self._settling
+                    self._records += not self._settling and not self._outgrown
+                    self._grown += not self._settling and self._outgrown
                     try:
                         self._learn(recorded)
                     except BaseException:
-                        self._plan, self._wanted = None, True  # the next steps don't go on without a plan, unsaid
+                        self._plan, self._plans, self._wanted = None, [], True  # no step goes on unplanned, unsaid
                         raise
                 elif self._plan is None:
                     self._wanted = True
@@ -336,22 +356,11 @@ class PiecewiseTraining:
             final = self._planning is None and recorded.runs_as(self._plan.recorded)
             if final and not self._settle(recorded) and self._records < MAX_RECORDS:
                 self._records += 1
-                self._begin_plan(recorded)
+                self._plan_for(recorded)
             return
         if recorded.planned:
             self._measured_bytes = None
-            covering = recorded if self._plan is None else recorded.covering(self._plan.recorded)
-            try:
-                self._begin_plan(covering)
-            except InfeasibleBudget:
-                if covering is recorded:
-                    raise
-                self._begin_plan(recorded)
-            except (
-                TraceError
-            ) as error:  # a piece has other operators at these sizes than at those it was captured at
-                tell(f"no plan was made for these sizes: {error}")
-                self._wanted = self._plan is None and self._records < MAX_RECORDS
+            self._plan_for(recorded)
             return
         if self._plan is not None or (not recorded.conclusive and self._records < MAX_RECORDS):
             self._wanted = self._plan is None
@@ -393,8 +402,8 @@ class PiecewiseTraining:
         Raises:
             InfeasibleBudget: no plan keeps to the budget, or none was found and there is no other.
         """
-        covering = recorded if self._plan is None else recorded.covering(self._plan.recorded)
-        for wanted in dict.fromkeys((covering, recorded)):
+        alike = next((plan.recorded for plan in self._plans if recorded.is_like(plan.recorded)), None)
+        for wanted in (recorded,) if alike is None else (recorded.covering(alike), recorded):
             before = self._plan, self._planning, self._priced, self._profiles, self._budget_bytes
             try:
                 self._begin_plan(wanted)
@@ -498,6 +507,8 @@ class PiecewiseTraining:
         except IllegalSchedule:
             return False
         self._plan = PlannedPieces(recorded, joined, steps)
+        others = [plan for plan in self._plans if not recorded.is_like(plan.recorded)]
+        self._plans = [*others[1 - MAX_KINDS :], self._plan]
         self.schedule = replace(schedule, peak_bytes=peak_bytes, budget_bytes=self._budget_bytes)
         return True
 

@@ -121,18 +121,19 @@ class RecordedStep:
         released_bytes = last.released_bytes + self.inputs_let_go_bytes
         return [*self.outside[:-1], replace(last, released_bytes=released_bytes)]
 
-    def covering(self, other: "RecordedStep") -> "RecordedStep":
-        """The same step, to be planned for the sizes of another one, too, if the same pieces ran there."""
+    def is_like(self, other: "RecordedStep") -> bool:
+        """True if the same pieces ran in the same order."""
         pieces = [[run.captured for run in of.runs] for of in (self, other)]
-        if pieces[0] != pieces[1] or list(self.planned) != list(other.planned):
-            return self
+        return pieces[0] == pieces[1] and list(self.planned) == list(other.planned)
+
+    def covering(self, other: "RecordedStep") -> "RecordedStep":
+        """The same step, to be planned for the sizes of another one that is like it, too."""
         pairs = zip(self.runs, other.runs, strict=True)
         return replace(self, runs=[replace(own, least_sizes=its.piece.sizes) for own, its in pairs])
 
     def runs_as(self, other: "RecordedStep") -> bool:
         """True if the same pieces ran in the same order, on inputs of the same sizes."""
-        pieces = [[(run.captured, run.sizes) for run in of.runs] for of in (self, other)]
-        return pieces[0] == pieces[1] and list(self.planned) == list(other.planned)
+        return self.is_like(other) and [run.sizes for run in self.runs] == [run.sizes for run in other.runs]
 
 
 class StepRecord:

@@ -478,6 +478,36 @@ def test_the_optimizer_of_a_model_in_pieces_is_counted():
     assert monetlite.schedule_of(model).peak_bytes > 4 * weights, "weights, gradients and two moments"
 
 
+class TwoTasks(nn.Module):
+    """Steps of two kinds, each with a head of its own behind a break."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = mlp(), nn.ModuleList([mlp(), nn.Sequential(mlp(), mlp())])
+
+    def forward(self, x, task):
+        hidden = self.body(x)
+        graph_break()
+        return self.heads[task](hidden).square().mean()
+
+
+def test_each_kind_of_steps_is_planned(monkeypatch):
+    unplanned, ends = [], PiecewiseTraining.forward_ends
+
+    def noted(self):
+        ends(self)
+        unplanned.append(self._unplanned_runs)
+
+    monkeypatch.setattr(PiecewiseTraining, "forward_ends", noted)
+    plain, x = TwoTasks(), torch.randn(64, 16)
+    model = monetlite.within(twin(plain), budget="100%", **QUICK)
+    for seed in range(14):
+        assert_same(step(model, (x, seed % 2), seed), step(plain, (x, seed % 2), seed))
+    assert any(unplanned), "the second kind comes unplanned at first"
+    assert unplanned[-6:] == [0] * 6
+    assert not is_profiling(), "nothing is left to be recorded"
+
+
 class FillsPlaces(nn.Module):
     """Writes where a mask says, of which TorchDynamo's backends can't make a graph. Its layers can be captured."""
 
