@@ -64,6 +64,7 @@ class Piece:
         profile: of its graph.
         handed_back: gradients of its inputs that are no parameters, and for each the number of the code outside
             that takes it.
+        added: those of them that autograd adds, right after the piece, to a later piece's of the same tensor.
         held: outputs that somebody holds when the backward part has ended, as the caller does.
         gone: outputs that are gone when the backward pass begins, by the plans of all pieces.
         once: operators that read what code outside changes later, so that they can't be run again.
@@ -72,6 +73,7 @@ class Piece:
 
     profile: Profile
     handed_back: Mapping[int, int]
+    added: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
     once: frozenset[int] = frozenset()
@@ -286,6 +288,8 @@ class _Joiner:
         if number < len(self.pieces) - 1:
             outputs.difference_update(self._gone(number))
         freed_bytes = of.freed_output_bytes + self._size([kept, *given_back]) + self._let_go_bytes(number)
+        if number < len(self.pieces) - 1:
+            freed_bytes += self._added_bytes(number + 1)
         new_bytes = of.gradient_bytes + self._size(loss.writes)
         left_bytes = of.backward_change_bytes + freed_bytes - new_bytes
         taken = []
@@ -326,12 +330,17 @@ class _Joiner:
         return Cost(latency_ms=of.backward_ms, workspace_bytes=workspace_bytes)
 
     def _given_back(self, outside: int) -> list[int]:
+        """Gradients that code outside takes of the pieces behind it."""
         return [
             value + self.first[number]
             for number, piece in enumerate(self.pieces)
             for value, to in piece.handed_back.items()
-            if to == outside
+            if to == outside and value not in piece.added
         ]
+
+    def _added_bytes(self, number: int) -> int:
+        """Bytes of a piece's gradients that go once they are added to others."""
+        return self._size(value + self.first[number] for value in self.pieces[number].added)
 
     def _moved(self, number: int, item: Implementation) -> Implementation:
         by = self.first[number]

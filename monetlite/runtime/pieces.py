@@ -477,6 +477,7 @@ class PiecewiseTraining:
                 Piece(
                     profile=profile,
                     handed_back=handed_back,
+                    added=frozenset(value for at, value in values.items() if at in run.added),
                     held=held,
                     gone=gone - held,
                     once=once,

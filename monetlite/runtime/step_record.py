@@ -43,6 +43,7 @@ class PieceRun:
         least_sizes: that a plan for it has to serve beside these.
         takers: for each input that has a gradient and is not a parameter, by position, the number of the code
             outside that takes the gradient.
+        added: positions of those of them whose tensor a later run takes, too: autograd adds their gradients.
         parameters: ids of the leaves among its inputs.
         gone_bytes: sizes of outputs that are gone when the backward pass begins.
         held_bytes: sizes of outputs that somebody holds when its backward part has ended.
@@ -54,6 +55,7 @@ class PieceRun:
     sizes: Limits
     takers: dict[int, int]
     parameters: frozenset[int]
+    added: frozenset[int] = frozenset()
     gone_bytes: frozenset[int] = frozenset()
     held_bytes: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
@@ -154,6 +156,8 @@ class StepRecord:
         self._memory, self._given = MemoryRecord(device), given
         self._captured_before = seconds_captured()
         self._runs: list[PieceRun] = []
+        self._uses: dict[tuple[Any, int], list[tuple[int, int]]] = {}
+        """The runs that take each tensor, by its autograd node and the output of that, and at which positions."""
         self._nodes: dict[Any, int] = {}
         """The run that each autograd node is of."""
         self._begun: list[int] = []
@@ -165,6 +169,7 @@ class StepRecord:
             for item in parameters
             if item.requires_grad and item.is_leaf
         ]
+        self._used: list[list[tuple[int, int]]] = []
         self._forward_ended = False
         self._seen: list[tuple[_Versions, _Versions]] = []
         """Inputs and outputs of each run, by position, as they were when it ended."""
@@ -190,6 +195,9 @@ class StepRecord:
         before = len(self._runs) - 1
         takers = {at: self._nodes.get(item.grad_fn, before) + 1 for at, item in tensors if not item.is_leaf}
         leaves = frozenset(id(item) for _, item in tensors if item.is_leaf)
+        for at in takers:
+            node = (arguments[at].grad_fn, arguments[at].output_nr)
+            self._uses.setdefault(node, []).append((len(self._runs), at))
         self._memory.mark(f"forward {len(self._runs)}")
         self._runs.append(PieceRun(piece, piece.step.sizes(arguments), takers, leaves))
 
@@ -263,6 +271,8 @@ class StepRecord:
                 self._runs[number], changed=frozenset(arguments), outputs_changed=bool(outputs)
             )
         self._seen = []
+        self._used = list(self._uses.values())
+        self._uses = {}
         self._nodes = {}  # which would keep the step's activations alive if its backward pass never came
 
     def end(self) -> RecordedStep | None:
@@ -318,9 +328,19 @@ class StepRecord:
                 )
             )
         seconds = found[-2].seconds - found[0].seconds
+        added: dict[int, set[int]] = {}
+        for uses in self._used:
+            differentiated = [use for use in uses if use[0] in planned]
+            for run, at in differentiated:
+                if run != differentiated[-1][0]:
+                    added.setdefault(run, set()).add(at)
         runs = [
-            replace(run, takers={at: bisect.bisect_left(planned, taker) for at, taker in run.takers.items()})
-            for run in self._runs
+            replace(
+                run,
+                takers={at: bisect.bisect_left(planned, taker) for at, taker in run.takers.items()},
+                added=frozenset(added.get(number, ())),
+            )
+            for number, run in enumerate(self._runs)
         ]
         return RecordedStep(
             given=self._given,

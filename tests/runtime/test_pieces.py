@@ -17,6 +17,7 @@ from torch import nn
 from torch._dynamo import graph_break
 
 import monetlite
+from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import InfeasibleBudget, TraceError
 from monetlite.profiling.memory_use import is_profiling
 from monetlite.runtime import breaks
@@ -183,8 +184,6 @@ class Pools(nn.Module):
 )
 def test_the_peak_of_a_final_plan_is_that_of_a_step_by_it(build, inputs):
     """Code between pieces takes what it takes by that plan; outputs live as long as somebody holds them."""
-    from monetlite.checking.trainee import Trainee, default_loss
-
     model, args = build(), (inputs(),)
     plain_bytes = Trainee(copy.deepcopy(model), args, {}, default_loss, "cpu").memory().peak_bytes
     wrapper = monetlite.MONeTWrapper(model, budget=int(1.05 * plain_bytes), wait=True, time_limit=1.0)
@@ -197,8 +196,6 @@ def test_the_peak_of_a_final_plan_is_that_of_a_step_by_it(build, inputs):
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 @pytest.mark.thorough
 def test_a_plan_holds_the_budget_and_is_predicted_within_three_percent():
-    from monetlite.checking.trainee import Trainee, default_loss
-
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()
@@ -476,6 +473,33 @@ def test_the_optimizer_of_a_model_in_pieces_is_counted():
     assert monetlite.schedule_of(model).optimizer == "adamw"
     weights = sum(parameter.nbytes for parameter in plain.parameters())
     assert monetlite.schedule_of(model).peak_bytes > 4 * weights, "weights, gradients and two moments"
+
+
+class ReadsRegions(nn.Module):
+    """A feature map that several later pieces read, as heads of a detector do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 4)
+
+    def forward(self, x):
+        features, loss = self.body(x).relu(), 0.0
+        for number in range(5):
+            scale = 2.0 if features[0, 0, number, number].item() > 1e9 else 1.0
+            loss = loss + self.head(features.mean((2, 3)) * scale).square().sum()
+        return loss
+
+
+def test_gradients_of_a_tensor_that_several_pieces_read_are_added_as_they_come():
+    model, args = ReadsRegions(), (torch.randn(1, 3, 96, 96),)
+    plain_bytes = Trainee(copy.deepcopy(model), args, {}, default_loss, "cpu").memory().peak_bytes
+    wrapper = monetlite.MONeTWrapper(model, budget=int(1.1 * plain_bytes), **QUICK)
+    trainee = Trainee(wrapper, args, {}, default_loss, "cpu")
+    for _ in range(4):
+        trained(wrapper, *args)
+    measured = trainee.memory().peak_bytes
+    assert abs(wrapper.schedule.peak_bytes / measured - 1) < 0.05
+    assert measured <= 1.01 * wrapper.schedule.budget_bytes
 
 
 class TwoTasks(nn.Module):
