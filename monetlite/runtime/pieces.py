@@ -127,6 +127,7 @@ class PiecewiseTraining:
         schedule: of the whole step; None before it is planned, and where nothing can be.
         sizes: of what the pieces take, as captures see them.
         lost: True before the first step, and after a step in which nothing of the plan ran.
+        captured: True after a step that captured a piece to be planned.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class PiecewiseTraining:
     ) -> None:
         self.schedule: Schedule | None = None
         self.lost = True
+        self.captured = False
         self._held_elsewhere, self._budget, self._wait = weakref.ref(model), budget, wait
         self._pricing, self._solving = pricing, solving
         self._breaks = Breaks(type(model).__name__, reason)
@@ -202,11 +204,11 @@ class PiecewiseTraining:
 
     def forward_ends(self) -> None:
         """Note that the forward pass of a step has ended."""
+        self.captured, self._known = len(self._captured) > self._known, len(self._captured)
         self.lost = self._plan is not None and self._next + self._unplanned_runs == 0
         self.sizes.first_step = False
-        if self._plan is not None and len(self._captured) > self._known:
+        if self._plan is not None and self.captured:
             self._breaks.warn_of_captures()
-        self._known = len(self._captured)
         if self._record is not None:
             self._record.forward_ends()
         if self._plan is None:

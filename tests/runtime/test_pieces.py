@@ -443,7 +443,31 @@ class Catches(nn.Module):
         return self.second(x)
 
 
-@pytest.mark.parametrize("build", [DropsLayers, Catches])
+def borders(counts):
+    """Where parts begin. TorchDynamo compiles the loop anew at each call: a method is on its stack at a break."""
+    found, places = [0], []
+    for count, parts in counts.tolist():
+        numbers = torch.arange(count * parts)
+        places.append(numbers[numbers >= 0])
+        halves = torch.full((2,), count * parts // 2).cumsum(0) + found[-1]
+        found.extend(halves.tolist())
+    return found
+
+
+class SplitsInParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+        self.register_buffer("counts", torch.tensor([[4, 2], [2, 2]]))
+
+    def forward(self, x):
+        begins = borders(self.counts)
+        x = self.first(x)
+        graph_break()
+        return self.second(x) * begins[-1]
+
+
+@pytest.mark.parametrize("build", [DropsLayers, Catches, SplitsInParts])
 def test_later_steps_look_at_nothing_anew(build):
     """A number that only a branch reads needs a program for each side; functions that were left out stay so."""
     model = monetlite.within(build(), budget="105%", **QUICK)

@@ -27,6 +27,7 @@ import logging
 import sys
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -59,6 +60,8 @@ REFUSALS = (TorchDynamoException, GuardOnDataDependentSymNode)
 _MESSAGES = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
 """Names of loggers' methods; the last two are transformers' own."""
 _MAX_PIECES = 256
+_MANY_IN_VAIN = 4
+"""Steps after which a function that is compiled up to a break in each, without a graph, is left out."""
 _CHECKED = ("solve", "inv", "cholesky", "lu_factor", "lu", "ldl_factor")
 """Functions of `torch.linalg` that look at their result on the host, to raise where there is none."""
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -220,6 +223,36 @@ def _forwards_of_parts() -> tuple[types.CodeType, ...]:
 
 def _no_loop(_translator: Any) -> bool:
     return False
+
+
+class BreaksAgain:
+    """Functions that TorchDynamo compiles up to a break in one step after another, without a graph to be planned.
+
+    Some can't be kept: one that goes on in a loop with an iterator or a bound method of its own is compiled at each
+    round. After a few such steps it is left out.
+    """
+
+    def __init__(self) -> None:
+        self._now: set[types.CodeType] = set()
+        self._steps: Counter[types.CodeType] = Counter()
+
+    def noted(self) -> AbstractContextManager[None]:
+        """Note the functions that are compiled up to a break, for the time of a block."""
+
+        def note(translator: Any) -> bool:
+            self._now.add(translator.f_code)
+            return False
+
+        return patched(mock.patch.object(InstructionTranslatorBase, "maybe_has_backedge", note))
+
+    def step_ends(self, *, in_vain: bool) -> None:
+        """Leave out what has been compiled in vain in many steps."""
+        if in_vain:
+            self._steps.update(self._now)
+            for code in self._now:
+                if self._steps[code] == _MANY_IN_VAIN:
+                    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+        self._now.clear()
 
 
 def _iterated(modules: Any) -> Iterator[nn.Module]:
