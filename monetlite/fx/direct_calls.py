@@ -86,7 +86,7 @@ def as_function(program: fx.GraphModule) -> Callable[[list[Any]], Any]:
 def _direct(graph: fx.Graph) -> list[tuple[fx.Node, Callable[..., Any] | str]]:
     """The calls of operators with what to call in their places, once views that change nothing are left out.
 
-    None for a graph in which sizes are still symbols: to ask for their values would make constants of them.
+    A graph in which sizes are still symbols stays as it is: to ask for their values would make constants of them.
     """
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in graph.nodes):
         return []

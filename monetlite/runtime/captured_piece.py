@@ -12,7 +12,9 @@ from torch import fx, nn
 from monetlite.core.errors import IllegalSchedule, TraceError
 from monetlite.core.graph import DELIVERY, LOSS, Phase, ValueKind
 from monetlite.core.steps import Step, check_legal
+from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_tangent
+from monetlite.fx.torch_internals.torch_symbols import expression
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.gradient_delivery import CapturedStep, Version
 from monetlite.runtime.lowering import lower
@@ -51,8 +53,14 @@ class CapturedPiece:
             traced = self._graphs.traced_at(sizes)
         else:
             sizes, traced = (), build(joint, inputs)
+        self._counts = _sizes_of_tensors(joint)
         self.first = SizedPiece(self, traced, sizes)
         self._known = {sizes: self.first}
+
+    def sizes(self, arguments: Sequence[Any]) -> Limits:
+        """The sizes of inputs that vary. Numbers that are the size of no tensor are as they were captured."""
+        given = zip(self._counts, self.step.sizes(arguments), self.first.sizes, strict=True)
+        return tuple(size if counts else captured for counts, size, captured in given)
 
     def at(self, sizes: Limits) -> "SizedPiece":
         """The piece at these sizes."""
@@ -70,6 +78,16 @@ class CapturedPiece:
             return self.at(sizes)
         except TraceError:
             return None
+
+
+def _sizes_of_tensors(joint: Joint) -> list[bool]:
+    """For each number among the inputs whether the size of a tensor depends on it. A counter takes no memory."""
+    found: set[Any] = set()
+    for node in joint.graph.graph.nodes:
+        for item in pytree.tree_leaves(node.meta.get("val")):
+            sizes: Any = item.shape if isinstance(item, torch.Tensor) else ()
+            found.update(*(expression(size).free_symbols for size in sizes if isinstance(size, torch.SymInt)))
+    return [symbol in found for symbol in input_sizes(joint.graph.graph)]
 
 
 def _captured_inputs(joint: Joint) -> list[Any]:

@@ -70,8 +70,10 @@ if TYPE_CHECKING:
 
 MAX_RECORDS = 4
 """Steps that are recorded, of different pieces, before the plan is left as it is; and by one plan, for its peak."""
-MAX_GROWN = 8
+MAX_GROWN = 16
 """The same, of larger inputs."""
+GROWING, HEADROOM = 3, 1.25
+"""Steps with larger inputs from which on plans are for sizes that are so many times as large."""
 MAX_KINDS = 4
 """Kinds of steps that have plans."""
 MAX_AWAITED = 8
@@ -267,7 +269,7 @@ class PiecewiseTraining:
 
     def _run(self, piece: CapturedPiece, call: Callable[..., Any], *arguments: Any) -> Any:
         """Run a piece by the programs that are planned for this place of the step."""
-        sizes = piece.step.sizes(arguments)
+        sizes = piece.sizes(arguments)
         piece.step.current = self._meant(piece, sizes)
         if self._record is None:
             return call(*arguments)
@@ -402,17 +404,21 @@ class PiecewiseTraining:
         """Plan for a recorded step, and for the sizes of the planned one, too, where the budget allows.
 
         Raises:
-            InfeasibleBudget: no plan keeps to the budget, or none was found and there is no other.
+            InfeasibleBudget: no plan was found, and there is no other, or the step has exceeded the budget.
         """
         alike = next((plan.recorded for plan in self._plans if recorded.is_like(plan.recorded)), None)
-        for wanted in (recorded,) if alike is None else (recorded.covering(alike), recorded):
+        choices = [recorded] if alike is None else [recorded.covering(alike), recorded]
+        if self._outgrown and self._grown >= GROWING:
+            choices.insert(0, choices[0].enlarged(HEADROOM))
+        for wanted in choices:
             before = self._plan, self._planning, self._priced, self._profiles, self._budget_bytes
             try:
                 self._begin_plan(wanted)
                 return
             except InfeasibleBudget as error:
                 self._plan, self._planning, self._priced, self._profiles, self._budget_bytes = before
-                if wanted is recorded and (self._plan is None or error.proven_bytes > error.budget_bytes):
+                exceeded = recorded.given.resident.total + recorded.growth_bytes > error.budget_bytes
+                if wanted is recorded and (self._plan is None or exceeded):
                     raise
             except TraceError as error:  # a piece has other operators at these sizes
                 tell(f"no plan was made for these sizes: {error}")

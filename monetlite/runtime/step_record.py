@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -65,7 +66,12 @@ class PieceRun:
     @property
     def piece(self) -> SizedPiece:
         """The piece at the sizes that it is planned for."""
-        return self.captured.at(tuple(map(max, self.sizes, self.least_sizes or self.sizes)))
+        return self.captured.at(self.planned_sizes)
+
+    @property
+    def planned_sizes(self) -> Limits:
+        """The sizes that a plan for it has to serve."""
+        return tuple(map(max, self.sizes, self.least_sizes or self.sizes))
 
     @property
     def as_recorded(self) -> SizedPiece:
@@ -122,6 +128,29 @@ class RecordedStep:
         last = self.outside[-1]
         released_bytes = last.released_bytes + self.inputs_let_go_bytes
         return [*self.outside[:-1], replace(last, released_bytes=released_bytes)]
+
+    def enlarged(self, factor: float) -> "RecordedStep":
+        """The same step, to be planned as if its inputs were so many times as large."""
+
+        def more(size: int) -> int:
+            return math.ceil(factor * size)
+
+        runs = [replace(run, least_sizes=tuple(map(more, run.planned_sizes))) for run in self.runs]
+        outside = [
+            replace(
+                of,
+                kept_bytes=more(of.kept_bytes),
+                forward_bytes=more(of.forward_bytes),
+                backward_bytes=more(of.backward_bytes),
+                released_bytes=more(of.released_bytes),
+                freed_output_bytes=more(of.freed_output_bytes),
+                backward_change_bytes=more(of.backward_change_bytes),
+            )
+            for of in self.outside
+        ]
+        resident = replace(self.given.resident, inputs=more(self.given.resident.inputs))
+        given = replace(self.given, size_bytes=more(self.given.size_bytes), resident=resident)
+        return replace(self, runs=runs, outside=outside, given=given)
 
     def is_like(self, other: "RecordedStep") -> bool:
         """True if the same pieces ran in the same order."""
@@ -199,7 +228,7 @@ class StepRecord:
             node = (arguments[at].grad_fn, arguments[at].output_nr)
             self._uses.setdefault(node, []).append((len(self._runs), at))
         self._memory.mark(f"forward {len(self._runs)}")
-        self._runs.append(PieceRun(piece, piece.step.sizes(arguments), takers, leaves))
+        self._runs.append(PieceRun(piece, piece.sizes(arguments), takers, leaves))
 
     def run_ends(self, arguments: Iterable[Any], outputs: Iterable[Any]) -> None:
         """Note the end of a forward part, which may have changed its arguments."""

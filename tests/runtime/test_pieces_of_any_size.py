@@ -195,6 +195,41 @@ def test_pieces_that_can_t_be_planned_for_several_sizes_are_captured_at_each(com
     assert all(now > before for before, now in itertools.pairwise(counts[:4]))
 
 
+class Counts(nn.Module):
+    """Multiplies by a number of the step, which is the size of no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 4)
+
+    def forward(self, x, number):
+        hidden = F.gelu(self.first(x))
+        graph_break()
+        return (self.last(hidden * (number % 7)) * number).square().mean()
+
+
+GROWING = {
+    "a counter": (Counts, [(torch.randn(32, 16), number) for number in range(2, 32)], 0),
+    "lengths": (Recurrent, [tokens(4, length) for length in range(8, 38)], 9),
+}
+
+
+@pytest.mark.parametrize("name", often(GROWING, "a counter"))
+def test_what_grows_from_step_to_step_is_planned(name, monkeypatch):
+    unplanned, ends = [], PiecewiseTraining.forward_ends
+
+    def noted(self):
+        ends(self)
+        unplanned.append(self._unplanned_runs)
+
+    monkeypatch.setattr(PiecewiseTraining, "forward_ends", noted)
+    build, calls, most = GROWING[name]
+    model = monetlite.within(build(), budget="120%", **QUICK)
+    for args in calls:
+        model(*args).backward()
+    assert len(list(filter(None, unplanned))) <= most
+
+
 def test_no_size_exceeds_the_budget():
     """Steps of known sizes keep to the plan; one with larger inputs than any stores as little as it can."""
     torch.manual_seed(0)
