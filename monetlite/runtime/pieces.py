@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from monetlite.core.announcing import bettered, planned, tell, warn
 from monetlite.core.costs import Profile, without_costs
-from monetlite.core.errors import IllegalSchedule, InfeasibleBudget, ModelError, TraceError
+from monetlite.core.errors import IllegalSchedule, InfeasibleBudget, ModelError, MonetliteError, TraceError
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.joining import JoinedStep, Piece, join
@@ -401,32 +401,28 @@ class PiecewiseTraining:
         return peak_bytes <= self._budget_bytes
 
     def _plan_for(self, recorded: RecordedStep) -> None:
-        """Plan for a recorded step, and for the sizes of the planned one, too, where the budget allows.
+        """Plan for a recorded step: with room where inputs grow, for the sizes of the planned one, too, or its own.
 
         Raises:
-            InfeasibleBudget: no plan was found, and there is no other, or the step has exceeded the budget.
+            InfeasibleBudget, ModelError: no plan was found, and there is no other, or the step exceeded the budget.
         """
         alike = next((plan.recorded for plan in self._plans if recorded.is_like(plan.recorded)), None)
         choices = [recorded] if alike is None else [recorded.covering(alike), recorded]
         if self._outgrown and self._grown >= GROWING:
             choices.insert(0, choices[0].enlarged(HEADROOM))
+        before = self._plan, self._planning, self._priced, self._profiles, self._budget_bytes
         for wanted in choices:
-            before = self._plan, self._planning, self._priced, self._profiles, self._budget_bytes
             try:
                 self._begin_plan(wanted)
                 return
-            except InfeasibleBudget as error:
+            except (InfeasibleBudget, ModelError, TraceError) as error:
                 self._plan, self._planning, self._priced, self._profiles, self._budget_bytes = before
-                exceeded = recorded.given.resident.total + recorded.growth_bytes > error.budget_bytes
-                if wanted is recorded and (self._plan is None or exceeded):
-                    raise
-            except TraceError as error:  # a piece has other operators at these sizes
-                tell(f"no plan was made for these sizes: {error}")
-                self._wanted = self._plan is None and self._records < MAX_RECORDS
-                return
-        tell(
-            "no plan was found for this step; it runs by the one before, and stores little of what that leaves out"
-        )
+                problem: MonetliteError = error
+        exceeded = recorded.given.resident.total + recorded.growth_bytes > self._budget_bytes
+        if not isinstance(problem, TraceError) and (self._plan is None or exceeded):
+            raise problem
+        tell(f"no plan was made for this step: {problem}")  # such steps store little of what the plan leaves out
+        self._wanted = self._plan is None and self._records < MAX_RECORDS
 
     def _begin_plan(self, recorded: RecordedStep) -> None:
         from monetlite.planning.beside_training import PlanningBesideTraining
