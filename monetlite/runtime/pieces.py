@@ -91,6 +91,7 @@ class PlannedPieces:
     recorded: RecordedStep
     joined: JoinedStep
     steps: Mapping[int, tuple[Step, ...]] = field(default_factory=dict)
+    schedule: Schedule | None = None
     _carried: dict[tuple[int, SizedPiece], Version] = field(default_factory=dict)
 
     def next_run(self, first: int, piece: CapturedPiece) -> int | None:
@@ -126,7 +127,7 @@ class PiecewiseTraining:
         reason: why the model can't be captured whole.
 
     Attributes:
-        schedule: of the whole step; None before it is planned, and where nothing can be.
+        schedule: of the last step; None before one is planned, and where nothing can be.
         sizes: of what the pieces take, as captures see them.
         lost: True before the first step, and after a step in which nothing of the plan ran.
         captured: True after a step that captured a piece to be planned.
@@ -155,7 +156,7 @@ class PiecewiseTraining:
         self._larger = self._outgrown = False
         """The present step has larger inputs than the planned one; it or one of its runs has."""
         self._plan: PlannedPieces | None = None  # the last that was made
-        self._plans: list[PlannedPieces] = []  # one for each kind of step, the last that was made behind the others
+        self._plans: list[PlannedPieces] = []  # one for each kind of steps
         self._now: PlannedPieces | None = None  # that of the present step
         self._ran: list[CapturedPiece] = []  # in the present step
         self._planning: PlanningBesideTraining | None = None
@@ -196,7 +197,7 @@ class PiecewiseTraining:
         input_bytes = own_bytes(as_passed(args, kwargs))
         planned_bytes = max((plan.recorded.given.size_bytes for plan in self._plans), default=math.inf)
         self._larger = self._outgrown = input_bytes > NOTEWORTHY * planned_bytes
-        self._now, self._ran = self._plan, []
+        self._now, self._ran = max(self._plans, key=lambda plan: len(plan.recorded.runs), default=None), []
         if self._larger:
             self._wanted = self._grown < MAX_GROWN
         if self._measured_bytes is not None:
@@ -215,6 +216,8 @@ class PiecewiseTraining:
             self._record.forward_ends()
         if self._plan is None:
             return
+        if self._now is not None and self._now.schedule is not None:
+            self.schedule = self._now.schedule
         self._settling = self._unplanned_runs == 0
         if self._record is not None:
             self._awaited = max(0, self._awaited - 1) if self._settling else 0
@@ -345,7 +348,8 @@ class PiecewiseTraining:
                 elif self._plan is None:
                     self._wanted = True
             elif self._planning is not None:
-                better, before = self._planning.advance(now - self._border), self.schedule
+                better = self._planning.advance(now - self._border)
+                before = None if self._plan is None else self._plan.schedule
                 if better is not None and before is not None and self._take(better):
                     self._planning.told.append(bettered(before, better))
                 while self._planning.told:
@@ -393,12 +397,19 @@ class PiecewiseTraining:
 
         What code between pieces takes may depend on the plan, as where it asks for gradients of a piece.
         """
-        assert self.schedule is not None
+        assert self._plan is not None
+        assert self._plan.schedule is not None
         self._priced, self._settled = self._joined(recorded, self._profiles, as_run=True), True
-        peak_bytes = self._peak_bytes(self.schedule)
+        peak_bytes = self._peak_bytes(self._plan.schedule)
         if peak_bytes <= self._budget_bytes:
-            self.schedule = replace(self.schedule, peak_bytes=peak_bytes)
+            self._use(replace(self._plan, schedule=replace(self._plan.schedule, peak_bytes=peak_bytes)))
         return peak_bytes <= self._budget_bytes
+
+    def _use(self, plan: PlannedPieces) -> None:
+        """Have a plan in the place of the one for the same kind of steps, or else of the shortest."""
+        others = [known for known in self._plans if not plan.recorded.is_like(known.recorded)]
+        longest = sorted(others, key=lambda known: len(known.recorded.runs))[1 - MAX_KINDS :]
+        self._plan, self._plans, self.schedule = plan, [plan, *longest], plan.schedule
 
     def _plan_for(self, recorded: RecordedStep) -> None:
         """Plan for a recorded step: with room where inputs grow, for the sizes of the planned one, too, or its own.
@@ -511,10 +522,8 @@ class PiecewiseTraining:
                 check_legal(recorded.runs[number].piece.traced.graph, own)
         except IllegalSchedule:
             return False
-        self._plan = PlannedPieces(recorded, joined, steps)
-        others = [plan for plan in self._plans if not recorded.is_like(plan.recorded)]
-        self._plans = [*others[1 - MAX_KINDS :], self._plan]
-        self.schedule = replace(schedule, peak_bytes=peak_bytes, budget_bytes=self._budget_bytes)
+        schedule = replace(schedule, peak_bytes=peak_bytes, budget_bytes=self._budget_bytes)
+        self._use(PlannedPieces(recorded, joined, steps, schedule))
         return True
 
     def _peak_bytes(self, schedule: Schedule) -> int:
