@@ -429,7 +429,9 @@ class PiecewiseTraining:
             except (InfeasibleBudget, ModelError, TraceError) as error:
                 self._plan, self._planning, self._priced, self._profiles, self._budget_bytes = before
                 problem: MonetliteError = error
-        exceeded = recorded.given.resident.total + recorded.growth_bytes > self._budget_bytes
+        # A share of plain training's peak is another budget for each size.
+        budget_bytes = problem.budget_bytes if isinstance(problem, InfeasibleBudget) else self._budget_bytes
+        exceeded = recorded.given.resident.total + recorded.growth_bytes > budget_bytes
         if not isinstance(problem, TraceError) and (self._plan is None or exceeded):
             raise problem
         tell(f"no plan was made for this step: {problem}")  # such steps store little of what the plan leaves out

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F  # as everybody does
+from models_in_pieces import QUICK, note_unplanned
 from small_models import assert_same, step, twin
 from thoroughness import often
 from torch import nn
@@ -19,7 +20,6 @@ from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.tracing.sized_graphs import SizedGraphs
 from monetlite.tracing.step_inputs import resident_bytes
 
-QUICK = {"device": "rtx-3090", "time_limit": 0.3}
 pytestmark = pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 
 
@@ -216,13 +216,7 @@ GROWING = {
 
 @pytest.mark.parametrize("name", often(GROWING, "a counter"))
 def test_what_grows_from_step_to_step_is_planned(name, monkeypatch):
-    unplanned, ends = [], PiecewiseTraining.forward_ends
-
-    def noted(self):
-        ends(self)
-        unplanned.append(self._unplanned_runs)
-
-    monkeypatch.setattr(PiecewiseTraining, "forward_ends", noted)
+    unplanned = note_unplanned(monkeypatch)
     build, calls, most = GROWING[name]
     model = monetlite.within(build(), budget="120%", **QUICK)
     for args in calls:

@@ -1,0 +1,353 @@
+"""Later steps of models in pieces: what is captured, planned and recorded of them."""
+
+import contextlib
+import copy
+import functools
+import gc
+import re
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from models_in_pieces import QUICK, DropsLayers, ReadsAMean, mlp, note_unplanned, trained
+from small_models import assert_same, step, twin
+from torch import nn
+from torch._dynamo import graph_break
+
+import monetlite
+from monetlite.checking.trainee import Trainee, default_loss
+from monetlite.core.errors import InfeasibleBudget
+from monetlite.profiling.memory_use import is_profiling
+from monetlite.runtime import breaks
+from monetlite.runtime.pieces import PiecewiseTraining
+
+
+class ScalesByAMean(nn.Module):
+    """A number of the data that pieces compute with, and one that a branch asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+    def forward(self, x):
+        x = self.first(x) + x
+        mean = x.abs().mean().item()
+        graph_break()
+        return self.second(x / (1 + mean)) + (x * mean if mean < 1e9 else x)
+
+
+def spans(count):
+    """Some numbers below another one, by numpy's generator."""
+    more = np.random.rand(1).item()  # as transformers' models of speech draw
+    return np.random.choice(np.arange(count), count // 5 + int(more), replace=False)
+
+
+class MasksSpans(ReadsAMean):
+    def forward(self, x):
+        x = self.first(x)
+        kept = torch.ones(16)
+        kept[torch.from_numpy(spans(16))] = 0.0
+        return self.second(x * kept)
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+@pytest.mark.parametrize("build", [ReadsAMean, ScalesByAMean, MasksSpans])
+def test_numbers_that_differ_in_each_step_are_not_compiled_in_each(build, monkeypatch):
+    compiled, backend = [], PiecewiseTraining.backend
+    monkeypatch.setattr(PiecewiseTraining, "backend", lambda *given: (compiled.append(1), backend(*given))[1])
+    plain = build()
+    model = monetlite.within(twin(plain), budget="66%", **QUICK)
+    for seed in range(7):
+        if seed == 3:
+            compiled.clear()
+        args, steps = (torch.randn(64, 16),), []
+        for of in (model, plain):
+            np.random.seed(seed)
+            steps.append(step(of, args, seed))
+        assert_same(*steps)
+    assert not compiled
+    schedule = monetlite.schedule_of(model)
+    assert schedule.peak_bytes <= schedule.budget_bytes
+    assert {name.partition(".")[0] for name in schedule.choices.before} >= {"piece1", "piece2"}
+
+
+class Catches(nn.Module):
+    """A break after which TorchDynamo can only capture what the function calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+    def forward(self, x):
+        x = self.first(x)
+        try:
+            if x.sum() > 1e9:
+                raise ValueError
+        except ValueError:
+            x = x.clamp(max=1.0)
+        return self.second(x)
+
+
+def borders(counts):
+    """Where parts begin. TorchDynamo compiles the loop anew at each call: a method is on its stack at a break."""
+    found, places = [0], []
+    for count, parts in counts.tolist():
+        numbers = torch.arange(count * parts)
+        places.append(numbers[numbers >= 0])
+        halves = torch.full((2,), count * parts // 2).cumsum(0) + found[-1]
+        found.extend(halves.tolist())
+    return found
+
+
+class SplitsInParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+        self.register_buffer("counts", torch.tensor([[4, 2], [2, 2]]))
+
+    def forward(self, x):
+        begins = borders(self.counts)
+        x = self.first(x)
+        graph_break()
+        return self.second(x) * begins[-1]
+
+
+@pytest.mark.parametrize("build", [DropsLayers, Catches, SplitsInParts])
+def test_later_steps_look_at_nothing_anew(build):
+    """A number that only a branch reads needs a program for each side; functions that were left out stay so."""
+    model = monetlite.within(build(), budget="105%", **QUICK)
+    looked = []
+    for seed in range(30):
+        torch.manual_seed(seed)
+        model(torch.randn(8, 16)).sum().backward()
+        looked.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert looked[-1] - looked[14] <= 4, "more than the sides of branches that come for the first time"
+
+
+class Counts(ReadsAMean):
+    """Multiplies by a number that counts steps."""
+
+    seen = 0
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x) * self.seen
+
+
+def test_the_optimizer_of_a_model_in_pieces_is_counted():
+    plain, x = ReadsAMean(), torch.randn(64, 16)
+    model = monetlite.within(twin(plain), budget="120%", optimizer="adamw", **QUICK)
+    for seed in range(4):
+        assert_same(step(model, (x,), seed), step(plain, (x,), seed))
+    assert monetlite.schedule_of(model).optimizer == "adamw"
+    weights = sum(parameter.nbytes for parameter in plain.parameters())
+    assert monetlite.schedule_of(model).peak_bytes > 4 * weights, "weights, gradients and two moments"
+
+
+class ReadsRegions(nn.Module):
+    """A feature map that several later pieces read, as heads of a detector do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 4)
+
+    def forward(self, x):
+        features, loss = self.body(x).relu(), 0.0
+        for number in range(5):
+            scale = 2.0 if features[0, 0, number, number].item() > 1e9 else 1.0
+            loss = loss + self.head(features.mean((2, 3)) * scale).square().sum()
+        return loss
+
+
+def test_gradients_of_a_tensor_that_several_pieces_read_are_added_as_they_come():
+    model, args = ReadsRegions(), (torch.randn(1, 3, 96, 96),)
+    plain_bytes = Trainee(copy.deepcopy(model), args, {}, default_loss, "cpu").memory().peak_bytes
+    wrapper = monetlite.MONeTWrapper(model, budget=int(1.1 * plain_bytes), **QUICK)
+    trainee = Trainee(wrapper, args, {}, default_loss, "cpu")
+    for _ in range(4):
+        trained(wrapper, *args)
+    measured = trainee.memory().peak_bytes
+    assert abs(wrapper.schedule.peak_bytes / measured - 1) < 0.05
+    assert measured <= 1.01 * wrapper.schedule.budget_bytes
+
+
+class TwoTasks(nn.Module):
+    """Steps of two kinds, each with a head of its own behind a break."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = mlp(), nn.ModuleList([mlp(), nn.Sequential(mlp(), mlp())])
+
+    def forward(self, x, task):
+        hidden = self.body(x)
+        graph_break()
+        return self.heads[task](hidden).square().mean()
+
+
+def test_each_kind_of_steps_is_planned(monkeypatch):
+    unplanned = note_unplanned(monkeypatch)
+    plain, x = TwoTasks(), torch.randn(64, 16)
+    model = monetlite.within(twin(plain), budget="100%", **QUICK)
+    for seed in range(14):
+        assert_same(step(model, (x, seed % 2), seed), step(plain, (x, seed % 2), seed))
+    assert any(unplanned), "the second kind comes unplanned at first"
+    assert unplanned[-6:] == [0] * 6
+    assert not is_profiling(), "nothing is left to be recorded"
+
+
+class FillsPlaces(nn.Module):
+    """Writes where a mask says, of which TorchDynamo's backends can't make a graph. Its layers can be captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(16, 16), nn.ModuleList(mlp() for _ in range(2))
+
+    def forward(self, x, mask):
+        hidden = x.clone()
+        hidden[mask] = self.first(x[:2])
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+def test_what_is_called_beside_a_mask_s_places_is_planned():
+    plain, inputs = FillsPlaces(), (torch.randn(8, 16), torch.arange(8) > 5)
+    model = monetlite.within(twin(plain), budget="110%", **QUICK)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for seed in range(4):
+            assert_same(step(model, inputs, seed), step(plain, inputs, seed))
+    (text,) = [str(item.message) for item in said if "trains in" in str(item.message)]
+    assert re.search(r"in 2 pieces(?s:.*)\n  how many places a mask selects", text)
+
+
+def test_captures_that_go_on_are_told_of_once(monkeypatch):
+    monkeypatch.setattr(breaks, "MANY_CAPTURING", 2)
+    model = monetlite.within(Counts(), budget="200%", **QUICK)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            model(torch.randn(64, 16)).sum().backward()
+    (text,) = [str(item.message) for item in said if "captured again" in str(item.message)]
+    assert re.search(
+        r"in 2 steps since it was planned, the last time at .*test_later_steps_in_pieces\.py:\d+, for other sizes",
+        text,
+    )
+
+
+class ChangesAndLetsGo(nn.Module):
+    """A piece reads a small tensor, which is changed in place behind it, and gone when the forward pass ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), mlp(128)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        graph_break()
+        wide = nn.functional.gelu(hidden.repeat(1, 8) * 2)
+        graph_break()
+        let_go([hidden])
+        del hidden
+        return self.second(wide)
+
+
+@torch.compiler.disable
+def let_go(tensors):
+    tensors.pop().zero_()
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_changes_of_tensors_that_are_gone_are_seen():
+    """A plan that kept the small tensor in place of the wide one would need less, and end in an error of torch."""
+    plain, args = ChangesAndLetsGo(), (torch.randn(256, 16),)
+    for budget in ("1.1MB", "950kB"):
+        model = monetlite.within(twin(plain), budget=budget, wait=True, **QUICK)
+        with pytest.raises(InfeasibleBudget) if budget == "950kB" else contextlib.nullcontext():
+            for seed in range(5):
+                assert_same(step(model, args, seed), step(plain, args, seed))
+
+
+class Fails(nn.Module):
+    """An error between two pieces, when it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.fails = mlp(), mlp(), False
+
+    def forward(self, x):
+        x = self.first(x)
+        graph_break()
+        if self.fails:
+            raise ValueError("no more")
+        return self.second(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_a_recorded_step_that_fails_is_recorded_again():
+    plain, x = Fails(), torch.randn(64, 16)
+    model = monetlite.within(twin(plain), budget="105%", **QUICK)
+    step(model, (x,))
+    model.fails = True
+    with pytest.raises(ValueError, match="no more"):
+        model(x)
+    assert not is_profiling()
+    model.fails = False
+    for seed in range(2):
+        assert_same(step(model, (x,), seed), step(plain, (x,), seed))
+    assert monetlite.schedule_of(model) is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_a_step_that_is_left_after_its_forward_pass_holds_up_no_other_model():
+    left, other, x = ReadsAMean(), ReadsAMean(), torch.randn(64, 16)
+    for model in (left, other):
+        monetlite.within(model, budget="105%", **QUICK)
+    step(left, (x,))
+    output = left(x)
+    assert is_profiling()
+    held = _Held()
+    output.grad_fn.register_prehook(functools.partial(_unchanged, held))
+    graph = weakref.ref(held)
+    del output, held
+    assert graph() is None
+    for seed in range(4):
+        step(other, (x,), seed)
+    assert monetlite.schedule_of(other) is not None
+    assert monetlite.schedule_of(left) is None
+    for seed in range(2):
+        step(left, (x,), seed)
+    assert monetlite.schedule_of(left) is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_no_step_s_tensors_are_kept():
+    model = monetlite.within(Fails(), budget="105%", **QUICK)
+    for _ in range(4):
+        x = torch.randn(64, 16)
+        held = weakref.ref(x)
+        model(x).sum().backward()
+        del x
+        gc.collect()
+        assert held() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*can't be captured whole")
+def test_models_that_train_in_turn_are_both_planned():
+    models, x = [ReadsAMean(), ReadsAMean()], torch.randn(64, 16)
+    for model in models:
+        monetlite.within(model, budget="105%", **QUICK)
+    for seed in range(4):
+        for model in models:
+            step(model, (x,), seed)
+    assert all(map(monetlite.schedule_of, models))
+
+
+class _Held:
+    """Something that an autograd graph holds."""
+
+
+def _unchanged(_held, gradients):
+    return gradients
