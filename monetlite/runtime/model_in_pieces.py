@@ -8,7 +8,6 @@ from torch import nn
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
-    BreaksAgain,
     drawing_functions,
     dynamo_settings,
     forget_left_out,
@@ -32,7 +31,6 @@ class ModelInPieces:
         self.training = training
         self._model = model
         self._left_alone, self._numbers = drawing_functions(model), VaryingNumbers()
-        self._breaks_again = BreaksAgain()
         self._compiled = compile_step(training_step(model), training.backend, whole=False)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,7 +46,7 @@ class ModelInPieces:
         # A function at which TorchDynamo itself fails runs as it is; functions that it calls are captured.
         unless_captured = dynamo_settings(suppress_errors=True)
         alone = masks_as_plain(self._model, args, kwargs)
-        changes = patched(self._numbers.captured(), self.training.sizes.captured(), self._breaks_again.noted())
+        changes = patched(self._numbers.captured(), self.training.sizes.captured(), self.training.again.noted())
         with capture_settings(), taken_apart(self._left_alone), changes, unless_captured, alone:
             try:
                 output = self._compiled(*args, **kwargs)
@@ -58,6 +56,4 @@ class ModelInPieces:
                     raise own_error(error, handled) or explain(error, advice="") from error
                 raise
         self.training.forward_ends()
-        planned = self.training.schedule is not None
-        self._breaks_again.step_ends(in_vain=planned and not self.training.captured)
         return output

@@ -38,6 +38,7 @@ from monetlite.fx.torch_internals.torch_aot import keeps_gradients
 from monetlite.fx.torch_internals.torch_dynamo import (
     RESTARTS,
     UNSUPPORTED,
+    BreaksAgain,
 )
 from monetlite.fx.torch_internals.torch_varying import VaryingSizes
 from monetlite.operators import cudnn
@@ -130,7 +131,7 @@ class PiecewiseTraining:
         schedule: of the last step; None before one is planned, and where nothing can be.
         sizes: of what the pieces take, as captures see them.
         lost: True before the first step, and after a step in which nothing of the plan ran.
-        captured: True after a step that captured a piece to be planned.
+        again: what captures compile in one step after another.
     """
 
     def __init__(
@@ -144,11 +145,10 @@ class PiecewiseTraining:
     ) -> None:
         self.schedule: Schedule | None = None
         self.lost = True
-        self.captured = False
         self._held_elsewhere, self._budget, self._wait = weakref.ref(model), budget, wait
         self._pricing, self._solving = pricing, solving
         self._breaks = Breaks(type(model).__name__, reason)
-        self.sizes = VaryingSizes()
+        self.sizes, self.again = VaryingSizes(), BreaksAgain()
         self._captured: list[CapturedStep] = []
         self._known = 0  # captured graphs when the last step ended
         self._next = self._unplanned_runs = 0
@@ -207,10 +207,11 @@ class PiecewiseTraining:
 
     def forward_ends(self) -> None:
         """Note that the forward pass of a step has ended."""
-        self.captured, self._known = len(self._captured) > self._known, len(self._captured)
+        captured, self._known = len(self._captured) > self._known, len(self._captured)
+        self.again.step_ends(in_vain=self._plan is not None and not captured)
         self.lost = self._plan is not None and self._next + self._unplanned_runs == 0
         self.sizes.first_step = False
-        if self._plan is not None and self.captured:
+        if self._plan is not None and captured:
             self._breaks.warn_of_captures()
         if self._record is not None:
             self._record.forward_ends()

@@ -234,7 +234,8 @@ def _around_call() -> Iterator[None]:
     with on_its_gpu(call.model, (call.args, call.kwargs)):
         if known is not None:
             known.step_begins(call.args, call.kwargs)
-        varying = patched(call.notes[_NUMBERS].captured(), call.notes[_SIZES].captured())
+        again = contextlib.nullcontext() if known is None else known.again.noted()
+        varying = patched(call.notes[_NUMBERS].captured(), call.notes[_SIZES].captured(), again)
         with taken_apart(call.notes[_LEFT_ALONE]), varying:
             try:
                 yield

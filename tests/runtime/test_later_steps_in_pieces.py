@@ -114,10 +114,15 @@ class SplitsInParts(nn.Module):
         return self.second(x) * begins[-1]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["within", "torch.compile"])
 @pytest.mark.parametrize("build", [DropsLayers, Catches, SplitsInParts])
-def test_later_steps_look_at_nothing_anew(build):
+def test_later_steps_look_at_nothing_anew(build, compiled):
     """A number that only a branch reads needs a program for each side; functions that were left out stay so."""
-    model = monetlite.within(build(), budget="105%", **QUICK)
+    model, options = build(), {"budget": "105%", **QUICK}
+    if compiled:
+        model.compile(backend="monetlite", options=options)
+    else:
+        monetlite.within(model, **options)
     looked = []
     for seed in range(30):
         torch.manual_seed(seed)
