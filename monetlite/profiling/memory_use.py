@@ -257,16 +257,21 @@ def release_workspaces(device: str) -> None:
 
 
 def workspaces_bytes(device: str) -> int:
-    """Bytes that cuBLAS keeps for the threads of a training step's two parts, which then are there; 0 on a CPU."""
+    """Bytes that cuBLAS keeps for the threads of a training step's two parts, which then are there; 0 on a CPU.
+
+    It keeps one for products and, in cuBLASLt, one for products with a vector added.
+    """
     if device != "cuda":
         return 0
     release_workspaces(device)
     before_bytes = torch.cuda.memory_allocated()
     with torch.enable_grad():
-        factor = torch.ones(1, 1, device=device, requires_grad=True)
-        (factor @ factor).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        # With a single row or column, torch calls another function than for larger factors.
+        factor = torch.zeros(16, 16, device=device, requires_grad=True)
+        result = torch.nn.functional.linear(factor @ factor, factor, factor[0].detach())
+        result.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types for it
     torch.cuda.synchronize()
-    del factor
+    del factor, result
     return max(0, torch.cuda.memory_allocated() - before_bytes)
 
 

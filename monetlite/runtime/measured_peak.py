@@ -73,20 +73,14 @@ class MeasuredPeak:
             if growth.was_late and len(found) < MAX_STEPS:
                 return
             self._told, self._step = True, None
-            before_bytes = growth.before_bytes
-            if device != "cuda":
-                before_bytes = held_bytes + state_bytes(trained, by)
+            own_step_bytes = held_bytes + state_bytes(trained, by)
+            before_bytes = growth.before_bytes if device == "cuda" else own_step_bytes
             planned_for = tuple(sorted(tuple(spec.shape) for spec in by.inputs.values()))
             smaller = "" if shapes == planned_for else ", for smaller inputs than planned for"
             peak_bytes = before_bytes + max(found)
             tell(f"planned {format_bytes(by.peak_bytes)}, measured {format_bytes(peak_bytes)}{smaller}")
-            if peak_bytes - by.budget_bytes > max(OVER * by.budget_bytes, OVER_BYTES):
-                warn(
-                    f"a step took {format_bytes(peak_bytes)}, more than the budget of "
-                    f"{format_bytes(by.budget_bytes)}. A plan is of the model and its loss. What else runs between "
-                    "its forward and its backward pass (another model, a second backward pass) comes on top: take "
-                    "it off the budget"
-                )
+            if said := over_budget(peak_bytes, by.budget_bytes, before_bytes - own_step_bytes):
+                warn(said)
 
         self._step.watch = watch
 
@@ -106,6 +100,28 @@ class MeasuredPeak:
         if self._growth is not None and self._step is not None:
             self._growth.end()
             self._growth = self._step.watch = None
+
+
+def over_budget(peak_bytes: int, budget_bytes: int, other_bytes: int) -> str:
+    """What to say of a step's peak beside its budget; nothing where it is within it, or a little beyond.
+
+    Args:
+        other_bytes: of the peak, what was allocated before the step, and not for it.
+    """
+    most_bytes = budget_bytes + max(OVER * budget_bytes, OVER_BYTES)
+    if peak_bytes <= most_bytes:
+        return ""
+    said = f"a step took {format_bytes(peak_bytes)}, more than the budget of {format_bytes(budget_bytes)}. "
+    if peak_bytes - other_bytes <= most_bytes:
+        return said + (
+            f"{format_bytes(other_bytes)} of that were on the GPU before, beside the model, its gradients and its "
+            "inputs. An optimizer's state counts in the budget if optimizer= names it. Take what else is there "
+            "(another model, data) off the budget"
+        )
+    return said + (
+        "A plan is of the model and its loss. What else runs between its forward and its backward pass (another "
+        "model, a second backward pass) comes on top: take it off the budget"
+    )
 
 
 def state_bytes(trained: Iterable[tuple[int, int]], schedule: Schedule) -> int:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import monetlite
 from monetlite.core.units import parse_budget
 from monetlite.profiling.allocated import MAX_LOOK_SECONDS, allocated_bytes
+from monetlite.runtime.measured_peak import over_budget
 
 THOROUGH = "MONETLITE_THOROUGH" in os.environ
 MANY = 20
@@ -149,3 +150,13 @@ def test_what_runs_between_the_passes_and_exceeds_the_budget_is_warned_of():
 
     with pytest.warns(UserWarning, match=r"a step took [\d.]+ MB, more than the budget of 6 MB.*another model"):
         train()
+
+
+def test_what_a_gpu_held_before_is_told_apart_from_what_a_step_takes():
+    """As of an optimizer whose state the budget does not count."""
+    said = over_budget(5_000_000_000, 3_000_000_000, 2_100_000_000)
+    assert "2.1 GB of that were on the GPU before" in said
+    assert "optimizer=" in said
+    assert "between" not in said
+    assert "between its forward and its backward pass" in over_budget(5_000_000_000, 3_000_000_000, 1_000_000_000)
+    assert not over_budget(3_100_000_000, 3_000_000_000, 0)
