@@ -33,6 +33,10 @@ from monetlite.tracing.model_outputs import has_loss
 from monetlite.tracing.step_inputs import resident_bytes
 
 
+STEPS_IN_A_ROW = 4
+"""Steps that are timed together on a GPU: in training, the host begins a step while the GPU ends the one before."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """Results of a step, on the CPU: loss, gradients and buffers by name, and the generator's state.
@@ -66,7 +70,7 @@ class Trainee:
         autocast: dtype of `torch.autocast` around forward and loss; empty for none.
         optimizer: name of an optimizer.
         limit_bytes: what torch's CUDA allocator may reserve for a step while it is measured.
-        releases: times that the CUDA allocator gave memory back, for each step that was timed on a GPU.
+        releases: times that the CUDA allocator gave memory back in a step, for each time that some were timed.
     """
 
     model: nn.Module
@@ -82,7 +86,7 @@ class Trainee:
     autocast: str = ""
     optimizer: InitVar[str | None] = None
     limit_bytes: int | None = None
-    releases: list[int] = field(default_factory=list)
+    releases: list[float] = field(default_factory=list)
 
     def __post_init__(self, optimizer: str | None) -> None:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
@@ -140,23 +144,25 @@ class Trainee:
         )
 
     def time_ms(self, *, with_optimizer: bool = False) -> float:
-        """Duration of a step, in ms."""
+        """Duration of a step, in ms: on a GPU of several in a row, as in training."""
         limited = self.limit_bytes is not None and self.device == "cuda"
         if limited:
             self.clear()
             torch.cuda.empty_cache()
+        steps = STEPS_IN_A_ROW if self.device == "cuda" else 1
         with self._limited():
             if limited:
                 self.step()  # leaves the allocator's cache as such a step finds it
             released = releases()
             self._synchronize()
             start = time.perf_counter()
-            (self.run if with_optimizer else self.step)()
+            for _ in range(steps):
+                (self.run if with_optimizer else self.step)()
             self._synchronize()
             taken = time.perf_counter() - start
         if self.device == "cuda":
-            self.releases.append(releases() - released)
-        return taken * 1000
+            self.releases.append((releases() - released) / steps)
+        return taken * 1000 / steps
 
     def memory(self) -> StepMemory:
         """Measure the memory of a step with the optimizer's.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import monetlite
-from monetlite.checking.trainee import Trainee, default_loss
+from monetlite.checking.trainee import STEPS_IN_A_ROW, Trainee, default_loss
 from monetlite.core.errors import BudgetError, DeviceError
 from monetlite.runtime.reserved_memory import reserved_within, warn_if_unlimited
 
@@ -132,11 +132,11 @@ def test_a_limited_step_is_timed_in_the_memory_that_such_a_step_leaves(monkeypat
     monkeypatch.setattr(trainee, "step", lambda: gpu.calls.append(f"step within {gpu.limit_bytes}"))
     trainee.time_ms()
     own_bytes = 4 * (16 + 4 + 8)
-    assert gpu.calls == ["emptied", *[f"step within {GIB - PAGE - own_bytes}"] * 2]
+    assert gpu.calls == ["emptied", *[f"step within {GIB - PAGE - own_bytes}"] * (1 + STEPS_IN_A_ROW)]
     assert gpu.fraction == 1.0
     trainee.limit_bytes = None
     trainee.time_ms()
-    assert gpu.calls[3:] == [f"step within {16 * GIB}"]
+    assert gpu.calls[2 + STEPS_IN_A_ROW :] == [f"step within {16 * GIB}"] * STEPS_IN_A_ROW
 
 
 def test_a_schedule_for_reserved_memory_warns_where_nothing_limits_it(monkeypatch: pytest.MonkeyPatch) -> None:
