@@ -198,10 +198,8 @@ def _masked(result: Tensor, gradient: Tensor, blocked: Tensor, strides: list[int
     """A gradient with zeros where a mask has ones, packed in the order of these strides."""
 
     def fused(gradient: Tensor, result: Tensor) -> None:
-        if result is gradient:
-            launch_over_mask(triton_kernels.clear, blocked, gradient, blocked, gradient.numel())
-        else:
-            launch_over_mask(triton_kernels.cleared, blocked, gradient, blocked, result, gradient.numel())
+        # Also in place all of it is written: to write some of the bytes that go to memory together takes longer.
+        launch_over_mask(triton_kernels.cleared, blocked, gradient, blocked, result, gradient.numel())
 
     def write_piece(piece: Tensor, bits: Tensor) -> None:
         piece.masked_fill_(bits, 0)

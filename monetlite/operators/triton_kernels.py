@@ -122,12 +122,6 @@ if triton is not None:
         _store(tl.load(source + at, mask=there, other=0) != 0, packed, number, count, BYTES)
 
     @triton.jit
-    def clear(gradient, packed, count, BYTES: tl.constexpr):
-        number, at, there = _elements(count, BYTES)
-        blocked = _bits(packed, number, count) != 0
-        tl.store(gradient + at, tl.zeros(at.shape, gradient.dtype.element_ty), mask=there & blocked)
-
-    @triton.jit
     def cleared(gradient, packed, result, count, BYTES: tl.constexpr):
         number, at, there = _elements(count, BYTES)
         value = tl.load(gradient + at, mask=there, other=0)

@@ -133,6 +133,8 @@ def depends_on_contents(call: Call) -> bool:
 
 
 def _contents(elements: int, dtype: torch.dtype, device: str, bound: int, fractions: bool) -> torch.Tensor:
+    if dtype is torch.uint8 and bound == 1:
+        bound = 256  # bits of a mask, half of them ones
     if fractions and dtype.is_floating_point:
         return torch.rand(elements, dtype=dtype, device=device).mul_(0.9).add_(0.05)
     if fractions and dtype is not torch.bool and not dtype.is_complex:

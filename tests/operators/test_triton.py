@@ -151,7 +151,6 @@ PLANE = {"PLANES": 1, "BLOCK": 1024}
 KERNELS = {
     "pack_outside": ([FLOAT, BYTE, COUNT, "fp32", "fp32"], {"BYTES": 512}),
     "pack_true": ([BYTE, BYTE, COUNT], {"BYTES": 512}),
-    "clear": ([FLOAT, BYTE, COUNT], {"BYTES": 512}),
     "cleared": ([FLOAT, BYTE, FLOAT, COUNT], {"BYTES": 512}),
     "scaled": ([FLOAT, BYTE, FLOAT, COUNT, "fp32"], {"BYTES": 512}),
     "pooling_offsets": ([INDEX, BYTE, *[COUNT] * 4], {**WINDOW, **PLANE}),
