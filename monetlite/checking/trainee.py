@@ -32,7 +32,6 @@ from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.tracing.model_outputs import has_loss
 from monetlite.tracing.step_inputs import resident_bytes
 
-
 STEPS_IN_A_ROW = 4
 """Steps that are timed together on a GPU: in training, the host begins a step while the GPU ends the one before."""
 

@@ -461,12 +461,12 @@ def _callable(
 def _library_bytes(graph: OperatorGraph, meter: Meter) -> int:
     """Memory that libraries keep between the calls of a step, in bytes.
 
-    cuBLAS keeps a workspace for each thread that calls it, and autograd runs the backward part in another thread
-    than the forward part. So each part's is measured by one call of every kind that makes a matrix product.
+    cuBLAS keeps workspaces for each thread that calls it, and autograd runs the backward part in another thread
+    than the forward part. So each part's are measured by one call of every kind that makes a matrix product. What
+    the forward part runs may run again in the other thread.
     """
-    total = 0
+    total, of_kind = 0, dict[str, Call]()
     for phase in Phase:
-        of_kind: dict[str, Call] = {}
         for operator in graph.operators:
             for item in _calls(graph, operator.implementations[0]) if operator.phase is phase else ():
                 if traits_of(item.call.target).runs_on_cublas:

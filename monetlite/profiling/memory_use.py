@@ -259,19 +259,25 @@ def release_workspaces(device: str) -> None:
 def workspaces_bytes(device: str) -> int:
     """Bytes that cuBLAS keeps for the threads of a training step's two parts, which then are there; 0 on a CPU.
 
-    It keeps one for products and, in cuBLASLt, one for products with a vector added.
+    Each thread has one for products and, of cuBLASLt, one for products with a vector added.
     """
     if device != "cuda":
         return 0
+
+    def multiply(_: torch.Tensor | None = None) -> None:
+        factor = torch.zeros(16, 16, device=device)  # of a single row or column, torch calls another function
+        torch.nn.functional.linear(factor @ factor, factor, factor[0])
+
     release_workspaces(device)
     before_bytes = torch.cuda.memory_allocated()
+    multiply()
     with torch.enable_grad():
-        # With a single row or column, torch calls another function than for larger factors.
-        factor = torch.zeros(16, 16, device=device, requires_grad=True)
-        result = torch.nn.functional.linear(factor @ factor, factor, factor[0].detach())
-        result.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        result = torch.zeros((), device=device, requires_grad=True) * 1.0
+    # It runs in the thread of the backward part.
+    result.register_hook(multiply)  # type: ignore[no-untyped-call]  # torch has no types for it
+    result.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
     torch.cuda.synchronize()
-    del factor, result
+    del result
     return max(0, torch.cuda.memory_allocated() - before_bytes)
 
 
