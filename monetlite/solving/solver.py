@@ -1,5 +1,6 @@
 """The order of methods in a solve: anytime, within a time limit, and honest about what is proven."""
 
+import atexit
 import logging
 import math
 import threading
@@ -43,8 +44,8 @@ _SMALLEST_SECONDS, _SMALLEST_SHARE = 5.0, 0.1
 """The most time for the smallest budget once something is found: seconds, and part of the time."""
 _CLOSING_SECONDS, _CLOSING_SHARE = 1.5, 0.025
 """Time left at the end for stopping every thread and for the last checks."""
-_GRACE_SECONDS = 0.5
-"""Time that a solver gets to stop when it is asked to."""
+_GRACE_SECONDS, _EXIT_SECONDS = 0.5, 30.0
+"""Time that a solver gets to stop when it is asked to, and that the end of the process waits for it then."""
 _SETTINGS_SHARE = 0.05
 """Part of the time left for settings of checkpointing."""
 _FIRST_SECONDS, _FIRST_SHARE = 1.0, 0.1
@@ -197,6 +198,9 @@ class _PeakSolve:
         finally:
             self.stopped.set()
             bounding.join(_GRACE_SECONDS)
+            if bounding.is_alive():
+                # A process that ends while HiGHS runs is aborted.
+                atexit.register(bounding.join, _EXIT_SECONDS)
         if self.failure is not None:
             raise self.failure
         return False

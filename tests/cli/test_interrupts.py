@@ -150,3 +150,23 @@ run()
         assert done.returncode == code
         assert done.stdout or done.stderr
         assert time.monotonic() - began < 50
+
+
+def test_the_end_of_a_process_waits_for_a_bound_that_was_told_to_stop():
+    """HiGHS has threads that abort a process which ends before them."""
+    program = """
+import time, torch, monetlite
+from monetlite.solving import solver
+
+def bound(self):
+    self.stopped.wait()
+    time.sleep(2)
+    print("ended", flush=True)
+
+solver._GRACE_SECONDS, solver._PeakSolve._bound = 0.0, bound
+layers = [layer for _ in range(24) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+monetlite.optimize(torch.nn.Sequential(*layers), torch.randn(4096, 64), "60%", device="rtx-3090", time_limit=1)
+print("solved", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["solved", "ended"]
