@@ -103,10 +103,10 @@ class MeasuredPeak:
 
 
 def over_budget(peak_bytes: int, budget_bytes: int, other_bytes: int) -> str:
-    """What to say of a step's peak beside its budget; nothing where it is within it, or a little beyond.
+    """The warning of a step's peak that exceeds its budget; empty where it is within it, or a little beyond.
 
     Args:
-        other_bytes: of the peak, what was allocated before the step, and not for it.
+        other_bytes: part of the peak that was allocated before the step, and not for it.
     """
     most_bytes = budget_bytes + max(OVER * budget_bytes, OVER_BYTES)
     if peak_bytes <= most_bytes:
