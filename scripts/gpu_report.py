@@ -44,6 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from gpu_report_allocator import give_back_ms, held_to_model, recorded  # noqa: E402  # beside this file
 from gpu_report_checks import checked  # noqa: E402
+from gpu_report_kernels import recorded_kernels  # noqa: E402
 from gpu_report_models import SUBJECTS  # noqa: E402
 from gpu_report_rows import Key, Rows, failed_checks, page  # noqa: E402
 from gpu_report_solve import MARGIN, PROFILES, solve  # noqa: E402
@@ -245,6 +246,8 @@ def measure_one(args: argparse.Namespace, part: str, name: str) -> int:
         facts = checked(
             run, beside[0] if beside else plain.run, promised.get(run.setting), of_model=(name, args.small)
         )
+        if entrant.trainee is not None and args.device == "cuda" and not run.failure:
+            facts |= recorded_kernels(entrant.trainee.step)
         tokens = inputs[0].numel() if inputs[0].dtype == torch.int64 else None
         facts["tokens_per_second"] = tokens and facts["step_ms"] and tokens / facts["step_ms"] * 1000
         rows.add(key, inputs="×".join(map(str, inputs[0].shape)), gradients_of=gradients_of, **facts)
@@ -357,6 +360,9 @@ def main(arguments: list[str] | None = None) -> int:
         "profiles", type=Path, nargs="?", help="a folder of `profile`; without, costs are estimated"
     )
     solving.add_argument("--time-limit", type=float, default=60.0, help="seconds for each budget")
+    solving.add_argument(
+        "--of", choices=["reserved", "tensors"], default="reserved", help="memory that budgets are of"
+    )
     solving.add_argument("--margin", type=float, default=MARGIN, help="share of each budget to leave")
     measuring.add_argument("--part", action="append", choices=list(PARTS), help="by default a, c and b")
     measuring.add_argument("--repeats", type=int, default=5)

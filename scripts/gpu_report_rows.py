@@ -86,9 +86,28 @@ def page(rows: Rows, environment: dict[str, str]) -> str:
             f"| --- |{' ---: |' * 10}",
             *map(_line, of_model),
         ]
+    if timed := [row for row in found if row.get("kernels")]:
+        lines += [
+            *(
+                "",
+                "## Kernels",
+                "",
+                "Milliseconds of a step in which the GPU runs something, and in which it waits.",
+                "",
+            ),
+            "| model | way | setting | kernels | busy | idle | longest wait |",
+            "| --- | --- | --- | ---: | ---: | ---: | --- |",
+            *map(_kernels_line, timed),
+        ]
     if failures := failed_checks(found):
         lines += ["", "## Failed checks", "", *(f"- {item}" for item in failures)]
     return "\n".join(lines) + "\n"
+
+
+def _kernels_line(row: Row) -> str:
+    longest = [f"{ms:.2f} ms before {after[:60]}" for ms, _, after in row["gaps"][:1]]
+    counted = f"{row['kernels']:.0f}", f"{row['kernels_ms']:.1f}", f"{row['idle_ms']:.1f}"
+    return f"| {' | '.join((row['model'], row['way'], row['setting'], *counted, *longest))} |"
 
 
 def _line(row: Row) -> str:

@@ -69,7 +69,7 @@ def solve(args: argparse.Namespace) -> int:
                     int(parse_budget(budget, plain.peak_bytes) * (1 - args.margin)),
                     SolvingOptions(
                         tolerance=tolerance_of(name, args),
-                        reserved=profiles[0].device != "cpu" and not args.small,
+                        reserved=args.of == "reserved" and profiles[0].device != "cpu" and not args.small,
                         time_limit=args.time_limit,
                     ),
                     starts=found,

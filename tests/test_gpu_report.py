@@ -170,3 +170,21 @@ def test_the_allocators_model_is_held_to_what_it_did(script):
         "reserved_bytes": 2 * PAGE_BYTES,
         "by_model_bytes": PAGE_BYTES,
     }
+
+
+def test_time_between_kernels_is_found(script):
+    """Kernels that overlap count once, and what runs beside another one ends no wait."""
+    ran = [
+        (0.0, 4.0, "a"),
+        (1.0, 1.0, "beside a"),
+        (3.0, 2.0, "b"),
+        (8.0, 1.0, "c"),
+        (9.0, 1.0, "d"),
+        (10.5, 0.5, "e"),
+    ]
+    found = script.recorded_kernels.__globals__["kernel_times"](reversed(ran), 2)
+    assert (found["kernels"], found["kernels_ms"], found["idle_ms"]) == (3.0, 3.75, 1.75)
+    assert found["gaps"] == [(3.0, "b", "c"), (0.5, "d", "e")]
+    row = {"part": "a", "model": "gpt", "way": "monetlite", "setting": "6 GB", "note": "", **found}
+    page = script.page([row], {})
+    assert "| gpt | monetlite | 6 GB | 3 | 3.8 | 1.8 | 3.00 ms before c |" in page
