@@ -37,6 +37,7 @@ from monetlite.fx.torch_internals.torch_modules import call_itself, called_inste
 from monetlite.fx.torch_internals.torch_varying import VaryingNumbers
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.runtime.backward_updates import refuse_without_updates
+from monetlite.runtime.breaks import MANY_CAPTURING
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.gradient_delivery import Unplanned, delivering_backend
 from monetlite.runtime.guarded_outputs import guard_outputs
@@ -126,6 +127,8 @@ class ScheduledTraining:
         """Know nothing of steps."""
         self._pieces: ModelInPieces | None = None  # if it can't be captured whole
         self._warned_of_shapes = False
+        self._values_changed = 0
+        """Steps that were captured for another value than before, where inputs have known shapes."""
         # Schedules that are solved beforehand are of graphs in which each number is a constant.
         self._numbers = VaryingNumbers(fixed=self.plans.budget is None or self.plans.wait)
         self._forget()
@@ -255,7 +258,12 @@ class ScheduledTraining:
                 output = self._solve_and_capture(call)
         else:
             output = self._solve_and_capture(call)
-        self._ready.add(self.plans.sizes.signature(call, self._numbers.all_vary))
+        signature = self.plans.sizes.signature(call, self._numbers.all_vary)
+        self._values_changed += shapes_of(signature) in map(shapes_of, self._ready)
+        self._ready.add(signature)
+        if self._values_changed == MANY_CAPTURING:
+            self._values_changed += 1
+            warn(many_programs(MANY_CAPTURING, all_kept=True))
         return output
 
     def _warn_of_shapes(self) -> None:

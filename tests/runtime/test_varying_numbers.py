@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import monetlite
+from monetlite.runtime import scheduled_training
 from monetlite.runtime.step_plans import StepPlans
 
 PLANNING = {"budget": "200%", "device": "rtx-4090", "time_limit": 1}
@@ -133,3 +134,17 @@ def test_numbers_that_a_graph_computes_may_be_printed():
     for _ in range(3):
         inputs = (torch.randn(4, 8),)
         assert_same(step(planned, inputs), step(model, inputs))
+
+
+@pytest.mark.parametrize("number", [int, float])
+def test_a_whole_number_that_counts_steps_is_warned_of(monkeypatch, recwarn, number):
+    """Each of its values is captured by itself, for seconds, where a float is captured twice."""
+    monkeypatch.setattr(scheduled_training, "MANY_CAPTURING", 3)
+    model = Scheduled(lambda h, number: h * (number / 7))
+    planned = monetlite.MONeTWrapper(twin(model), **PLANNING)
+    for count in range(1, 8):
+        inputs = (torch.randn(4, 8), number(count))
+        assert_same(step(planned, inputs), step(model, inputs))
+    told = [str(item.message) for item in recwarn if "for 3 different steps of this model" in str(item.message)]
+    assert len(told) == (number is int)
+    assert all("with a budget, a float" in text for text in told)
