@@ -336,6 +336,7 @@ class ScheduledTraining:
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _tell_of_loops(graph.graph)
+        self.plans.note_shapes(graph)
         return delivering_backend(self._partition, self.compiler(), self.plans.keep)(graph, inputs)
 
     def compiler(self) -> Compiler:

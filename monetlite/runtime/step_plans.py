@@ -10,6 +10,7 @@ the peak of every captured step is predicted and compared with the budget.
 
 import contextlib
 import math
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from monetlite.core.announcing import planned, tell, warn
 from monetlite.core.costs import Profile, without_costs
@@ -30,6 +31,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, is_percentage, parse_budget
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
+from monetlite.fx.torch_internals.torch_dynamo import captured_shapes
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.operators.random import forked_state
 from monetlite.runtime.call_sizes import CallSizes
@@ -113,6 +115,7 @@ class StepPlans:
         self.refinement: Refinement | None = None
         self._clock = StepClock()
         self._example: Arguments | None = None  # of the step that is being captured
+        self._shapes: dict[int, tuple[Any, ...]] = {}  # of its tensors, by their ids
         self._autocast = ""  # dtype of the step that is being planned
         self.forget()
 
@@ -146,7 +149,11 @@ class StepPlans:
         try:
             yield
         finally:
-            self._example = None
+            self._example, self._shapes = None, {}
+
+    def note_shapes(self, graph: fx.GraphModule) -> None:
+        """Note which sizes of the call's tensors are which symbols of the step that is being captured."""
+        self._shapes = captured_shapes(graph)
 
     def look_at(self, call: Arguments) -> None:
         """Note the settings of a call that is to be planned."""
@@ -379,7 +386,8 @@ class StepPlans:
         call = self._example
         if call is None:
             raise _NotAsked
-        step, began = VaryingStep(joint, call, self.sizes.varying(call), self._build), time.monotonic()
+        varying, began = self.sizes.varying(call), time.monotonic()
+        step = VaryingStep(joint, call, self._shapes, varying, self._build)
         traced, steps, limits = self._planned_at(step, step.captured, call)
         step.planned(time.monotonic() - began, [limits])
         self._new_varying = step, limits
@@ -401,6 +409,8 @@ class StepPlans:
             serving = [self.solve(call)]
         for schedule in filter(is_of_any_size, serving):
             limits = step.limits_of(schedule, call, self._order(schedule, call))
+            if any(map(operator.lt, limits, sizes)):
+                continue  # it serves as many numbers in all, and the captured step wants them otherwise
             traced = step.traced_at(limits, schedule.layout)
             resident_bytes = self._resident_bytes(step.example_at(limits))
             with contextlib.suppress(ScheduleMismatch, TooLarge):
@@ -480,7 +490,8 @@ class StepPlans:
         traced, steps, limits = made
         captured.serve(captured.exchange(*lower(traced, steps)), limits)
         while len(captured.by_size) > MAX_LIMITS:
-            captured.by_size.pop(list(captured.by_size)[-2])
+            smaller = list(captured.by_size)[:-1]
+            captured.by_size.pop(next(known for known in reversed(smaller) if known != limits))
         self.varying[captured].planned(time.monotonic() - began, captured.by_size)
         if self.refinement is not None:
             self.refinement.keep(captured)

@@ -6,7 +6,7 @@ few of them, and a step that comes runs by the plan for the smallest that are no
 
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -60,6 +60,7 @@ class VaryingStep:
     Args:
         joint: as captured.
         call: the captured call.
+        shapes: as captured, by the ids of tensors; sizes that vary are symbols.
         varying: dimensions of its leaves that may vary.
         build: makes the operator graph of a joint graph, for a call's inputs, in a layout.
 
@@ -75,6 +76,7 @@ class VaryingStep:
         self,
         joint: Joint,
         call: Arguments,
+        shapes: Mapping[int, Sequence[Any]],
         varying: Dimensions,
         build: Callable[[Joint, Arguments, str], Traced],
     ) -> None:
@@ -82,10 +84,10 @@ class VaryingStep:
         self.captured = self._graphs.captured
         leaves, self._structure = pytree.tree_flatten((call.args, call.kwargs))
         self._symbol_of = {
-            (at, number): self.captured.index(size)
+            (at, number): symbol
             for at, numbers in varying.items()
             for number in numbers
-            if (size := leaves[at].shape[number]) in self.captured
+            if (symbol := self._symbol(leaves[at], number, shapes)) is not None
         }
         alike = {id(leaf): _without_memory(leaf) for leaf in leaves}
         self._leaves = [alike[id(leaf)] for leaf in leaves]
@@ -93,6 +95,13 @@ class VaryingStep:
         self.schedules: dict[Limits, Schedule] = {}
         self._planning_seconds = 0.0
         self._waste: dict[Limits, Waste] = {}
+
+    def _symbol(self, leaf: torch.Tensor, number: int, shapes: Mapping[int, Sequence[Any]]) -> int | None:
+        """The place of a size among those that vary. A tensor that the step doesn't read varies like another."""
+        if id(leaf) in shapes:
+            return self._graphs.symbol_of(shapes[id(leaf)][number])
+        size = leaf.shape[number]
+        return self.captured.index(size) if size in self.captured else None
 
     def in_layouts(self, limits: Limits, layouts: Sequence[str]) -> dict[str, Traced]:
         """The step at these sizes in those of the layouts that differ, and that images have no part in."""

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+import torch
+
 from monetlite.core.errors import TraceError
 from monetlite.core.graph import AS_TRACED, OperatorGraph
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
-from monetlite.fx.torch_internals.torch_symbols import captured_value, largest
+from monetlite.fx.torch_internals.torch_symbols import captured_value, expression, largest
 from monetlite.fx.varying_sizes import agreeing, graph_at, input_sizes
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.operator_graph import Traced
@@ -42,6 +44,11 @@ class SizedGraphs:
         self.captured: Limits = tuple(captured_value(size) or 0 for size in sizes)
         self.most = [largest(size) for size in sizes]
         self._graphs: dict[tuple[Limits, str], OperatorGraph] = {}
+
+    def symbol_of(self, size: torch.SymInt | int) -> int | None:
+        """The place of a captured size among those that vary; None if it is not one of them."""
+        found = expression(size) if isinstance(size, torch.SymInt) else None
+        return self._symbols.index(found) if found in self._symbols else None
 
     def traced_at(self, sizes: Limits, layout: str = AS_TRACED) -> Traced:
         """The graph at these sizes, with implementations that serve others, too.

@@ -449,3 +449,54 @@ def test_sizes_and_numbers_vary_in_one_program(captures):
         inputs = tokens(4, length), 0.1 + at / 7
         assert_same(step(planned, inputs), step(model, inputs), within=1e-6)
     assert len(captures) == 2, "the first number was taken for a constant"
+
+
+class Pair(nn.Module):
+    """Two sequences, whose lengths have nothing to do with each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.hidden, self.out = nn.Embedding(99, 16), nn.Linear(16, 32), nn.Linear(32, 8)
+        self.other = nn.Linear(1, 8)
+
+    def forward(self, words, numbers):
+        read = self.out(self.hidden(self.embed(words)).relu()).mean(1)
+        return (read * self.other(numbers[..., None]).tanh().mean(1)).sum()
+
+
+def pair(words, numbers):
+    return torch.randint(0, 99, (4, words)), torch.rand(4, numbers)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_sizes_that_are_equal_once_are_not_taken_for_one(captures, swapped):
+    """A smaller size in between has the first plan serve again, which is of equal sizes."""
+    model = Pair()
+    planned = monetlite.MONeTWrapper(twin(model), **AMPLE)
+    lengths = ((24, 24), (17, 17), (24, 24), (10, 400), (400, 10), (24, 24))
+    for one, other in lengths:
+        inputs = pair(*((other, one) if swapped else (one, other)))
+        assert_same(step(planned, inputs), step(model, inputs))
+        shapes = [spec.shape for spec in planned.schedule.inputs.values()]
+        assert all(spec >= tensor.shape for spec, tensor in zip(shapes, inputs, strict=True)), shapes
+    assert len(captures) <= 3
+
+
+@pytest.mark.parametrize("by_schedule", [False, True])
+def test_square_images_shrink_and_grow_again(by_schedule):
+    model = Pixels()
+    images = {size: (torch.randn(4, 3, size, size),) for size in (32, 24)}
+    schedule = monetlite.optimize(twin(model), images[32], **AMPLE) if by_schedule else None
+    options = {} if by_schedule else AMPLE
+    planned = monetlite.MONeTWrapper(twin(model), *[schedule] * by_schedule, **options)
+    for size in (32, 24, 32, 24):
+        assert_same(step(planned, images[size]), step(model, images[size]))
+
+
+def test_a_new_plan_for_sizes_takes_the_place_of_an_older_one():
+    """Of two sizes, each may be the larger: more plans than are kept, of which none serves the sizes of another."""
+    model = Pair()
+    planned = monetlite.MONeTWrapper(twin(model), **AMPLE)
+    for lengths in ((8, 20), (16, 1000), (32, 100), (64, 50), (128, 12), (256, 30), (256, 30), (8, 20)):
+        inputs = pair(*lengths)
+        assert_same(step(planned, inputs), step(model, inputs))

@@ -12,6 +12,7 @@
 | `RestartAnalysis` | raised to begin a capture again; such a graph would not be planned |
 | `exceptions_allowed_to_be_fallback` | raised to capture inner functions; nothing of them would be planned |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
+| `grapharg`, `example_value` | a graph's inputs, real and fake; sizes that are equal once would be taken for one |
 | `reset_code` | frees what is compiled; a model would be kept for good |
 | `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
 | `set_code_exec_strategy` | takes back that a function is left out; the same would happen |
@@ -336,6 +337,17 @@ def recompile_reason() -> str:
 def seconds_captured() -> float:
     """Seconds that TorchDynamo has taken for captures in this process."""
     return float(_utils.calculate_time_spent()["total_wall_time"])
+
+
+def captured_shapes(graph: fx.GraphModule) -> dict[int, tuple[Any, ...]]:
+    """The shapes of the tensors that a function is captured with, by their ids; sizes that vary are symbolic."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    given = ((node.meta.get("grapharg"), node.meta.get("example_value")) for node in inputs)
+    return {
+        id(argument.example): tuple(fake.shape)
+        for argument, fake in given
+        if argument is not None and isinstance(fake, torch.Tensor) and isinstance(argument.example, torch.Tensor)
+    }
 
 
 def break_reason(graph: fx.GraphModule) -> Any:
