@@ -11,6 +11,7 @@ from torch import nn
 from monetlite.core.announcing import tell, warn
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
+from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
 from monetlite.profiling.allocated import AllocatedGrowth
 from monetlite.profiling.step_additions import OPTIMIZERS
 from monetlite.runtime.gradient_delivery import CapturedStep
@@ -56,18 +57,20 @@ class MeasuredPeak:
         tensors = as_passed(*call)
         shapes = tuple(sorted(tuple(item.shape) for item in tensors))
         own = [*model.parameters(), *model.buffers(), *tensors]  # compiled graphs are passed their parameters
-        held_bytes = own_bytes(own) + self._left_bytes(model, call)
+        gradient_bytes = gradients_of(own)
+        held_bytes = own_bytes(own) + gradient_bytes + self._held_outputs()
         parameters = {item for item in own if isinstance(item, nn.Parameter) and item.requires_grad}
         trained = [(item.nbytes, item.numel()) for item in parameters]
-        growth = self._growth = AllocatedGrowth(device)
+        growth, captured_before = AllocatedGrowth(device), seconds_captured()
+        self._growth = growth
 
         def watch(what: str) -> None:
             if what != "end":
                 return
             ended, by = growth.end(), schedule()
             self.drop()
-            if ended is None or by is None:
-                return
+            if ended is None or by is None or seconds_captured() > captured_before:
+                return  # in a step in which another model is captured and planned, that takes memory, too
             found = self._found.setdefault(shapes, [])
             found.append(ended[1])
             if growth.was_late and len(found) < MAX_STEPS:
@@ -79,7 +82,8 @@ class MeasuredPeak:
             smaller = "" if shapes == planned_for else ", for smaller inputs than planned for"
             peak_bytes = before_bytes + max(found)
             tell(f"planned {format_bytes(by.peak_bytes)}, measured {format_bytes(peak_bytes)}{smaller}")
-            if said := over_budget(peak_bytes, by.budget_bytes, before_bytes - own_step_bytes):
+            other_bytes = before_bytes - own_step_bytes
+            if said := over_budget(peak_bytes, by.budget_bytes, other_bytes, gradient_bytes):
                 warn(said)
 
         self._step.watch = watch
@@ -89,11 +93,9 @@ class MeasuredPeak:
         if not self._told:
             self._outputs = [weakref.ref(item) for item in as_passed((output,), {})]
 
-    def _left_bytes(self, model: nn.Module, call: Arguments) -> int:
-        """Bytes of gradients and outputs of the step before. A caller frees them at some time of this one."""
-        gradients = (item.grad for item in [*model.parameters(), *as_passed(*call)] if item.is_leaf)
-        left = (*gradients, *(found() for found in self._outputs))
-        return own_bytes([item for item in left if item is not None])
+    def _held_outputs(self) -> int:
+        """Bytes of outputs of the step before. A caller frees them at some time of this one."""
+        return own_bytes([item for found in self._outputs if (item := found()) is not None])
 
     def drop(self) -> None:
         """Measure no longer."""
@@ -102,11 +104,17 @@ class MeasuredPeak:
             self._growth = self._step.watch = None
 
 
-def over_budget(peak_bytes: int, budget_bytes: int, other_bytes: int) -> str:
+def gradients_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the gradients that tensors have."""
+    return own_bytes([item.grad for item in tensors if item.is_leaf and item.grad is not None])
+
+
+def over_budget(peak_bytes: int, budget_bytes: int, other_bytes: int, gradient_bytes: int) -> str:
     """The warning of a step's peak that exceeds its budget; empty where it is within it, or a little beyond.
 
     Args:
         other_bytes: part of the peak that was allocated before the step, and not for it.
+        gradient_bytes: of gradients that were there when the step began.
     """
     most_bytes = budget_bytes + max(OVER * budget_bytes, OVER_BYTES)
     if peak_bytes <= most_bytes:
@@ -117,6 +125,11 @@ def over_budget(peak_bytes: int, budget_bytes: int, other_bytes: int) -> str:
             f"{format_bytes(other_bytes)} of that were on the GPU before, beside the model, its gradients and its "
             "inputs. An optimizer's state counts in the budget if optimizer= names it. Take what else is there "
             "(another model, data) off the budget"
+        )
+    if gradient_bytes and peak_bytes - gradient_bytes <= most_bytes:
+        return said + (
+            f"{format_bytes(gradient_bytes)} of gradients were there when it began. Clear them before the forward "
+            "pass (optimizer.zero_grad()). Where they add up over several steps, have accumulate=True count them"
         )
     return said + (
         "A plan is of the model and its loss. What else runs between its forward and its backward pass (another "

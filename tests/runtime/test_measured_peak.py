@@ -2,7 +2,10 @@
 
 import os
 import re
+import subprocess
+import sys
 import time
+import warnings
 import weakref
 
 import pytest
@@ -154,9 +157,48 @@ def test_what_runs_between_the_passes_and_exceeds_the_budget_is_warned_of():
 
 def test_what_a_gpu_held_before_is_told_apart_from_what_a_step_takes():
     """As of an optimizer whose state the budget does not count."""
-    said = over_budget(5_000_000_000, 3_000_000_000, 2_100_000_000)
+    said = over_budget(5_000_000_000, 3_000_000_000, 2_100_000_000, 0)
     assert "2.1 GB of that were on the GPU before" in said
     assert "optimizer=" in said
     assert "between" not in said
-    assert "between its forward and its backward pass" in over_budget(5_000_000_000, 3_000_000_000, 1_000_000_000)
-    assert not over_budget(3_100_000_000, 3_000_000_000, 0)
+    assert "between its forward and its backward pass" in over_budget(
+        5_000_000_000, 3_000_000_000, 1_000_000_000, 0
+    )
+    assert not over_budget(3_100_000_000, 3_000_000_000, 0, 0)
+
+
+@pytest.mark.parametrize("cleared", ["before", "between", "never"])
+def test_gradients_that_are_there_when_a_step_begins_are_told(cleared):
+    blocks = (nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512)) for _ in range(8))
+    model, x = nn.Sequential(*blocks, nn.Linear(512, 10)), torch.randn(512, 512)
+    model = monetlite.within(model, budget="85%", device="rtx-3090", time_limit=1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(MANY):
+            if cleared == "before":
+                model.zero_grad()
+            loss = model(x).square().mean()
+            if cleared == "between":
+                model.zero_grad()
+            loss.backward()
+    told = [str(item.message) for item in found if "more than the budget" in str(item.message)]
+    assert len(told) == (cleared != "before")
+    assert all("of gradients were there when it began" in text for text in told)
+
+
+def test_a_step_in_which_another_model_is_captured_is_not_measured():
+    """Its generator's step ends after the discriminator was captured and planned, which takes new memory once."""
+    program = """
+import torch, monetlite
+from torch import nn
+makes, judges = nn.Sequential(nn.Linear(16, 64), nn.Tanh()), nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 1))
+makes, judges = (monetlite.within(item, budget="6MB") for item in (makes, judges))
+for _ in range(8):
+    made = makes(torch.randn(32, 16))
+    judges.zero_grad()
+    (judges(made.detach()).mean() - judges(torch.randn(32, 64)).mean()).backward()
+    makes.zero_grad()
+    judges(made).mean().backward()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "a step took" not in done.stderr
