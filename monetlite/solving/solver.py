@@ -103,8 +103,8 @@ def solve_peak(
     solution = _with_host(solve.incumbent.solution(infeasible=infeasible), profile)
     if solution.status in (Status.FEASIBLE, Status.TIMEOUT) and still_compiling():
         warn(
-            "the search was not compiled in time, which takes some seconds once on a machine and goes on; solve "
-            "again for a better schedule"
+            "the search was not compiled in time, which takes some seconds once on a machine and goes on; later "
+            "solves find better schedules"
         )
     return solution
 

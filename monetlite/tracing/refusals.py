@@ -86,6 +86,7 @@ _RAISED = re.compile(r"^ *Developer debug context: raised exception (.+)$", re.M
 _WRITTEN_OUT = re.compile(r"(\w+)\([\[(]ConstantVariable\(\w+: (.*)\),?[\])]\)")
 """Form in which some versions write an exception of one argument."""
 _FAILED_ASSERTION = re.compile(r"^Data-dependent assertion failed.*context: value: ConstantVariable\(", re.DOTALL)
+_MISSING_NAME = re.compile(r"Failed to find name `(\w+)` in frame's builtins")
 _OPERATOR_FAILURE = re.compile(
     r"got \w+Error\((['\"])(?P<said>.*?)\1\)|TypeError \w+: (?P<call>\w+\(\) received .*)"
 )
@@ -175,6 +176,8 @@ def _raised(text: str) -> str | None:
     """The exception that the model itself raises, if TorchDynamo says so."""
     if _FAILED_ASSERTION.search(text):
         return "AssertionError"
+    if missing := _MISSING_NAME.search(text):
+        return f'NameError("name {missing[1]!r} is not defined")'
     found = _RAISED.search(text)
     if found is None:
         return None

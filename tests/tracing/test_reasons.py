@@ -71,6 +71,10 @@ def averages_all_batches(model, x):
     return model.cumulative(x)  # here
 
 
+def reads_an_unknown_name(_, x):
+    return nowhere(x)  # here  # noqa: F821  # as people do
+
+
 def solves(_, x):
     return torch.linalg.solve(x @ x.t() + torch.eye(4), x)  # here
 
@@ -87,6 +91,7 @@ REFUSED = {
     aligns: r"F\.ctc_loss.*return log-probabilities",
     raises: r"raises ValueError.*a batch of 4 \(it's odd\).*on these inputs; check",
     reads_what_is_missing: r"raises AttributeError.*'missing'.* on these inputs; check",
+    reads_an_unknown_name: r"raises NameError.*'nowhere' is not defined.* on these inputs; check",
     calls_with_too_much: r"other arguments than it takes\. Check",
     draws_from_numpy: r"random numbers from numpy.*Draw them with torch",
     draws_otherwise_from_numpy: r"random numbers from numpy.*Draw them with torch",
