@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -37,17 +37,17 @@ class CallSizes:
         self._calls: dict[str, list[Signature]] = {}
         self._varying: dict[str, Dimensions] = {}
 
-    def signature(self, call: Arguments, any_number: bool = False) -> Signature:
+    def signature(self, call: Arguments, any_number: Collection[type] = ()) -> Signature:
         """The key of a program: all that is known of a call's arguments, but the sizes that vary.
 
         Args:
             call: the arguments.
-            any_number: whether programs serve all values of a `float`.
+            any_number: types of numbers of which programs serve all values.
         """
         exact = _exact(call, any_number)
         return _without_sizes(exact, self._varying_of(exact))
 
-    def signatures(self, call: Arguments, any_number: bool = False) -> set[Signature]:
+    def signatures(self, call: Arguments, any_number: Collection[type] = ()) -> set[Signature]:
         """The keys of programs that serve a call: with its own sizes, from before they varied, or with any."""
         exact = _exact(call, any_number)
         return {exact, _without_sizes(exact, self._varying_of(exact))}
@@ -69,7 +69,7 @@ class CallSizes:
         """Learn from a call."""
         if self.fixed:
             return
-        exact = _exact(call, any_number=True)
+        exact = _exact(call, any_number=(float, int))
         structure, known = exact[-1], self._calls.setdefault(exact[-1], [])
         found = dict(self._varying.get(structure, {}) if known else _guessed(pytree.tree_leaves(tuple(call))))
         others = [dimensions for item in known if (dimensions := _differing(exact, item)) is not None]
@@ -108,11 +108,8 @@ class CallSizes:
             self.asked = False
 
 
-def _exact(call: Arguments, any_number: bool) -> Signature:
-    signature = input_signature(*call)
-    if not any_number:
-        return signature
-    return tuple((float, "") if item[0] is float else item for item in signature)
+def _exact(call: Arguments, any_number: Collection[type]) -> Signature:
+    return tuple((item[0], "") if item[0] in any_number else item for item in input_signature(*call))
 
 
 def _guessed(leaves: Sequence[object]) -> Dimensions:

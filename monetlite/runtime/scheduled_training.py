@@ -25,6 +25,7 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
 from monetlite.core.units import parse_budget
 from monetlite.core.weak_calls import weakly
+from monetlite.fx.counters import without_counters
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed
 from monetlite.fx.torch_internals.torch_dynamo import (
@@ -130,7 +131,8 @@ class ScheduledTraining:
         self._values_changed = 0
         """Steps that were captured for another value than before, where inputs have known shapes."""
         # Schedules that are solved beforehand are of graphs in which each number is a constant.
-        self._numbers = VaryingNumbers(fixed=self.plans.budget is None or self.plans.wait)
+        fixed = self.plans.budget is None or self.plans.wait
+        self._numbers = VaryingNumbers(fixed=fixed, counting=True)
         self._forget()
         watch_state(self.plans)
 
@@ -223,7 +225,7 @@ class ScheduledTraining:
     def _train(self, call: Arguments) -> Any:
         if self._pieces is not None:
             return self._in_pieces(call)
-        if self._ready & self.plans.sizes.signatures(call, self._numbers.all_vary):
+        if self._ready & self.plans.sizes.signatures(call, self._numbers.served_types):
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
             with contextlib.suppress(*REFUSALS), allow_programs(MAX_PROGRAMS):
@@ -258,12 +260,12 @@ class ScheduledTraining:
                 output = self._solve_and_capture(call)
         else:
             output = self._solve_and_capture(call)
-        signature = self.plans.sizes.signature(call, self._numbers.all_vary)
-        self._values_changed += shapes_of(signature) in map(shapes_of, self._ready)
-        self._ready.add(signature)
-        if self._values_changed == MANY_CAPTURING:
+        signature = self.plans.sizes.signature(call, self._numbers.served_types)
+        if shapes_of(signature) in map(shapes_of, self._ready):
             self._values_changed += 1
-            warn(many_programs(MANY_CAPTURING, all_kept=True))
+            if self._values_changed == MANY_CAPTURING:
+                warn(many_programs(MANY_CAPTURING, all_kept=True))
+        self._ready.add(signature)
         return output
 
     def _warn_of_shapes(self) -> None:
@@ -337,7 +339,8 @@ class ScheduledTraining:
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _tell_of_loops(graph.graph)
         self.plans.note_shapes(graph)
-        return delivering_backend(self._partition, self.compiler(), self.plans.keep)(graph, inputs)
+        backend = delivering_backend(self._partition, self.compiler(), self.plans.keep)
+        return without_counters(graph, inputs, backend)
 
     def compiler(self) -> Compiler:
         if not self.compile:

@@ -410,7 +410,7 @@ class StepPlans:
         for schedule in filter(is_of_any_size, serving):
             limits = step.limits_of(schedule, call, self._order(schedule, call))
             if any(map(operator.lt, limits, sizes)):
-                continue  # it serves as many numbers in all, and the captured step wants them otherwise
+                continue  # a size that no input's shape shows is larger than in the capture
             traced = step.traced_at(limits, schedule.layout)
             resident_bytes = self._resident_bytes(step.example_at(limits))
             with contextlib.suppress(ScheduleMismatch, TooLarge):

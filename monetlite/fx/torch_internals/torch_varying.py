@@ -38,14 +38,16 @@ class VaryingNumbers:
     """The numbers that captured functions are called with, or read of a module, and that have been seen to vary.
 
     A number of type `float` is a constant at first. From its second value on, it is a tensor of float64 that the
-    program takes, without dimensions. So arithmetic with it gives the same bits. Other numbers stay constants.
+    program takes, without dimensions. So arithmetic with it gives the same bits. Where whole numbers count, one of
+    type `int` is a symbol from its second value on, until a program needs one (`monetlite.fx.counters`).
 
     Args:
-        fixed: whether each value is captured by itself.
+        fixed: whether each value of a `float` is captured by itself.
+        counting: whether whole numbers count.
     """
 
-    def __init__(self, *, fixed: bool = False) -> None:
-        self._fixed = fixed
+    def __init__(self, *, fixed: bool = False, counting: bool = False) -> None:
+        self._fixed, self._counting = fixed, counting
         self._seen: dict[tuple[types.CodeType, str], float] = {}
         self._varying: set[tuple[types.CodeType, str]] = set()
         self._specialized: Counter[tuple[types.CodeType, str]] = Counter()
@@ -53,23 +55,39 @@ class VaryingNumbers:
 
     def captured(self) -> AbstractContextManager[None]:
         """Capture numbers as they vary, for the time of a block."""
+        counting = (
+            mock.patch.object(VariableBuilder, "wrap_symint", lambda *args, **kwargs: self._whole(*args, **kwargs)),
+            _config.patch(allow_unspec_int_on_nn_module=True),
+        )
         return patched(
             mock.patch.object(
                 VariableBuilder, "wrap_symfloat", lambda builder, value: self._wrapped(builder, value)
             ),
             mock.patch.object(LazySymNodeFormatString, "__init__", _text_of_others),
+            *(counting if self._counting else ()),
         )
 
     @property
-    def all_vary(self) -> bool:
-        """True unless a value has to be captured by itself."""
-        return not self._fixed and not any(map(self._is_constant, self._specialized))
+    def served_types(self) -> frozenset[type]:
+        """Types of numbers of which no value has to be captured by itself."""
+        floats = not self._fixed and not any(map(self._is_constant, self._specialized))
+        return frozenset([float] * floats + [int] * self._counting)
 
     def fix(self) -> bool:
         """Have each value captured by itself from here on; tells whether that changes anything."""
+        if self._counting and any(type(self._seen[key]) is int for key in self._varying):
+            self._counting = False
+            return True
         changes = bool(self._varying) and not self._fixed
         self._fixed = self._fixed or changes
         return changes
+
+    def _whole(self, builder: VariableBuilder, value: int, *args: Any, **kwargs: Any) -> Any:
+        key = builder.tx.output.root_tx.f_code, builder.source.name
+        if self._seen.setdefault(key, value) != value:
+            self._varying.add(key)
+        with _config.patch(assume_static_by_default=key not in self._varying, automatic_dynamic_shapes=False):
+            return _wrap_int(builder, value, *args, **kwargs)
 
     def _wrapped(self, builder: VariableBuilder, value: float) -> Any:
         key = builder.tx.output.root_tx.f_code, builder.source.name
