@@ -264,7 +264,7 @@ class ScheduledTraining:
         if shapes_of(signature) in map(shapes_of, self._ready):
             self._values_changed += 1
             if self._values_changed == MANY_CAPTURING:
-                warn(many_programs(MANY_CAPTURING, all_kept=True))
+                warn(many_programs(kept=MANY_CAPTURING))
         self._ready.add(signature)
         return output
 

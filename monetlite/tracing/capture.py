@@ -377,17 +377,17 @@ def capture_settings() -> Iterator[None]:
         yield
 
 
-def many_programs(count: int = MAX_PROGRAMS, *, all_kept: bool = False) -> str:
-    """The warning of a model for which TorchDynamo has just compiled a program, or refused to compile one more."""
+def many_programs(kept: int = 0) -> str:
+    """The warning of a model that TorchDynamo has so many programs for, or has just refused another."""
     # A guard that did not hold: `1/14: model.n == 7    # s.n += 1  # model.py:7 in forward (HINT: ...)`.
     guard = re.sub(r"^\d+/\d+: ", "", recompile_reason().partition("\n")[0].partition("  #")[0]).strip()
     fixed = f" (the last one is for {guard})" if guard else ""
-    kept = "" if all_kept else "No more are kept, so all are compiled anew. "
+    anew = "" if kept else "No more are kept, so all are compiled anew. "
     return (
-        f"programs have been compiled for {count} different steps of this model{fixed}, for seconds each. {kept}A "
-        "number, flag or attribute that the forward pass reads, and the shapes of inputs, are fixed in a program. "
-        "Make a value that changes from step to step a tensor (register_buffer, or a tensor argument) or, with a "
-        "budget, a float. Keep counters out of the forward pass, and pad inputs to a few sizes"
+        f"programs have been compiled for {kept or MAX_PROGRAMS} different steps of this model{fixed}, for seconds "
+        f"each. {anew}A number, flag or attribute that the forward pass reads, and the shapes of inputs, are fixed "
+        "in a program. Make a value that changes from step to step a tensor (register_buffer, or a tensor "
+        "argument) or, with a budget, a float. Pad inputs to a few sizes"
     )
 
 

@@ -82,19 +82,6 @@ def counting(monkeypatch):
     return meter
 
 
-def test_workspaces_are_those_of_all_that_may_run_in_a_thread(counting, monkeypatch):
-    """What the forward part runs may run again in the backward part's thread: a layer with a bias, say."""
-    parts = []
-    monkeypatch.setattr(
-        counting, "kept_bytes", lambda runs: parts.append([run.args[0].target for run in runs]) or 7
-    )
-    graph = monetlite.trace(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8))
-    assert measured.measure_profile(graph, "cpu").graph.resident.libraries == 14
-    forward, backward = parts
-    assert forward == ["aten.addmm.default"]
-    assert set(backward) == {"aten.addmm.default", "aten.mm.default"}
-
-
 def test_peak_growth_of_known_allocations():
     def function():
         first = torch.empty(3 * MIB, dtype=torch.uint8)

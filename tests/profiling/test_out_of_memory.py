@@ -104,7 +104,7 @@ def test_a_default_that_does_not_fit_is_named_with_what_to_do(graph, small):
 def test_what_cublas_keeps_is_resident_for_each_thread_that_calls_it(small, tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4, bias=False))
     profile = monetlite.profile(monetlite.trace(model, torch.randn(2, 8)), "cpu")
-    assert small.kept == [2, 1], "one call of addmm and one of mm, then mm alone in the backward part"
+    assert small.kept == [2, 2], "addmm and mm, which may both run again in the backward part"
     assert profile.graph.resident.libraries == 2 * KEPT_BYTES
     plain = simulate(profile, plain_steps(profile.graph))
     assert plain.resident_bytes == profile.graph.resident.total > 2 * KEPT_BYTES

@@ -119,6 +119,7 @@ class Annealed(nn.Module):
     def forward(self, x, scale=1.0):
         if self.counts:
             self.steps += 1
+            x = x * self.steps
         return self.dropout(self.layer(x)).tanh() * scale
 
 
@@ -131,7 +132,7 @@ def test_numbers_may_change_more_often_than_torchs_own_limit_of_recompilations()
         torch.manual_seed(1)
         found = wrapper(x)
         torch.manual_seed(1)
-        assert torch.equal(found, network.dropout(network.layer(x)).tanh())
+        assert torch.equal(found, network.dropout(network.layer(x * (number + 1))).tanh())
         assert network.steps == number + 1
     assert torch._dynamo.config.recompile_limit == 3
 
