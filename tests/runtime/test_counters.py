@@ -7,6 +7,7 @@ from thoroughness import often
 from torch import nn
 
 import monetlite
+from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
 
 PLANNING = {"budget": "200%", "device": "rtx-4090", "time_limit": 1}
 STEPS = 9
@@ -104,3 +105,20 @@ def test_a_schedule_that_was_solved_beforehand_serves_each_count(captures):
 def test_a_count_that_tensors_depend_on_is_captured_as_often_as_needed(use):
     for _ in trained(Counts(alone, use), **PLANNING):
         pass
+
+
+class InPieces(Counts):
+    def forward(self, x, number):
+        found = super().forward(x, number)
+        return found if found["loss"].isfinite() else {"loss": found["loss"] * 0, "steps": 0}
+
+
+def test_counting_has_no_piece_captured_again():
+    model, captured = InPieces(alone), []
+    planned = monetlite.MONeTWrapper(twin(model), **PLANNING | {"budget": "300%"})
+    for number in range(STEPS):
+        inputs = torch.randn(4, 8), number + 5
+        assert_same(step(planned, inputs), step(model, inputs))
+        assert planned.model.steps == model.steps
+        captured.append(seconds_captured())
+    assert captured[4:] == [captured[4]] * (STEPS - 4)

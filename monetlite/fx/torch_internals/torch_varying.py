@@ -136,6 +136,7 @@ class VaryingSizes:
             mock.patch.object(
                 VariableBuilder, "wrap_symint", lambda *args, **kwargs: self._wrapped(*args, **kwargs)
             ),
+            *([_config.patch(allow_unspec_int_on_nn_module=True)] if self.active else ()),
         )
 
     def capture_again(self) -> Exception:
