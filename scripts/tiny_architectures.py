@@ -80,6 +80,7 @@ MASKED = [
     "longformer",
     "big_bird",
     "mpnet",
+    "nystromformer",
     "yoso",
     "roformer",
     "fnet",

@@ -6,6 +6,8 @@ training, without flash attention, and take more memory.
 
 A mask that is known to be of ones has strides of zero (`with_known_masks`). So its layout says what it is, and
 whatever is kept by layouts is kept for each kind of mask: programs, schedules, guards.
+
+Models that are given no mask often make one of ones. That is known from the capture, unless the model writes to it.
 """
 
 import contextlib

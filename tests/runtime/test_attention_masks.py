@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from thoroughness import often
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, NystromformerConfig, NystromformerForMaskedLM
 
 import monetlite
 from monetlite.core.errors import ModelError
@@ -115,3 +115,24 @@ def test_a_schedule_of_masks_of_ones_says_so_of_others():
     trained(kept, inputs)
     with pytest.raises(ModelError, match="attention mask with padding"):
         trained(kept, inputs | {"attention_mask": PADDED})
+
+
+def test_a_mask_that_the_model_makes_is_left_out():
+    """Nystromformer can't run with a mask, and makes one of ones, which plain training leaves out."""
+    torch.manual_seed(0)
+    config = NystromformerConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_landmarks=4,
+        segment_means_seq_len=12,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+    )
+    model, inputs = NystromformerForMaskedLM(config), {"input_ids": IDS, "labels": IDS}
+    expected = trained(copy.deepcopy(model), inputs)
+    wrapper = monetlite.MONeTWrapper(model, budget="90%", time_limit=0.5, wait=True)
+    for ours, plain in zip(trained(wrapper, inputs), expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)

@@ -17,7 +17,8 @@
 | `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
 | `set_code_exec_strategy` | takes back that a function is left out; the same would happen |
 | `UserFunctionVariable.call_function` | gives results that are known; masks would be made that say nothing |
-| `TensorVariable.as_proxy` | tells which input a tensor is; masks of ones would be made whole |
+| `TensorVariable.as_proxy` | tells where a tensor comes from; masks of ones would be made whole |
+| `Tensor._version` | tells that a tensor was written to; padding put into a mask of ones would be lost |
 | `torch._numpy.random` | module of functions that stand for numpy's generator; other numbers would be drawn |
 """
 
@@ -71,7 +72,9 @@ _WITH_PARTS = (container, transformer, activation)
 _SPARSE = ("embedding", "embedding_bag")
 """Functions of `torch.nn.functional` that have a sparse gradient where they are asked for one."""
 _RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.GRU, nn.LSTM)
-_CONVERSIONS = ("to", "bool", "int", "long", "float", "contiguous")
+_CONVERSIONS = ("to", "bool", "int", "long", "float", "contiguous", "view", "reshape", "expand", "clone")
+"""Methods after which a tensor of ones is still one."""
+_ONES = (torch.ones, torch.ones_like, "new_ones")
 _log = logging.getLogger("torch._dynamo")
 _log_settings = _utils._get_dynamo_config_for_logging
 _files_captured = trace_rules.get_legacy_mod_inlinelist
@@ -114,7 +117,8 @@ def calls_changed(
 
     Args:
         results: for functions, what each call of them returns: a constant.
-        leave_out: functions that take None in place of a tensor of one element, repeated along every dimension.
+        leave_out: functions that take None in place of an input of one element, repeated along every dimension, and
+            of ones that the captured code makes.
         false_of_none: functions that return False of None.
     """
 
@@ -124,23 +128,30 @@ def calls_changed(
         if self.fn in false_of_none and len(args) == 1 and args[0].is_constant_none():
             return ConstantVariable.create(False)
         if self.fn in leave_out:
-            args = [_unless_repeated(item) for item in args]
-            kwargs = {name: _unless_repeated(item) for name, item in kwargs.items()}
+            args = [_unless_known(item) for item in args]
+            kwargs = {name: _unless_known(item) for name, item in kwargs.items()}
         return _call_function(self, translator, args, kwargs)
 
     return patched(mock.patch.object(UserFunctionVariable, "call_function", call))
 
 
-def _unless_repeated(variable: Any) -> Any:
-    """A variable of a capture; None for an input of one element, repeated, though it may have been converted."""
-    if not isinstance(variable, TensorVariable):
-        return variable
-    node: Any = variable.as_proxy().node
-    while node.op == "call_method" and node.target in _CONVERSIONS:
-        node = node.args[0]
-    strides = node.meta["example_value"].stride() if node.op == "placeholder" else ()
-    repeated = bool(strides) and all(isinstance(item, int) and item == 0 for item in strides)
-    return ConstantVariable.create(None) if repeated else variable
+def _unless_known(variable: Any) -> Any:
+    """A variable of a capture; None for a tensor that is known to be of ones, though it may have been converted."""
+    known = isinstance(variable, TensorVariable) and _is_of_ones(variable.as_proxy().node)
+    return ConstantVariable.create(None) if known else variable
+
+
+def _is_of_ones(node: fx.Node) -> bool:
+    """True for an input of one element, repeated, and for ones that were made and not written to since."""
+    tensor: torch.Tensor = node.meta["example_value"]
+    if node.op == "placeholder":
+        strides = tensor.stride()
+        return bool(strides) and all(isinstance(item, int) and item == 0 for item in strides)
+    if tensor._version:
+        return False
+    if node.op == "call_method" and node.target in _CONVERSIONS:
+        return isinstance(node.args[0], fx.Node) and _is_of_ones(node.args[0])
+    return node.target in _ONES
 
 
 def drawing_functions(model: nn.Module) -> list[tuple[types.ModuleType, str]]:

@@ -1,6 +1,7 @@
 """TorchDynamo's settings, errors and logs are as monetlite relies on."""
 
 import logging
+import operator
 import threading
 import warnings
 from collections.abc import Iterator
@@ -238,3 +239,31 @@ def test_results_are_known_and_repeated_elements_left_out() -> None:
         assert torch.equal(compiled(x, by), x)
         assert torch.equal(compiled(x, by.contiguous()), 2 * x.double())
     assert len(graphs.all) == 2, "the strides of an input are not guarded"
+
+
+def makes(x: torch.Tensor) -> torch.Tensor:
+    by = x.new_ones(2, 3).bool()
+    return scales(x, by.view(2, 3))
+
+
+def writes(x: torch.Tensor) -> torch.Tensor:
+    by = torch.ones(2, 3)
+    by[:, 1:] = 0
+    return scales(x, by.to(torch.float64))
+
+
+def writes_to_a_view(x: torch.Tensor) -> torch.Tensor:
+    by = torch.ones(6)
+    by.view(2, 3)[:, 1:] *= 0
+    return scales(x, by.view(2, 3))
+
+
+def test_ones_that_are_made_are_left_out_unless_they_are_written_to() -> None:
+    x = torch.full((2, 3), 4.0)
+    for function, calls in ((makes, 0), (writes, 1), (writes_to_a_view, 1)):
+        graphs = Graphs()
+        with torch_dynamo.calls_changed({}, [scales]):
+            found = torch.compile(function, backend=graphs, fullgraph=True)(x)
+        assert torch.equal(found.double(), function(x).double())
+        (graph,) = graphs.all
+        assert sum(node.target is operator.mul for node in graph.graph.nodes) == calls, function.__name__
