@@ -41,6 +41,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     BreaksAgain,
 )
 from monetlite.fx.torch_internals.torch_varying import VaryingSizes
+from monetlite.fx.whole_numbers import WithoutNumbers
 from monetlite.operators import cudnn
 from monetlite.operators.random import forked_state
 from monetlite.profiling.memory_use import workspaces_bytes
@@ -236,9 +237,16 @@ class PiecewiseTraining:
 
     def backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture a piece; one that can't be planned runs as in plain training."""
+        self._breaks.note(graph)
+        try:
+            rest = WithoutNumbers(graph, inputs, as_tensors=True)
+        except TraceError:  # sizes, which the piece is planned for
+            return self._planned_piece(graph, inputs)
+        return rest.joined(self._planned_piece(rest.graph, rest.inputs))
+
+    def _planned_piece(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from monetlite.planning.beside_training import least_stored
 
-        self._breaks.note(graph)
         pieces: list[CapturedPiece] = []
         autocast = autocast_dtype(device_of(graph, inputs))
 

@@ -25,7 +25,6 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.steps import Step
 from monetlite.core.units import parse_budget
 from monetlite.core.weak_calls import weakly
-from monetlite.fx.counters import without_counters
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import is_transformed
 from monetlite.fx.torch_internals.torch_dynamo import (
@@ -36,6 +35,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
 )
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.fx.torch_internals.torch_varying import VaryingNumbers
+from monetlite.fx.whole_numbers import WithoutNumbers
 from monetlite.operators.program_calls import GuardFailed
 from monetlite.runtime.backward_updates import refuse_without_updates
 from monetlite.runtime.breaks import MANY_CAPTURING
@@ -340,7 +340,8 @@ class ScheduledTraining:
         _tell_of_loops(graph.graph)
         self.plans.note_shapes(graph)
         backend = delivering_backend(self._partition, self.compiler(), self.plans.keep)
-        return without_counters(graph, inputs, backend)
+        rest = WithoutNumbers(graph, inputs, as_tensors=not self._numbers.fixed)
+        return rest.joined(backend(rest.graph, rest.inputs))
 
     def compiler(self) -> Compiler:
         if not self.compile:

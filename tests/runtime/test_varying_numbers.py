@@ -137,14 +137,14 @@ def test_numbers_that_a_graph_computes_may_be_printed():
 
 
 @pytest.mark.parametrize("number", [int, float])
-def test_a_whole_number_that_counts_steps_is_warned_of(monkeypatch, recwarn, number):
-    """Each of its values is captured by itself, for seconds, where a float is captured twice."""
+@pytest.mark.parametrize("warned", [False, True])
+def test_a_number_that_is_captured_at_each_step_is_warned_of(monkeypatch, recwarn, number, warned):
     monkeypatch.setattr(scheduled_training, "MANY_CAPTURING", 3)
-    model = Scheduled(lambda h, number: h * (number / 7))
+    model = Scheduled(BY_THEMSELVES["power"] if warned else lambda h, number: h * (number / 7))
     planned = monetlite.MONeTWrapper(twin(model), **PLANNING)
     for count in range(1, 8):
         inputs = (torch.randn(4, 8), number(count))
         assert_same(step(planned, inputs), step(model, inputs))
     told = [str(item.message) for item in recwarn if "for 3 different steps of this model" in str(item.message)]
-    assert len(told) == (number is int)
-    assert all("with a budget, a float" in text for text in told)
+    assert len(told) == warned
+    assert all("without wait=True, a number" in text for text in told)

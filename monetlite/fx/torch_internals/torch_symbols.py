@@ -4,9 +4,10 @@
 | --- | --- |
 | `_dynamo.maybe_mark_dynamic` | asks for a symbol in place of a size; each length would be captured again |
 | `_dynamo_weak_dynamic_indices`, `_has_dynamo_dim_marking` | its marks at a person's tensors, taken away again |
-| `SymInt.node.expr`, `.shape_env` | what a captured size is, and what is known of its symbols |
+| `SymInt.node.expr`, `.hint`, `.shape_env` | what a captured size is, and what is known of its symbols |
 | `bound_sympy` | the largest size that the capture holds for |
 | `sympy_interp`, `PythonReferenceAnalysis` | calls that compute a size; programs could not be made |
+| `_refs.tensor` | stands for `torch.tensor` of a number in a capture; each number would be captured by itself |
 """
 
 import contextlib
@@ -16,11 +17,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import _refs, fx
 from torch._dynamo import maybe_mark_dynamic
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+tensor_of_number: Callable[..., torch.Tensor] = _refs.tensor
+"""Function that a capture has in place of `torch.tensor` of a number that varies."""
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
 
@@ -41,6 +44,12 @@ def marked_as_varying(tensors: Collection[tuple[torch.Tensor, int]]) -> Iterator
 def expression(size: torch.SymInt) -> sympy.Expr:
     """The expression of a captured size in symbols."""
     found: sympy.Expr = size.node.expr
+    return found
+
+
+def captured_number(number: Any) -> int | float:
+    """The value of a number in the step that was captured."""
+    found: int | float = number.node.hint
     return found
 
 

@@ -39,15 +39,18 @@ class VaryingNumbers:
 
     A number of type `float` is a constant at first. From its second value on, it is a tensor of float64 that the
     program takes, without dimensions. So arithmetic with it gives the same bits. Where whole numbers count, one of
-    type `int` is a symbol from its second value on, until a program needs one (`monetlite.fx.counters`).
+    type `int` is a symbol from its second value on, until a program needs one (`monetlite.fx.whole_numbers`).
 
     Args:
-        fixed: whether each value of a `float` is captured by itself.
+        fixed: whether each value of a `float` is captured by itself, and each of an `int` that tensors take.
         counting: whether whole numbers count.
+
+    Attributes:
+        fixed: the same.
     """
 
     def __init__(self, *, fixed: bool = False, counting: bool = False) -> None:
-        self._fixed, self._counting = fixed, counting
+        self.fixed, self._counting = fixed, counting
         self._seen: dict[tuple[types.CodeType, str], float] = {}
         self._varying: set[tuple[types.CodeType, str]] = set()
         self._specialized: Counter[tuple[types.CodeType, str]] = Counter()
@@ -70,7 +73,7 @@ class VaryingNumbers:
     @property
     def served_types(self) -> frozenset[type]:
         """Types of numbers of which no value has to be captured by itself."""
-        floats = not self._fixed and not any(map(self._is_constant, self._specialized))
+        floats = not self.fixed and not any(map(self._is_constant, self._specialized))
         return frozenset([float] * floats + [int] * self._counting)
 
     def fix(self) -> bool:
@@ -78,8 +81,8 @@ class VaryingNumbers:
         if self._counting and any(type(self._seen[key]) is int for key in self._varying):
             self._counting = False
             return True
-        changes = bool(self._varying) and not self._fixed
-        self._fixed = self._fixed or changes
+        changes = bool(self._varying) and not self.fixed
+        self.fixed = self.fixed or changes
         return changes
 
     def _whole(self, builder: VariableBuilder, value: int, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +96,7 @@ class VaryingNumbers:
         key = builder.tx.output.root_tx.f_code, builder.source.name
         if self._seen.setdefault(key, value) != value:
             self._varying.add(key)
-        if self._fixed or key not in self._varying or self._is_constant(key):
+        if self.fixed or key not in self._varying or self._is_constant(key):
             return _wrap_float(builder, value)
         with _config.patch(assume_static_by_default=False):
             wrapped = _wrap_float(builder, value)
