@@ -11,6 +11,10 @@ from monetlite.core.errors import ScheduleMismatch
 from monetlite.core.graph import OperatorGraph
 from monetlite.core.steps import Step, stored_values
 
+_UNKNOWN = (
+    "which this model's step does not have: its file was changed, or is for another model. Solve again for this one"
+)
+
 DEFAULT = "default"
 
 Run = tuple[str, str]
@@ -65,7 +69,7 @@ class Choices:
         known = graph.by_name
         for name in (*self.before, *self.implementations):
             if name not in known:
-                raise ScheduleMismatch(f"the schedule names operator {name!r}, which this graph does not have")
+                raise ScheduleMismatch(f"the schedule names operator {name!r}, {_UNKNOWN}")
         steps: list[Step] = []
         for index, operator in enumerate(graph.operators):
             if operator.optional:
@@ -80,7 +84,7 @@ def _step(graph: OperatorGraph, name: str, implementation: str | None, index: in
     if index is None:
         index = graph.by_name.get(name)
     if index is None:
-        raise ScheduleMismatch(f"the schedule runs operator {name!r}, which this graph does not have")
+        raise ScheduleMismatch(f"the schedule runs operator {name!r}, {_UNKNOWN}")
     if implementation is None:
         return index, 0
     operator = graph.operators[index]

@@ -16,6 +16,8 @@ SECONDS_UNTIL_PRESSED_AGAIN = 0.05
 
 _ending = 0
 """Number of open contexts in which Ctrl-C ends everything."""
+_ended_early = 0
+"""Number of solves that Ctrl-C has ended, and that returned their best so far."""
 
 
 @contextlib.contextmanager
@@ -62,6 +64,14 @@ def interrupts_kept() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def ends_everything() -> bool:
-    """True if Ctrl-C ends more than the solve that it interrupts."""
-    return _ending > 0
+def end_early() -> None:
+    """End a solve with its best so far, in the handler of its KeyboardInterrupt, unless that ends everything."""
+    global _ended_early
+    if _ending > 0:
+        raise  # the exception that is being handled
+    _ended_early += 1
+
+
+def ended_early() -> int:
+    """The number of solves that Ctrl-C has ended so far. Where one of several was, no other should begin."""
+    return _ended_early

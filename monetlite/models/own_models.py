@@ -254,7 +254,10 @@ def _describe(item: object) -> str:
         return "None"
     if isinstance(item, tuple):
         return f"a tuple of {', '.join(type(entry).__name__ for entry in item) or 'nothing'}"
-    return f"the class {item.__name__}" if isinstance(item, type) else f"a {type(item).__name__}"
+    if isinstance(item, type):
+        return f"the class {item.__name__}"
+    kind = type(item).__name__
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
 def _last_line(error: BaseException, module: ModuleType | None = None) -> str:

@@ -5,13 +5,14 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from monetlite.core.announcing import warn
 from monetlite.core.binding import bind
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError, ScheduleMismatch
 from monetlite.core.files.documents import common_fields
 from monetlite.core.graph import AS_TRACED, COMPILED_LAYOUTS, LAYOUTS, uncompiled_layout
-from monetlite.core.interrupts import interrupts_kept
+from monetlite.core.interrupts import ended_early, interrupts_kept
 from monetlite.core.options import REORDERED_SUMS, SolvingOptions, solving_options
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
@@ -164,7 +165,7 @@ def solve_layouts(
 ) -> Schedule:
     """Solve one step that was traced in several layouts, for the fastest schedule of any.
 
-    Each layout is solved for a short while; the better one then has the rest of the time.
+    Each layout is solved for a short while; the better one then has the rest of the time. Ctrl-C ends it all early.
 
     Args:
         profiles: of the same model, the first as plain training runs it: budgets in percent and overheads are
@@ -178,7 +179,10 @@ def solve_layouts(
     plain = simulate(profiles[0], plain_steps(profiles[0].graph))
     budget_bytes = parse_budget(budget, plain.peak_bytes)
     # A layout that changes nothing is not among the profiles.
-    wanted = [item for item in profiles if layout in (None, uncompiled_layout(item.graph.layout))] or profiles[:1]
+    wanted = [item for item in profiles if layout in (None, uncompiled_layout(item.graph.layout))]
+    if not wanted:
+        warn(f"layout {layout!r} changes nothing of this model, which is solved as it is")
+        wanted = [profiles[0]]
     distinct = list({item.graph.fingerprint: item for item in reversed(wanted)}.values())[::-1]
 
     def run(item: Profile, seconds: float, found: Iterable[Schedule] = ()) -> Schedule:
@@ -194,6 +198,7 @@ def solve_layouts(
     if len(distinct) == 1:
         return run(distinct[0], options.time_limit)
     trial = options.time_limit * min(TRIAL_SHARE, TRIALS_SHARE / len(distinct))
+    interrupted = ended_early()
     found: list[tuple[Schedule, Profile]] = []
     refused: list[tuple[InfeasibleBudget, Profile]] = []
     for item in distinct:
@@ -201,10 +206,12 @@ def solve_layouts(
             found.append((run(item, trial), item))
         except InfeasibleBudget as error:
             refused.append((error, item))
+        if ended_early() > interrupted:
+            break
     remaining = options.time_limit - trial * len(distinct)
     if found:
         best, item = min(found, key=lambda pair: pair[0].latency_ms)
-        solved = run(item, remaining, [best])
+        solved = best if ended_early() > interrupted else run(item, remaining, [best])
         others = [
             *((one.smallest_proven_bytes, one.smallest_reached_bytes) for one, other in found if other is not item),
             *((error.proven_bytes, error.reached_bytes) for error, _ in refused),
@@ -215,7 +222,7 @@ def solve_layouts(
         return replace(solved, smallest_proven_bytes=min(proven), smallest_reached_bytes=min(sizes, default=None))
     in_reach = [pair for pair in refused if pair[0].proven_bytes <= budget_bytes]
     refusal, item = min(in_reach or refused, key=lambda pair: pair[0].reached_bytes or pair[0].proven_bytes)
-    if not in_reach:
+    if not in_reach or ended_early() > interrupted:
         raise refusal
     return run(item, remaining)
 

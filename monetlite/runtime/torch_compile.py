@@ -201,6 +201,11 @@ def compile_options(given: Mapping[str, Any]) -> CompileOptions:
         solving=solving,
     )
     if chosen.budget is None and not chosen.schedule_exists:
+        if chosen.schedule is not None:
+            raise ModelError(
+                f"there is no schedule file {chosen.schedule}. With a budget, one is solved and kept there: "
+                f"options={{'schedule': {chosen.schedule!r}, 'budget': '6GB'}}"
+            )
         raise ModelError(
             "backend 'monetlite' needs a budget: torch.compile(model, backend='monetlite', "
             "options={'budget': '6GB'}), or options={'schedule': FILE} with a schedule file"

@@ -18,7 +18,7 @@ from monetlite.allocator.allocator import PAGE_BYTES, SMALL_PAGE
 from monetlite.allocator.reserved import Reserved, least_limit, refuse_without_gpu, reserve
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.interrupts import ends_everything
+from monetlite.core.interrupts import end_early
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
@@ -206,8 +206,7 @@ def arrange(
     try:
         arrangement.anneal(starts, began, seconds)
     except KeyboardInterrupt:
-        if ends_everything():
-            raise
+        end_early()
     return arrangement.best
 
 

@@ -11,7 +11,7 @@ from monetlite.core.announcing import warn
 from monetlite.core.blocks import find_blocks
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule, SolverError
-from monetlite.core.interrupts import BOUND_THREAD, ends_everything
+from monetlite.core.interrupts import BOUND_THREAD, end_early
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
@@ -96,8 +96,7 @@ def solve_peak(
     try:
         infeasible = solve.run(tuple(starts))
     except KeyboardInterrupt:
-        if ends_everything():
-            raise
+        end_early()
     finally:
         solve.stopped.set()
     solution = _with_host(solve.incumbent.solution(infeasible=infeasible), profile)

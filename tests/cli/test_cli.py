@@ -379,6 +379,14 @@ def test_how_exact_and_in_which_layout_is_the_persons_choice(folder):
     assert "images in channels-last" in " ".join(printed.stdout.split())
 
 
+def test_a_layout_that_changes_nothing_is_told(folder):
+    layout = "--tolerance", "1e-4", "--layout", "tiled_loss"
+    with pytest.warns(UserWarning, match="layout 'tiled_loss' changes nothing of this model"):
+        result = run(*SOLVE, "--budget", "100%", *layout, "--output", "s.yaml")
+    assert result.exit_code == 0, result.output
+    assert monetlite.load_schedule("s.yaml").layout == "as_traced"
+
+
 def test_a_layout_that_the_tolerance_rules_out(folder):
     result = run(*SOLVE, "--budget", "100%", "--layout", "channels_last")
     assert result.exit_code == 2

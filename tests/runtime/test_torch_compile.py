@@ -152,7 +152,7 @@ def test_a_budget_of_reserved_memory(tmp_path):
         ({"budget": "1GB", "reserved": True, "device": "cpu"}, "leave out reserved=True"),
         ({"budget": "1GB", "layout": "channels_last"}, "allow 1e-05 or more"),
         ({}, "needs a budget"),
-        ({"schedule": "not-there.yaml"}, "needs a budget"),
+        ({"schedule": "not-there.yaml"}, "there is no schedule file not-there.yaml. With a budget"),
         ({"schedule": "zoo:nothing@1GB"}, "nothing"),
         ({"budget": "1GB", "colour": "red"}, "there is no option 'colour'; there are accumulate, budget"),
         ({"budget": "much"}, "much"),

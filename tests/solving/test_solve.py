@@ -13,6 +13,7 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
+from monetlite.planning.budgets import solve_layouts
 from monetlite.solving import solve_profile
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.incumbent import Solution
@@ -119,3 +120,16 @@ def test_interrupt_returns_the_best_so_far() -> None:
     assert calls
     assert solution.steps is not None
     assert solution.status in (Status.FEASIBLE, Status.OPTIMAL)
+
+
+def test_interrupt_ends_the_solves_of_all_layouts() -> None:
+    profiles = [random_profile(random.Random(seed), forward_operators=12) for seed in (8, 9)]
+    seen = []
+
+    def interrupt(event: Solution) -> None:
+        seen.append(event)
+        raise KeyboardInterrupt
+
+    schedule = solve_layouts(profiles, "200%", SolvingOptions(time_limit=20), progress=interrupt)
+    assert schedule.fingerprint == profiles[0].graph.fingerprint
+    assert len(seen) == 1
