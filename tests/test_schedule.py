@@ -334,8 +334,8 @@ def test_names_a_graph_does_not_have():
     graph = profile.graph
     schedule = schedule_of(profile, plain_steps(graph))
     for choices, says in (
-        (Choices(before={"b1": (("f7", "default"),)}), "runs operator 'f7', which this model's step does not have"),
-        (Choices(before={"b7": (("f0", "default"),)}), "names operator 'b7', which this model's step does not have"),
+        (Choices(before={"b1": (("f7", "default"),)}), "runs operator 'f7', which this model's step does not"),
+        (Choices(before={"b7": (("f0", "default"),)}), "names operator 'b7', which this model's step does not"),
         (Choices(implementations={"f9": "default"}), "names operator 'f9'"),
         (
             Choices(implementations={"f1": "inplace"}),

@@ -11,23 +11,23 @@ cuDNN's where a plain step would, `_batch_norm_with_update`; a capture takes tha
 And dropout of everything: a plain step multiplies by zero, where a capture would draw a mask first, and so leave
 the random number generator in another state.
 
-Batch norm on a CPU makes a tensor in order (contiguous, or channels-last) whatever it reads, where fake tensors
-have the result in the strides of the input. A view that those allow would fail on the real one. The gradient of
-dropout is the other way round: a CPU makes it in the strides of the gradient it reads, and fake ones are in order.
+Some fake tensors are laid out otherwise than the real ones: torch makes them by Python functions, whose results
+follow the strides of what they read, where kernels make a tensor in order, or the other way round. A view that
+those allow would fail on the real one, and what reads the tensor would be measured in another layout. The table of
+layouts below says what kernels make.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_dispatch import (
     DispatchKey,
-    OperatorBase,
     OpOverload,
     PythonKernel,
     decomposed_by,
@@ -37,17 +37,70 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     traced_as,
     without_python_kernels,
 )
+from monetlite.fx.torch_internals.torch_symbols import same_sizes
 from monetlite.operators.traits import TRAITS
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
-_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-_BATCH_NORMS = (
-    torch.ops.aten._native_batch_norm_legit_functional.default,
-    torch.ops.aten._native_batch_norm_legit.no_stats,
-    torch.ops.aten._native_batch_norm_legit_no_training.default,
-    _BATCH_NORM_BACKWARD,
-)
+Layout: TypeAlias = "Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]"
+"""A tensor laid out as a kernel lays out its first result, by a fake result and the arguments."""
+
+
+def _contiguous(made: torch.Tensor, _: Sequence[Any]) -> torch.Tensor:
+    return torch.empty_like(made, memory_format=torch.contiguous_format)
+
+
+def _as_read(made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    """The strides of a pointwise kernel: those of what it reads, of the first tensor above all."""
+    first, *_, last = (item for item in args if isinstance(item, torch.Tensor))
+    return torch.add(first, last)
+
+
+def _in_order_of_second(made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    """The order of the second argument, contiguous or channels-last, on a CPU."""
+    source: torch.Tensor = args[1]
+    if source.device.type != "cpu":
+        return made
+    return torch.empty_like(made, memory_format=suggest_memory_format(source))
+
+
+def _of_batch_norm(made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    """The order of the images, on a CPU. Images of one pixel or channel are in both, and contiguous then."""
+    source: torch.Tensor = args[0]
+    if source.device.type != "cpu":
+        return made
+    order = torch.contiguous_format if source.is_contiguous() else suggest_memory_format(source)
+    return torch.empty_like(made, memory_format=order)
+
+
+def _of_batch_norm_backward(made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    gradient, source = args[:2]
+    alike = suggest_memory_format(gradient) == suggest_memory_format(source)
+    return _of_batch_norm(made, (source,)) if alike else _in_order_of_second(made, args)
+
+
+_aten = torch.ops.aten
+_LAYOUTS: Mapping[OpOverload, Layout] = {
+    _aten._native_batch_norm_legit_functional.default: _of_batch_norm,
+    _aten._native_batch_norm_legit.no_stats: _of_batch_norm,
+    _aten._native_batch_norm_legit_no_training.default: _of_batch_norm,
+    _aten.native_batch_norm_backward.default: _of_batch_norm_backward,
+    _aten.native_group_norm_backward.default: _in_order_of_second,
+    _aten.native_layer_norm_backward.default: _contiguous,
+    _aten._log_softmax_backward_data.default: _contiguous,
+    _aten.glu_backward.default: _contiguous,
+    _aten.mse_loss_backward.default: _contiguous,
+    _aten.smooth_l1_loss_backward.default: _contiguous,
+    _aten.huber_loss_backward.default: _contiguous,
+    _aten.hardtanh_backward.default: _as_read,
+    _aten.hardswish_backward.default: _as_read,
+    _aten.hardsigmoid_backward.default: _as_read,
+    _aten.softplus_backward.default: _as_read,
+    _aten.elu_backward.default: _as_read,
+}
+"""Operators whose fake results are laid out otherwise than those of their kernels."""
+_READ_IN_ORDER = {_aten.native_group_norm_backward.default}
+"""Operators that can't be faked on tensors of other strides, where kernels copy them."""
 
 
 @contextlib.contextmanager
@@ -56,7 +109,7 @@ def kernels_kept_whole() -> Iterator[None]:
     with (
         patched(),  # so that no other thread's changes are wrapped by these
         without_python_kernels(list(_overloads()), _KEYS),
-        _batch_norm_in_order(),
+        _laid_out_as_real(),
         _dropout_backward_as_read(),
         _batch_norm_by_cudnn(),
         _dropout_of_everything(DispatchKey.Autograd),
@@ -81,22 +134,29 @@ def _batch_norm_by_cudnn() -> AbstractContextManager[None]:
     return traced_as(operator, key, normalize)
 
 
-def _batch_norm_in_order() -> AbstractContextManager[None]:
-    """Have fake tensors that a CPU's batch norm and its gradient make be laid out as real ones are."""
+def _laid_out_as_real() -> AbstractContextManager[None]:
+    """Have fake tensors be laid out as the real ones that kernels make."""
 
-    def in_order(operator: OperatorBase, decomposed: PythonKernel) -> PythonKernel:
+    def laid_out(operator: OpOverload, decomposed: PythonKernel, layout: Layout) -> PythonKernel:
         @functools.wraps(decomposed)  # whose module says that fake tensors are made by it
         def made(*args: Any, **kwargs: Any) -> Any:
-            source = args[1] if operator is _BATCH_NORM_BACKWARD else args[0]
-            first, *rest = decomposed(*args, **kwargs)
-            if isinstance(first, torch.Tensor) and source.device.type == "cpu":
-                # Not just a fake one: Inductor compiles what it finds in this table.
-                first = first.contiguous(memory_format=suggest_memory_format(source))
-            return (first, *rest)
+            read = args
+            if operator in _READ_IN_ORDER:
+                read = (*(item.contiguous() for item in args[:2]), *args[2:])
+            results = decomposed(*read, **kwargs)
+            first, *rest = results if isinstance(results, tuple) else (results,)
+            if isinstance(first, torch.Tensor):
+                like = layout(first, args)
+                if not same_sizes(first.stride(), like.stride()):
+                    # Not just a fake one: Inductor compiles what it finds in this table.
+                    first = first.new_empty_strided(first.shape, like.stride()).copy_(first)
+            return (first, *rest) if isinstance(results, tuple) else first
 
         return made
 
-    return decomposed_by({operator: in_order(operator, decomposition_table[operator]) for operator in _BATCH_NORMS})
+    return decomposed_by(
+        {item: laid_out(item, decomposition_table[item], layout) for item, layout in _LAYOUTS.items()}
+    )
 
 
 def _dropout_backward_as_read() -> AbstractContextManager[None]:

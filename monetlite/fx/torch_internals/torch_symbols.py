@@ -12,7 +12,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -45,6 +45,14 @@ def expression(size: torch.SymInt) -> sympy.Expr:
     """The expression of a captured size in symbols."""
     found: sympy.Expr = size.node.expr
     return found
+
+
+def same_sizes(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.SymInt]) -> bool:
+    """True if sizes are the same at all values of their symbols; asking does not limit what a capture holds for."""
+    mine, its = (
+        [expression(item) if isinstance(item, torch.SymInt) else item for item in of] for of in [one, other]
+    )
+    return mine == its
 
 
 def captured_number(number: Any) -> int | float:
