@@ -16,6 +16,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
 from monetlite.fx.torch_internals.torch_varying import VaryingNumbers
 from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.tracing.capture import capture_settings, compile_step, masks_as_plain, training_step
+from monetlite.tracing.output_recorders import recorders_captured
 from monetlite.tracing.refusals import explain, own_error
 
 
@@ -47,7 +48,14 @@ class ModelInPieces:
         unless_captured = dynamo_settings(suppress_errors=True)
         alone = masks_as_plain(self._model, args, kwargs)
         changes = patched(self._numbers.captured(), self.training.sizes.captured(), self.training.again.noted())
-        with capture_settings(), taken_apart(self._left_alone), changes, unless_captured, alone:
+        with (
+            capture_settings(),
+            taken_apart(self._left_alone),
+            changes,
+            unless_captured,
+            alone,
+            recorders_captured(),
+        ):
             try:
                 output = self._compiled(*args, **kwargs)
             except BaseException as error:

@@ -23,7 +23,14 @@ from torch import fx, nn
 
 from monetlite.core.announcing import bettered, planned, tell, warn
 from monetlite.core.costs import Profile, without_costs
-from monetlite.core.errors import IllegalSchedule, InfeasibleBudget, ModelError, MonetliteError, TraceError
+from monetlite.core.errors import (
+    IllegalSchedule,
+    InfeasibleBudget,
+    ModelError,
+    MonetliteError,
+    ProfileError,
+    TraceError,
+)
 from monetlite.core.graph import AS_TRACED
 from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.joining import JoinedStep, Piece, join
@@ -424,7 +431,8 @@ class PiecewiseTraining:
         """Plan for a recorded step: with room where inputs grow, for the sizes of the planned one, too, or its own.
 
         Raises:
-            InfeasibleBudget, ModelError: no plan was found, and there is no other, or the step exceeded the budget.
+            InfeasibleBudget, ModelError, ProfileError: no plan was found, and there is no other, or the step
+                exceeded the budget.
         """
         alike = next((plan.recorded for plan in self._plans if recorded.is_like(plan.recorded)), None)
         choices = [recorded] if alike is None else [recorded.covering(alike), recorded]
@@ -435,9 +443,13 @@ class PiecewiseTraining:
             try:
                 self._begin_plan(wanted)
                 return
-            except (InfeasibleBudget, ModelError, TraceError) as error:
+            except (InfeasibleBudget, ModelError, ProfileError, TraceError) as error:
                 self._plan, self._planning, self._priced, self._profiles, self._budget_bytes = before
                 problem: MonetliteError = error
+                if isinstance(
+                    error, ProfileError
+                ):  # sizes that add up to a fixed one, as experts' tokens, can't all grow
+                    self._grown = MAX_GROWN
         # A share of plain training's peak is another budget for each size.
         budget_bytes = problem.budget_bytes if isinstance(problem, InfeasibleBudget) else self._budget_bytes
         exceeded = recorded.given.resident.total + recorded.growth_bytes > budget_bytes

@@ -46,7 +46,8 @@ from monetlite.tracing.attention_capture import Capability, as_on_gpu
 from monetlite.tracing.attention_masks import masks_of_plain_training
 from monetlite.tracing.model_outputs import detach_all_but_loss
 from monetlite.tracing.names import source_of
-from monetlite.tracing.refusals import explain, install_recorders, own_error
+from monetlite.tracing.output_recorders import install_recorders
+from monetlite.tracing.refusals import explain, own_error
 from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 

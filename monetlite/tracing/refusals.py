@@ -2,21 +2,16 @@
 
 import os
 import re
-import sys
 from collections.abc import Iterable
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import nn
 
 from monetlite.core.errors import ModelRaises, MonetliteError, TraceError
 from monetlite.tracing.names import is_own_file
 
 NO_LINE = "the model"
 """A place of which no line is known."""
-_RECORDS = "_output_capturing_hooks_installed"
-"""Mark of transformers at models that have their recording hooks."""
 NUMPY_DRAWS = (
     "it draws random numbers from numpy, which captured would be torch's. Draw them with torch, or before the "
     "forward pass and hand them in as an input"
@@ -140,36 +135,6 @@ def own_error(error: BaseException | None, handled: BaseException | None) -> Mon
             return error
         error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
     return None
-
-
-def install_recorders(model: nn.Module, error: Exception) -> bool:
-    """Put the hooks on a transformers model that record its hidden states, if its capture failed for want of them.
-
-    Transformers puts them on at a model's first call, under a lock, which can't be captured.
-
-    Returns:
-        True if there were any to put on, so that another capture may succeed.
-    """
-    transformers: Any = sys.modules.get("transformers.utils.output_capturing")
-    install = getattr(transformers, "maybe_install_capturing_hooks", None)
-    if install is None or "output_capturing" not in str(error):
-        return False
-    lacking = [
-        module
-        for module in model.modules()
-        if getattr(module, "_can_record_outputs", None) and not getattr(module, _RECORDS, False)
-    ]
-    install_all = transformers.install_all_output_capturing_hooks
-
-    def install_once(module: Any, *args: Any, **kwargs: Any) -> None:
-        if not getattr(module, _RECORDS, False):
-            install_all(module, *args, **kwargs)
-
-    # A model puts hooks on the models within it, though these may have theirs. Each would record twice.
-    with mock.patch.object(transformers, "install_all_output_capturing_hooks", install_once):
-        for module in lacking:
-            install(module)
-    return bool(lacking)
 
 
 def _raised(text: str) -> str | None:

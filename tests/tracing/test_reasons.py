@@ -18,7 +18,8 @@ from transformers.utils import output_capturing
 import monetlite
 from monetlite.core.errors import TraceError
 from monetlite.core.steps import plain_steps
-from monetlite.tracing.refusals import install_recorders, line_of
+from monetlite.tracing.output_recorders import install_recorders
+from monetlite.tracing.refusals import line_of
 
 
 class Net(nn.Module):

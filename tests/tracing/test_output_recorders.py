@@ -1,0 +1,69 @@
+"""Hooks by which transformers models record what their layers give, where the model is captured in pieces."""
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import monetlite
+
+IDS = torch.randint(0, 50, (4, 12), generator=torch.Generator().manual_seed(0))
+LAYERS = 4
+
+
+class Branches(nn.Module):
+    """A layer with a branch on its input, which ends a piece."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * 2 if x.sum() > 1e9 else x)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config)
+    model.model.layers[0].mlp = Branches(model.model.layers[0].mlp)
+    return model
+
+
+def trained(model: nn.Module, recorded: bool) -> list[torch.Tensor]:
+    model.zero_grad()
+    output = model(input_ids=IDS, labels=IDS, output_hidden_states=recorded)
+    states = output.get("hidden_states") or ()
+    assert len(states) == (LAYERS + 1) * recorded
+    output["loss"].backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [item.detach() for item in (output["loss"], *states, *gradients) if item is not None]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_recording_ends_no_piece(recorded: bool):
+    model = llama()
+    trained(model, True)  # which puts the hooks on
+    expected = trained(copy.deepcopy(model), recorded)
+    planned = monetlite.within(model, budget="200%", time_limit=0.5, wait=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            for ours, plain in zip(trained(planned, recorded), expected, strict=True):
+                torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
+    (text,) = (str(item.message) for item in told if "can't be captured whole" in str(item.message))
+    pieces = re.search(r"trains in (\d+) pieces", text)
+    assert pieces is not None
+    assert int(pieces[1]) < 2 * LAYERS, "each layer ends pieces"
+    assert "output_capturing" not in text
