@@ -43,25 +43,32 @@ from monetlite.operators.traits import TRAITS
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 Layout: TypeAlias = "Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]"
-"""A tensor laid out as a kernel lays out its first result, by a fake result and the arguments."""
+"""A result of a fake operator, laid out as its kernel does it, by the arguments. Inductor compiles what it finds in
+torch's table, so the result has the right values, too, and nothing is written to.
+"""
+
+
+def _in_order(made: torch.Tensor, order: torch.memory_format) -> torch.Tensor:
+    alike = same_sizes(made.stride(), torch.empty_like(made, memory_format=order).stride())
+    return made if alike else made.clone(memory_format=order)
 
 
 def _contiguous(made: torch.Tensor, _: Sequence[Any]) -> torch.Tensor:
-    return torch.empty_like(made, memory_format=torch.contiguous_format)
+    return _in_order(made, torch.contiguous_format)
 
 
 def _as_read(made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
-    """The strides of a pointwise kernel: those of what it reads, of the first tensor above all."""
+    """The layout of a pointwise kernel: that of what it reads, of the first tensor above all."""
     first, *_, last = (item for item in args if isinstance(item, torch.Tensor))
-    return torch.add(first, last)
+    like = torch.add(first, last)
+    alike = same_sizes(made.stride(), like.stride())
+    return made if alike else torch.where(torch.ones_like(like, dtype=torch.bool), made, like)
 
 
 def _in_order_of_second(made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
     """The order of the second argument, contiguous or channels-last, on a CPU."""
     source: torch.Tensor = args[1]
-    if source.device.type != "cpu":
-        return made
-    return torch.empty_like(made, memory_format=suggest_memory_format(source))
+    return _in_order(made, suggest_memory_format(source)) if source.device.type == "cpu" else made
 
 
 def _of_batch_norm(made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
@@ -69,8 +76,7 @@ def _of_batch_norm(made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
     source: torch.Tensor = args[0]
     if source.device.type != "cpu":
         return made
-    order = torch.contiguous_format if source.is_contiguous() else suggest_memory_format(source)
-    return torch.empty_like(made, memory_format=order)
+    return _contiguous(made, args) if source.is_contiguous() else _in_order(made, suggest_memory_format(source))
 
 
 def _of_batch_norm_backward(made: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
@@ -146,10 +152,7 @@ def _laid_out_as_real() -> AbstractContextManager[None]:
             results = decomposed(*read, **kwargs)
             first, *rest = results if isinstance(results, tuple) else (results,)
             if isinstance(first, torch.Tensor):
-                like = layout(first, args)
-                if not same_sizes(first.stride(), like.stride()):
-                    # Not just a fake one: Inductor compiles what it finds in this table.
-                    first = first.new_empty_strided(first.shape, like.stride()).copy_(first)
+                first = layout(first, args)
             return (first, *rest) if isinstance(results, tuple) else first
 
         return made
