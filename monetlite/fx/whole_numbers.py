@@ -75,9 +75,8 @@ class WithoutNumbers:
         self._count = _part(graph, needed, wanted)
         self._of_count = [node in needed for node in given]
         self._of_rest = [node not in numbers for node in given]
-        values = (captured_number(node.meta["example_value"]) for node in rest.taken)
         self.graph = rest.module
-        self.inputs = [*itertools.compress(inputs, self._of_rest), *map(_tensor, values)]
+        self.inputs = [*itertools.compress(inputs, self._of_rest), *map(_captured_tensor, rest.taken)]
 
     def joined(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The whole graph as a function, of one that runs what is left."""
@@ -126,6 +125,13 @@ def _computed_from(graph: fx.GraphModule, varying: Sequence[fx.Node]) -> set[fx.
 
 def _tensor(number: int | float) -> torch.Tensor:
     return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64)
+
+
+def _captured_tensor(node: fx.Node) -> torch.Tensor:
+    """A number of the step that is captured, as a tensor."""
+    number = captured_number(node.meta["example_value"])
+    assert number is not None
+    return _tensor(number)
 
 
 def _needed_by(graph: fx.GraphModule, results: Sequence[fx.Node]) -> list[fx.Node]:
@@ -203,9 +209,10 @@ class _Rest:
             tensor, number, function = number, tensor, _SWAPPED.get(function)
         if function is None or not isinstance(tensor, fx.Node) or not self._is_number(number):
             return None
-        example, value = tensor.meta["example_value"], captured_number(number.meta["example_value"])
+        example, of_number = tensor.meta["example_value"], _captured_tensor(number)
         with_dimension = torch.empty(1, dtype=example.dtype, device="meta")
-        alike = torch.result_type(with_dimension, value) == torch.result_type(with_dimension, _tensor(value))
+        by_number = torch.result_type(with_dimension, of_number.item())
+        alike = by_number == torch.result_type(with_dimension, of_number)
         alone = example.dim() == 0
         if not alike or (alone and function in _IN_PLACE):
             return None
@@ -227,6 +234,8 @@ class _Rest:
         return self._made.call_function(torch.fill, (zeros, self.taken[number]))
 
     def _is_number(self, item: Any) -> bool:
-        """True for a number that varies, other than a truth value."""
-        known = isinstance(item, fx.Node) and item in self._numbers
-        return known and not isinstance(item.meta["example_value"], torch.SymBool)
+        """True for a number that varies, other than a truth value, or one that depends on the data."""
+        if not isinstance(item, fx.Node) or item not in self._numbers:
+            return False
+        number = item.meta["example_value"]
+        return not isinstance(number, torch.SymBool) and captured_number(number) is not None

@@ -55,9 +55,9 @@ def same_sizes(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.Sy
     return mine == its
 
 
-def captured_number(number: Any) -> int | float:
-    """The value of a number in the step that was captured."""
-    found: int | float = number.node.hint
+def captured_number(number: Any) -> int | float | None:
+    """The value of a number in the step that was captured; None if it depends on the data."""
+    found: int | float | None = number.node.hint
     return found
 
 
