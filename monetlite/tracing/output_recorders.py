@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -44,17 +44,25 @@ def install_recorders(model: nn.Module, error: Exception) -> bool:
     return bool(lacking)
 
 
-def recorders_captured() -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def recorders_captured() -> Iterator[None]:
     """Have hooks find what they record into without an end of a piece, for the time of a block.
 
     transformers keeps that in a context variable, which can't be captured. Where a model is captured in pieces,
-    some of it is not, so the variable's stand-in for captures is not set. Here, all get and set the stand-in.
+    some of it is not, so the variable's stand-in for captures is not set. Here, all get and set the stand-in. It
+    begins with what a model around this one records into.
     """
-    variable: Any = getattr(_output_capturing(), "CompileableContextVar", None)
-    if variable is None:
-        return contextlib.nullcontext()
-    changes = {"get": _get, "set": _set, "reset": _reset}
-    return patched(*(mock.patch.object(variable, name, method) for name, method in changes.items()))
+    variable: Any = getattr(_output_capturing(), "_active_collector", None)
+    if variable is None or not hasattr(variable, "context_var"):
+        yield
+        return
+    methods = {"get": _get, "set": _set, "reset": _reset}
+    changes = (mock.patch.object(type(variable), name, method) for name, method in methods.items())
+    around = variable.context_var.get()
+    with patched(
+        *changes, mock.patch.object(variable, "global_var", variable.global_var if around is None else around)
+    ):
+        yield
 
 
 def _get(self: Any) -> Any:

@@ -67,3 +67,19 @@ def test_recording_ends_no_piece(recorded: bool):
     assert pieces is not None
     assert int(pieces[1]) < 2 * LAYERS, "each layer ends pieces"
     assert "output_capturing" not in text
+
+
+def test_a_model_around_a_planned_layer_records_what_is_in_it():
+    model = llama()
+    model.set_attn_implementation("eager")
+    inputs = {"input_ids": IDS, "output_attentions": True}
+    expected = copy.deepcopy(model)(**inputs).attentions
+    monetlite.within(model.model.layers[0], budget="200%", time_limit=0.5, wait=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            output = model(**inputs)
+            output.logits.sum().backward()
+            assert len(output.attentions) == LAYERS
+            for ours, plain in zip(output.attentions, expected, strict=True):
+                torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
