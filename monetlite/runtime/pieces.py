@@ -446,9 +446,8 @@ class PiecewiseTraining:
             except (InfeasibleBudget, ModelError, ProfileError, TraceError) as error:
                 self._plan, self._planning, self._priced, self._profiles, self._budget_bytes = before
                 problem: MonetliteError = error
-                if isinstance(
-                    error, ProfileError
-                ):  # sizes that add up to a fixed one, as experts' tokens, can't all grow
+                # Sizes that add up to a fixed one, as experts' tokens do, can't all grow.
+                if isinstance(error, ProfileError):
                     self._grown = MAX_GROWN
         # A share of plain training's peak is another budget for each size.
         budget_bytes = problem.budget_bytes if isinstance(problem, InfeasibleBudget) else self._budget_bytes
