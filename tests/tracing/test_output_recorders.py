@@ -3,15 +3,15 @@
 import copy
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
+from small_models import tiny_transformer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import monetlite
 
-IDS = torch.randint(0, 50, (4, 12), generator=torch.Generator().manual_seed(0))
 LAYERS = 4
 
 
@@ -26,24 +26,17 @@ class Branches(nn.Module):
         return self.layer(x * 2 if x.sum() > 1e9 else x)
 
 
-def llama() -> LlamaForCausalLM:
+def llama() -> tuple[Any, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(config)
+    model: Any
+    model, inputs = tiny_transformer("llama", LAYERS)
     model.model.layers[0].mlp = Branches(model.model.layers[0].mlp)
-    return model
+    return model, inputs
 
 
-def trained(model: nn.Module, recorded: bool) -> list[torch.Tensor]:
+def trained(model: nn.Module, inputs: dict[str, torch.Tensor], recorded: bool) -> list[torch.Tensor]:
     model.zero_grad()
-    output = model(input_ids=IDS, labels=IDS, output_hidden_states=recorded)
+    output = model(**inputs, output_hidden_states=recorded)
     states = output.get("hidden_states") or ()
     assert len(states) == (LAYERS + 1) * recorded
     output["loss"].backward()
@@ -53,14 +46,14 @@ def trained(model: nn.Module, recorded: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_recording_ends_no_piece(recorded: bool):
-    model = llama()
-    trained(model, True)  # which puts the hooks on
-    expected = trained(copy.deepcopy(model), recorded)
+    model, inputs = llama()
+    trained(model, inputs, True)  # which puts the hooks on
+    expected = trained(copy.deepcopy(model), inputs, recorded)
     planned = monetlite.within(model, budget="200%", time_limit=0.5, wait=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(4):
-            for ours, plain in zip(trained(planned, recorded), expected, strict=True):
+            for ours, plain in zip(trained(planned, inputs, recorded), expected, strict=True):
                 torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
     (text,) = (str(item.message) for item in told if "can't be captured whole" in str(item.message))
     pieces = re.search(r"trains in (\d+) pieces", text)
@@ -70,16 +63,15 @@ def test_recording_ends_no_piece(recorded: bool):
 
 
 def test_a_model_around_a_planned_layer_records_what_is_in_it():
-    model = llama()
+    model, inputs = llama()
     model.set_attn_implementation("eager")
-    inputs = {"input_ids": IDS, "output_attentions": True}
-    expected = copy.deepcopy(model)(**inputs).attentions
+    expected = copy.deepcopy(model)(**inputs, output_attentions=True).attentions
     monetlite.within(model.model.layers[0], budget="200%", time_limit=0.5, wait=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(3):
-            output = model(**inputs)
-            output.logits.sum().backward()
+            output = model(**inputs, output_attentions=True)
+            output.loss.backward()
             assert len(output.attentions) == LAYERS
             for ours, plain in zip(output.attentions, expected, strict=True):
                 torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
