@@ -9,9 +9,8 @@ Each piece has its own autograd node. So its operators are re-run in its own bac
 it hands on stays in memory until the code behind it has been through its backward part.
 """
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from monetlite.core.costs import Cost, Profile
 from monetlite.core.graph import (
@@ -38,8 +37,9 @@ class OutsideCode:
         kept_bytes: memory that it holds from its forward to its backward part.
         forward_bytes, backward_bytes: most memory of each part, beyond what is in use when it begins.
         gradient_bytes: gradients of parameters that its backward part makes.
-        released_bytes: memory kept by earlier code outside that it lets go before its backward part, as when the
-            forward pass ends.
+        released_bytes: memory kept by earlier code outside that it lets go in its forward part; that of the last
+            code ends with the forward pass.
+        passed_bytes: part of `kept_bytes` that goes in the backward part of the piece behind it, as its input.
         freed_output_bytes: outputs of the piece before it that go in its backward part.
         backward_change_bytes: memory in use after its backward part, less that before.
         forward_ms, backward_ms: time of each part.
@@ -50,6 +50,7 @@ class OutsideCode:
     backward_bytes: int = 0
     gradient_bytes: int = 0
     released_bytes: int = 0
+    passed_bytes: int = 0
     freed_output_bytes: int = 0
     backward_change_bytes: int = 0
     forward_ms: float = 0.0
@@ -66,7 +67,8 @@ class Piece:
             that takes it.
         added: those of them that autograd adds, right after the piece, to a later piece's of the same tensor.
         held: outputs that somebody holds when the backward part has ended, as the caller does.
-        gone: outputs that are gone when the backward pass begins, by the plans of all pieces.
+        gone: outputs that are gone when the backward pass begins, by the plans of all pieces, and for each the
+            number of the code outside that lets it go.
         once: operators that read what code outside changes later, so that they can't be run again.
         avoided: (operator, name) of implementations that read such a value in the backward part.
     """
@@ -75,7 +77,7 @@ class Piece:
     handed_back: Mapping[int, int]
     added: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
-    gone: frozenset[int] = frozenset()
+    gone: Mapping[int, int] = field(default_factory=dict)
     once: frozenset[int] = frozenset()
     avoided: frozenset[tuple[int, str]] = frozenset()
 
@@ -179,15 +181,29 @@ class _Joiner:
                 elif kind is ValueKind.OUTPUT and index not in piece.held:
                     kind = ValueKind.ACTIVATION
                 self.values.append(replace(value, name=_named(number, value.name), kind=kind))
-        released = [*_latest([of.kept_bytes for of in outside[:-1]], outside[-1].released_bytes), 0]
-        self.kept = [
-            self._value(f"outside {number}: kept", of.kept_bytes - released[number], ValueKind.ACTIVATION)
+        self.passed = [
+            self._value(f"outside {number}: passed on", of.passed_bytes, ValueKind.ACTIVATION)
             for number, of in enumerate(outside)
         ]
-        self.released = [
-            self._value(f"outside {number}: until the forward pass ends", size, ValueKind.ACTIVATION)
-            for number, size in enumerate(released)
+        self.let_go: list[list[int]] = [[] for _ in outside]
+        """Values that go in the forward part of the code outside."""
+        self.released: list[list[int]] = [[] for _ in outside]
+        """Those of them that earlier code outside makes, by that."""
+        left = [of.kept_bytes - of.passed_bytes for of in outside]
+        for number, of in enumerate(outside):
+            for earlier, size in _latest(left[:number], of.released_bytes):
+                left[earlier] -= size
+                until = self._value(f"outside {earlier}: until outside {number}", size, ValueKind.ACTIVATION)
+                self.released[earlier].append(until)
+                self.let_go[number].append(until)
+        self.kept = [
+            self._value(f"outside {number}: kept", size, ValueKind.ACTIVATION) for number, size in enumerate(left)
         ]
+        self.gone: list[set[int]] = [set() for _ in pieces]
+        for number, piece in enumerate(pieces[:-1]):  # the output of the last piece is for the loss
+            for own, at in piece.gone.items():
+                self.gone[number].add(own + self.first[number])
+                self.let_go[at].append(own + self.first[number])
         self.gradients = [
             self._value(f"outside {number}: gradients of weights", of.gradient_bytes, ValueKind.PARAM_GRAD)
             for number, of in enumerate(outside)
@@ -199,9 +215,9 @@ class _Joiner:
         for number, of in enumerate(self.outside):
             workspace_bytes = max(0, of.forward_bytes - of.kept_bytes)
             cost = Cost(latency_ms=of.forward_ms, workspace_bytes=workspace_bytes)
-            let_go = self._let_go() if number == len(self.pieces) else ()
-            writes = (self.kept[number], self.released[number])
-            self._add_outside(f"outside {number}", cost, Phase.FORWARD, reads=let_go, writes=writes)
+            reads = tuple(self.let_go[number])
+            writes = (self.kept[number], self.passed[number], *self.released[number])
+            self._add_outside(f"outside {number}", cost, Phase.FORWARD, reads=reads, writes=writes)
             if number < len(self.pieces):
                 self._add(number, Phase.FORWARD)
         for number in reversed(range(len(self.pieces))):
@@ -253,10 +269,11 @@ class _Joiner:
             if operator.family == LOSS:
                 ways = (self._behind(number, ways[0]),)
                 costs = (self._cost_behind(number, ways[0]),)
-            elif index == len(graph.operators) - 1 and deliveries < 2 and self.keeps_gradients:
-                # The first of a chain of nodes returns at once.
-                held = tuple(value + self.first[number] for value in tangents)
-                ways = tuple(replace(item, reads=tuple(sorted({*item.reads, *held}))) for item in ways)
+            elif index == len(graph.operators) - 1:
+                held = {self.passed[number]}
+                if deliveries < 2 and self.keeps_gradients:  # the first of a chain of nodes returns at once
+                    held.update(value + self.first[number] for value in tangents)
+                ways = tuple(replace(item, reads=tuple(sorted(held.union(item.reads)))) for item in ways)
             self.operators.append(
                 replace(
                     operator,
@@ -284,9 +301,7 @@ class _Joiner:
                 left_bytes -= self.values[value].size_bytes
                 overwrites.append(value)
         of, kept = self.outside[number + 1], self.kept[number + 1]
-        outputs = set(loss.reads)
-        if number < len(self.pieces) - 1:
-            outputs.difference_update(self._gone(number))
+        outputs = set(loss.reads) - self.gone[number]
         freed_bytes = of.freed_output_bytes + self._size([kept, *given_back]) + self._let_go_bytes(number)
         if number < len(self.pieces) - 1:
             freed_bytes += self._added_bytes(number + 1)
@@ -308,17 +323,9 @@ class _Joiner:
             overwrites=tuple(overwrites),
         )
 
-    def _gone(self, number: int) -> list[int]:
-        return [value + self.first[number] for value in self.pieces[number].gone]
-
-    def _let_go(self) -> tuple[int, ...]:
-        """Values that go when the forward pass ends. The output of the last piece is for the loss."""
-        gone = itertools.chain.from_iterable(map(self._gone, range(len(self.pieces) - 1)))
-        return (*gone, *self.released[:-1])
-
     def _let_go_bytes(self, number: int) -> int:
         """Bytes that go in the code behind a piece since the forward pass ends."""
-        return self._size(self._let_go()) if number == len(self.pieces) - 1 else 0
+        return self._size(self.let_go[-1]) if number == len(self.pieces) - 1 else 0
 
     def _size(self, values: Iterable[int]) -> int:
         return sum(self.values[value].size_bytes for value in values)
@@ -371,13 +378,12 @@ def _sparing(graph: OperatorGraph, steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple(reversed(spared))
 
 
-def _latest(sizes: Sequence[int], total: int) -> list[int]:
-    """Parts of sizes that are a total together, the last ones first."""
-    parts = []
-    for size in reversed(sizes):
-        parts.append(min(size, total))
-        total -= parts[-1]
-    return parts[::-1]
+def _latest(sizes: Sequence[int], total: int) -> Iterator[tuple[int, int]]:
+    """Positions and parts of sizes that are a total together, the last ones first."""
+    for at, size in reversed(list(enumerate(sizes))):
+        if part := min(size, total):
+            yield at, part
+        total -= part
 
 
 _AVOIDED = Cost(latency_ms=1e9, workspace_bytes=0)

@@ -508,15 +508,18 @@ class PiecewiseTraining:
             avoided = run.piece.readers_of_outputs() if run.outputs_changed else frozenset()
             profile = profiles[run.piece]
             held = run.as_recorded.held_outputs(run.held_bytes)
-            known = run.as_recorded.output_bytes.items()
-            gone = frozenset(value for value, size in known if as_run and size in run.gone_bytes)
+            gone = {
+                value: run.gone[size]
+                for value, size in run.as_recorded.output_bytes.items()
+                if size in run.gone and value not in held and (as_run or size not in run.taken)
+            }
             pieces.append(
                 Piece(
                     profile=profile,
                     handed_back=handed_back,
                     added=frozenset(value for at, value in values.items() if at in run.added),
                     held=held,
-                    gone=gone - held,
+                    gone=gone,
                     once=once,
                     avoided=avoided,
                 )

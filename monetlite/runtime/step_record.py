@@ -4,7 +4,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from monetlite.core.graph import Resident, TensorSpec
 from monetlite.core.joining import OutsideCode
 from monetlite.fx.torch_internals.torch_aot import when_backward_ends
-from monetlite.fx.torch_internals.torch_dispatch import change_counter, changes_in_place, storage_key, weak_storage
+from monetlite.fx.torch_internals.torch_dispatch import change_counter, changes_in_place, weak_storage
 from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
 from monetlite.runtime.captured_piece import CapturedPiece, SizedPiece
@@ -46,7 +46,9 @@ class PieceRun:
             outside that takes the gradient.
         added: positions of those of them whose tensor a later run takes, too: autograd adds their gradients.
         parameters: ids of the leaves among its inputs.
-        gone_bytes: sizes of outputs that are gone when the backward pass begins.
+        gone: sizes of outputs that are gone when the backward pass begins, and for each the number of the code
+            outside that lets them go.
+        taken: sizes of outputs that later pieces take.
         held_bytes: sizes of outputs that somebody holds when its backward part has ended.
         changed: positions of the inputs that code behind it changes in place.
         outputs_changed: code behind it changes an output in place.
@@ -57,7 +59,8 @@ class PieceRun:
     takers: dict[int, int]
     parameters: frozenset[int]
     added: frozenset[int] = frozenset()
-    gone_bytes: frozenset[int] = frozenset()
+    gone: Mapping[int, int] = field(default_factory=dict)
+    taken: frozenset[int] = frozenset()
     held_bytes: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
     outputs_changed: bool = False
@@ -104,10 +107,10 @@ class RecordedStep:
         planned: numbers of the runs that had a backward part; the others are code outside. Empty where the
             backward parts did not run once each, in the order of one step.
         outside: the code before each of those and after the last.
+        inputs_let_go_bytes: for each of these, inputs of pieces, made outside, that go in its forward part. Another
+            plan may read them again.
         in_order: False where that is why.
         conclusive: True if a backward pass ran, in the order of one step.
-        inputs_let_go_bytes: inputs of pieces, made outside, that are gone when the backward pass begins. Another
-            plan may read them again.
         growth_bytes: most memory of the step, beyond what is in use when it begins.
         seconds: its time; `capture_seconds` of it went into captures.
     """
@@ -116,18 +119,19 @@ class RecordedStep:
     runs: Sequence[PieceRun]
     planned: Sequence[int] = ()
     outside: Sequence[OutsideCode] = ()
+    inputs_let_go_bytes: Sequence[int] = ()
     in_order: bool
     conclusive: bool
     growth_bytes: int
     seconds: float = 0.0
     capture_seconds: float = 0.0
-    inputs_let_go_bytes: int = 0
 
     def outside_as_run(self) -> Sequence[OutsideCode]:
         """The code outside by a plan that reads no inputs that are gone in the backward pass, as in this step."""
-        last = self.outside[-1]
-        released_bytes = last.released_bytes + self.inputs_let_go_bytes
-        return [*self.outside[:-1], replace(last, released_bytes=released_bytes)]
+        return [
+            replace(of, released_bytes=of.released_bytes + inputs_bytes)
+            for of, inputs_bytes in zip(self.outside, self.inputs_let_go_bytes, strict=True)
+        ]
 
     def enlarged(self, factor: float) -> "RecordedStep":
         """The same step, to be planned as if its inputs were so many times as large."""
@@ -143,6 +147,7 @@ class RecordedStep:
                 forward_bytes=more(of.forward_bytes),
                 backward_bytes=more(of.backward_bytes),
                 released_bytes=more(of.released_bytes),
+                passed_bytes=more(of.passed_bytes),
                 freed_output_bytes=more(of.freed_output_bytes),
                 backward_change_bytes=more(of.backward_change_bytes),
             )
@@ -185,9 +190,10 @@ class StepRecord:
         self._memory, self._given = MemoryRecord(device), given
         self._captured_before = seconds_captured()
         self._runs: list[PieceRun] = []
-        self._uses: dict[tuple[Any, int], list[tuple[int, int]]] = {}
+        self._serials = itertools.count()
+        self._uses: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """The runs that take each tensor, by its autograd node and the output of that, and at which positions."""
-        self._nodes: dict[Any, int] = {}
+        self._nodes: dict[int, int] = {}
         """The run that each autograd node is of."""
         self._begun: list[int] = []
         """Runs whose backward parts have begun."""
@@ -198,35 +204,42 @@ class StepRecord:
             for item in parameters
             if item.requires_grad and item.is_leaf
         ]
-        self._used: list[list[tuple[int, int]]] = []
         self._forward_ended = False
         self._seen: list[tuple[_Versions, _Versions]] = []
         """Inputs and outputs of each run, by position, as they were when it ended."""
-        self._outputs: list[list[tuple[Any, int]]] = []
+        self._made: list[dict[Any, int]] = []
         """Weak references to the storages that each run made for its outputs, and their bytes."""
-        self._passed: dict[int, tuple[Any, int]] = {}
-        """The same of all inputs of runs, by the storages' keys."""
-        self._alive: list[tuple[Any, int]] = []
-        """Those of both that were alive when the last part of a piece ended."""
+        self._takers: dict[Any, list[int]] = {}
+        """The runs that take each storage."""
+        self._alive: dict[Any, int] = {}
+        """Storages of both that were alive when the last part of a piece began or ended, and their bytes."""
+        self._gone: dict[int, dict[Any, int]] = {}
+        """Those that went before the forward part of each run; by the number of all, before the backward pass."""
+        self._gone_backward: dict[int, dict[Any, int]] = {}
+        """Those that went in the backward part of each run."""
         self._freed_outputs: dict[int, int] = {}
         """Bytes of each run's outputs that go in the code between the backward parts after it and its own."""
-        self._let_go_bytes = self._inputs_let_go_bytes = 0
-        """Bytes of those that were not when the first backward part began; and of those that no piece made."""
         self._memory.mark("step")
 
     def _note(self, parameter: torch.Tensor) -> None:
         self._gradients[id(parameter)] = (self._begun[-1] if self._begun else None), parameter.nbytes
+
+    def _serial(self, node: Any) -> int:
+        """A number of an autograd node that does not keep it alive, and with it what it saves."""
+        serial: int = node.metadata.setdefault(self._serials, next(self._serials))
+        return serial
 
     def run_begins(self, piece: CapturedPiece, arguments: Sequence[Any]) -> None:
         tensors = [
             (at, item) for at, item in enumerate(arguments) if isinstance(item, torch.Tensor) and item.requires_grad
         ]
         before = len(self._runs) - 1
-        takers = {at: self._nodes.get(item.grad_fn, before) + 1 for at, item in tensors if not item.is_leaf}
+        nodes = {at: self._serial(item.grad_fn) for at, item in tensors if not item.is_leaf}
+        takers = {at: self._nodes.get(node, before) + 1 for at, node in nodes.items()}
         leaves = frozenset(id(item) for _, item in tensors if item.is_leaf)
-        for at in takers:
-            node = (arguments[at].grad_fn, arguments[at].output_nr)
-            self._uses.setdefault(node, []).append((len(self._runs), at))
+        for at, node in nodes.items():
+            self._uses.setdefault((node, arguments[at].output_nr), []).append((len(self._runs), at))
+        self._gone[len(self._runs)] = self._expired()
         self._memory.mark(f"forward {len(self._runs)}")
         self._runs.append(PieceRun(piece, piece.sizes(arguments), takers, leaves))
 
@@ -236,12 +249,13 @@ class StepRecord:
         for item in (*arguments, *outputs):
             node = item.grad_fn if isinstance(item, torch.Tensor) else None
             if node is not None:
-                self._nodes.setdefault(node, number)
+                self._nodes.setdefault(self._serial(node), number)
         self._seen.append((_versions(arguments), _versions(outputs)))
         given, made = _storages(arguments), _storages(outputs)
-        self._outputs.append([made[key] for key in made.keys() - given.keys()])
-        self._passed |= given
-        self._note_what_is_alive()
+        self._made.append({storage: size for storage, size in made.items() if storage not in given})
+        for storage in given:
+            self._takers.setdefault(storage, []).append(number)
+        self._alive = _present(self._alive | given | made)
         self._memory.mark(f"forward {number} ends")
 
     def backward(self, piece: CapturedPiece, ends: bool) -> None:
@@ -256,16 +270,21 @@ class StepRecord:
             begun = [number for number in self._begun if number in runs]
             if begun:
                 number = begun[-1]
-                held = frozenset(size for storage, size in self._outputs[number] if not storage.expired())
+                held = frozenset(_present(self._made[number]).values())
                 self._runs[number] = replace(self._runs[number], held_bytes=held)
-                self._note_what_is_alive()
+                self._gone_backward[number] = self._expired()
+                self._alive = _present(self._alive)
                 self._memory.mark(f"backward {number} ends")
             return
         waiting = [number for number in runs if number not in self._begun]
         if waiting:
             if not self._begun:
                 when_backward_ends(self._backward_ended)
-            self._note_what_is_gone(waiting[-1])
+            gone = self._expired()
+            self._freed_outputs[waiting[-1]] = sum(gone.get(storage, 0) for storage in self._made[waiting[-1]])
+            if not self._begun:
+                self._gone[len(self._runs)] = gone
+            self._alive = _present(self._alive)
             self._begun.append(waiting[-1])
             self._memory.mark(f"backward {waiting[-1]}")
 
@@ -273,23 +292,8 @@ class StepRecord:
         if len(self._begun) == len(self._runs):
             self._memory.mark("end", last=True)
 
-    def _note_what_is_alive(self) -> None:
-        passed = itertools.chain(self._passed.values(), *self._outputs)
-        self._alive = [item for item in dict(passed).items() if not item[0].expired()]
-
-    def _note_what_is_gone(self, number: int) -> None:
-        """Note what is gone when the backward part of a run begins."""
-        gone = {storage: size for storage, size in self._alive if storage.expired()}
-        self._freed_outputs[number] = sum(size for storage, size in self._outputs[number] if storage in gone)
-        if self._begun:
-            return
-        made = {storage for of in self._outputs for storage, _ in of}
-        self._let_go_bytes = sum(gone.values())
-        self._inputs_let_go_bytes = sum(size for storage, size in gone.items() if storage not in made)
-        for run, of in enumerate(self._outputs):
-            others = {size for storage, size in of if storage not in gone}
-            sizes = frozenset(size for storage, size in of if storage in gone) - others
-            self._runs[run] = replace(self._runs[run], gone_bytes=sizes)
+    def _expired(self) -> dict[Any, int]:
+        return {storage: size for storage, size in self._alive.items() if storage.expired()}
 
     def forward_ends(self) -> None:
         """Note the end of the forward pass, with what the code between pieces has changed in place."""
@@ -300,9 +304,6 @@ class StepRecord:
                 self._runs[number], changed=frozenset(arguments), outputs_changed=bool(outputs)
             )
         self._seen = []
-        self._used = list(self._uses.values())
-        self._uses = {}
-        self._nodes = {}  # which would keep the step's activations alive if its backward pass never came
 
     def end(self) -> RecordedStep | None:
         """The recorded step; None if it was disturbed, or had ended."""
@@ -331,18 +332,32 @@ class StepRecord:
         for parameter, (before, size_bytes) in self._gradients.items():
             if parameter not in read:
                 gradient_bytes[count if before is None else planned.index(before)] += size_bytes
-        outside = []
+        makers = {storage: run for run in planned for storage in self._made[run]}
+        taken = {storage for storage, runs in self._takers.items() if not set(runs).isdisjoint(planned)}
+        outside, inputs_let_go_bytes = [], []
         for number, (before, behind) in enumerate(itertools.pairwise([None, *planned, None])):
             begin = "step" if before is None else f"forward {before} ends"
-            released_bytes = 0
+            first, last = 0 if before is None else before + 1, len(self._runs) if behind is None else behind
+            gone = {
+                storage: size for run in range(first, last + 1) for storage, size in self._gone.get(run, {}).items()
+            }
+            inputs_bytes = sum(size for storage, size in gone.items() if storage in taken - makers.keys())
+            let_go_bytes = inputs_bytes + sum(size for storage, size in gone.items() if storage in makers)
+            inputs_let_go_bytes.append(inputs_bytes)
+            passed_bytes = 0
             if behind is None:
                 forward, kept_bytes = RecordedStretch(), 0
                 backward = _stretch(found, marks, begin, f"backward {before}")
-                released_bytes = max(0, -backward.change_bytes - self._let_go_bytes)
+                released_bytes = max(0, -backward.change_bytes - let_go_bytes)
             else:
                 forward = _stretch(found, marks, begin, f"forward {behind}")
-                kept_bytes = max(0, forward.change_bytes)
+                kept_bytes, released_bytes = _parts(forward.change_bytes + let_go_bytes)
                 backward = _stretch(found, marks, f"backward {behind} ends", f"backward {before}")
+                passed_bytes = sum(
+                    size
+                    for storage, size in self._gone_backward.get(behind, {}).items()
+                    if storage not in makers and (before is None or self._takers[storage][0] > before)
+                )
             outside.append(
                 OutsideCode(
                     kept_bytes=kept_bytes,
@@ -350,6 +365,7 @@ class StepRecord:
                     backward_bytes=backward.growth_bytes,
                     gradient_bytes=gradient_bytes[number],
                     released_bytes=released_bytes,
+                    passed_bytes=min(passed_bytes, kept_bytes),
                     freed_output_bytes=0 if before is None else self._freed_outputs.get(before, 0),
                     backward_change_bytes=backward.change_bytes,
                     forward_ms=1e3 * forward.seconds,
@@ -358,7 +374,7 @@ class StepRecord:
             )
         seconds = found[-2].seconds - found[0].seconds
         added: dict[int, set[int]] = {}
-        for uses in self._used:
+        for uses in self._uses.values():
             differentiated = [use for use in uses if use[0] in planned]
             for run, at in differentiated:
                 if run != differentiated[-1][0]:
@@ -368,6 +384,8 @@ class StepRecord:
                 run,
                 takers={at: bisect.bisect_left(planned, taker) for at, taker in run.takers.items()},
                 added=frozenset(added.get(number, ())),
+                gone=self._gone_outputs(number, planned),
+                taken=frozenset(size for storage, size in self._made[number].items() if storage in taken),
             )
             for number, run in enumerate(self._runs)
         ]
@@ -381,8 +399,20 @@ class StepRecord:
             growth_bytes=growth_bytes,
             seconds=seconds,
             capture_seconds=seconds_captured() - self._captured_before,
-            inputs_let_go_bytes=self._inputs_let_go_bytes,
+            inputs_let_go_bytes=inputs_let_go_bytes,
         )
+
+    def _gone_outputs(self, number: int, planned: Sequence[int]) -> dict[int, int]:
+        """Sizes of a run's outputs of which none is there in the backward pass: where the last one goes."""
+        made = self._made[number]
+        gone = {
+            storage: bisect.bisect_left(planned, before)
+            for before, storages in sorted(self._gone.items())
+            for storage in storages
+            if storage in made
+        }
+        there = {size for storage, size in made.items() if storage not in gone}
+        return {made[storage]: outside for storage, outside in gone.items() if made[storage] not in there}
 
 
 @dataclass(frozen=True)
@@ -394,10 +424,19 @@ class RecordedStretch:
     seconds: float = 0.0
 
 
-def _storages(tensors: Iterable[Any]) -> dict[int, tuple[Any, int]]:
-    """Weak references to the storages of tensors, and their bytes, by key."""
+def _storages(tensors: Iterable[Any]) -> dict[Any, int]:
+    """Weak references to the storages of tensors, and their bytes."""
     found = [item for item in tensors if isinstance(item, torch.Tensor)]
-    return {storage_key(item): (weak_storage(item), item.untyped_storage().nbytes()) for item in found}
+    return {weak_storage(item): item.untyped_storage().nbytes() for item in found}
+
+
+def _present(storages: Mapping[Any, int]) -> dict[Any, int]:
+    return {storage: size for storage, size in storages.items() if not storage.expired()}
+
+
+def _parts(change_bytes: int) -> tuple[int, int]:
+    """What a change adds, and what it takes off."""
+    return max(0, change_bytes), max(0, -change_bytes)
 
 
 def _versions(tensors: Iterable[Any]) -> _Versions:
