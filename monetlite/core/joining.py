@@ -30,15 +30,29 @@ from monetlite.core.steps import Step, border
 
 
 @dataclass(frozen=True, kw_only=True)
+class LetGo:
+    """How long a tensor is there that is gone when the forward pass ends.
+
+    Attributes:
+        until: number of the code outside that lets it go.
+        takers: pieces that take it, each with the name of that input. A plan may have them read it again.
+    """
+
+    until: int
+    takers: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OutsideCode:
     """Measurements of code that runs as in plain training, before a piece or after the last.
 
     Attributes:
         kept_bytes: memory that it holds from its forward to its backward part.
+        handed: tensors beside these that it makes for pieces, in bytes, and how long each is there.
         forward_bytes, backward_bytes: most memory of each part, beyond what is in use when it begins.
         gradient_bytes: gradients of parameters that its backward part makes.
         released_bytes: memory kept by earlier code outside that it lets go in its forward part; that of the last
-            code ends with the forward pass.
+            code is until the forward pass ends.
         passed_bytes: part of `kept_bytes` that goes in the backward part of the piece behind it, as its input.
         freed_output_bytes: outputs of the piece before it that go in its backward part.
         backward_change_bytes: memory in use after its backward part, less that before.
@@ -46,6 +60,7 @@ class OutsideCode:
     """
 
     kept_bytes: int = 0
+    handed: tuple[tuple[int, LetGo], ...] = ()
     forward_bytes: int = 0
     backward_bytes: int = 0
     gradient_bytes: int = 0
@@ -65,10 +80,10 @@ class Piece:
         profile: of its graph.
         handed_back: gradients of its inputs that are no parameters, and for each the number of the code outside
             that takes it.
-        added: those of them that autograd adds, right after the piece, to a later piece's of the same tensor.
+        added: gradients beside these, of parameters, too, that autograd adds, right after the piece, to a later
+            piece's of the same tensor.
         held: outputs that somebody holds when the backward part has ended, as the caller does.
-        gone: outputs that are gone when the backward pass begins, by the plans of all pieces, and for each the
-            number of the code outside that lets it go.
+        gone: outputs that are gone when the forward pass ends, where no plan reads them.
         once: operators that read what code outside changes later, so that they can't be run again.
         avoided: (operator, name) of implementations that read such a value in the backward part.
     """
@@ -77,7 +92,7 @@ class Piece:
     handed_back: Mapping[int, int]
     added: frozenset[int] = frozenset()
     held: frozenset[int] = frozenset()
-    gone: Mapping[int, int] = field(default_factory=dict)
+    gone: Mapping[int, LetGo] = field(default_factory=dict)
     once: frozenset[int] = frozenset()
     avoided: frozenset[tuple[int, str]] = frozenset()
 
@@ -176,7 +191,7 @@ class _Joiner:
             self.first.append(len(self.values))
             for index, value in enumerate(piece.profile.graph.values):
                 kind = value.kind
-                if kind is ValueKind.TANGENT or index in piece.handed_back:
+                if kind is ValueKind.TANGENT or index in piece.added.union(piece.handed_back):
                     kind = ValueKind.GRADIENT
                 elif kind is ValueKind.OUTPUT and index not in piece.held:
                     kind = ValueKind.ACTIVATION
@@ -199,11 +214,20 @@ class _Joiner:
         self.kept = [
             self._value(f"outside {number}: kept", size, ValueKind.ACTIVATION) for number, size in enumerate(left)
         ]
+        self.handed = [
+            [self._value(f"outside {number}: handed on", size, ValueKind.ACTIVATION) for size, _ in of.handed]
+            for number, of in enumerate(outside)
+        ]
+        self.taken: dict[tuple[int, str], int] = {}
+        """Values that pieces take, by the pieces and the names of their inputs."""
         self.gone: list[set[int]] = [set() for _ in pieces]
+        for made, of in zip(self.handed, outside, strict=True):
+            for tensor, (_, lasts) in zip(made, of.handed, strict=True):
+                self._lasts(tensor, lasts)
         for number, piece in enumerate(pieces[:-1]):  # the output of the last piece is for the loss
-            for own, at in piece.gone.items():
+            for own, lasts in piece.gone.items():
                 self.gone[number].add(own + self.first[number])
-                self.let_go[at].append(own + self.first[number])
+                self._lasts(own + self.first[number], lasts)
         self.gradients = [
             self._value(f"outside {number}: gradients of weights", of.gradient_bytes, ValueKind.PARAM_GRAD)
             for number, of in enumerate(outside)
@@ -213,10 +237,11 @@ class _Joiner:
 
     def joined(self, name: str, resident: Resident, inputs: Mapping[str, TensorSpec]) -> JoinedStep:
         for number, of in enumerate(self.outside):
-            workspace_bytes = max(0, of.forward_bytes - of.kept_bytes)
+            made_bytes = of.kept_bytes + self._size(self.handed[number])
+            workspace_bytes = max(0, of.forward_bytes - made_bytes)
             cost = Cost(latency_ms=of.forward_ms, workspace_bytes=workspace_bytes)
             reads = tuple(self.let_go[number])
-            writes = (self.kept[number], self.passed[number], *self.released[number])
+            writes = (self.kept[number], self.passed[number], *self.released[number], *self.handed[number])
             self._add_outside(f"outside {number}", cost, Phase.FORWARD, reads=reads, writes=writes)
             if number < len(self.pieces):
                 self._add(number, Phase.FORWARD)
@@ -239,6 +264,10 @@ class _Joiner:
         )
         profile = replace(first_piece, graph=graph, costs=tuple(self.costs))
         return JoinedStep(profile=profile, pieces=len(self.pieces), origin=tuple(self.origin))
+
+    def _lasts(self, value: int, lasts: LetGo) -> None:
+        self.let_go[lasts.until].append(value)
+        self.taken.update(dict.fromkeys(lasts.takers, value))
 
     def _value(self, name: str, size_bytes: int, kind: ValueKind) -> int:
         self.values.append(Value(name=name, kind=kind, size_bytes=size_bytes))
@@ -264,7 +293,8 @@ class _Joiner:
         for index, (operator, costs) in enumerate(zip(graph.operators, profile.costs, strict=True)):
             if operator.phase is not phase:
                 continue
-            ways = tuple(self._moved(number, item) for item in operator.implementations)
+            default = operator.implementations[0]
+            ways = tuple(self._moved(number, item, default) for item in operator.implementations)
             once = index in self.pieces[number].once or not handed_on.isdisjoint(operator.writes)
             if operator.family == LOSS:
                 ways = (self._behind(number, ways[0]),)
@@ -302,7 +332,7 @@ class _Joiner:
                 overwrites.append(value)
         of, kept = self.outside[number + 1], self.kept[number + 1]
         outputs = set(loss.reads) - self.gone[number]
-        freed_bytes = of.freed_output_bytes + self._size([kept, *given_back]) + self._let_go_bytes(number)
+        freed_bytes = of.freed_output_bytes + self._size([kept, *given_back])
         if number < len(self.pieces) - 1:
             freed_bytes += self._added_bytes(number + 1)
         new_bytes = of.gradient_bytes + self._size(loss.writes)
@@ -323,17 +353,12 @@ class _Joiner:
             overwrites=tuple(overwrites),
         )
 
-    def _let_go_bytes(self, number: int) -> int:
-        """Bytes that go in the code behind a piece since the forward pass ends."""
-        return self._size(self.let_go[-1]) if number == len(self.pieces) - 1 else 0
-
     def _size(self, values: Iterable[int]) -> int:
         return sum(self.values[value].size_bytes for value in values)
 
     def _cost_behind(self, number: int, loss: Implementation) -> Cost:
         of = self.outside[number + 1]
-        reused_bytes = self._size(loss.overwrites) + self._let_go_bytes(number)
-        workspace_bytes = max(0, of.backward_bytes - self._size(loss.writes) + reused_bytes)
+        workspace_bytes = max(0, of.backward_bytes - self._size(loss.writes) + self._size(loss.overwrites))
         return Cost(latency_ms=of.backward_ms, workspace_bytes=workspace_bytes)
 
     def _given_back(self, outside: int) -> list[int]:
@@ -342,18 +367,22 @@ class _Joiner:
             value + self.first[number]
             for number, piece in enumerate(self.pieces)
             for value, to in piece.handed_back.items()
-            if to == outside and value not in piece.added
+            if to == outside
         ]
 
     def _added_bytes(self, number: int) -> int:
         """Bytes of a piece's gradients that go once they are added to others."""
         return self._size(value + self.first[number] for value in self.pieces[number].added)
 
-    def _moved(self, number: int, item: Implementation) -> Implementation:
+    def _moved(self, number: int, item: Implementation, default: Implementation) -> Implementation:
         by = self.first[number]
+        call = item.call or default.call
+        taken = () if call is None else (self.taken.get((number, ref.node)) for ref in call.tensors())
         return replace(
             item,
-            reads=tuple(value + by for value in item.reads),
+            reads=tuple(
+                sorted({value + by for value in item.reads}.union(value for value in taken if value is not None))
+            ),
             writes=tuple(value + by for value in item.writes),
             overwrites=tuple(value + by for value in item.overwrites),
             guard=None,

@@ -33,6 +33,7 @@ class CapturedPiece:
 
     Attributes:
         first: the piece at the sizes that it was captured with.
+        input_names: of its graph, by position.
         step: runs its programs.
         least: the programs that store least.
 
@@ -54,6 +55,7 @@ class CapturedPiece:
         else:
             sizes, traced = (), build(joint, inputs)
         self._counts = _sizes_of_tensors(joint)
+        self.input_names = tuple(node.name for node in joint.graph.graph.find_nodes(op="placeholder"))
         self.first = SizedPiece(self, traced, sizes)
         self._known = {sizes: self.first}
 

@@ -174,6 +174,8 @@ class PiecewiseTraining:
         """The planned step with the costs that it was planned by."""
         self._profiles: Mapping[Any, Profile] = {}
         """The priced profiles of its pieces."""
+        self._unexplained_bytes = 0
+        """What a step by the last plan took beyond the peak that follows from these."""
         self._records = self._grown = self._settles = self._steps = 0
         self._wanted = True  # the next step is to be recorded
         self._awaited = 0  # steps to be recorded until one comes again that runs others than the planned pieces
@@ -256,9 +258,10 @@ class PiecewiseTraining:
 
         pieces: list[CapturedPiece] = []
         autocast = autocast_dtype(device_of(graph, inputs))
+        handed_on = [at for at, item in enumerate(inputs) if isinstance(item, torch.Tensor) and not item.is_leaf]
 
         def build(joint: Joint, given: Sequence[Any]) -> Traced:
-            return build_graph(joint, graph, (tuple(given), {}), autocast=autocast)
+            return build_graph(joint, graph, (tuple(given), {}), autocast=autocast, handed_on=handed_on)
 
         def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
             pieces.append(CapturedPiece(joint, build, inputs))
@@ -389,7 +392,7 @@ class PiecewiseTraining:
         if self._plan is not None or (not recorded.conclusive and self._records < MAX_RECORDS):
             self._wanted = self._plan is None
             return
-        peak_bytes = recorded.given.resident.total + recorded.growth_bytes
+        peak_bytes = recorded.peak_bytes
         budget_bytes = parse_budget(self._budget, peak_bytes)
         if recorded.in_order:
             said = "None of it can be planned, so it trains as it is"
@@ -415,8 +418,11 @@ class PiecewiseTraining:
         """
         assert self._plan is not None
         assert self._plan.schedule is not None
-        self._priced, self._settled = self._joined(recorded, self._profiles, as_run=True), True
+        self._priced, self._settled, self._unexplained_bytes = self._joined(recorded, self._profiles), True, 0
         peak_bytes = self._peak_bytes(self._plan.schedule)
+        if recorded.complete and recorded.peak_bytes > peak_bytes:
+            self._unexplained_bytes = recorded.peak_bytes - peak_bytes
+            peak_bytes = recorded.peak_bytes
         if peak_bytes <= self._budget_bytes:
             self._use(replace(self._plan, schedule=replace(self._plan.schedule, peak_bytes=peak_bytes)))
         return peak_bytes <= self._budget_bytes
@@ -451,7 +457,7 @@ class PiecewiseTraining:
                     self._grown = MAX_GROWN
         # A share of plain training's peak is another budget for each size.
         budget_bytes = problem.budget_bytes if isinstance(problem, InfeasibleBudget) else self._budget_bytes
-        exceeded = recorded.given.resident.total + recorded.growth_bytes > budget_bytes
+        exceeded = recorded.peak_bytes > budget_bytes
         if not isinstance(problem, TraceError) and (self._plan is None or exceeded):
             raise problem
         tell(f"no plan was made for this step: {problem}")  # such steps store little of what the plan leaves out
@@ -496,14 +502,16 @@ class PiecewiseTraining:
             self._breaks.warn_of_pieces(recorded, ignored)
         tell(f"plan of {len(recorded.planned)} pieces: {planned(schedule)}")
 
-    def _joined(
-        self, recorded: RecordedStep, profiles: Mapping[Any, Profile], *, as_run: bool = False
-    ) -> JoinedStep:
-        """The recorded step by any plan of its pieces; `as_run`, by those that it ran by."""
+    def _joined(self, recorded: RecordedStep, profiles: Mapping[Any, Profile]) -> JoinedStep:
+        """The recorded step, by any plan of its pieces."""
         pieces = []
         for run in (recorded.runs[number] for number in recorded.planned):
-            values = run.piece.gradient_values(list(run.takers))
-            handed_back = {value: run.takers[at] for at, value in values.items()}
+            values = run.piece.gradient_values([*run.takers, *run.parameters])
+            added = frozenset(values[at] for at in run.added if at in values)
+            taken = [
+                (values[at], taker) for at, taker in run.takers.items() if at in values and at not in run.added
+            ]
+            handed_back = {value: min(taker for of, taker in taken if of == value) for value, _ in taken}
             once = run.piece.readers(run.changed, run.outputs_changed)
             avoided = run.piece.readers_of_outputs() if run.outputs_changed else frozenset()
             profile = profiles[run.piece]
@@ -511,13 +519,13 @@ class PiecewiseTraining:
             gone = {
                 value: run.gone[size]
                 for value, size in run.as_recorded.output_bytes.items()
-                if size in run.gone and value not in held and (as_run or size not in run.taken)
+                if size in run.gone and value not in held
             }
             pieces.append(
                 Piece(
                     profile=profile,
                     handed_back=handed_back,
-                    added=frozenset(value for at, value in values.items() if at in run.added),
+                    added=added - handed_back.keys(),
                     held=held,
                     gone=gone,
                     once=once,
@@ -527,7 +535,7 @@ class PiecewiseTraining:
         return join(
             type(self._model).__name__,
             pieces,
-            recorded.outside_as_run() if as_run else recorded.outside,
+            recorded.outside,
             resident=recorded.given.resident,
             inputs=recorded.given.specs,
             keeps_gradients=keeps_gradients(),
@@ -556,7 +564,7 @@ class PiecewiseTraining:
         assert self._priced is not None
         profile = with_additions(self._priced.profile, self._pricing)
         steps = self._priced.in_order(schedule.choices.steps(profile.graph))
-        return simulate(profile, steps).peak_bytes
+        return simulate(profile, steps).peak_bytes + self._unexplained_bytes
 
 
 def _is_ours(item: Any) -> bool:

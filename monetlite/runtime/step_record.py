@@ -10,13 +10,16 @@ from typing import Any, TypeAlias
 import torch
 
 from monetlite.core.graph import Resident, TensorSpec
-from monetlite.core.joining import OutsideCode
+from monetlite.core.joining import LetGo, OutsideCode
 from monetlite.fx.torch_internals.torch_aot import when_backward_ends
 from monetlite.fx.torch_internals.torch_dispatch import change_counter, changes_in_place, weak_storage
 from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
 from monetlite.runtime.captured_piece import CapturedPiece, SizedPiece
 from monetlite.tracing.sized_graphs import Limits
+
+_LEAF = -1
+_FORWARD_ENDS = "forward pass ends"
 
 
 class _Watched:
@@ -44,11 +47,9 @@ class PieceRun:
         least_sizes: that a plan for it has to serve beside these.
         takers: for each input that has a gradient and is not a parameter, by position, the number of the code
             outside that takes the gradient.
-        added: positions of those of them whose tensor a later run takes, too: autograd adds their gradients.
-        parameters: ids of the leaves among its inputs.
-        gone: sizes of outputs that are gone when the backward pass begins, and for each the number of the code
-            outside that lets them go.
-        taken: sizes of outputs that later pieces take.
+        parameters: ids of the leaves among its inputs, by position.
+        added: positions of inputs of both kinds that a later run takes, too: autograd adds their gradients.
+        gone: sizes of outputs that are gone when the forward pass ends, and how long they are there.
         held_bytes: sizes of outputs that somebody holds when its backward part has ended.
         changed: positions of the inputs that code behind it changes in place.
         outputs_changed: code behind it changes an output in place.
@@ -57,10 +58,9 @@ class PieceRun:
     captured: CapturedPiece
     sizes: Limits
     takers: dict[int, int]
-    parameters: frozenset[int]
+    parameters: Mapping[int, int]
     added: frozenset[int] = frozenset()
-    gone: Mapping[int, int] = field(default_factory=dict)
-    taken: frozenset[int] = frozenset()
+    gone: Mapping[int, LetGo] = field(default_factory=dict)
     held_bytes: frozenset[int] = frozenset()
     changed: frozenset[int] = frozenset()
     outputs_changed: bool = False
@@ -107,11 +107,10 @@ class RecordedStep:
         planned: numbers of the runs that had a backward part; the others are code outside. Empty where the
             backward parts did not run once each, in the order of one step.
         outside: the code before each of those and after the last.
-        inputs_let_go_bytes: for each of these, inputs of pieces, made outside, that go in its forward part. Another
-            plan may read them again.
         in_order: False where that is why.
         conclusive: True if a backward pass ran, in the order of one step.
         growth_bytes: most memory of the step, beyond what is in use when it begins.
+        complete: True if it ended with its backward pass; else what follows until the next step may count, too.
         seconds: its time; `capture_seconds` of it went into captures.
     """
 
@@ -119,19 +118,16 @@ class RecordedStep:
     runs: Sequence[PieceRun]
     planned: Sequence[int] = ()
     outside: Sequence[OutsideCode] = ()
-    inputs_let_go_bytes: Sequence[int] = ()
     in_order: bool
     conclusive: bool
     growth_bytes: int
+    complete: bool = False
     seconds: float = 0.0
     capture_seconds: float = 0.0
 
-    def outside_as_run(self) -> Sequence[OutsideCode]:
-        """The code outside by a plan that reads no inputs that are gone in the backward pass, as in this step."""
-        return [
-            replace(of, released_bytes=of.released_bytes + inputs_bytes)
-            for of, inputs_bytes in zip(self.outside, self.inputs_let_go_bytes, strict=True)
-        ]
+    @property
+    def peak_bytes(self) -> int:
+        return self.given.resident.total + self.growth_bytes
 
     def enlarged(self, factor: float) -> "RecordedStep":
         """The same step, to be planned as if its inputs were so many times as large."""
@@ -144,6 +140,7 @@ class RecordedStep:
             replace(
                 of,
                 kept_bytes=more(of.kept_bytes),
+                handed=tuple((more(size), lasts) for size, lasts in of.handed),
                 forward_bytes=more(of.forward_bytes),
                 backward_bytes=more(of.backward_bytes),
                 released_bytes=more(of.released_bytes),
@@ -192,7 +189,10 @@ class StepRecord:
         self._runs: list[PieceRun] = []
         self._serials = itertools.count()
         self._uses: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """The runs that take each tensor, by its autograd node and the output of that, and at which positions."""
+        """The runs that take each tensor, by its autograd node and the output of that, and at which positions.
+
+        That of a leaf is `_LEAF`, and its output the leaf's id.
+        """
         self._nodes: dict[int, int] = {}
         """The run that each autograd node is of."""
         self._begun: list[int] = []
@@ -209,12 +209,14 @@ class StepRecord:
         """Inputs and outputs of each run, by position, as they were when it ended."""
         self._made: list[dict[Any, int]] = []
         """Weak references to the storages that each run made for its outputs, and their bytes."""
-        self._takers: dict[Any, list[int]] = {}
-        """The runs that take each storage."""
+        self._takers: dict[Any, list[tuple[int, int]]] = {}
+        """The runs that take each storage, and at which positions."""
+        self._first: dict[Any, int] = {}
+        """The run that takes or makes each storage first."""
         self._alive: dict[Any, int] = {}
         """Storages of both that were alive when the last part of a piece began or ended, and their bytes."""
         self._gone: dict[int, dict[Any, int]] = {}
-        """Those that went before the forward part of each run; by the number of all, before the backward pass."""
+        """Those that went before the forward part of each run; by the number of all, before the pass ends."""
         self._gone_backward: dict[int, dict[Any, int]] = {}
         """Those that went in the backward part of each run."""
         self._freed_outputs: dict[int, int] = {}
@@ -236,14 +238,16 @@ class StepRecord:
         before = len(self._runs) - 1
         nodes = {at: self._serial(item.grad_fn) for at, item in tensors if not item.is_leaf}
         takers = {at: self._nodes.get(node, before) + 1 for at, node in nodes.items()}
-        leaves = frozenset(id(item) for _, item in tensors if item.is_leaf)
+        leaves = {at: id(item) for at, item in tensors if item.is_leaf}
         for at, node in nodes.items():
             self._uses.setdefault((node, arguments[at].output_nr), []).append((len(self._runs), at))
+        for at, leaf in leaves.items():
+            self._uses.setdefault((_LEAF, leaf), []).append((len(self._runs), at))
         self._gone[len(self._runs)] = self._expired()
         self._memory.mark(f"forward {len(self._runs)}")
         self._runs.append(PieceRun(piece, piece.sizes(arguments), takers, leaves))
 
-    def run_ends(self, arguments: Iterable[Any], outputs: Iterable[Any]) -> None:
+    def run_ends(self, arguments: Sequence[Any], outputs: Iterable[Any]) -> None:
         """Note the end of a forward part, which may have changed its arguments."""
         number = len(self._runs) - 1
         for item in (*arguments, *outputs):
@@ -253,8 +257,11 @@ class StepRecord:
         self._seen.append((_versions(arguments), _versions(outputs)))
         given, made = _storages(arguments), _storages(outputs)
         self._made.append({storage: size for storage, size in made.items() if storage not in given})
-        for storage in given:
-            self._takers.setdefault(storage, []).append(number)
+        for at, item in enumerate(arguments):
+            if isinstance(item, torch.Tensor):
+                self._takers.setdefault(weak_storage(item), []).append((number, at))
+        for storage in (*given, *made):
+            self._first.setdefault(storage, number)
         self._alive = _present(self._alive | given | made)
         self._memory.mark(f"forward {number} ends")
 
@@ -282,8 +289,6 @@ class StepRecord:
                 when_backward_ends(self._backward_ended)
             gone = self._expired()
             self._freed_outputs[waiting[-1]] = sum(gone.get(storage, 0) for storage in self._made[waiting[-1]])
-            if not self._begun:
-                self._gone[len(self._runs)] = gone
             self._alive = _present(self._alive)
             self._begun.append(waiting[-1])
             self._memory.mark(f"backward {waiting[-1]}")
@@ -298,6 +303,9 @@ class StepRecord:
     def forward_ends(self) -> None:
         """Note the end of the forward pass, with what the code between pieces has changed in place."""
         self._forward_ended = True
+        self._gone[len(self._runs)] = self._expired()
+        self._alive = _present(self._alive)
+        self._memory.mark(_FORWARD_ENDS)
         for number, seen in enumerate(self._seen):
             arguments, outputs = ([at for at, item in of.items() if item.has_changed] for of in seen)
             self._runs[number] = replace(
@@ -307,6 +315,7 @@ class StepRecord:
 
     def end(self) -> RecordedStep | None:
         """The recorded step; None if it was disturbed, or had ended."""
+        complete = self._memory.is_complete
         self._memory.mark("end", last=True)
         found = self._memory.end()
         for hook in self._hooks:
@@ -327,40 +336,43 @@ class StepRecord:
                 growth_bytes=growth_bytes,
             )
         count = len(planned)
-        read = frozenset[int]().union(*(run.parameters for run in self._runs))
+        read = frozenset[int]().union(*(run.parameters.values() for run in self._runs))
         gradient_bytes = [0] * (count + 1)
         for parameter, (before, size_bytes) in self._gradients.items():
             if parameter not in read:
                 gradient_bytes[count if before is None else planned.index(before)] += size_bytes
         makers = {storage: run for run in planned for storage in self._made[run]}
-        taken = {storage for storage, runs in self._takers.items() if not set(runs).isdisjoint(planned)}
-        outside, inputs_let_go_bytes = [], []
+        let_go = self._let_go(planned)
+        handed: list[list[tuple[int, LetGo]]] = [[] for _ in range(count + 1)]
+        for storage, (size, lasts) in let_go.items():
+            if storage not in makers and lasts.takers:
+                handed[bisect.bisect_left(planned, self._first[storage])].append((size, lasts))
+        let_go_bytes = [
+            sum(
+                size
+                for storage, (size, lasts) in let_go.items()
+                if lasts.until == number and (storage in makers or lasts.takers)
+            )
+            for number in range(count + 1)
+        ]
+        outside = []
         for number, (before, behind) in enumerate(itertools.pairwise([None, *planned, None])):
             begin = "step" if before is None else f"forward {before} ends"
-            first, last = 0 if before is None else before + 1, len(self._runs) if behind is None else behind
-            gone = {
-                storage: size for run in range(first, last + 1) for storage, size in self._gone.get(run, {}).items()
-            }
-            inputs_bytes = sum(size for storage, size in gone.items() if storage in taken - makers.keys())
-            let_go_bytes = inputs_bytes + sum(size for storage, size in gone.items() if storage in makers)
-            inputs_let_go_bytes.append(inputs_bytes)
-            passed_bytes = 0
-            if behind is None:
-                forward, kept_bytes = RecordedStretch(), 0
-                backward = _stretch(found, marks, begin, f"backward {before}")
-                released_bytes = max(0, -backward.change_bytes - let_go_bytes)
-            else:
-                forward = _stretch(found, marks, begin, f"forward {behind}")
-                kept_bytes, released_bytes = _parts(forward.change_bytes + let_go_bytes)
-                backward = _stretch(found, marks, f"backward {behind} ends", f"backward {before}")
-                passed_bytes = sum(
-                    size
-                    for storage, size in self._gone_backward.get(behind, {}).items()
-                    if storage not in makers and (before is None or self._takers[storage][0] > before)
-                )
+            forward = _stretch(found, marks, begin, _FORWARD_ENDS if behind is None else f"forward {behind}")
+            begin = _FORWARD_ENDS if behind is None else f"backward {behind} ends"
+            backward = _stretch(found, marks, begin, f"backward {before}")
+            kept_bytes, released_bytes = _parts(
+                forward.change_bytes + let_go_bytes[number] - sum(size for size, _ in handed[number])
+            )
+            passed_bytes = sum(
+                size
+                for storage, size in ({} if behind is None else self._gone_backward.get(behind, {})).items()
+                if storage not in makers and (before is None or self._first[storage] > before)
+            )
             outside.append(
                 OutsideCode(
                     kept_bytes=kept_bytes,
+                    handed=tuple(handed[number]),
                     forward_bytes=forward.growth_bytes,
                     backward_bytes=backward.growth_bytes,
                     gradient_bytes=gradient_bytes[number],
@@ -384,8 +396,7 @@ class StepRecord:
                 run,
                 takers={at: bisect.bisect_left(planned, taker) for at, taker in run.takers.items()},
                 added=frozenset(added.get(number, ())),
-                gone=self._gone_outputs(number, planned),
-                taken=frozenset(size for storage, size in self._made[number].items() if storage in taken),
+                gone=self._gone_outputs(number, let_go),
             )
             for number, run in enumerate(self._runs)
         ]
@@ -397,22 +408,34 @@ class StepRecord:
             in_order=in_order,
             conclusive=conclusive,
             growth_bytes=growth_bytes,
+            complete=complete,
             seconds=seconds,
             capture_seconds=seconds_captured() - self._captured_before,
-            inputs_let_go_bytes=inputs_let_go_bytes,
         )
 
-    def _gone_outputs(self, number: int, planned: Sequence[int]) -> dict[int, int]:
-        """Sizes of a run's outputs of which none is there in the backward pass: where the last one goes."""
+    def _let_go(self, planned: Sequence[int]) -> dict[Any, tuple[int, LetGo]]:
+        """The storages that are gone when the forward pass ends, their bytes, and how long they are there."""
+        found = {}
+        for before, storages in self._gone.items():
+            for storage, size in storages.items():
+                takers = tuple(
+                    (planned.index(run), self._runs[run].captured.input_names[at])
+                    for run, at in self._takers.get(storage, ())
+                    if run in planned
+                )
+                found[storage] = size, LetGo(until=bisect.bisect_left(planned, before), takers=takers)
+        return found
+
+    def _gone_outputs(self, number: int, let_go: Mapping[Any, tuple[int, LetGo]]) -> dict[int, LetGo]:
+        """Sizes of a run's outputs of which none is there when the forward pass ends, and how long they are."""
         made = self._made[number]
-        gone = {
-            storage: bisect.bisect_left(planned, before)
-            for before, storages in sorted(self._gone.items())
-            for storage in storages
-            if storage in made
-        }
-        there = {size for storage, size in made.items() if storage not in gone}
-        return {made[storage]: outside for storage, outside in gone.items() if made[storage] not in there}
+        there = {size for storage, size in made.items() if storage not in let_go}
+        gone: dict[int, LetGo] = {}
+        for storage, size in made.items():
+            if size not in there:
+                lasts, other = let_go[storage][1], gone.get(size, LetGo(until=0))
+                gone[size] = LetGo(until=max(lasts.until, other.until), takers=lasts.takers + other.takers)
+        return gone
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The operators and values of a traced step, from the kernels of its joint graph."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
@@ -59,6 +59,8 @@ class GraphBuilder:
     device: str
     each_gradient: bool = False
     """Every gradient is handed over by itself."""
+    handed_on: Collection[fx.Node] = ()
+    """Inputs that are no leaves: autograd hands their gradients on as they are."""
     operators: list[Operator] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     index_of: dict[fx.Node, int] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class GraphBuilder:
     """For each backward kernel, the gradients that can be handed over after it."""
     _waiting: list[fx.Node] = field(default_factory=list)
     _given: list[fx.Node] = field(default_factory=list)
-    """Gradients that no backward kernel makes, such as one of an output, and that autograd copies."""
+    """Gradients that no backward kernel makes, such as one of an output."""
 
     def __post_init__(self) -> None:
         flat = self.reach.output
@@ -107,8 +109,9 @@ class GraphBuilder:
         output, and what is computed before there are any: it counts as copied, though autograd may keep a view.
         """
         base = storages.base(gradient)
+        inputs = [item for item in inputs if item not in self.handed_on]
         if is_tangent(base) or base not in self.reach.backward:
-            return list(inputs)
+            return inputs
         # All but the last leaf to get a tensor find that others will.
         kept = [item for item in inputs if _is_laid_out_as(gradient.meta["val"], item.meta["val"])]
         return [item for item in inputs if item not in kept[:1]]
@@ -290,7 +293,7 @@ class GraphBuilder:
             kernel = made.args[0] if storages.is_item(made) else made
             assert isinstance(kernel, fx.Node)
             if kernel not in position:
-                self._given += [node] if self.copied[node] else []
+                self._given.append(node)
             else:
                 at = max(position[kernel], *(last_read.get(primal, 0) for primal in primals))
                 self._final.setdefault(backward[-1 if at_once else at], []).append(node)

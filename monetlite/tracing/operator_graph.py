@@ -10,7 +10,7 @@
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -177,6 +177,7 @@ def build_graph(
     autocast: str = "",
     outputs: str = ALL_OUTPUTS,
     each_gradient: bool = False,
+    handed_on: Collection[int] = (),
 ) -> Traced:
     """Build the operator graph of a joint graph.
 
@@ -186,6 +187,7 @@ def build_graph(
             arguments.
         autocast: name of the dtype that `torch.autocast` converted to during the capture; empty if it was off.
         outputs: what was captured of them, as in `trace`.
+        handed_on: positions of inputs whose gradients go on to other code.
 
     Raises:
         TraceError: a kernel whose memory can't be planned.
@@ -210,7 +212,14 @@ def build_graph(
     for node in kernels:
         _refuse_unplannable(node)
     device = device_of(model, inputs, meta_device)
-    builder = GraphBuilder(reach=reach, namer=Namer(model, kernels), device=device, each_gradient=each_gradient)
+    given = graph.find_nodes(op="placeholder")
+    builder = GraphBuilder(
+        reach=reach,
+        namer=Namer(model, kernels),
+        device=device,
+        each_gradient=each_gradient,
+        handed_on=frozenset(given[at] for at in handed_on),
+    )
     backward = [node for node in kernels if node in reach.backward]
     optional = [node for node in kernels if node not in reach.forward and node not in reach.backward]
     for node in kernels:

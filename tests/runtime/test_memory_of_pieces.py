@@ -1,0 +1,90 @@
+"""Memory between pieces is counted as long as it is there: predicted peaks of steps are those that are measured."""
+
+import copy
+
+import pytest
+import torch
+from models_in_pieces import QUICK, trained
+from torch import nn
+from torch._dynamo import graph_break
+
+import monetlite
+from monetlite.checking.trainee import Trainee, default_loss
+
+
+class ReadsCodes(nn.Module):
+    """An encoder whose codes have no gradient, so that its activations go before the decoder runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())))
+        self.embed, self.decoder = (
+            nn.Embedding(64, 64),
+            nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)),
+        )
+
+    def forward(self, x):
+        codes = self.encoder(x)
+        graph_break()
+        return self.decoder(self.embed(codes.argmax(-1))).square().mean()
+
+
+@torch.compiler.disable
+def shifted(x):
+    return x + 1.0
+
+
+class SharesAHead(nn.Module):
+    """A head that reads several copies, made between the pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 64), nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        features, loss = self.body(x), 0.0
+        for _ in range(6):
+            features = self.head(shifted(features)).tanh()
+            loss = loss + features.square().mean()
+        return loss
+
+
+class AddsPieces(nn.Module):
+    """Sums of tensors of two pieces, whose gradients autograd hands on as they are.
+
+    At each break the caller's frame holds the tensors until the forward pass ends, beyond what plain training takes.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            graph_break()
+            x = x + y
+            graph_break()
+        return x.square().mean()
+
+
+def plain_bytes(model, x):
+    return Trainee(copy.deepcopy(model), (x,), {}, default_loss, "cpu").memory().peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "part"),
+    [(ReadsCodes, (256, 64), 1.0), (SharesAHead, (64, 32), 1.0), (AddsPieces, (256, 64), 1.3)],
+)
+def test_a_model_in_pieces_keeps_to_a_budget_near_plain_training_s_peak_and_takes_what_is_predicted(
+    build, shape, part
+):
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    budget_bytes = int(part * plain_bytes(model, x))
+    wrapper = monetlite.MONeTWrapper(model, budget=budget_bytes, **QUICK)
+    for _ in range(6):
+        trained(wrapper, x)
+    measured_bytes = Trainee(wrapper, (x,), {}, default_loss, "cpu").memory().peak_bytes
+    assert wrapper.schedule.peak_bytes == pytest.approx(measured_bytes, rel=0.01)
+    assert measured_bytes <= budget_bytes
