@@ -208,6 +208,7 @@ class CapturedStep:
             else:
                 saved = version.saved.clone()
             self._runs = [*self._open(), weak_storage(saved)]
+            arguments[:] = map(_plain, arguments)
             return (*version.forward(arguments), saved)
 
         return boxed_function(run)
@@ -302,3 +303,11 @@ class _Deliver(torch.autograd.Function):
             )
         (run,) = runs.values()
         return None, None, *run(ctx.number)
+
+
+def _plain(item: Any) -> Any:
+    """A tensor without a class of its own that sees functions, not operators (MONAI's MetaTensor); others unchanged."""
+    if type(item) in (torch.Tensor, torch.nn.Parameter) or not isinstance(item, torch.Tensor):
+        return item
+    sees_operators = type(item).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return item if sees_operators else item.as_subclass(torch.Tensor)

@@ -420,7 +420,7 @@ class PiecewiseTraining:
         assert self._plan.schedule is not None
         self._priced, self._settled, self._unexplained_bytes = self._joined(recorded, self._profiles), True, 0
         peak_bytes = self._peak_bytes(self._plan.schedule)
-        if recorded.complete and recorded.peak_bytes > peak_bytes:
+        if recorded.peak_bytes > peak_bytes:
             self._unexplained_bytes = recorded.peak_bytes - peak_bytes
             peak_bytes = recorded.peak_bytes
         if peak_bytes <= self._budget_bytes:

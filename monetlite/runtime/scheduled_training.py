@@ -252,7 +252,7 @@ class ScheduledTraining:
             plans.schedule = serving[0]
             try:
                 output = self._capture(call)
-            except (ScheduleMismatch, TooLarge):
+            except (ScheduleMismatch, TooLarge, TraceError):
                 # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
                 # something other than an input's shape is larger than any schedule was solved for.
                 if plans.budget is None:

@@ -16,7 +16,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals import torch_pytree as pytree
-from monetlite.fx.torch_internals.torch_dispatch import storage_key
+from monetlite.fx.torch_internals.torch_dispatch import storage_key, stored
 from monetlite.profiling.step_additions import with_additions
 from monetlite.tracing.attention_masks import is_known
 
@@ -161,7 +161,7 @@ def values_bytes(schedule: Schedule, graph: OperatorGraph, steps: Sequence[Step]
 def own_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors, without the rest of their storages: a batch may be part of a data set."""
     sizes: dict[int, tuple[int, int]] = {}
-    for tensor in tensors:
+    for tensor in (part for tensor in tensors for part in stored(tensor)):
         key = storage_key(tensor)
         _, known = sizes.get(key, (0, 0))
         sizes[key] = tensor.untyped_storage().nbytes(), known + tensor.nbytes

@@ -19,7 +19,7 @@ from monetlite.runtime.captured_piece import CapturedPiece, SizedPiece
 from monetlite.tracing.sized_graphs import Limits
 
 _LEAF = -1
-_FORWARD_ENDS = "forward pass ends"
+_FORWARD_ENDS, _BACKWARD_ENDS = "forward pass ends", "backward pass ends"
 
 
 class _Watched:
@@ -109,8 +109,7 @@ class RecordedStep:
         outside: the code before each of those and after the last.
         in_order: False where that is why.
         conclusive: True if a backward pass ran, in the order of one step.
-        growth_bytes: most memory of the step, beyond what is in use when it begins.
-        complete: True if it ended with its backward pass; else what follows until the next step may count, too.
+        growth_bytes: most memory of the step until its backward pass ends, beyond what is in use when it begins.
         seconds: its time; `capture_seconds` of it went into captures.
     """
 
@@ -121,7 +120,6 @@ class RecordedStep:
     in_order: bool
     conclusive: bool
     growth_bytes: int
-    complete: bool = False
     seconds: float = 0.0
     capture_seconds: float = 0.0
 
@@ -204,7 +202,7 @@ class StepRecord:
             for item in parameters
             if item.requires_grad and item.is_leaf
         ]
-        self._forward_ended = False
+        self._forward_ended = self._in_backward = False
         self._seen: list[tuple[_Versions, _Versions]] = []
         """Inputs and outputs of each run, by position, as they were when it ended."""
         self._made: list[dict[Any, int]] = []
@@ -285,7 +283,8 @@ class StepRecord:
             return
         waiting = [number for number in runs if number not in self._begun]
         if waiting:
-            if not self._begun:
+            if not self._in_backward:
+                self._in_backward = True
                 when_backward_ends(self._backward_ended)
             gone = self._expired()
             self._freed_outputs[waiting[-1]] = sum(gone.get(storage, 0) for storage in self._made[waiting[-1]])
@@ -294,8 +293,8 @@ class StepRecord:
             self._memory.mark(f"backward {waiting[-1]}")
 
     def _backward_ended(self) -> None:
-        if len(self._begun) == len(self._runs):
-            self._memory.mark("end", last=True)
+        self._in_backward = False
+        self._memory.mark(_BACKWARD_ENDS, last=len(self._begun) == len(self._runs))
 
     def _expired(self) -> dict[Any, int]:
         return {storage: size for storage, size in self._alive.items() if storage.expired()}
@@ -315,15 +314,15 @@ class StepRecord:
 
     def end(self) -> RecordedStep | None:
         """The recorded step; None if it was disturbed, or had ended."""
-        complete = self._memory.is_complete
         self._memory.mark("end", last=True)
         found = self._memory.end()
         for hook in self._hooks:
             hook.remove()
         if not found:
             return None
-        growth_bytes = max(mark.peak_bytes for mark in found) - found[0].live_bytes
-        marks = {mark.name: (at, mark) for at, mark in enumerate(found[:-1])}
+        marks = {mark.name: (at, mark) for at, mark in enumerate(found)}
+        until, ended = marks.get(_BACKWARD_ENDS, (len(found) - 1, found[-1]))
+        growth_bytes = max(mark.peak_bytes for mark in found[: until + 1]) - found[0].live_bytes
         planned = sorted(self._begun)
         in_order = self._begun == planned[::-1]
         conclusive = in_order and bool(self._gradients)
@@ -360,7 +359,7 @@ class StepRecord:
             begin = "step" if before is None else f"forward {before} ends"
             forward = _stretch(found, marks, begin, _FORWARD_ENDS if behind is None else f"forward {behind}")
             begin = _FORWARD_ENDS if behind is None else f"backward {behind} ends"
-            backward = _stretch(found, marks, begin, f"backward {before}")
+            backward = _stretch(found, marks, begin, _BACKWARD_ENDS if before is None else f"backward {before}")
             kept_bytes, released_bytes = _parts(
                 forward.change_bytes + let_go_bytes[number] - sum(size for size, _ in handed[number])
             )
@@ -384,7 +383,7 @@ class StepRecord:
                     backward_ms=1e3 * backward.seconds,
                 )
             )
-        seconds = found[-2].seconds - found[0].seconds
+        seconds = ended.seconds - found[0].seconds
         added: dict[int, set[int]] = {}
         for uses in self._uses.values():
             differentiated = [use for use in uses if use[0] in planned]
@@ -408,7 +407,6 @@ class StepRecord:
             in_order=in_order,
             conclusive=conclusive,
             growth_bytes=growth_bytes,
-            complete=complete,
             seconds=seconds,
             capture_seconds=seconds_captured() - self._captured_before,
         )
@@ -472,6 +470,8 @@ def _stretch(
     if begin not in marks or end not in marks:
         return RecordedStretch()
     (first, start), (last, stop) = marks[begin], marks[end]
+    if last < first:  # not recorded
+        return RecordedStretch()
     peak_bytes = max((mark.peak_bytes for mark in found[first + 1 : last + 1]), default=start.live_bytes)
     return RecordedStretch(
         change_bytes=stop.live_bytes - start.live_bytes,

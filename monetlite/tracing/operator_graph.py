@@ -275,7 +275,10 @@ def _refuse_unplannable(node: fx.Node) -> None:
     where = source_of(node) or "the model"
     if not isinstance(node.target, OpOverload) and find_function(target_of(node)) is None:
         raise TraceError(f"{where}: {node.target} can't be scheduled (not an operator)")
-    results = [item for item in pytree.tree_leaves(node.meta.get("val")) if isinstance(item, torch.Tensor)]
+    made = pytree.tree_leaves(node.meta.get("val"))
+    if any(isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)) for item in made):
+        raise TraceError(f"{where}: {node.target} makes a number of a tensor (.item(), float()); keep it a tensor")
+    results = [item for item in made if isinstance(item, torch.Tensor)]
     for item in results:
         if item.layout != torch.strided:
             layout = str(item.layout).removeprefix("torch.")

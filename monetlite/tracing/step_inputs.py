@@ -12,7 +12,7 @@ from torch import nn
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import Resident
 from monetlite.fx.torch_internals import torch_pytree as pytree
-from monetlite.fx.torch_internals.torch_dispatch import storage_key
+from monetlite.fx.torch_internals.torch_dispatch import storage_key, stored
 from monetlite.fx.torch_internals.torch_modules import uncompiled
 
 
@@ -96,7 +96,7 @@ def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
     seen: set[int] = set()
 
     def total(tensors: Iterable[object]) -> int:
-        new = {storage_key(item): item for item in tensors if isinstance(item, torch.Tensor)}
+        new = {storage_key(part): part for item in tensors if isinstance(item, torch.Tensor) for part in stored(item)}
         size = sum(item.untyped_storage().nbytes() for key, item in new.items() if key not in seen)
         seen.update(new)
         return size

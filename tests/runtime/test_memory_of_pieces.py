@@ -4,12 +4,13 @@ import copy
 
 import pytest
 import torch
-from models_in_pieces import QUICK, trained
+from models_in_pieces import QUICK
 from torch import nn
 from torch._dynamo import graph_break
 
 import monetlite
 from monetlite.checking.trainee import Trainee, default_loss
+from monetlite.core.errors import InfeasibleBudget
 
 
 class ReadsCodes(nn.Module):
@@ -68,6 +69,13 @@ class AddsPieces(nn.Module):
         return x.square().mean()
 
 
+def train(model, x):
+    for _ in range(12):
+        default_loss(model(x)).backward()
+        model.zero_grad()
+        x.grad = None
+
+
 def plain_bytes(model, x):
     return Trainee(copy.deepcopy(model), (x,), {}, default_loss, "cpu").memory().peak_bytes
 
@@ -83,8 +91,36 @@ def test_a_model_in_pieces_keeps_to_a_budget_near_plain_training_s_peak_and_take
     model, x = build(), torch.randn(shape)
     budget_bytes = int(part * plain_bytes(model, x))
     wrapper = monetlite.MONeTWrapper(model, budget=budget_bytes, **QUICK)
-    for _ in range(6):
-        trained(wrapper, x)
+    train(wrapper, x)
     measured_bytes = Trainee(wrapper, (x,), {}, default_loss, "cpu").memory().peak_bytes
     assert wrapper.schedule.peak_bytes == pytest.approx(measured_bytes, rel=0.01)
     assert measured_bytes <= budget_bytes
+
+
+class RunsAPartAgain(nn.Module):
+    """Layers before the first piece that run again in the backward pass, as `torch.utils.checkpoint`'s do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+        self.head = nn.Linear(64, 64)
+
+    @torch.compiler.disable
+    def first(self, x):
+        return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+
+    def forward(self, x):
+        return self.head(self.first(x)).square().mean()
+
+
+def test_the_backward_part_of_the_first_code_counts():
+    torch.manual_seed(0)
+    model, x = RunsAPartAgain(), torch.randn(512, 64, requires_grad=True)
+    budget_bytes = plain_bytes(model, x)
+    wrapper = monetlite.MONeTWrapper(model, budget=budget_bytes, **QUICK)
+    train(wrapper, x)
+    measured_bytes = Trainee(wrapper, (x,), {}, default_loss, "cpu").memory().peak_bytes
+    assert wrapper.schedule.peak_bytes == pytest.approx(measured_bytes, rel=0.01)
+    small = monetlite.MONeTWrapper(copy.deepcopy(model), budget=int(0.8 * budget_bytes), **QUICK)
+    with pytest.raises(InfeasibleBudget, match="outside 0, backward"):
+        train(small, x)

@@ -109,6 +109,19 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a tensor's elements are in: itself, or the parts of a sparse one."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
 def weak_storage(tensor: torch.Tensor) -> Any:
     """A weak reference to a tensor's storage; `expired()` tells if that is gone."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -125,7 +138,7 @@ def change_counter(tensor: torch.Tensor) -> torch.Tensor:
     A detached tensor counts with the one that it is of, and goes on where its `data` is replaced.
     """
     counter = tensor.detach()
-    counter.data = tensor.new_empty(0)
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 
 
