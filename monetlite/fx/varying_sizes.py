@@ -167,13 +167,17 @@ class _Values:
 
     def _known_bytes(self, storage: torch.UntypedStorage) -> int | None:
         """The size of a storage; None if that of another tensor decides it."""
-        size: Any = storage.nbytes()
+        return self._known_number(storage.nbytes())
+
+    def _known_number(self, size: Any) -> int | None:
+        """A size as a number; None if something else than the graph's inputs decides it."""
         known = not isinstance(size, torch.SymInt) or expression(size).free_symbols <= self._values.keys()
         return int(self.number(size)) if known else None
 
     def _tensor(self, fake: torch.Tensor) -> torch.Tensor:
         shape, stride = (tuple(map(self.number, sizes)) for sizes in (fake.shape, fake.stride()))
-        offset = int(self.number(fake.storage_offset()))
+        # Where a view begins in a tensor that the graph doesn't get is not known; the view alone counts then.
+        offset = self._known_number(fake.storage_offset()) or 0
         sizes, strides = list(map(int, shape)), list(map(int, stride))
         if any(size < 0 for size in sizes):
             raise TraceError(f"a tensor of shape {sizes} where sizes are {self._values}")

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from monetlite.core.errors import ModelError
 from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent
-from monetlite.fx.torch_internals.torch_dispatch import weak_storage, without_modes
+from monetlite.fx.torch_internals.torch_dispatch import weak_storage, without_class, without_modes
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.backward_parts import RUN, deferred, laid_out, results_by_part
 from monetlite.runtime.unused_outputs import UnusedOutputs
@@ -208,7 +208,7 @@ class CapturedStep:
             else:
                 saved = version.saved.clone()
             self._runs = [*self._open(), weak_storage(saved)]
-            arguments[:] = map(_plain, arguments)
+            arguments[:] = map(without_class, arguments)
             return (*version.forward(arguments), saved)
 
         return boxed_function(run)
@@ -303,11 +303,3 @@ class _Deliver(torch.autograd.Function):
             )
         (run,) = runs.values()
         return None, None, *run(ctx.number)
-
-
-def _plain(item: Any) -> Any:
-    """A tensor without a class of its own that sees functions, not operators (MONAI's MetaTensor); others unchanged."""
-    if type(item) in (torch.Tensor, torch.nn.Parameter) or not isinstance(item, torch.Tensor):
-        return item
-    sees_operators = type(item).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-    return item if sees_operators else item.as_subclass(torch.Tensor)

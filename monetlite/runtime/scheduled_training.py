@@ -337,8 +337,8 @@ class ScheduledTraining:
         return self._step
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        _tell_of_loops(graph.graph)
         self.plans.note_shapes(graph)
+        _tell_of_loops(graph.graph)
         backend = delivering_backend(self._partition, self.compiler(), self.plans.keep)
         rest = WithoutNumbers(graph, inputs, as_tensors=not self._numbers.fixed)
         return rest.joined(backend(rest.graph, rest.inputs))

@@ -1,5 +1,6 @@
 """The choice of the schedule that serves a training step, and what is known of a step before it runs."""
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -40,7 +41,13 @@ def input_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[A
     """
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     described = (
-        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        (
+            leaf.shape,
+            leaf.stride() if leaf.layout is torch.strided else leaf.layout,
+            leaf.dtype,
+            leaf.device,
+            leaf.requires_grad,
+        )
         if isinstance(leaf, torch.Tensor)
         else (type(leaf), repr(leaf) if isinstance(leaf, CONSTANTS) else "")
         for leaf in leaves
@@ -161,7 +168,7 @@ def values_bytes(schedule: Schedule, graph: OperatorGraph, steps: Sequence[Step]
 def own_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors, without the rest of their storages: a batch may be part of a data set."""
     sizes: dict[int, tuple[int, int]] = {}
-    for tensor in (part for tensor in tensors for part in stored(tensor)):
+    for tensor in itertools.chain.from_iterable(map(stored, tensors)):
         key = storage_key(tensor)
         _, known = sizes.get(key, (0, 0))
         sizes[key] = tensor.untyped_storage().nbytes(), known + tensor.nbytes

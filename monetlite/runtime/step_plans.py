@@ -52,7 +52,7 @@ from monetlite.runtime.serving import (
     size_served,
 )
 from monetlite.runtime.varying_step import MAX_LIMITS, VaryingStep, is_of_any_size, of_any_size
-from monetlite.tracing.capture import Joint
+from monetlite.tracing.capture import Joint, copied
 from monetlite.tracing.operator_graph import Traced, build_graph, in_layouts
 from monetlite.tracing.sized_graphs import Limits
 from monetlite.tracing.step_inputs import (
@@ -152,7 +152,11 @@ class StepPlans:
             self._example, self._shapes = None, {}
 
     def note_shapes(self, graph: fx.GraphModule) -> None:
-        """Note which sizes of the call's tensors are which symbols of the step that is being captured."""
+        """Note which sizes of the call's tensors are which symbols of the step that is being captured.
+
+        It ends the capture of a step that nobody asked for, before AOTAutograd's longer part of it.
+        """
+        self._asked()
         self._shapes = captured_shapes(graph)
 
     def look_at(self, call: Arguments) -> None:
@@ -212,15 +216,22 @@ class StepPlans:
 
     def build(self, joint: Joint, layout: str) -> tuple[Traced, Arguments]:
         """The captured step as a graph, and the inputs that it was captured with."""
+        call = self._asked()
+        return self._build(joint, call, layout), call
+
+    def _asked(self) -> Arguments:
+        """The call that is being captured."""
         if self._example is None:
             raise _NotAsked
-        return self._build(joint, self._example, layout), self._example
+        return self._example
 
     def _build(self, joint: Joint, call: Arguments, layout: str) -> Traced:
         return build_graph(joint, self.model, call, layout=layout, autocast=self._autocast, outputs=self.outputs)
 
     def plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """The captured step as a graph, and the steps to run of it, by the first schedule that keeps to its budget.
+
+        With a budget, and where nobody waits for the best, a step that no schedule is for is planned at once.
 
         Raises:
             TooLarge: every schedule for this graph would exceed its budget.
@@ -233,6 +244,16 @@ class StepPlans:
         found = self.schedule
         if found is None:
             return self._plan_at_once(joint)
+        if self.budget is None or self.wait:
+            return self._plan_by(found, joint)
+        try:
+            return self._plan_by(found, copied(joint))
+        except (ScheduleMismatch, TooLarge):
+            self.schedule = None
+            return self._plan_at_once(joint)
+
+    def _plan_by(self, found: Schedule, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
+        """The same, by a schedule or one like it."""
         traced, call = self.build(joint, found.layout)
         resident_bytes, refusal = self._resident_bytes(call), None
         for schedule in self.serving(call):
@@ -383,9 +404,7 @@ class StepPlans:
 
     def _plan_varying(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """A captured step whose sizes vary, at sizes that serve its call, and the steps to run of it."""
-        call = self._example
-        if call is None:
-            raise _NotAsked
+        call = self._asked()
         varying, began = self.sizes.varying(call), time.monotonic()
         step = VaryingStep(joint, call, self._shapes, varying, self._build)
         traced, steps, limits = self._planned_at(step, step.captured, call)

@@ -96,7 +96,9 @@ def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
     seen: set[int] = set()
 
     def total(tensors: Iterable[object]) -> int:
-        new = {storage_key(part): part for item in tensors if isinstance(item, torch.Tensor) for part in stored(item)}
+        new = {
+            storage_key(part): part for item in tensors if isinstance(item, torch.Tensor) for part in stored(item)
+        }
         size = sum(item.untyped_storage().nbytes() for key, item in new.items() if key not in seen)
         seen.update(new)
         return size

@@ -273,3 +273,76 @@ def test_the_signature_is_the_models_own():
     model = Words()
     wrapper = monetlite.MONeTWrapper(model, budget="90%")
     assert inspect.signature(wrapper.forward) == inspect.signature(model.forward)
+
+
+class Tagged(torch.Tensor):
+    """A tensor of a class of its own, as MONAI's data loaders give."""
+
+
+def test_tensors_of_a_class_of_their_own_train_and_keep_it():
+    plain = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+    wrapper = monetlite.MONeTWrapper(twin(plain), **AMPLE)
+    for number in range(3):
+        inputs = (torch.randn(8, 16).as_subclass(Tagged),)
+        found, expected = step(wrapper, inputs, number), step(plain, inputs, number)
+        assert_same(found, expected)
+        assert isinstance(wrapper(*inputs), Tagged)
+
+
+class Propagates(nn.Module):
+    """A layer of a graph network, whose edges are a sparse buffer or an input."""
+
+    def __init__(self, edges=None):
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+        self.register_buffer("edges", edges)
+
+    def forward(self, x, edges=None):
+        return torch.sparse.mm(self.edges if edges is None else edges, self.layer(x).relu())
+
+
+@pytest.mark.parametrize(
+    ("layout", "as_buffer"), [("to_sparse", False), ("to_sparse", True), ("to_sparse_csr", False)]
+)
+def test_sparse_tensors_among_inputs_and_buffers(layout, as_buffer):
+    edges = getattr((torch.rand(32, 32) < 0.1).float(), layout)()
+    plain = Propagates(edges if as_buffer else None)
+    wrapper = monetlite.MONeTWrapper(twin(plain), budget=10**7, **SOLVING)
+    for number in range(3):
+        given = () if as_buffer else (edges,)
+        x = torch.randn(32, 16)
+        for model in (plain, wrapper):
+            model.zero_grad()
+        torch.manual_seed(number)
+        outputs = [model(x, *given) for model in (plain, wrapper)]
+        for output in outputs:
+            output.square().mean().backward()
+        assert torch.equal(*outputs)
+        for ours, theirs in zip(wrapper.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+class FillsACache(nn.Module):
+    """Fills a dictionary in its first step, so that the next one is captured again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.cache = nn.Linear(8, 8), {}
+
+    def forward(self, x):
+        if "mask" not in self.cache:
+            self.cache["mask"] = torch.ones(8)
+        return self.layer(x) * self.cache["mask"]
+
+
+def test_a_model_that_is_captured_again_is_so_once(monkeypatch):
+    captured, backend = [], scheduled_training.delivering_backend
+    monkeypatch.setattr(
+        scheduled_training, "delivering_backend", lambda *given: [captured.append(1), backend(*given)][1]
+    )
+    plain = FillsACache()
+    wrapper = monetlite.MONeTWrapper(twin(plain), **AMPLE)
+    for number in range(4):
+        x = torch.randn(4, 8)
+        assert_same(step(wrapper, (x,), number), step(plain, (x,), number))
+    assert len(captured) == 2

@@ -350,6 +350,66 @@ def test_models_that_train_in_turn_are_both_planned():
     assert all(map(monetlite.schedule_of, models))
 
 
+class LogsAtTimes(ReadsAMean):
+    """Reads a number in every third step only."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.log = 0, []
+
+    def forward(self, x):
+        self.steps += 1
+        y = self.first(x)
+        if self.steps % 3 == 0:
+            self.log.append(y.abs().mean().item())
+        return self.second(y)
+
+
+class LogsAlways(LogsAtTimes):
+    def forward(self, x):
+        y = self.first(x)
+        self.log.append(y.abs().mean().item())
+        return self.second(y)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("build", [LogsAtTimes, LogsAlways])
+def test_numbers_that_are_read_in_some_steps_end_pieces(build, wait):
+    plain = build()
+    wrapper = monetlite.MONeTWrapper(twin(plain), budget=10**7, wait=wait, **QUICK)
+    for number in range(7):
+        x = torch.randn(8, 16)
+        assert_same(step(wrapper, (x,), number), step(plain, (x,), number))
+    assert wrapper.model.log == plain.log
+    assert len(plain.log) >= 2
+
+
+class ReadsAHalf(nn.Module):
+    """A piece that takes a view, with an offset, of an output whose size varies."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x, keep):
+        half = self.up(x[keep]).chunk(2, -1)[1]
+        graph_break()
+        return self.down(half.sigmoid())
+
+
+def test_views_of_outputs_that_vary_are_captured_once_for_all_sizes(monkeypatch):
+    captured, planned_piece = [], PiecewiseTraining._planned_piece
+    monkeypatch.setattr(
+        PiecewiseTraining, "_planned_piece", lambda *given: [captured.append(1), planned_piece(*given)][1]
+    )
+    plain = ReadsAHalf()
+    wrapper = monetlite.MONeTWrapper(twin(plain), budget="100%", **QUICK)
+    for number in range(6):
+        inputs = torch.randn(64, 8), torch.rand(64) < 0.5
+        assert_same(step(wrapper, inputs, number), step(plain, inputs, number))
+    assert len(captured) <= 6
+
+
 class _Held:
     """Something that an autograd graph holds."""
 

@@ -53,7 +53,7 @@ class SharesAHead(nn.Module):
 class AddsPieces(nn.Module):
     """Sums of tensors of two pieces, whose gradients autograd hands on as they are.
 
-    At each break the caller's frame holds the tensors until the forward pass ends, beyond what plain training takes.
+    At each break the caller's frame holds the tensors until the forward pass ends; plain training does not.
     """
 
     def __init__(self):

@@ -18,6 +18,8 @@
 | `Tensor._version` | changes in place; a piece would compute again from a changed tensor |
 | `Tensor._base` | what a view is of; a changed tensor could be taken for one that is gone |
 | `auto_functionalized_v2`, `_only_clone_these_bases` | an operator that changes tensors, on copies or in place |
+| `Tensor._indices`, `._values` | the dense parts of a sparse tensor; its memory would not count |
+| `_C._disabled_torch_dispatch_impl` | tells classes that see no operators; steps with their tensors would fail |
 | `StorageWeakRef` | tells when a storage dies; recorded steps would have other lifetimes |
 | `UntypedStorage._cdata` | identity of a storage; views would count as tensors of their own |
 """
@@ -120,6 +122,17 @@ def stored(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return [tensor]
+
+
+def without_class(item: Any) -> Any:
+    """A tensor of a class that sees calls of functions only (MONAI's MetaTensor) as a plain one; others as is.
+
+    Dynamo has called the functions then, and operators refuse the class while AOTAutograd looks at a first run.
+    """
+    if type(item) in (torch.Tensor, torch.nn.Parameter) or not isinstance(item, torch.Tensor):
+        return item
+    sees_operators = type(item).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    return item if sees_operators else item.as_subclass(torch.Tensor)
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:

@@ -4,6 +4,7 @@
 | --- | --- |
 | `_dynamo.maybe_mark_dynamic` | asks for a symbol in place of a size; each length would be captured again |
 | `_dynamo_weak_dynamic_indices`, `_has_dynamo_dim_marking` | its marks at a person's tensors, taken away again |
+| `_dynamo_propagated_dynamic_indices` | that an earlier graph's output varied in size, which decides no later one |
 | `SymInt.node.expr`, `.hint`, `.shape_env` | what a captured size is, and what is known of its symbols |
 | `bound_sympy` | the largest size that the capture holds for |
 | `sympy_interp`, `PythonReferenceAnalysis` | calls that compute a size; programs could not be made |
@@ -24,6 +25,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 tensor_of_number: Callable[..., torch.Tensor] = _refs.tensor
 """Function that a capture has in place of `torch.tensor` of a number that varies."""
+_PASSED_ON = "_dynamo_propagated_dynamic_indices"
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
 
@@ -39,6 +41,17 @@ def marked_as_varying(tensors: Collection[tuple[torch.Tensor, int]]) -> Iterator
         for tensor in new:
             for mark in _MARKS:
                 tensor.__dict__.pop(mark, None)
+
+
+@contextlib.contextmanager
+def unmarked(tensor: torch.Tensor) -> Iterator[None]:
+    """Hide, for the time of a block, that an earlier graph's output had sizes that varied."""
+    known = tensor.__dict__.pop(_PASSED_ON, None)
+    try:
+        yield
+    finally:
+        if known is not None:
+            setattr(tensor, _PASSED_ON, known)
 
 
 def expression(size: torch.SymInt) -> sympy.Expr:

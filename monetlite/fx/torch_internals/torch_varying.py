@@ -25,7 +25,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
 
 from monetlite.fx.torch_internals.patching import patched
-from monetlite.fx.torch_internals.torch_symbols import marked_as_varying
+from monetlite.fx.torch_internals.torch_symbols import marked_as_varying, unmarked
 
 _MANY_SPECIALIZED = 16
 """Captures after which a number is taken to be needed by an operator. Branches on it need one for each side."""
@@ -160,7 +160,7 @@ class VaryingSizes:
                 self._varying.update((*key, len(shape), at) for at in _different(shape, nearest))
             known[shape] = None
             varying = [(tensor, at) for at in range(len(shape)) if self._varies(*key, len(shape), at)]
-        with marked_as_varying(varying), _config.patch(automatic_dynamic_shapes=False):
+        with unmarked(tensor), marked_as_varying(varying), _config.patch(automatic_dynamic_shapes=False):
             return _dynamic_sizes(tensor, translator, source, static, *args, **kwargs)
 
     def _wrapped(self, builder: VariableBuilder, value: int, *args: Any, **kwargs: Any) -> Any:
