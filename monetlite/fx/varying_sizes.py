@@ -80,9 +80,10 @@ for _name, _of in (("add", operator.add), ("sub", operator.sub), ("mul", operato
 
 
 def sizes_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A tensor's shape and strides, with the expressions of those that vary."""
+    """A tensor's shape and strides, with the expressions of those that vary. A sparse one has no strides."""
     known: tuple[tuple[int, ...], tuple[int, ...]] | None = getattr(tensor, SIZES, None)
-    return known or (tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())))
+    strides = tensor.stride() if tensor.layout is torch.strided else ()
+    return known or (tuple(map(int, tensor.shape)), tuple(map(int, strides)))
 
 
 def shape_with(values: Mapping[sympy.Symbol, int], tensor: torch.Tensor) -> tuple[int, ...]:
