@@ -124,6 +124,7 @@ class CapturedStep:
         current: the version by which the steps to come run, unless that depends on their sizes.
         by_size: the versions by which they run where it does, by their limits.
         last_sizes: of the last step.
+        has_run: True after a step, until somebody takes note of it.
         watch: called with "begin" and "end" of each backward part, if there is one.
         unused: None for a graph in which nothing is differentiated.
     """
@@ -135,6 +136,7 @@ class CapturedStep:
         self.current: Version
         self.by_size: dict[tuple[int, ...], Version] = {}
         self.last_sizes: tuple[int, ...] = ()
+        self.has_run = False
         self._sizes_at: list[int] = []  # positions of the inputs that are sizes
         self.watch: Callable[[str], None] | None = None
         self._joint: Joint | None = None
@@ -207,7 +209,7 @@ class CapturedStep:
                 saved = torch.tensor([version.number, *(arguments[at] for at in self._sizes_at)])
             else:
                 saved = version.saved.clone()
-            self._runs = [*self._open(), weak_storage(saved)]
+            self._runs, self.has_run = [*self._open(), weak_storage(saved)], True
             arguments[:] = map(without_class, arguments)
             return (*version.forward(arguments), saved)
 

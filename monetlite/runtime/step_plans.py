@@ -124,6 +124,7 @@ class StepPlans:
         self.runs.forget()
         if self.refinement is not None:
             self.refinement.forget()
+        self.fixed: dict[CapturedStep, Schedule] = {}
         self.varying: dict[CapturedStep, VaryingStep] = {}
         self._new_varying: tuple[VaryingStep, Limits] | None = None  # the one that is being captured
 
@@ -205,10 +206,13 @@ class StepPlans:
         return True
 
     def note_schedule(self) -> None:
-        """Note the schedule of a step whose sizes vary: each step has the one for its sizes."""
+        """Note the schedule that the last step ran by: where sizes vary, the one for its sizes."""
         for captured, step in self.varying.items():
             if captured.last_sizes:
                 self.schedule = step.schedules[captured.limits_for(captured.last_sizes)]
+        for captured, schedule in self.fixed.items():
+            if captured.has_run:
+                captured.has_run, self.schedule = False, schedule
 
     def unserved(self, call: Arguments) -> ModelError:
         tensors, names = tensors_in_order(self.model, *call), tensor_arguments(self.model, *call)
@@ -361,6 +365,8 @@ class StepPlans:
             (varying, limits), self._new_varying = self._new_varying, None
             self.varying[step] = varying
             step.serve(step.current, limits)
+        elif self.schedule is not None:
+            self.fixed[step] = self.schedule
         if self.refinement is not None:
             self.refinement.keep(step)
 
@@ -397,6 +403,7 @@ class StepPlans:
         """Have a better schedule in the place of another."""
         self.schedules = [better if known is before else known for known in self.schedules]
         self.schedule = better if self.schedule is before else self.schedule
+        self.fixed = {step: better if known is before else known for step, known in self.fixed.items()}
         for step in self.varying.values():
             step.schedules = {
                 limits: better if known is before else known for limits, known in step.schedules.items()

@@ -346,3 +346,23 @@ def test_a_model_that_is_captured_again_is_so_once(monkeypatch):
         x = torch.randn(4, 8)
         assert_same(step(wrapper, (x,), number), step(plain, (x,), number))
     assert len(captured) == 2
+
+
+class FoldsRows(nn.Module):
+    """Code that depends on the number of rows, so that each is captured by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.GELU())))
+
+    def forward(self, x):
+        x = self.layers(x)
+        return sum(x[row :: len(x) // 32] for row in range(len(x) // 32))
+
+
+def test_the_schedule_is_that_of_the_step_that_ran_last():
+    model = monetlite.within(FoldsRows(), budget=10**7, **SOLVING)
+    for rows in (64, 64, 512, 32, 512, 64):
+        model(torch.randn(rows, 32)).square().mean().backward()
+        (taken,) = monetlite.schedule_of(model).inputs.values()
+        assert taken.shape[0] >= rows
