@@ -36,6 +36,8 @@ FIRST_SECONDS, FIRST_OPERATORS = (1.5, 2.0), 400
 """Time for the first schedule, from least to most: a second for so many operators."""
 PLAIN_SECONDS = 0.2
 """The same where plain training keeps to the budget, and all costs are known."""
+SETTLING_SHARE = 1 / 8
+"""Part of the time limit in which a schedule is looked for where none is found so soon."""
 MEASURING_SHARE = 0.25
 """Time for measuring between two steps, as a part of the last step's."""
 
@@ -98,7 +100,21 @@ class PlanningBesideTraining:
             self._measure()
             with contextlib.suppress(InfeasibleBudget):
                 return self._found_soon(self._complete(), complete=True)
-        return self.best()
+        self._measure()
+        return self._settled(self._steps(self._complete()))
+
+    def _settled(self, profiles: list[Profile]) -> Schedule:
+        """A schedule of a budget for which none is found soon, in a part of the time if that is enough."""
+        limited = replace(self._solving, time_limit=SETTLING_SHARE * self._solving.time_limit)
+        try:
+            schedule = self._solved(profiles, limited)
+        except InfeasibleBudget as error:
+            if error.proven_bytes > error.budget_bytes:
+                raise
+            self.finished = True
+            return self._solved(profiles, self._solving)
+        self.finished = schedule.status is Status.OPTIMAL
+        return schedule
 
     def _rough(self) -> list[Profile]:
         """Costs of one run each: of the default implementations, and of others unless plain training may fit."""
