@@ -33,6 +33,7 @@ class AllocatedGrowth:
     """
 
     def __init__(self, device: str) -> None:
+        _open.add(self)
         self._samples: _Samples | None = None
         self.was_late = self._told = False
         if device == "cuda":
@@ -58,6 +59,16 @@ class AllocatedGrowth:
         self._samples.ended.set()
         self.was_late = self._samples.were_late
         return now - self.before_bytes, self._samples.most_bytes - self.before_bytes
+
+
+_open: "weakref.WeakSet[AllocatedGrowth]" = weakref.WeakSet()
+
+
+def forget_growths() -> None:
+    """Have none told that began before: what is allocated from here on is not for what they are of."""
+    for growth in list(_open):
+        growth.end()
+        _open.discard(growth)
 
 
 class _Samples:

@@ -22,6 +22,7 @@ from monetlite.operators.random import REPLAY, drawn_call, forked_state
 from monetlite.operators.region_compiler import compile_ahead
 from monetlite.operators.regions import is_compiled
 from monetlite.operators.traits import family_of, traits_of
+from monetlite.profiling.allocated import forget_growths
 from monetlite.profiling.arguments import depends_on_contents, make_arguments
 from monetlite.profiling.busy_cores import warn_if_busy
 from monetlite.profiling.cost_cache import DISTURBED, CostCache, measured_while_disturbed
@@ -132,6 +133,7 @@ class Measurement:
             ProfileError: as `measure_profile`.
         """
         end = time.monotonic() + seconds
+        forget_growths()  # of a step of another model in which this one's operators are measured
         try:
             with steady_heap() if self._meter.device == "cpu" else contextlib.nullcontext():
                 if not self._rechecked:

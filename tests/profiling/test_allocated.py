@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+import monetlite
 from monetlite.profiling import allocated
 from monetlite.profiling.allocated import AllocatedGrowth, allocated_bytes
 
@@ -42,3 +43,11 @@ def test_looks_that_take_long_are_late(monkeypatch):
         threading.Event().wait(0.02)
         growth.end()
         assert growth.was_late == late
+
+
+@needs_glibc
+def test_what_another_model_s_operators_take_while_they_are_measured_is_told_of_no_step():
+    graph = monetlite.trace(torch.nn.Linear(8, 4), torch.randn(2, 8))
+    growth = AllocatedGrowth("cpu")
+    monetlite.profile(graph)
+    assert growth.end() is None
