@@ -110,12 +110,17 @@ def _indexed_size(call: Call) -> int | None:
 
 
 def _most_true(call: Call) -> int | None:
-    """Elements that a mask may select at most: as many as there are to put in their places."""
+    """Elements that a mask may select: as many as there are to put in their places, or fewer."""
     match aten_name(call.target), call.args:
         case "masked_scatter", (TensorRef() as whole, TensorRef() as mask, TensorRef() as source):
             elements = math.prod(source.spec.shape)
         case "masked_scatter_backward", (TensorRef() as whole, TensorRef() as mask, tuple() | list() as sizes):
             elements = math.prod(map(int, sizes))
+        case "index_put" | "_unsafe_index_put" | "index_put_", (_, (TensorRef() as mask,), TensorRef() as values, *_):
+            if mask.spec.dtype != "bool" or values.spec.shape[:1] in ((), (1,)):
+                return None
+            rest = len(call.args[0].spec.shape) - len(mask.spec.shape)
+            return values.spec.shape[0] if len(values.spec.shape) > rest else None
         case _:
             return None
     given, chosen = math.prod(whole.spec.shape), math.prod(mask.spec.shape)
