@@ -116,11 +116,10 @@ def _most_true(call: Call) -> int | None:
             elements = math.prod(source.spec.shape)
         case "masked_scatter_backward", (TensorRef() as whole, TensorRef() as mask, tuple() | list() as sizes):
             elements = math.prod(map(int, sizes))
-        case "index_put" | "_unsafe_index_put" | "index_put_", (_, (TensorRef() as mask,), TensorRef() as values, *_):
-            if mask.spec.dtype != "bool" or values.spec.shape[:1] in ((), (1,)):
-                return None
-            rest = len(call.args[0].spec.shape) - len(mask.spec.shape)
-            return values.spec.shape[0] if len(values.spec.shape) > rest else None
+        case "index_put", (TensorRef() as whole, (TensorRef() as mask,), TensorRef() as values, *_):
+            rows = len(values.spec.shape) > len(whole.spec.shape) - len(mask.spec.shape)
+            one_for_each = rows and values.spec.shape[0] > 1 and mask.spec.dtype == "bool"
+            return values.spec.shape[0] if one_for_each else None
         case _:
             return None
     given, chosen = math.prod(whole.spec.shape), math.prod(mask.spec.shape)

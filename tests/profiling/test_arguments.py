@@ -63,7 +63,7 @@ class Particular(nn.Module):
         first = (torch.arange(len(x)) == 0)[:, None]
         x = x.masked_scatter(first, x[1:2]).masked_scatter(first.expand_as(x), x[1:2])
         x = x.masked_scatter(first & (x > 9), x[:1] * 2)
-        x = x.index_put((torch.arange(len(x)) < 2,), x[2:4]).index_put((first[:, 0],), x[3])
+        x = x.index_put((torch.arange(len(x)) < 2,), x[2:4].detach())
         scores = self.scores(nn.functional.dropout(x, 0.25))
         odds = scores.sigmoid()
         drawn = torch.bernoulli(odds.detach()) + torch.poisson(odds.detach()) + torch.normal(scores, odds.detach())
