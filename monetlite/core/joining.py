@@ -31,7 +31,7 @@ from monetlite.core.steps import Step, border
 
 @dataclass(frozen=True, kw_only=True)
 class LetGo:
-    """How long a tensor is there that is gone when the forward pass ends.
+    """The lifetime of a tensor that is gone when the forward pass ends.
 
     Attributes:
         until: number of the code outside that lets it go.

@@ -456,7 +456,7 @@ def _present(storages: Mapping[Any, int]) -> dict[Any, int]:
 
 
 def _parts(change_bytes: int) -> tuple[int, int]:
-    """What a change adds, and what it takes off."""
+    """The bytes that a change adds, and those that it takes off."""
     return max(0, change_bytes), max(0, -change_bytes)
 
 
