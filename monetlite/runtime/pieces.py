@@ -175,7 +175,7 @@ class PiecewiseTraining:
         self._profiles: Mapping[Any, Profile] = {}
         """The priced profiles of its pieces."""
         self._unexplained_bytes = 0
-        """What a step by the last plan took beyond the peak that follows from these."""
+        """Bytes that a step by the last plan took beyond the peak that follows from these."""
         self._records = self._grown = self._settles = self._steps = 0
         self._wanted = True  # the next step is to be recorded
         self._awaited = 0  # steps to be recorded until one comes again that runs others than the planned pieces

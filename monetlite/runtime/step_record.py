@@ -241,7 +241,8 @@ class StepRecord:
             self._uses.setdefault((node, arguments[at].output_nr), []).append((len(self._runs), at))
         for at, leaf in leaves.items():
             self._uses.setdefault((_LEAF, leaf), []).append((len(self._runs), at))
-        self._gone[len(self._runs)] = self._expired()
+        if not self._forward_ended:
+            self._gone[len(self._runs)] = self._expired()
         self._memory.mark(f"forward {len(self._runs)}")
         self._runs.append(PieceRun(piece, piece.sizes(arguments), takers, leaves))
 
@@ -334,55 +335,7 @@ class StepRecord:
                 conclusive=conclusive,
                 growth_bytes=growth_bytes,
             )
-        count = len(planned)
-        read = frozenset[int]().union(*(run.parameters.values() for run in self._runs))
-        gradient_bytes = [0] * (count + 1)
-        for parameter, (before, size_bytes) in self._gradients.items():
-            if parameter not in read:
-                gradient_bytes[count if before is None else planned.index(before)] += size_bytes
-        makers = {storage: run for run in planned for storage in self._made[run]}
         let_go = self._let_go(planned)
-        handed: list[list[tuple[int, LetGo]]] = [[] for _ in range(count + 1)]
-        for storage, (size, lasts) in let_go.items():
-            if storage not in makers and lasts.takers:
-                handed[bisect.bisect_left(planned, self._first[storage])].append((size, lasts))
-        let_go_bytes = [
-            sum(
-                size
-                for storage, (size, lasts) in let_go.items()
-                if lasts.until == number and (storage in makers or lasts.takers)
-            )
-            for number in range(count + 1)
-        ]
-        outside = []
-        for number, (before, behind) in enumerate(itertools.pairwise([None, *planned, None])):
-            begin = "step" if before is None else f"forward {before} ends"
-            forward = _stretch(found, marks, begin, _FORWARD_ENDS if behind is None else f"forward {behind}")
-            begin = _FORWARD_ENDS if behind is None else f"backward {behind} ends"
-            backward = _stretch(found, marks, begin, _BACKWARD_ENDS if before is None else f"backward {before}")
-            kept_bytes, released_bytes = _parts(
-                forward.change_bytes + let_go_bytes[number] - sum(size for size, _ in handed[number])
-            )
-            passed_bytes = sum(
-                size
-                for storage, size in ({} if behind is None else self._gone_backward.get(behind, {})).items()
-                if storage not in makers and (before is None or self._first[storage] > before)
-            )
-            outside.append(
-                OutsideCode(
-                    kept_bytes=kept_bytes,
-                    handed=tuple(handed[number]),
-                    forward_bytes=forward.growth_bytes,
-                    backward_bytes=backward.growth_bytes,
-                    gradient_bytes=gradient_bytes[number],
-                    released_bytes=released_bytes,
-                    passed_bytes=min(passed_bytes, kept_bytes),
-                    freed_output_bytes=0 if before is None else self._freed_outputs.get(before, 0),
-                    backward_change_bytes=backward.change_bytes,
-                    forward_ms=1e3 * forward.seconds,
-                    backward_ms=1e3 * backward.seconds,
-                )
-            )
         seconds = ended.seconds - found[0].seconds
         added: dict[int, set[int]] = {}
         for uses in self._uses.values():
@@ -403,13 +356,71 @@ class StepRecord:
             given=self._given,
             runs=runs,
             planned=planned,
-            outside=outside,
+            outside=self._outside(planned, let_go, found, marks),
             in_order=in_order,
             conclusive=conclusive,
             growth_bytes=growth_bytes,
             seconds=seconds,
             capture_seconds=seconds_captured() - self._captured_before,
         )
+
+    def _outside(
+        self,
+        planned: Sequence[int],
+        let_go: Mapping[Any, tuple[int, LetGo]],
+        found: Sequence[MemoryMark],
+        marks: Mapping[str, tuple[int, MemoryMark]],
+    ) -> list[OutsideCode]:
+        """The code before each planned run, and after the last."""
+        count = len(planned)
+        read = frozenset[int]().union(*(run.parameters.values() for run in self._runs))
+        gradient_bytes = [0] * (count + 1)
+        for parameter, (before, size_bytes) in self._gradients.items():
+            if parameter not in read:
+                gradient_bytes[count if before is None else planned.index(before)] += size_bytes
+        made = {storage for run in planned for storage in self._made[run]}
+        handed: list[list[tuple[int, LetGo]]] = [[] for _ in range(count + 1)]
+        for storage, (size, lasts) in let_go.items():
+            if storage not in made and lasts.takers:
+                handed[bisect.bisect_left(planned, self._first[storage])].append((size, lasts))
+        let_go_bytes = [
+            sum(
+                size
+                for storage, (size, lasts) in let_go.items()
+                if lasts.until == number and (storage in made or lasts.takers)
+            )
+            for number in range(count + 1)
+        ]
+        outside = []
+        for number, (before, behind) in enumerate(itertools.pairwise([None, *planned, None])):
+            begin = "step" if before is None else f"forward {before} ends"
+            forward = _stretch(found, marks, begin, _FORWARD_ENDS if behind is None else f"forward {behind}")
+            begin = _FORWARD_ENDS if behind is None else f"backward {behind} ends"
+            backward = _stretch(found, marks, begin, _BACKWARD_ENDS if before is None else f"backward {before}")
+            kept_bytes, released_bytes = _parts(
+                forward.change_bytes + let_go_bytes[number] - sum(size for size, _ in handed[number])
+            )
+            passed_bytes = sum(
+                size
+                for storage, size in ({} if behind is None else self._gone_backward.get(behind, {})).items()
+                if storage not in made and (before is None or self._first[storage] > before)
+            )
+            outside.append(
+                OutsideCode(
+                    kept_bytes=kept_bytes,
+                    handed=tuple(handed[number]),
+                    forward_bytes=forward.growth_bytes,
+                    backward_bytes=backward.growth_bytes,
+                    gradient_bytes=gradient_bytes[number],
+                    released_bytes=released_bytes,
+                    passed_bytes=min(passed_bytes, kept_bytes),
+                    freed_output_bytes=0 if before is None else self._freed_outputs.get(before, 0),
+                    backward_change_bytes=backward.change_bytes,
+                    forward_ms=1e3 * forward.seconds,
+                    backward_ms=1e3 * backward.seconds,
+                )
+            )
+        return outside
 
     def _let_go(self, planned: Sequence[int]) -> dict[Any, tuple[int, LetGo]]:
         """The storages that are gone when the forward pass ends, their bytes, and how long they are there."""
@@ -465,7 +476,7 @@ def _versions(tensors: Iterable[Any]) -> _Versions:
 
 
 def _stretch(
-    found: Sequence[MemoryMark], marks: dict[str, tuple[int, MemoryMark]], begin: str, end: str
+    found: Sequence[MemoryMark], marks: Mapping[str, tuple[int, MemoryMark]], begin: str, end: str
 ) -> RecordedStretch:
     if begin not in marks or end not in marks:
         return RecordedStretch()

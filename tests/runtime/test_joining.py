@@ -6,7 +6,7 @@ from torch import nn
 
 import monetlite
 from monetlite.core.graph import Phase, Resident
-from monetlite.core.joining import OutsideCode, Piece, join
+from monetlite.core.joining import LetGo, OutsideCode, Piece, join
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import check_legal, plain_steps
 
@@ -72,25 +72,40 @@ def test_memory_of_joined_pieces_is_the_sum_of_what_is_alive():
     assert timeline.memory_bytes[first] == timeline.resident_bytes + 1500
 
 
-def test_what_the_forward_pass_lets_go_is_gone_before_the_loss():
-    """The recorded peak of the code behind the last piece stays what it was."""
-    sizes = {}
-    for released_bytes in (0, 1000):
-        first, last = OutsideCode(kept_bytes=1000), OutsideCode(backward_bytes=5000, released_bytes=released_bytes)
-        both = joined([first, OutsideCode(), last])[1]
-        steps = plain_steps(both.profile.graph)
-        memory = simulate(both.profile, steps).memory_bytes
-        names = [both.profile.graph.operators[index].name for index, _ in steps]
-        sizes[released_bytes] = [memory[names.index(name)] for name in ("piece2.loss", "piece1.loss")]
-    (loss, after), (recorded, lighter) = sizes[0], sizes[1000]
-    assert recorded == loss
-    assert lighter == after - 1000
-    small = OutsideCode(backward_bytes=5, released_bytes=1000)
-    both = joined([OutsideCode(kept_bytes=1000), OutsideCode(), small])[1]
+def memory_at(both):
+    """The memory of plain training's steps, by the operators' names."""
     steps = plain_steps(both.profile.graph)
     names = [both.profile.graph.operators[index].name for index, _ in steps]
-    change_bytes = 32 * 16 * 4 - 1000  # the output's gradient, for what was let go
-    assert simulate(both.profile, steps).memory_bytes[names.index("piece2.loss")] == loss - 5000 + change_bytes
+    return dict(zip(names, simulate(both.profile, steps).memory_bytes, strict=True))
+
+
+def test_what_the_forward_pass_lets_go_is_gone_before_the_loss():
+    kept = [OutsideCode(kept_bytes=1000), OutsideCode(), OutsideCode(backward_bytes=5000)]
+    released = [*kept[:2], OutsideCode(backward_bytes=5000, released_bytes=1000)]
+    before, after = (memory_at(joined(outside)[1]) for outside in (kept, released))
+    lighter = {name for name in before if after[name] == before[name] - 1000}
+    assert lighter == set(list(before)[list(before).index("piece2.loss") :])
+    assert all(after[name] == before[name] for name in before.keys() - lighter)
+
+
+def test_what_code_outside_hands_to_a_piece_is_there_until_it_is_let_go_and_no_plan_reads_it():
+    graph, both = joined()
+    first = graph.operators[0].implementations[0]
+    (name,) = (ref.node for ref in first.call.tensors() if ref.spec.shape == (32, 16))
+    reading = [
+        f"piece2.{operator.name}"
+        for operator in graph.operators
+        if operator.implementations[0].call is not None
+        and any(ref.node == name for ref in operator.implementations[0].call.tensors())
+    ]
+    plain, names = memory_at(both), list(memory_at(both))
+    for takers, last in (((), "outside 2"), (((1, name),), reading[-1])):
+        handed = (1000, LetGo(until=2, takers=takers))
+        code = OutsideCode(handed=(handed,), forward_bytes=1000)
+        memory = memory_at(joined([NO_CODE[0], code, NO_CODE[2]])[1])
+        there = {item for item in names if memory[item] == plain[item] + 1000}
+        assert there == set(names[names.index("outside 1") : names.index(last) + 1])
+    assert names.index(reading[-1]) > names.index("piece2.loss")
 
 
 def test_what_runs_earlier_in_pieces_finds_what_it_reads():
