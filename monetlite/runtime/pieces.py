@@ -87,6 +87,8 @@ MAX_KINDS = 4
 """Kinds of steps that have plans."""
 MAX_AWAITED = 8
 """Steps that are recorded until one comes again that runs others than the planned pieces."""
+UNEXPLAINED, UNEXPLAINED_BYTES = 1e-3, 4096
+"""Part of a planned peak, or bytes, by which a step by it may take more, for numbers that nobody plans."""
 NOTEWORTHY = 1.02
 """Inputs that are so many times as large as the planned step's are larger."""
 MAX_RETRIES = 3
@@ -420,7 +422,7 @@ class PiecewiseTraining:
         assert self._plan.schedule is not None
         self._priced, self._settled, self._unexplained_bytes = self._joined(recorded, self._profiles), True, 0
         peak_bytes = self._peak_bytes(self._plan.schedule)
-        if recorded.peak_bytes > peak_bytes:
+        if recorded.peak_bytes > peak_bytes + max(UNEXPLAINED * peak_bytes, UNEXPLAINED_BYTES):
             self._unexplained_bytes = recorded.peak_bytes - peak_bytes
             peak_bytes = recorded.peak_bytes
         if peak_bytes <= self._budget_bytes:

@@ -34,6 +34,7 @@ from monetlite.fx.torch_internals.torch_branches import checks_captured
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, failures_unlogged
 from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
+    arose_in_capture,
     dynamo_settings,
     forget_programs,
     messages_left_out,
@@ -345,7 +346,9 @@ def run_captured(model: nn.Module, run: Callable[[], _T], refused: tuple[type[Ex
     try:
         with capture_settings():
             return run()
-    except refused as error:
+    except Exception as error:
+        if not isinstance(error, refused) and not arose_in_capture(error):
+            raise
         if own := own_error(error, handled):
             raise own from None
         if not install_recorders(model, error):

@@ -384,6 +384,28 @@ def test_numbers_that_are_read_in_some_steps_end_pieces(build, wait):
     assert len(plain.log) >= 2
 
 
+class LooksUp(nn.Module):
+    """Reads numbers by indices that are read of another tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+
+    def forward(self, x, table):
+        y = self.first(x)
+        for at in y.sum(1).argsort()[:2].tolist():
+            y = y * (1 + int(table[at]))
+        return self.second(y)
+
+
+def test_numbers_that_are_looked_up_by_numbers_end_pieces():
+    plain = LooksUp()
+    wrapper = monetlite.MONeTWrapper(twin(plain), budget="105%", **QUICK)
+    for number in range(5):
+        inputs = torch.randn(8, 16), torch.randint(0, 4, (8,))
+        assert_same(step(wrapper, inputs, number), step(plain, inputs, number))
+
+
 class ReadsAHalf(nn.Module):
     """A piece that takes a view, with an offset, of an output whose size varies."""
 

@@ -5,6 +5,7 @@
 | `_dynamo.config` | what a capture needs; graphs would break, or a model's change would go unnoticed |
 | `TorchDynamoException`, `FailOnRecompileLimitHit` | refusals, told from errors of the model |
 | `GuardOnDataDependentSymNode` | the same, of a size that depends on data |
+| `real_stack` | the person's lines, noted on errors of any class that it raises; they would end training |
 | `get_compilation_metrics` | why a step was compiled once more; an error would not name the changed value |
 | `calculate_time_spent` | seconds of captures; they would count as the step's |
 | `_get_dynamo_config_for_logging` | fails in torch 2.11 on a set of methods, and prints a traceback |
@@ -343,6 +344,11 @@ def recompile_reason() -> str:
     """Why TorchDynamo has just compiled a function once more: `1/14: model.n == 7    # s.n += 1  # model.py:7`."""
     metrics = _utils.get_compilation_metrics()
     return (metrics[-1].recompile_reason if metrics else None) or ""
+
+
+def arose_in_capture(error: Exception) -> bool:
+    """True for an error of any class that TorchDynamo's own code raised in a capture (a symbol as an index)."""
+    return hasattr(error, "real_stack") and not isinstance(error, FailOnRecompileLimitHit)
 
 
 def seconds_captured() -> float:
