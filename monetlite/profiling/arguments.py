@@ -71,8 +71,8 @@ def wide_statistics(call: Call) -> frozenset[str]:
     return frozenset(item.node for item in found if isinstance(item, TensorRef))
 
 
-def index_bound(call: Call) -> int:
-    """Bound of a call's integer arguments, which are below it."""
+def index_bound(call: Call) -> int | None:
+    """Bound of a call's integer arguments, which are below it; None where nothing says one."""
     registered = find_function(call.target)
     if registered is not None and registered.integers is not None:
         return registered.integers(call)
@@ -90,7 +90,7 @@ def index_bound(call: Call) -> int:
         # Scores are (batch, classes, ...), or (classes,); gradients, targets and weights have fewer dimensions.
         scores = max((spec.shape for spec in tensors), key=len)
         return scores[1] if len(scores) > 1 else max(spec.shape[0] for spec in tensors if spec.shape)
-    return 1
+    return None
 
 
 def _indexed_size(call: Call) -> int | None:
@@ -136,9 +136,9 @@ def depends_on_contents(call: Call) -> bool:
     return draws or any(ref.spec.dtype.startswith(("int", "uint")) for ref in call.tensors())
 
 
-def _contents(elements: int, dtype: torch.dtype, device: str, bound: int, fractions: bool) -> torch.Tensor:
-    if dtype is torch.uint8 and bound == 1:
-        bound = 256  # bits of a mask, half of them ones
+def _contents(elements: int, dtype: torch.dtype, device: str, bound: int | None, fractions: bool) -> torch.Tensor:
+    if bound is None:
+        bound = 256 if dtype is torch.uint8 else 1  # bits of a mask, half of them ones
     if fractions and dtype.is_floating_point:
         return torch.rand(elements, dtype=dtype, device=device).mul_(0.9).add_(0.05)
     if fractions and dtype is not torch.bool and not dtype.is_complex:

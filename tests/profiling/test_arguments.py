@@ -79,6 +79,7 @@ class Particular(nn.Module):
             torch.multinomial(odds.detach(), 2).sum() * scores.topk(2).values.mean(),
         ]
         pooled, places = losses.max_pool2d(x[None, None], 2, return_indices=True)
+        found.append(losses.max_pool2d(scores[None, None], 1, 2).mean())
         return sum(found) + losses.max_unpool2d(pooled, places, 2).mean() + scores.logsumexp(1).mean()
 
 
