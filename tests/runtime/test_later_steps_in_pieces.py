@@ -372,8 +372,7 @@ class LogsAlways(LogsAtTimes):
         return self.second(y)
 
 
-@pytest.mark.parametrize("wait", [False, True])
-@pytest.mark.parametrize("build", [LogsAtTimes, LogsAlways])
+@pytest.mark.parametrize(("build", "wait"), [(LogsAtTimes, False), (LogsAlways, True)])
 def test_numbers_that_are_read_in_some_steps_end_pieces(build, wait):
     plain = build()
     wrapper = monetlite.MONeTWrapper(twin(plain), budget=10**7, wait=wait, **QUICK)
