@@ -6,7 +6,7 @@ from monetlite.core.announcing import warn
 from monetlite.core.errors import TraceError
 from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals.torch_dynamo import break_reason
-from monetlite.runtime.step_record import RecordedStep
+from monetlite.runtime.recorded_step import RecordedStep
 from monetlite.tracing.names import source_of
 from monetlite.tracing.refusals import NO_LINE, compile_failure, line_of
 

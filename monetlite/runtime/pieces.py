@@ -58,8 +58,9 @@ from monetlite.runtime.buffers import eager
 from monetlite.runtime.captured_piece import CapturedPiece, SizedPiece
 from monetlite.runtime.gradient_delivery import CapturedStep, Version, delivering_backend
 from monetlite.runtime.lowering import lower
+from monetlite.runtime.recorded_step import Given, RecordedStep
 from monetlite.runtime.serving import as_passed, own_bytes
-from monetlite.runtime.step_record import Given, RecordedStep, StepRecord
+from monetlite.runtime.step_record import StepRecord
 from monetlite.tracing.capture import (
     Joint,
 )

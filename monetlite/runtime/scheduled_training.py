@@ -254,8 +254,8 @@ class ScheduledTraining:
                 output = self._capture(call)
             except (ScheduleMismatch, TooLarge, TraceError):
                 # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
-                # something other than an input's shape is larger than any schedule was solved for. Or this step takes
-                # a path that can't be captured whole.
+                # something other than an input's shape is larger than any schedule was solved for. Or this step
+                # takes a path that can't be captured whole.
                 if plans.budget is None:
                     raise
                 output = self._solve_and_capture(call)

@@ -11,6 +11,7 @@ from torch import nn
 import monetlite
 from monetlite.core.costs import without_costs
 from monetlite.core.errors import InfeasibleBudget
+from monetlite.core.options import split_options
 from monetlite.planning import beside_training
 from monetlite.planning.beside_training import PlanningBesideTraining
 from monetlite.profiling.measured import Measurement
@@ -129,7 +130,7 @@ def test_where_plain_training_fits_it_is_the_first_plan(monkeypatch, cache_folde
 
 def test_a_budget_below_what_default_implementations_need_is_planned_for_at_once(monkeypatch, cache_folder):
     """Other implementations run once, too; nothing is measured at length."""
-    monkeypatch.setattr(PlanningBesideTraining, "best", lambda *_: pytest.fail("solved for all the time"))
+    monkeypatch.setattr(PlanningBesideTraining, "_settled", lambda *_: pytest.fail("solved for all the time"))
     monkeypatch.setattr(Measurement, "run", lambda *_: pytest.fail("measured"))
     model, inputs = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 1)), (torch.randn(4096, 8),)
     plain = twin(model)
@@ -142,6 +143,28 @@ def test_a_budget_below_what_default_implementations_need_is_planned_for_at_once
     schedule = monetlite.schedule_of(model)
     assert schedule.peak_bytes <= budget_bytes
     assert any(name != "default" for name in schedule.choices.implementations.values())
+
+
+@pytest.mark.parametrize("found_in_a_part", [True, False])
+def test_where_nothing_is_found_soon_a_part_of_the_time_limit_is_tried_before_all(found_in_a_part, monkeypatch):
+    limits, solved = [], PlanningBesideTraining._solved
+
+    def solve(planning, profiles, solving):
+        limits.append(solving.time_limit)
+        if solving.time_limit < (1 if found_in_a_part else 8):
+            raise InfeasibleBudget("not found yet", budget_bytes=2, proven_bytes=1, reached_bytes=None)
+        return solved(planning, profiles, solving)
+
+    monkeypatch.setattr(PlanningBesideTraining, "_solved", solve)
+    monkeypatch.setattr(PlanningBesideTraining, "_plain_fits", lambda *_: False)
+    monkeypatch.setattr(beside_training, "FIRST_SECONDS", (0.1, 0.2))
+    graph = monetlite.trace(SmallCNN(), torch.randn(2, 3, 16, 16))
+    pricing, solving = split_options({"device": "rtx-3090", "time_limit": 8.0})
+    planning = PlanningBesideTraining([graph], "90%", pricing, solving)
+    schedule = planning.first()
+    assert schedule.peak_bytes <= schedule.budget_bytes
+    assert limits[-1] == (1.0 if found_in_a_part else 8.0)
+    assert all(limit <= 1 for limit in limits[:-1])
 
 
 def test_what_does_not_fit_is_refused_at_the_first_step(planned):
