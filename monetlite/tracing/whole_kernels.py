@@ -30,8 +30,8 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     DispatchKey,
     OpOverload,
     PythonKernel,
-    decomposed_by,
     decomposition_table,
+    faked_by,
     python_kernel,
     suggest_memory_format,
     traced_as,
@@ -39,6 +39,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
 )
 from monetlite.fx.torch_internals.torch_symbols import same_sizes
 from monetlite.operators.traits import TRAITS
+from monetlite.tracing.strides_of_ones import ones_laid_out_as_real
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
@@ -116,6 +117,7 @@ def kernels_kept_whole() -> Iterator[None]:
         patched(),  # so that no other thread's changes are wrapped by these
         without_python_kernels(list(_overloads()), _KEYS),
         _laid_out_as_real(),
+        ones_laid_out_as_real(),
         _dropout_backward_as_read(),
         _batch_norm_by_cudnn(),
         _dropout_of_everything(DispatchKey.Autograd),
@@ -157,8 +159,9 @@ def _laid_out_as_real() -> AbstractContextManager[None]:
 
         return made
 
-    return decomposed_by(
-        {item: laid_out(item, decomposition_table[item], layout) for item, layout in _LAYOUTS.items()}
+    return faked_by(
+        decomposition_table,
+        {item: laid_out(item, decomposition_table[item], layout) for item, layout in _LAYOUTS.items()},
     )
 
 
@@ -171,7 +174,7 @@ def _dropout_backward_as_read() -> AbstractContextManager[None]:
     def made(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> Any:
         return gradient * mask * scale if gradient.device.type == "cpu" else decomposed(gradient, mask, scale)
 
-    return decomposed_by({operator: made})
+    return faked_by(decomposition_table, {operator: made})
 
 
 def _dropout_of_everything(key: DispatchKey) -> AbstractContextManager[None]:

@@ -160,7 +160,7 @@ from monetlite.solving import solver
 
 def bound(self):
     self.stopped.wait()
-    time.sleep(2)
+    time.sleep(0.5)
     print("ended", flush=True)
 
 solver._GRACE_SECONDS, solver._PeakSolve._bound = 0.0, bound

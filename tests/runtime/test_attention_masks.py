@@ -1,6 +1,7 @@
 """Attention masks of transformers models: where plain training makes none, no step makes any."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from monetlite.tracing.step_inputs import Arguments
 IDS = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
 ONES = torch.ones(2, 12, dtype=torch.int64)
 PADDED = torch.tensor([[1] * 12, [1] * 9 + [0] * 3])
+IN_ORDER = torch.arange(12).expand(2, -1)
 PACKED = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1)
 
 
@@ -47,15 +49,15 @@ def attention_inputs(inputs: dict[str, object]) -> set[int]:
     return {len(item.implementations[0].reads) for item in found}
 
 
-@pytest.mark.parametrize("use_cache", [None, False])
 @pytest.mark.parametrize(
-    "positions", [None, pytest.param(torch.arange(12).expand(2, -1), marks=pytest.mark.thorough), PACKED]
+    ("use_cache", "kind"),
+    often(itertools.product([None, False], ["none", "one sequence", "packed"]), (None, "packed"), (False, "none")),
 )
-def test_gradients_are_plain_training_s(use_cache: bool | None, positions: torch.Tensor | None):
+def test_gradients_are_plain_training_s(use_cache: bool | None, kind: str):
     """Packed sequences attend to each other in plain training, unless the cache is switched off."""
     inputs: dict[str, object] = {"input_ids": IDS, "labels": IDS}
     inputs |= {} if use_cache is None else {"use_cache": use_cache}
-    inputs |= {} if positions is None else {"position_ids": positions}
+    inputs |= {} if kind == "none" else {"position_ids": {"one sequence": IN_ORDER, "packed": PACKED}[kind]}
     model = llama()
     expected = trained(copy.deepcopy(model), inputs)
     wrapper = monetlite.MONeTWrapper(model, budget="90%", time_limit=0.5, wait=True)

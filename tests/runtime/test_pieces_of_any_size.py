@@ -176,7 +176,7 @@ def test_pieces_of_torch_compile_are_not_captured_again(dynamic, captures):
     assert torch._dynamo.config.automatic_dynamic_shapes, "left as it was"
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", often([False, True], True))
 def test_pieces_that_can_t_be_planned_for_several_sizes_are_captured_at_each(compiled, captures, monkeypatch):
     def refuse(self, sizes, layout=""):
         raise TraceError("other operators at other sizes")

@@ -44,7 +44,7 @@ class Deep(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.parametrize("planned", [monetlite.MONeTWrapper, monetlite.within])
+@pytest.mark.parametrize("planned", often([monetlite.MONeTWrapper, monetlite.within], monetlite.within))
 def test_torch_compile_of_a_model_with_a_plan_leaves_the_plan(planned):
     """TorchDynamo would capture the model itself, and no budget would hold."""
     model, x = Deep(), torch.randn(2048, 256)

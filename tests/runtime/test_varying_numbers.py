@@ -1,5 +1,6 @@
 """Numbers that a model is called with, or has as attributes, and that change at every step."""
 
+import itertools
 import math
 
 import pytest
@@ -89,8 +90,13 @@ def test_one_program_serves_all_values(captures, use, dtype, attribute):
     assert counts[1:] == [counts[1]] * (len(VALUES) - 1)
 
 
-@pytest.mark.parametrize("attribute", [False, True], ids=["argument", "attribute"])
-@pytest.mark.parametrize("use", often(BY_THEMSELVES, "dropout", "base", "rounded down", "text"))
+@pytest.mark.parametrize(
+    ("use", "attribute"),
+    often(
+        itertools.product(BY_THEMSELVES, [False, True]),
+        *[("dropout", False), ("base", True), ("rounded down", False), ("text", True)],
+    ),
+)
 def test_values_that_an_operator_has_to_know_are_captured_each(use, attribute):
     for _ in trained(Scheduled(BY_THEMSELVES[use]), torch.float32, attribute):
         pass
@@ -136,8 +142,9 @@ def test_numbers_that_a_graph_computes_may_be_printed():
         assert_same(step(planned, inputs), step(model, inputs))
 
 
-@pytest.mark.parametrize("number", [int, float])
-@pytest.mark.parametrize("warned", [False, True])
+@pytest.mark.parametrize(
+    ("number", "warned"), often(itertools.product([int, float], [False, True]), (int, False), (float, True))
+)
 def test_a_number_that_is_captured_at_each_step_is_warned_of(monkeypatch, recwarn, number, warned):
     monkeypatch.setattr(scheduled_training, "MANY_CAPTURING", 3)
     model = Scheduled(BY_THEMSELVES["power"] if warned else lambda h, number: h * (number / 7))

@@ -1,11 +1,17 @@
 """Layouts of fake tensors in a capture: those of the real tensors that kernels make."""
 
 import itertools
+import math
+import random
 
 import pytest
 import torch
+from small_models import assert_same, step, twin
+from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 
+import monetlite
 from monetlite.tracing.whole_kernels import kernels_kept_whole
 
 aten = torch.ops.aten
@@ -80,3 +86,72 @@ def test_fake_tensors_are_laid_out_as_real_ones(case):
         pairs = zip(*((item if isinstance(item, tuple) else (item,)) for item in (real, fake)), strict=True)
         first, other = next(pairs)
         assert (first.shape, first.stride()) == (other.shape, other.stride()), [item.stride() for item in tensors]
+
+
+def views(count):
+    """Tensors of some ones among their sizes, in any order, and shapes of other ones that they can be viewed in."""
+    numbers = random.Random(0)
+    while count:
+        sizes = [numbers.choice([1, 1, 2, 3, 4]) for _ in range(numbers.randint(1, 5))]
+        tensor = torch.empty(sizes).permute(numbers.sample(range(len(sizes)), len(sizes)))
+        shape = [size for size in tensor.shape if size > 1]
+        for _ in range(numbers.randint(0, 3)):
+            shape.insert(numbers.randint(0, len(shape)), 1)
+        if len(shape) > 1 and numbers.random() < 0.5:
+            at = numbers.randrange(len(shape) - 1)
+            shape[at : at + 2] = [math.prod(shape[at : at + 2])]
+        try:
+            strides = tensor.view(shape).stride()
+        except RuntimeError:
+            continue
+        count -= 1
+        yield tensor, shape, strides
+
+
+@pytest.mark.parametrize("by_python", [False, True])
+def test_views_with_ones_have_real_strides(by_python):
+    wrong = 0
+    for tensor, shape, strides in views(200):
+        with FakeTensorMode() as mode:
+            wrong += mode.from_tensor(tensor).view(shape).stride() != strides
+        with kernels_kept_whole(), FakeTensorMode() as mode:
+            if by_python:
+                with enable_python_dispatcher():
+                    found = torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(shape)
+            else:
+                found = mode.from_tensor(tensor).view(shape)
+        assert found.stride() == strides, (tensor.shape, tensor.stride(), shape)
+    assert wrong, "torch's own are right"
+
+
+@pytest.mark.parametrize("of", [lambda x: x / 2.0, lambda x: 1 + x, lambda x: x - 1, lambda x: x * 2])
+@pytest.mark.parametrize("shape", [(1, 4, 2, 3), (2, 1, 3, 3), (2, 4, 1, 1)])
+def test_numbers_leave_the_strides_of_images(of, shape):
+    for order in itertools.permutations(range(4)):
+        sizes = [shape[at] for at in order]
+        images = torch.empty(sizes).permute([order.index(at) for at in range(4)])
+        real = of(images)
+        with kernels_kept_whole(), FakeTensorMode() as mode:
+            assert of(mode.from_tensor(images)).stride() == real.stride(), images.stride()
+
+
+class Images(nn.Module):
+    """Rows as images, as after attention: group norm copies those that it can't take for channels-last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.last = nn.Linear(16, 16), nn.GroupNorm(4, 16), nn.Conv2d(16, 4, 3)
+
+    def forward(self, x):
+        rows = self.layer(x).transpose(1, 2)
+        side = math.isqrt(x.shape[1])
+        return self.last(self.norm(rows.reshape(len(x), 16, side, side) / 2.0))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_of_a_batch_of_one_are_images(batch):
+    plain = Images()
+    planned = monetlite.within(twin(plain), budget="100%", device="rtx-4090", time_limit=0.3)
+    for side in (8, 6, 8):
+        inputs = (torch.randn(batch, side * side, 16),)
+        assert_same(step(planned, inputs), step(plain, inputs))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import tiny_transformer
+from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -44,7 +45,7 @@ def trained(model: nn.Module, inputs: dict[str, torch.Tensor], recorded: bool) -
     return [item.detach() for item in (output["loss"], *states, *gradients) if item is not None]
 
 
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("recorded", often([False, True], True))
 def test_recording_ends_no_piece(recorded: bool):
     model, inputs = llama()
     trained(model, inputs, True)  # which puts the hooks on

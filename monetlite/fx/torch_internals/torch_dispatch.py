@@ -7,7 +7,9 @@
 | `OpOverload._op` | the operator without Python's checks; steps would be slower |
 | `OpOverload.py_kernels` | Python functions that tracing runs in an operator's place; see `traced_as` |
 | `OpOverload._dispatch_cache` | looked up before `py_kernels`; changes of those would not be seen |
-| `decomposition_table` | Python functions that make fake tensors; see `decomposed_by` |
+| `decomposition_table` | Python functions that make fake tensors; see `faked_by` |
+| `op_implementations_dict` | the same, before those; takes the mode and the operator, too |
+| `get_fast_op_impls` | the same, before those; takes the mode, too |
 | `suggest_memory_format` | layout of a batch norm's result on a CPU; captured strides would be wrong |
 | `_VariableFunctions`, `_nn` | functions generated for operators; steps would be slower |
 | `FakeTensor`, `FakeTensorMode` | tensors without memory, on which a step is captured |
@@ -37,6 +39,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OperatorBase as OperatorBase
 from torch._ops import OpOverload as OpOverload
 from torch._prims_common import suggest_memory_format as suggest_memory_format
+from torch._subclasses.fake_impls import get_fast_op_impls, op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,6 +52,11 @@ PythonKernel: TypeAlias = Callable[..., Any]
 
 without_modes = _disable_current_modes
 without_transforms = temporarily_clear_interpreter_stack
+
+FakeFunctions: TypeAlias = dict[Any, PythonKernel]
+"""Functions that make fake tensors, by operator: `decomposition_table` and the two below."""
+special_fake_functions: FakeFunctions = op_implementations_dict
+quick_fake_functions: FakeFunctions = get_fast_op_impls()
 
 GENERATED_FUNCTIONS = (torch._C._VariableFunctions, torch._C._nn)
 """Namespaces of the functions that torch generates for operators."""
@@ -200,19 +208,23 @@ def _python_kernel_set(operator: OpOverload, key: DispatchKey, function: PythonK
 
 
 @contextlib.contextmanager
-def decomposed_by(functions: Mapping[OperatorBase, PythonKernel]) -> Iterator[None]:
-    """Make fake tensors of operators by other Python functions; the operators must have some already."""
-    with patched(_table_updated(functions)):
+def faked_by(table: FakeFunctions, functions: Mapping[Any, PythonKernel]) -> Iterator[None]:
+    """Make fake tensors of operators by Python functions, put in one of the tables above."""
+    with patched(_updated(table, functions)):
         yield
 
 
 @contextlib.contextmanager
-def _table_updated(functions: Mapping[OperatorBase, PythonKernel]) -> Iterator[None]:
-    before = {operator: decomposition_table[operator] for operator in functions}
-    decomposition_table.update(functions)
+def _updated(table: FakeFunctions, functions: Mapping[Any, PythonKernel]) -> Iterator[None]:
+    before = {operator: table.get(operator) for operator in functions}
+    table.update(functions)
     FakeTensorMode.cache_clear()  # of results that the other functions made
     try:
         yield
     finally:
-        decomposition_table.update(before)
+        for operator, function in before.items():
+            if function is None:
+                del table[operator]
+            else:
+                table[operator] = function
         FakeTensorMode.cache_clear()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from monetlite.fx.torch_internals.torch_dispatch import (
     GENERATED_FUNCTIONS,
@@ -18,13 +19,15 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     TorchDispatchMode,
     change_counter,
     changes_in_place,
-    decomposed_by,
     decomposition_table,
     failures_unlogged,
+    faked_by,
     is_traced,
     is_transformed,
     python_kernel,
+    quick_fake_functions,
     schema_of,
+    special_fake_functions,
     storage_key,
     suggest_memory_format,
     traced_as,
@@ -229,10 +232,38 @@ def test_fake_tensors_are_made_by_the_table() -> None:
 
     real = operator(turned, *arguments)[0]
     assert made().stride() == turned.stride() != real.stride()
-    with decomposed_by({operator: in_order}):
+    with faked_by(decomposition_table, {operator: in_order}):
         assert made().stride() == real.stride()
     assert made().stride() == turned.stride(), "a result that was made meanwhile is remembered"
     assert decomposition_table[operator] is before
+
+
+def test_functions_that_make_fake_tensors_are_looked_up_before_torch_s_own() -> None:
+    asked: list[str] = []
+
+    def special(mode: FakeTensorMode, operator: Any, *args: Any) -> Any:
+        asked.append(f"special {operator}")
+        return NotImplemented
+
+    def quick(mode: FakeTensorMode, *args: Any) -> Any:
+        asked.append("quick")
+        with mode:
+            return torch.empty_like(args[0])
+
+    tables = [dict(table) for table in (special_fake_functions, quick_fake_functions)]
+    sizes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=sizes)
+    for dynamic in (DimDynamic.STATIC, DimDynamic.DYNAMIC):
+        context = StatelessSymbolicContext([dynamic] * 2)
+        tensor = mode.from_tensor(torch.ones(3, 4), symbolic_context=context)
+        with (
+            faked_by(special_fake_functions, {aten.add.Tensor: special}),
+            faked_by(quick_fake_functions, {aten.add.Tensor: quick}),
+        ):
+            assert (tensor + 1).stride() == (4, 1)
+        assert (tensor + 1).stride() == (4, 1)
+    assert asked == ["special aten.add.Tensor", "quick"]
+    assert tables == [special_fake_functions, quick_fake_functions]
 
 
 def test_the_suggested_memory_format() -> None:
