@@ -36,12 +36,13 @@ def build(batch: int = 64):
     return nn.Sequential(*row), (torch.randn(batch, 32),)
 """
 COMMANDS = (
-    "solve --model resnet50 --budget 6GB --time-limit 10",
-    "show resnet50_6GB.yaml --output timeline.png",
-    "show resnet50_6GB.yaml --output report.html --time-limit 1",
-    "check resnet50_6GB.yaml --batch 2 --input-size 64 --repeats 1",
-    "show resnet50_6GB.yaml --time-limit 1",
-    "show resnet50_6GB.yaml --batch 92",
+    "solve --model resnet50 --budget 6GB --time-limit 4",
+    "solve --model resnet18 --batch 4 --input-size 64 --device t4 --budget 120MB --time-limit 1 --output mine.yaml",
+    "show mine.yaml --output timeline.png",
+    "show mine.yaml --output report.html --time-limit 1",
+    "check mine.yaml --repeats 1",
+    "show mine.yaml --time-limit 1",
+    "show mine.yaml --batch 2",
     "measure --operators --model own.py:build --device cpu --output profile.json",
     "measure --model own.py:build --device cpu --batch 2,4 --repeats 1 --warmup 0",
     "solve --max-batch --model own.py:build --device t4 --budget 100kB --time-limit 1",
@@ -52,8 +53,8 @@ COMMANDS = (
     "zoo list",
     "zoo show zoo:resnet50@6GB",
     "zoo get zoo:resnet50@6GB --output got.yaml",
-    "zoo check resnet50_6GB.yaml",
-    "zoo add resnet50_6GB.yaml --folder schedules",
+    "zoo check mine.yaml",
+    "zoo add mine.yaml --folder schedules",
     f"zoo import {MONETS}",
 )
 

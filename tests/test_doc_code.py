@@ -141,7 +141,7 @@ SHORTER = {
     "check resnet50_6GB.yaml": "check resnet18_6GB.yaml",
     "monetlite show zoo:resnet50@6GB": "monetlite show zoo:vgg16@9GB",
 }
-"""Less time, and models of fewer layers. `.ci/installed.py` solves and checks ResNet-50 itself."""
+"""Less time, and models of fewer layers. `.ci/installed.py` solves ResNet-50 itself."""
 
 
 def shorter(command):
