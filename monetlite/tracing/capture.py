@@ -25,6 +25,7 @@ from torch import fx, nn
 from monetlite.core.errors import ModelError, TraceError
 from monetlite.core.graph import ALL_OUTPUTS
 from monetlite.core.weak_calls import weakly
+from monetlite.fx.assigned_data import copy_assigned_data
 from monetlite.fx.direct_calls import as_function
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
@@ -192,6 +193,7 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _refuse_rounding(graph.graph)
+        copy_assigned_data(graph)
         # `loss.backward()` is called outside of `with torch.autocast(...)`, so nothing is cast there. And what
         # draws random numbers that nobody reads is kept, for which AOTAutograd asks this setting of Inductor's.
         with aot_settings(backward_pass_autocast="off"), torch_random():

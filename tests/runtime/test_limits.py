@@ -161,7 +161,7 @@ def test_numbers_that_change_at_every_step(monkeypatch, change, named):
 
 
 class AssignsData(nn.Module):
-    """An update by momentum, written as MoCo's authors do."""
+    """An update by momentum of weights that the step has read before."""
 
     def __init__(self):
         super().__init__()
@@ -169,9 +169,10 @@ class AssignsData(nn.Module):
         self.key.requires_grad_(False)
 
     def forward(self, x):
+        keys = self.key(x).detach().mT
         for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
             k.data = k.data * 0.9 + q.data * 0.1
-        return self.query(x) @ self.key(x).detach().mT
+        return self.query(x) @ keys
 
 
 def test_data_that_is_assigned_is_named_and_what_to_do():

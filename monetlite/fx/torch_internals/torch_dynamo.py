@@ -14,6 +14,7 @@
 | `exceptions_allowed_to_be_fallback` | raised to capture inner functions; nothing of them would be planned |
 | `compile_subgraph_reason` | attribute of a graph that is only a part of a model; a budget would be of that part |
 | `grapharg`, `example_value` | a graph's inputs, real and fake; sizes that are equal once would be taken for one |
+| `_get_data_attr`, `_lower_version_count_by_1` | calls for `.data`; a model that assigns it would not be planned |
 | `reset_code` | frees what is compiled; a model would be kept for good |
 | `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
 | `set_code_exec_strategy` | takes back that a function is left out; the same would happen |
@@ -354,6 +355,22 @@ def arose_in_capture(error: Exception) -> bool:
 def seconds_captured() -> float:
     """Seconds that TorchDynamo has taken for captures in this process."""
     return float(_utils.calculate_time_spent()["total_wall_time"])
+
+
+DATA_OF = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # torch's stubs lack it
+"""Call in a capture for a tensor's `.data`."""
+
+
+def lowers_change_count(node: fx.Node) -> bool:
+    """True for the call in a capture that follows on an assignment to `.data`, which no change is counted for."""
+    return getattr(node.target, "__name__", "") == "_lower_version_count_by_1"
+
+
+def given_tensor(node: fx.Node) -> torch.Tensor | None:
+    """The real tensor that a capture's input is; None for another node."""
+    argument = node.meta.get("grapharg")
+    given = None if argument is None else argument.example
+    return given if isinstance(given, torch.Tensor) else None
 
 
 def captured_shapes(graph: fx.GraphModule) -> dict[int, tuple[Any, ...]]:
