@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.fx.node import has_side_effect
 
+from monetlite.fx.torch_internals.torch_dispatch import suggest_memory_format
 from monetlite.operators.implementations import function
 from monetlite.operators.traits import aten_name, traits_of
 
@@ -35,6 +36,26 @@ def require(operators: list[str], *holds: torch.Tensor) -> None:
     """Raise `GuardFailed` with the operators whose guard, a 0-d bool tensor each, doesn't hold."""
     if not all(found := torch.stack(holds).tolist()):
         raise GuardFailed([name for name, held in zip(operators, found, strict=True) if not held])
+
+
+def in_order(target: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function to run for a call's target, whose operands are in the order that its kernel can read.
+
+    A capture leaves out the copy where its fake tensors are in order. Real ones may not be where a dimension is one:
+    it has any stride.
+    """
+    positions = traits_of(target).reads_in_order
+    if not positions:
+        return run
+
+    def ordered(*args: Any, **kwargs: Any) -> Any:
+        decides = args[positions[-1]]
+        order = suggest_memory_format(decides) if decides.device.type == "cpu" else torch.contiguous_format
+        read = [item.contiguous(memory_format=order) if at in positions else item for at, item in enumerate(args)]
+        return run(*read, **kwargs)
+
+    ordered.__name__ = ordered.__qualname__ = f"ordered_{aten_name(target)}"  # by which generated code calls it
+    return ordered
 
 
 def compacting(target: str, run: Callable[..., Any]) -> Callable[..., Any]:

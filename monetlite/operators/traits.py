@@ -31,6 +31,8 @@ class Traits:
         runs_on_cublas: cuBLAS computes it on a GPU.
         wide_statistics: positions of statistics that kernels keep in float32 beside float32 weights.
         wants_channels_last: positions of operands that kernels convert to channels-last if they are not.
+        reads_in_order: positions of operands that its kernel takes in channels-last or contiguous order only, by the
+            last one of them. Plain training copies others first.
         gradient_follows: its first operand, a gradient, should have the layout of its second.
         by_storage: it finds elements of its first operand by position in the storage.
         kept_whole: torch splits it into smaller operators during capture, which plain training doesn't run.
@@ -53,6 +55,7 @@ class Traits:
     runs_on_cublas: bool = False
     wide_statistics: tuple[int, ...] = ()
     wants_channels_last: tuple[int, ...] = ()
+    reads_in_order: tuple[int, ...] = ()
     gradient_follows: bool = False
     by_storage: bool = False
     kept_whole: bool = False
@@ -151,6 +154,8 @@ _record(
 _record("mm addmm bmm baddbmm addbmm mv addmv dot", runs_on_cublas=True)
 _record("addmm baddbmm _flash_attention_backward _efficient_attention_backward", left_factor=1)
 
+_record("native_group_norm", reads_in_order=(0,))
+_record("native_group_norm_backward", reads_in_order=(0, 1))
 _record("convolution", wants_channels_last=(0,))
 _record("convolution_backward", wants_channels_last=(0, 1))
 _record(

@@ -7,7 +7,8 @@ in a decoder, would be taken for such: a group norm would not copy them, as plai
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,13 +19,10 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     PythonKernel,
     faked_by,
     python_kernel,
-    quick_fake_functions,
     special_fake_functions,
     traced_as,
 )
 from monetlite.fx.torch_internals.torch_symbols import same_sizes
-
-_aten = torch.ops.aten
 
 
 @contextlib.contextmanager
@@ -38,36 +36,19 @@ def ones_laid_out_as_real() -> Iterator[None]:
 
         return made
 
-    def python(function: PythonKernel) -> PythonKernel:
+    def traced(operator: OpOverload) -> AbstractContextManager[None]:
+        function = python_kernel(operator, DispatchKey.Meta)
+        assert function is not None
+
         @functools.wraps(function)
         def made(source: torch.Tensor, *shape: Any) -> torch.Tensor:
             return _as_real_view(source, function(source, *shape))
 
-        return made
+        return traced_as(operator, DispatchKey.Meta, made)
 
-    def quick(function: PythonKernel) -> PythonKernel:
-        @functools.wraps(function)
-        def made(mode: Any, *args: Any, **kwargs: Any) -> Any:
-            with mode:
-                product = _with_number(args)
-            return function(mode, *args, **kwargs) if product is None else product
-
-        return made
-
-    def product(_mode: Any, _operator: OpOverload, *args: Any, **_kwargs: Any) -> Any:
-        made = _with_number(args)
-        return NotImplemented if made is None else made
-
-    view, unsafe = _aten.view.default, _aten._unsafe_view.default
-    kernels = [kernel for item in (view, unsafe) if (kernel := python_kernel(item, DispatchKey.Meta)) is not None]
-    binary = [_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor]
+    view, unsafe = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
     views = {item: special(special_fake_functions[item]) for item in (view, unsafe)}
-    with (
-        faked_by(special_fake_functions, views | dict.fromkeys(binary, product)),
-        faked_by(quick_fake_functions, {item: quick(quick_fake_functions[item]) for item in binary}),
-        traced_as(view, DispatchKey.Meta, python(kernels[0])),
-        traced_as(unsafe, DispatchKey.Meta, python(kernels[1])),
-    ):
+    with faked_by(special_fake_functions, views), traced(view), traced(unsafe):
         yield
 
 
@@ -85,18 +66,3 @@ def _as_real_view(source: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
             strides[at] = following
         following = view.shape[at] * strides[at]
     return view if same_sizes(view.stride(), strides) else view.as_strided(view.shape, strides)
-
-
-def _with_number(args: Sequence[Any]) -> torch.Tensor | None:
-    """Result of a binary kernel of images and a number, where ones among the sizes make a difference; else None.
-
-    Fake results are in channels-last order where the strides can be read as that. A kernel keeps the strides, as
-    for tensors of several shapes.
-    """
-    tensors = [item for item in args if isinstance(item, torch.Tensor) and item.dim()]
-    if len(tensors) != 1:
-        return None
-    (images,) = tensors
-    numbers = all(isinstance(item, (int, float)) for item in args if item is not images)
-    differs = numbers and images.dim() == 4 and _has_ones(images) and images.is_floating_point()
-    return torch.add(images, images.new_empty(1)) if differs else None

@@ -38,7 +38,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     without_python_kernels,
 )
 from monetlite.fx.torch_internals.torch_symbols import same_sizes
-from monetlite.operators.traits import TRAITS
+from monetlite.operators.traits import TRAITS, traits_of
 from monetlite.tracing.strides_of_ones import ones_laid_out_as_real
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
@@ -106,8 +106,6 @@ _LAYOUTS: Mapping[OpOverload, Layout] = {
     _aten.elu_backward.default: _as_read,
 }
 """Operators whose fake results are laid out otherwise than those of their kernels."""
-_READ_IN_ORDER = {_aten.native_group_norm_backward.default}
-"""Operators that can't be faked on tensors of other strides, where kernels copy them."""
 
 
 @contextlib.contextmanager
@@ -148,9 +146,9 @@ def _laid_out_as_real() -> AbstractContextManager[None]:
     def laid_out(operator: OpOverload, decomposed: PythonKernel, layout: Layout) -> PythonKernel:
         @functools.wraps(decomposed)  # whose module says that fake tensors are made by it
         def made(*args: Any, **kwargs: Any) -> Any:
-            read = args
-            if operator in _READ_IN_ORDER:
-                read = (*(item.contiguous() for item in args[:2]), *args[2:])
+            read = list(args)  # other strides can't be faked
+            for at in traits_of(str(operator)).reads_in_order:
+                read[at] = read[at].contiguous()
             results = decomposed(*read, **kwargs)
             first, *rest = results if isinstance(results, tuple) else (results,)
             if isinstance(first, torch.Tensor):

@@ -9,7 +9,6 @@
 | `OpOverload._dispatch_cache` | looked up before `py_kernels`; changes of those would not be seen |
 | `decomposition_table` | Python functions that make fake tensors; see `faked_by` |
 | `op_implementations_dict` | the same, before those; takes the mode and the operator, too |
-| `get_fast_op_impls` | the same, before those; takes the mode, too |
 | `suggest_memory_format` | layout of a batch norm's result on a CPU; captured strides would be wrong |
 | `_VariableFunctions`, `_nn` | functions generated for operators; steps would be slower |
 | `FakeTensor`, `FakeTensorMode` | tensors without memory, on which a step is captured |
@@ -39,7 +38,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OperatorBase as OperatorBase
 from torch._ops import OpOverload as OpOverload
 from torch._prims_common import suggest_memory_format as suggest_memory_format
-from torch._subclasses.fake_impls import get_fast_op_impls, op_implementations_dict
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -54,9 +53,8 @@ without_modes = _disable_current_modes
 without_transforms = temporarily_clear_interpreter_stack
 
 FakeFunctions: TypeAlias = dict[Any, PythonKernel]
-"""Functions that make fake tensors, by operator: `decomposition_table` and the two below."""
+"""Functions that make fake tensors, by operator: `decomposition_table` and the one below."""
 special_fake_functions: FakeFunctions = op_implementations_dict
-quick_fake_functions: FakeFunctions = get_fast_op_impls()
 
 GENERATED_FUNCTIONS = (torch._C._VariableFunctions, torch._C._nn)
 """Namespaces of the functions that torch generates for operators."""
@@ -209,22 +207,18 @@ def _python_kernel_set(operator: OpOverload, key: DispatchKey, function: PythonK
 
 @contextlib.contextmanager
 def faked_by(table: FakeFunctions, functions: Mapping[Any, PythonKernel]) -> Iterator[None]:
-    """Make fake tensors of operators by Python functions, put in one of the tables above."""
+    """Make fake tensors of operators by other functions, in one of the tables above, which has some for them."""
     with patched(_updated(table, functions)):
         yield
 
 
 @contextlib.contextmanager
 def _updated(table: FakeFunctions, functions: Mapping[Any, PythonKernel]) -> Iterator[None]:
-    before = {operator: table.get(operator) for operator in functions}
+    before = {operator: table[operator] for operator in functions}
     table.update(functions)
     FakeTensorMode.cache_clear()  # of results that the other functions made
     try:
         yield
     finally:
-        for operator, function in before.items():
-            if function is None:
-                del table[operator]
-            else:
-                table[operator] = function
+        table.update(before)
         FakeTensorMode.cache_clear()
