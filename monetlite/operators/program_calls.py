@@ -41,8 +41,8 @@ def require(operators: list[str], *holds: torch.Tensor) -> None:
 def in_order(target: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """The function to run for a call's target, whose operands are in the order that its kernel can read.
 
-    A capture leaves out the copy where its fake tensors are in order. Real ones may not be where a dimension is one:
-    it has any stride.
+    A capture leaves out the copy where its fake tensors are in order. Real ones may not be: a dimension of one has
+    any stride.
     """
     positions = traits_of(target).reads_in_order
     if not positions:

@@ -31,8 +31,8 @@ class Traits:
         runs_on_cublas: cuBLAS computes it on a GPU.
         wide_statistics: positions of statistics that kernels keep in float32 beside float32 weights.
         wants_channels_last: positions of operands that kernels convert to channels-last if they are not.
-        reads_in_order: positions of operands that its kernel takes in channels-last or contiguous order only, by the
-            last one of them. Plain training copies others first.
+        reads_in_order: positions of operands that its kernel takes in channels-last or contiguous order only, as
+            the last one of them is. Plain training copies others first.
         gradient_follows: its first operand, a gradient, should have the layout of its second.
         by_storage: it finds elements of its first operand by position in the storage.
         kept_whole: torch splits it into smaller operators during capture, which plain training doesn't run.
