@@ -16,6 +16,8 @@ from monetlite.core.graph import Implementation, OperatorGraph, Phase, ValueKind
 from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Step, plain_steps
 
+_HALVINGS = 6
+"""Rounds that look for how many re-runs can be left out."""
 _MAX_DEPTH = 5
 """Levels of modules at which settings of checkpointing are tried."""
 
@@ -135,15 +137,16 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
             wanted.add(value)
             waiting.extend(graph.operators[graph.writer[value]].implementations[0].reads)
 
+    of_segment: dict[int, list[int]] = {}
+    for index, segment in segment_of.items():
+        of_segment.setdefault(segment, []).append(index)
+    missed = set(wanted)  # of those, what is not there
+
     def to_rerun(value: int) -> list[int]:
         """The operators to run again when a value is missing: all of its segment that is still needed."""
         writer = graph.writer[value]
-        needed = wanted - live
-        return [
-            index
-            for index, segment in segment_of.items()
-            if segment == segment_of.get(writer) and not needed.isdisjoint(graph.operators[index].writes)
-        ] or [writer]
+        segment = of_segment[segment_of[writer]] if writer in segment_of else ()
+        return [index for index in segment if not missed.isdisjoint(graph.operators[index].writes)] or [writer]
 
     def run(index: int) -> Iterator[Step]:
         """Run an operator, and before it everything that makes its missing inputs."""
@@ -160,14 +163,42 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
             yield current, 0
             ran.add(current)
             live.update(operator.writes)
+            missed.difference_update(operator.writes)
 
     for index in _mandatory(graph):
         yield from run(index)
     for value in live - kept:
         if graph.operators[graph.writer[value]].rerunnable and not graph.values[value].held:
             live.discard(value)
+    missed = wanted - live
     for index in backward:
         yield from run(index)
+
+
+def with_fewer_reruns(profile: Profile, steps: tuple[Step, ...], budget_bytes: int) -> tuple[Step, ...]:
+    """Steps without as many of their re-runs as a budget has memory for, to a part of them.
+
+    Those that the backward part comes to first are left out: what they make waits the shortest time.
+    """
+    ran: set[int] = set()
+    again: list[int] = []
+    for at, (index, _) in enumerate(steps):
+        if index in ran:
+            again.append(at)
+        ran.add(index)
+    least, most, found = 0, len(again), steps
+    for _ in range(_HALVINGS):
+        count = (least + most + 1) // 2
+        if count == least:
+            break
+        left_out = set(again[:count])
+        fewer = tuple(step for at, step in enumerate(steps) if at not in left_out)
+        with contextlib.suppress(IllegalSchedule):
+            if simulate(profile, fewer).peak_bytes <= budget_bytes:
+                least, found = count, fewer
+                continue
+        most = count - 1
+    return found
 
 
 def lighter_steps(profile: Profile, steps: tuple[Step, ...], wanted_bytes: float = math.inf) -> Iterator[Timeline]:

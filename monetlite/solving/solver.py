@@ -22,7 +22,7 @@ from monetlite.solving.annealing.flat_problem import flatten, keep_everything, r
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.lowest_peak import lower_peak
 from monetlite.solving.annealing.search import search
-from monetlite.solving.baselines import checkpointing_settings
+from monetlite.solving.baselines import checkpointing_settings, with_fewer_reruns
 from monetlite.solving.blocks.deep_step import MIN_BLOCKS, STAGES, DeepStep
 from monetlite.solving.bounding.guide import guided_steps
 from monetlite.solving.bounding.latency_bound import LatencyBound, integer_bound, latency_bounds
@@ -165,10 +165,10 @@ class _PeakSolve:
             incumbent.offer(steps, "start")
         if self.should_stop():
             return False
-        deep = self._deep_step()
-        if deep is not None:
-            self._plan_blocks(deep, *STAGES[0])
         self._try_settings()
+        deep = self._deep_step()
+        if deep is not None and not self.should_stop():
+            self._plan_blocks(deep, *STAGES[0])
         if incumbent.steps is None and len(problem.graph.operators) <= _MAX_INTERPRETED_OPERATORS:
             self._drop_greedily()
         if len(problem.graph.operators) <= SMALL_OPERATORS:
@@ -205,10 +205,14 @@ class _PeakSolve:
         return False
 
     def _try_settings(self) -> None:
-        """Offer what people set in one line: no schedule is slower than that at the same peak."""
-        end = now() + _SETTINGS_SHARE * self.left
-        for steps in checkpointing_settings(self.problem.profile):
-            self.incumbent.offer(steps, "checkpointing")
+        """Offer what people set in one line: no schedule is slower than that at the same peak.
+
+        And offer each with as many layers left out as fit.
+        """
+        end, profile = now() + _SETTINGS_SHARE * self.left, self.problem.profile
+        for steps in checkpointing_settings(profile):
+            if self.incumbent.offer(steps, "checkpointing") and not self.should_stop():
+                self.incumbent.offer(with_fewer_reruns(profile, steps, self.budget_bytes), "checkpointing")
             if now() >= end or self.should_stop():
                 return
 

@@ -7,7 +7,7 @@ in a decoder, would be taken for such: a group norm would not copy them, as plai
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +23,8 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     traced_as,
 )
 from monetlite.fx.torch_internals.torch_symbols import same_sizes
+
+_BINARY = [getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div")]
 
 
 @contextlib.contextmanager
@@ -46,9 +48,17 @@ def ones_laid_out_as_real() -> Iterator[None]:
 
         return traced_as(operator, DispatchKey.Meta, made)
 
+    def with_number(_mode: Any, _operator: OpOverload, *args: Any, **_kwargs: Any) -> Any:
+        made = _with_number(args)
+        return NotImplemented if made is None else made
+
     view, unsafe = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
     views = {item: special(special_fake_functions[item]) for item in (view, unsafe)}
-    with faked_by(special_fake_functions, views), traced(view), traced(unsafe):
+    with (
+        faked_by(special_fake_functions, views | dict.fromkeys(_BINARY, with_number)),
+        traced(view),
+        traced(unsafe),
+    ):
         yield
 
 
@@ -66,3 +76,18 @@ def _as_real_view(source: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
             strides[at] = following
         following = view.shape[at] * strides[at]
     return view if same_sizes(view.stride(), strides) else view.as_strided(view.shape, strides)
+
+
+def _with_number(args: Sequence[Any]) -> torch.Tensor | None:
+    """Result of a binary kernel of images and a number, where ones among the sizes make a difference; else None.
+
+    Fake results are in channels-last order where the strides can be read as that. A kernel keeps the strides, as
+    for tensors of several shapes.
+    """
+    tensors = [item for item in args if isinstance(item, torch.Tensor) and item.dim()]
+    if len(tensors) != 1:
+        return None
+    (images,) = tensors
+    numbers = all(isinstance(item, (int, float)) for item in args if item is not images)
+    differs = numbers and images.dim() == 4 and _has_ones(images) and images.is_floating_point()
+    return torch.add(images, images.new_empty(1)) if differs else None

@@ -71,6 +71,27 @@ def test_sqrt_checkpointing_of_a_chain() -> None:
     assert simulate(profile, steps).peak_bytes < plain.peak_bytes
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_as_many_reruns_are_left_out_as_a_budget_has_memory_for(seed: int) -> None:
+    profile = random_profile(random.Random(seed), 8)
+    plain = simulate(profile, plain_steps(profile.graph))
+    for steps in baselines.checkpointing_settings(profile):
+        whole = simulate(profile, steps)
+        least, most = sorted((whole.peak_bytes, plain.peak_bytes))
+        for budget_bytes in (least, (least + most) // 2, most, 10 * most):
+            fewer = baselines.with_fewer_reruns(profile, steps, budget_bytes)
+            found = simulate(profile, fewer)
+            if budget_bytes < whole.peak_bytes:
+                assert fewer == steps or found.peak_bytes <= budget_bytes
+                continue
+            assert found.peak_bytes <= budget_bytes
+            assert found.latency_ms <= whole.latency_ms
+            assert Counter(fewer) <= Counter(steps)
+            assert {index for index, _ in fewer} == {index for index, _ in steps}
+            if budget_bytes == 10 * most and len(steps) - len(set(steps)) < 64:
+                assert len(fewer) == len(set(steps)), "something is still run twice"
+
+
 def test_boundaries_from_module_paths() -> None:
     profile = random_profile(random.Random(1), 6, optional=False)
     modules = iter(["stem", "layer1.0.conv", "layer1.0.norm", "layer1.1.conv", "layer2.0.conv", "head"])

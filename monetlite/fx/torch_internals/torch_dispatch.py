@@ -207,18 +207,20 @@ def _python_kernel_set(operator: OpOverload, key: DispatchKey, function: PythonK
 
 @contextlib.contextmanager
 def faked_by(table: FakeFunctions, functions: Mapping[Any, PythonKernel]) -> Iterator[None]:
-    """Make fake tensors of operators by other functions, in one of the tables above, which has some for them."""
+    """Make fake tensors of operators by functions that are put in one of the tables above."""
     with patched(_updated(table, functions)):
         yield
 
 
 @contextlib.contextmanager
 def _updated(table: FakeFunctions, functions: Mapping[Any, PythonKernel]) -> Iterator[None]:
-    before = {operator: table[operator] for operator in functions}
+    before = {operator: table[operator] for operator in functions if operator in table}
     table.update(functions)
     FakeTensorMode.cache_clear()  # of results that the other functions made
     try:
         yield
     finally:
+        for operator in functions:
+            del table[operator]
         table.update(before)
         FakeTensorMode.cache_clear()
