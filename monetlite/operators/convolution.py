@@ -15,7 +15,6 @@ the images themselves. Other ways to run the same sums:
 They add the same terms in another order.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -65,15 +64,12 @@ def in_tf32(graph: OperatorGraph) -> OperatorGraph:
 
 
 def split_backward(call: Call) -> Iterator[tuple[str, Call]]:
-    """The gradients of the weight (and bias) and of the input, as far as each is needed; the larger one last."""
+    """The weight (and bias) gradient, then the input gradient, as far as each is needed."""
     if call.target != BACKWARD:
         yield "", call
         return
-    names, described = call.outputs, ConvolutionCall.of(call)
-    parts = [("_weight", (False, True, True)), ("_input", (True, False, False))]
-    if math.prod(described.weight.spec.shape) > math.prod(described.image.spec.shape):
-        parts.reverse()
-    for suffix, wanted in parts:
+    names = call.outputs
+    for suffix, wanted in (("_weight", (False, True, True)), ("_input", (True, False, False))):
         mask = tuple(want and name is not None for want, name in zip(wanted, names, strict=True))
         if any(mask):
             outputs = tuple(name if want else None for want, name in zip(mask, names, strict=True))
