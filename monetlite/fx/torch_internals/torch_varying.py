@@ -7,6 +7,7 @@
 | `TensorifyScalarRestartAnalysis` | a backend's error that TorchDynamo passes on; captures would end in errors |
 | `UnspecializeRestartAnalysis` | has it begin again, with other breaks, too; the same |
 | `TensorifyState` | tells which numbers can't be tensors; they would be tried at each new number |
+| `SymNodeVariable.create` | makes comparisons of such numbers; one that a variable holds would fix the number |
 | `LazySymNodeFormatString` | makes text of such a number; a number read from that text again would be wrong |
 """
 
@@ -22,7 +23,9 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestar
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables import builder as _builder
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_symbols import marked_as_varying, unmarked
@@ -32,6 +35,7 @@ _MANY_SPECIALIZED = 16
 _wrap_float, _wrap_int = VariableBuilder.wrap_symfloat, VariableBuilder.wrap_symint
 _dynamic_sizes = _builder._automatic_dynamic
 _text = LazySymNodeFormatString.__init__
+_create = SymNodeVariable.create
 
 
 class VaryingNumbers:
@@ -67,6 +71,7 @@ class VaryingNumbers:
                 VariableBuilder, "wrap_symfloat", lambda builder, value: self._wrapped(builder, value)
             ),
             mock.patch.object(LazySymNodeFormatString, "__init__", _text_of_others),
+            mock.patch.object(SymNodeVariable, "create", _on_its_side),
             *(counting if self._counting else ()),
         )
 
@@ -184,6 +189,19 @@ class VaryingSizes:
 def _different(shape: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
     """The dimensions in which two shapes differ."""
     return [at for at, (mine, its) in enumerate(zip(shape, other, strict=True)) if mine != its]
+
+
+def _on_its_side(*args: Any, **options: Any) -> Any:
+    """A number that a graph computes; for a comparison of one that varies, the side that it is on in this capture.
+
+    No tensor stands for such a comparison. The graph returns it where code behind a break may look at it.
+    """
+    made: Any = _create(*args, **options)
+    compared = made.sym_num if isinstance(made, SymNodeVariable) else None
+    if not isinstance(compared, torch.SymBool) or not compared.node.has_hint():
+        return made
+    varies = any(not symbol.is_integer for symbol in compared.node.expr.free_symbols)
+    return ConstantVariable.create(made.evaluate_expr()) if varies else made
 
 
 def _text_of_others(text: Any, number: Any, form: Any) -> None:
