@@ -116,14 +116,13 @@ def test_the_tolerance_is_the_one_that_was_asked_for(tolerance, allowed, folder,
     assert {way["tolerance"] for way in found["ways"] if way["tolerance"] is not None} == allowed
 
 
-def test_a_length_beyond_a_window_is_not_told(tmp_path):
+@pytest.mark.parametrize(("window", "length"), often([(256, None), (4096, 512)], (256, None)))
+def test_a_length_beyond_a_window_is_not_told(tmp_path, window, length):
     """Attention has a mask there, and another kernel."""
-    for window in (256, 4096):
-        model = NARROW | {"model_type": "mistral", "sliding_window": window}
-        (tmp_path / "config.json").write_text(json.dumps(model))
-        found = json.loads(run("fit", tmp_path, *FIT, "--json").stdout)
-        lengths = {kind: of["length"] for kind, of in found["largest"].items()}
-        assert set(lengths.values()) == ({None} if window == 256 else {512})
+    model = NARROW | {"model_type": "mistral", "sliding_window": window}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    found = json.loads(run("fit", tmp_path, *FIT, "--json").stdout)
+    assert {of["length"] for of in found["largest"].values()} == {length}
 
 
 def test_a_folder_is_the_folder_though_a_published_model_has_its_name(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ def test_runs_keep_to_the_budget_together(inputs):
     plain = network()
     resident_bytes = own_bytes(plain, inputs)
     budget = resident_bytes + int(0.7 * peak_growth_bytes(lambda: triplet(plain, inputs)))
-    trained = monetlite.within(twin(plain), budget=budget, device="cpu", time_limit=1, wait=True)
+    trained = monetlite.within(twin(plain), budget=budget, device="cpu", time_limit=0.3, wait=True)
     for _ in range(3):
         triplet(trained, inputs)
     assert peak_growth_bytes(lambda: triplet(trained, inputs)) + resident_bytes <= budget
@@ -51,7 +51,7 @@ def test_runs_keep_to_the_budget_together(inputs):
 
 
 def test_a_share_of_plain_training_is_one_of_each_run(inputs):
-    trained = monetlite.within(network(), budget="70%", device="cpu", time_limit=1, wait=True)
+    trained = monetlite.within(network(), budget="70%", device="cpu", time_limit=0.3, wait=True)
     for _ in range(3):  # after which the loss is known
         triplet(trained, inputs)
     schedule = monetlite.schedule_of(trained)
@@ -62,9 +62,9 @@ def test_a_share_of_plain_training_is_one_of_each_run(inputs):
 
 def test_a_share_that_is_too_small_is_told_of(inputs):
     with pytest.raises(InfeasibleBudget) as smallest:
-        monetlite.optimize(network(), inputs[0], "1%", device="cpu", time_limit=1)
+        monetlite.optimize(network(), inputs[0], "1%", device="cpu", time_limit=0.3)
     budget = int(1.4 * smallest.value.reached_bytes)
-    refused = monetlite.within(network(), budget=budget, device="cpu", time_limit=1)
+    refused = monetlite.within(network(), budget=budget, device="cpu", time_limit=0.3)
     triplet(refused, inputs)
     with pytest.raises(InfeasibleBudget, match=r"runs 3 times before a backward pass, so each run gets .* of"):
         triplet(refused, inputs)
@@ -72,7 +72,9 @@ def test_a_share_that_is_too_small_is_told_of(inputs):
 
 def test_a_schedule_that_several_runs_exceed_is_told_of_once(inputs):
     model = network()
-    trained = monetlite.MONeTWrapper(model, monetlite.optimize(model, inputs[0], "70%", device="cpu", time_limit=1))
+    trained = monetlite.MONeTWrapper(
+        model, monetlite.optimize(model, inputs[0], "70%", device="cpu", time_limit=0.3)
+    )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -90,7 +92,7 @@ def test_runs_in_pieces_are_told_of_once(inputs):
             found = self.first(x)
             return self.second(found if found.mean() > 0 else -found)
 
-    trained = monetlite.within(Looks(), budget="100%", device="cpu", time_limit=1)
+    trained = monetlite.within(Looks(), budget="100%", device="cpu", time_limit=0.3)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(4):
@@ -109,7 +111,7 @@ def test_an_output_that_is_kept_is_no_run(inputs):
             self.kept = self.second(found if found.mean() > 0 else -found)  # to look at, not in the loss
             return self.third(found) if self.kept.mean() < 1e9 else found
 
-    trained = monetlite.within(Keeps(), budget="100%", device="cpu", time_limit=1)
+    trained = monetlite.within(Keeps(), budget="100%", device="cpu", time_limit=0.3)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(4):

@@ -43,7 +43,7 @@ def test_a_step_keeps_to_its_budget_with_the_loss(wait, caplog):
     x = torch.randn(ROWS, 64)
     plain_bytes = peak_bytes(model(), x, cross_entropy)
     budget = int(0.87 * plain_bytes)
-    trained = monetlite.MONeTWrapper(model(), budget=budget, time_limit=1, wait=wait)
+    trained = monetlite.MONeTWrapper(model(), budget=budget, time_limit=0.3, wait=wait)
     with caplog.at_level("INFO", logger="monetlite"):
         measured = [peak_bytes(trained, x, cross_entropy) for _ in range(3)][-1]
     assert any("with the loss outside of the model" in line for line in caplog.messages)
@@ -58,7 +58,7 @@ def test_what_a_caller_keeps_counts_through_the_backward_pass():
         kept[:] = [output, torch.empty_like(output)]
         return output.square().sum()
 
-    trained = monetlite.MONeTWrapper(model(), budget="100%", time_limit=1)
+    trained = monetlite.MONeTWrapper(model(), budget="100%", time_limit=0.3)
     peak_bytes(trained, x, keeping)
     memory = trained._training.plans.outside.memory
     kept_bytes, _ = memory.of(monetlite.trace(model(), x))
@@ -67,7 +67,7 @@ def test_what_a_caller_keeps_counts_through_the_backward_pass():
 
 def test_a_loss_that_does_not_fit_is_said():
     x = torch.randn(ROWS, 64)
-    trained = monetlite.MONeTWrapper(model(), budget=int(3.05 * ROWS * CLASSES * 4), time_limit=1)
+    trained = monetlite.MONeTWrapper(model(), budget=int(3.05 * ROWS * CLASSES * 4), time_limit=0.3)
 
     def steps():
         for _ in range(3):
@@ -80,8 +80,8 @@ def test_a_loss_that_does_not_fit_is_said():
 def test_a_given_schedule_warns_and_trains_on():
     x = torch.randn(ROWS, 64)
     graph = monetlite.trace(model(), x)
-    loose = monetlite.solve(monetlite.profile(graph, "rtx-4090"), "100%", time_limit=1)
-    tight = monetlite.solve(monetlite.profile(graph, "rtx-4090"), loose.peak_bytes, time_limit=1)
+    loose = monetlite.solve(monetlite.profile(graph, "rtx-4090"), "100%", time_limit=0.3)
+    tight = monetlite.solve(monetlite.profile(graph, "rtx-4090"), loose.peak_bytes, time_limit=0.3)
     trained = monetlite.MONeTWrapper(model(), tight)
     with pytest.warns(UserWarning, match="with the loss outside of the model, this step takes at least"):
         peak_bytes(trained, x, cross_entropy)
@@ -92,7 +92,7 @@ def test_a_given_schedule_warns_and_trains_on():
 
 
 def test_a_small_loss_changes_nothing():
-    trained = monetlite.MONeTWrapper(nn.Linear(8, 8), budget="100%", time_limit=1)
+    trained = monetlite.MONeTWrapper(nn.Linear(8, 8), budget="100%", time_limit=0.3)
     for _ in range(3):
         trained(torch.randn(4, 8)).sum().backward()
     assert trained._training.plans.outside.memory is None
@@ -104,9 +104,9 @@ def test_a_given_schedule_gives_way_to_one_that_counts_the_loss():
     budget = int(0.87 * plain_bytes)
     profile = monetlite.profile(monetlite.trace(model(), x), "rtx-4090")
     given = monetlite.solve(
-        profile, min(budget, monetlite.solve(profile, "100%", time_limit=1).peak_bytes), time_limit=1
+        profile, min(budget, monetlite.solve(profile, "100%", time_limit=0.3).peak_bytes), time_limit=1
     )
-    trained = monetlite.MONeTWrapper(model(), given, budget=budget, time_limit=1)
+    trained = monetlite.MONeTWrapper(model(), given, budget=budget, time_limit=0.3)
     measured = [peak_bytes(trained, x, cross_entropy) for _ in range(3)][-1]
     assert given not in trained._training.plans.schedules
     assert measured <= budget
