@@ -38,7 +38,12 @@ def require(operators: list[str], *holds: torch.Tensor) -> None:
         raise GuardFailed([name for name, held in zip(operators, found, strict=True) if not held])
 
 
-def in_order(target: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def prepared(target: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function to run for a call's target: with operands in order, and with a compact result."""
+    return _compacting(target, _in_order(target, run))
+
+
+def _in_order(target: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """The function to run for a call's target, whose operands are in the order that its kernel can read.
 
     A capture leaves out the copy where its fake tensors are in order. Real ones may not be: a dimension of one has
@@ -58,7 +63,7 @@ def in_order(target: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return ordered
 
 
-def compacting(target: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def _compacting(target: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """The function to run for a call's target, whose result takes no more memory than it needs.
 
     PyTorch returns some results in larger storages, which a step would hold for as long as the result: two

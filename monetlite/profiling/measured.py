@@ -17,7 +17,7 @@ from monetlite.core.errors import CompileError, MonetliteError, ProfileError, fi
 from monetlite.core.graph import Call, Implementation, OperatorGraph, Phase
 from monetlite.operators import cudnn, resolve
 from monetlite.operators.convolution import in_tf32
-from monetlite.operators.program_calls import compacting, in_order
+from monetlite.operators.program_calls import prepared
 from monetlite.operators.random import REPLAY, drawn_call, forked_state
 from monetlite.operators.region_compiler import compile_ahead
 from monetlite.operators.regions import is_compiled
@@ -448,7 +448,7 @@ def _callable(
     Where a kernel for CUDA finds its arguments wrong, CUDA is lost to the process. So a call whose arguments may be
     wrong runs on the CPU first, which raises an error.
     """
-    function = compacting(call.target, in_order(call.target, resolve(call.target)))
+    function = prepared(call.target, resolve(call.target))
     if device == "cuda" and depends_on_contents(call):
         with contextlib.suppress(NotImplementedError), _callable(call, "cpu", fractions=fractions) as (tried, _):
             tried()

@@ -28,7 +28,7 @@ from monetlite.operators import resolve, returns_tensor
 from monetlite.operators.batch_norm import reading_the_batch
 from monetlite.operators.implementations import name_of
 from monetlite.operators.normalization import is_invertible, require_invertible
-from monetlite.operators.program_calls import compacting, deliver, in_order, require
+from monetlite.operators.program_calls import deliver, prepared, require
 from monetlite.operators.region_compiler import compile_ahead
 from monetlite.tracing.operator_graph import Traced
 
@@ -189,9 +189,7 @@ class ProgramBuilder:
     def _call(self, call: Call) -> fx.Node:
         arguments = self._arguments(call.args)
         keywords = dict(zip(dict(call.kwargs), self._arguments(tuple(dict(call.kwargs).values())), strict=True))
-        return self._graph.call_function(
-            compacting(call.target, in_order(call.target, resolve(call.target))), arguments, keywords
-        )
+        return self._graph.call_function(prepared(call.target, resolve(call.target)), arguments, keywords)
 
     def _arguments(self, given: tuple[Argument, ...]) -> tuple[Any, ...]:
         return tuple(self._with_sizes(decode_argument(given, self._argument)))

@@ -49,7 +49,7 @@ _GRACE_SECONDS, _EXIT_SECONDS = 0.5, 30.0
 _SETTINGS_SHARE = 0.05
 """Part of the time left for settings of checkpointing."""
 _OPERATORS_A_SECOND = 400
-"""Size of a graph for which a search of a second betters settings of checkpointing; it ends lower from theirs."""
+"""Size of a graph that a second is enough to search."""
 _FIRST_SECONDS, _FIRST_SHARE = 1.0, 0.1
 """The least time for each of the greedy choices that come before anything else, and the part of the time left.
 
