@@ -1,4 +1,4 @@
-"""Tensors whose `.data` a model assigns, as MoCo's and BYOL's averages of weights do: `p.data = m * p.data + ...`.
+"""Tensors whose `.data` a model assigns, as MoCo's average of weights does: `p.data = m * p.data + ...`.
 
 TorchDynamo records that `p` takes over the other tensor's storage (`set_`), which AOTAutograd has no program for.
 Where nothing else in the step reads the old or the new elements, they are copied into the storage that there is.

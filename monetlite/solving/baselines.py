@@ -1,6 +1,6 @@
 """Other methods' schedules, for comparison and as starting points.
 
-But for `lighter_steps`, none of them knows a budget: `simulate` says what they need. The greedy baseline is
+Settings of checkpointing know no budget: `simulate` says what they need. The greedy baseline is
 `annealing.greedy`.
 """
 
@@ -176,7 +176,7 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
 
 
 def with_fewer_reruns(profile: Profile, steps: tuple[Step, ...], budget_bytes: int) -> tuple[Step, ...]:
-    """Steps without as many of their re-runs as a budget has memory for, to a part of them.
+    """Steps with about as few re-runs as a budget has memory for, by six halvings of how many are left out.
 
     Those that the backward part comes to first are left out: what they make waits the shortest time.
     """

@@ -1,4 +1,4 @@
-"""Models that assign to `.data` of weights in the forward pass (MoCo, BYOL): plain training's steps."""
+"""Models that assign to `.data` of weights in the forward pass, as MoCo does: plain training's steps."""
 
 import warnings
 
@@ -15,7 +15,7 @@ def by_momentum(query, key):
 
 
 def weighted(query, key):
-    """As BYOL has it, under `torch.no_grad()`."""
+    """An average by one function, under `torch.no_grad()`."""
     with torch.no_grad():
         key.data = torch.lerp(key.data, query.data, 0.1)
 

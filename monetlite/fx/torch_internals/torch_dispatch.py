@@ -2,7 +2,7 @@
 
 | symbol | use, and what breaks when it changes |
 | --- | --- |
-| `OpOverload`, `OperatorBase` | class of a captured call's target; kernels and views are told apart by it |
+| `OpOverload` | class of a captured call's target; kernels and views are told apart by it |
 | `OpOverload._schema` | names of arguments, and which results are views; graphs of values would be wrong |
 | `OpOverload._op` | the operator without Python's checks; steps would be slower |
 | `OpOverload.py_kernels` | Python functions that tracing runs in an operator's place; see `traced_as` |
@@ -35,7 +35,6 @@ import torch
 from torch._C import DispatchKey as DispatchKey
 from torch._decomp import decomposition_table as decomposition_table
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import OperatorBase as OperatorBase
 from torch._ops import OpOverload as OpOverload
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
