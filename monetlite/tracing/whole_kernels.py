@@ -116,7 +116,6 @@ def kernels_kept_whole() -> Iterator[None]:
         without_python_kernels(list(_overloads()), _KEYS),
         _laid_out_as_real(),
         ones_laid_out_as_real(),
-        _group_norm_in_order(),
         _dropout_backward_as_read(),
         _batch_norm_by_cudnn(),
         _dropout_of_everything(DispatchKey.Autograd),
@@ -162,20 +161,6 @@ def _laid_out_as_real() -> AbstractContextManager[None]:
         decomposition_table,
         {item: laid_out(item, decomposition_table[item], layout) for item, layout in _LAYOUTS.items()},
     )
-
-
-def _group_norm_in_order() -> AbstractContextManager[None]:
-    """Have fake images that a group norm makes be in the order that the kernel chooses, by those that it reads."""
-    operator, key = torch.ops.aten.native_group_norm.default, DispatchKey.Meta
-    decomposed = python_kernel(operator, key)
-    assert decomposed is not None
-
-    @functools.wraps(decomposed)
-    def made(source: torch.Tensor, *args: Any) -> Any:
-        images, *statistics = decomposed(source, *args)
-        return (_in_order(images, suggest_memory_format(source)), *statistics)
-
-    return traced_as(operator, key, made)
 
 
 def _dropout_backward_as_read() -> AbstractContextManager[None]:

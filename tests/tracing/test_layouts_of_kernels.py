@@ -17,7 +17,6 @@ from monetlite.tracing.whole_kernels import kernels_kept_whole
 aten = torch.ops.aten
 IMAGES, PIXELS, ONE_CHANNEL, ROWS = (4, 8, 6, 6), (4, 8, 1, 1), (4, 1, 3, 3), (2, 5, 8)
 ALL = [True, True, True]
-ORDERS = (torch.contiguous_format, torch.channels_last)
 
 
 def batch_norm(images):
@@ -28,12 +27,6 @@ def batch_norm(images):
 def batch_norm_backward(gradient, images):
     ones = torch.ones(images.shape[1])
     return aten.native_batch_norm_backward(gradient, images, ones, ones, ones, ones, ones, True, 1e-5, ALL)
-
-
-def group_norm(images):
-    count, channels, height, width = images.shape
-    ones = torch.ones(channels)
-    return aten.native_group_norm(images, ones, ones, count, channels, height * width, 1, 1e-5)
 
 
 def group_norm_backward(gradient, images):
@@ -93,16 +86,6 @@ def test_fake_tensors_are_laid_out_as_real_ones(case):
         pairs = zip(*((item if isinstance(item, tuple) else (item,)) for item in (real, fake)), strict=True)
         first, other = next(pairs)
         assert (first.shape, first.stride()) == (other.shape, other.stride()), [item.stride() for item in tensors]
-
-
-@pytest.mark.parametrize("shape", [IMAGES, (1, *IMAGES[1:]), PIXELS, ONE_CHANNEL])
-def test_group_norms_are_laid_out_as_real_ones(shape):
-    for images in laid_out(shape):
-        if not any(images.is_contiguous(memory_format=order) for order in ORDERS):
-            continue
-        real = group_norm(images)[0]
-        with kernels_kept_whole(), FakeTensorMode(allow_non_fake_inputs=True) as mode, enable_python_dispatcher():
-            assert group_norm(mode.from_tensor(images))[0].stride() == real.stride(), images.stride()
 
 
 def views(count):
@@ -166,14 +149,10 @@ class Images(nn.Module):
         return self.last(self.norm(self.between(rows.reshape(len(x), 16, side, side))))
 
 
-@pytest.mark.parametrize(
-    ("between", "batch", "within"),
-    [(lambda x: x / 2.0, 2, 0.0), (lambda x: x / 2.0, 1, 0.0), (nn.ReLU6(), 1, 1e-6)],
-)
-def test_rows_of_a_batch_of_one_are_images(between, batch, within):
-    """Behind a ReLU6, a capture takes images for channels-last that a kernel makes contiguous."""
+@pytest.mark.parametrize(("between", "batch"), [(lambda x: x / 2.0, 2), (lambda x: x / 2.0, 1), (nn.ReLU6(), 1)])
+def test_rows_of_a_batch_of_one_are_images(between, batch):
     plain = Images(between)
     planned = monetlite.within(twin(plain), budget="100%", device="rtx-4090", time_limit=0.3)
     for side in (8, 6, 8):
         inputs = (torch.randn(batch, side * side, 16),)
-        assert_same(step(planned, inputs), step(plain, inputs), within)
+        assert_same(step(planned, inputs), step(plain, inputs))
