@@ -31,6 +31,7 @@ from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent
 from monetlite.fx.torch_internals.torch_dispatch import weak_storage, without_class, without_modes
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.backward_parts import RUN, deferred, laid_out, results_by_part
+from monetlite.runtime.double_backward import DoubleBackward, Order, RunAgain
 from monetlite.runtime.unused_outputs import UnusedOutputs
 from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
 
@@ -38,13 +39,16 @@ _thread = threading.local()
 Keeper: TypeAlias = "Callable[[CapturedStep], None]"
 
 
-def delivering_backend(lower: Partition, compiler: Compiler = boxed, keep: "Keeper | None" = None) -> Backend:
+def delivering_backend(
+    lower: Partition, compiler: Compiler = boxed, keep: "Keeper | None" = None, *, holds_inputs: bool = True
+) -> Backend:
     """A backend for `torch.compile` that runs the two programs of a joint graph and delivers gradients as marked.
 
     Args:
         lower: makes the forward and the backward program of a joint graph.
         compiler: makes a function of a program, or of one part of the backward program.
         keep: is called with each graph that is captured, whose programs it may exchange later.
+        holds_inputs: whether inputs count until the backward pass, so that runs may hold them (`DoubleBackward`).
     """
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -54,24 +58,24 @@ def delivering_backend(lower: Partition, compiler: Compiler = boxed, keep: "Keep
         )
         if step.unused is None:
             return run
-        watched = step.unused
+        assert step.joint is not None
+        watched, again = step.unused, DoubleBackward(graph, step.joint, holds=holds_inputs)
         if keep is not None:
             keep(step)
 
         def call(*arguments: Any) -> Any:
-            version = step.version_for(arguments)
+            if again.expected(arguments):
+                return again.run_plainly(arguments)
+            version, begun = step.version_for(arguments), again.begin(arguments)
             with version.in_use():
                 outputs = run(*_through_chain(list(arguments), version.order))
-            watched.watch(outputs)
+            if (node := watched.watch(outputs)) is not None:
+                again.watch(node, begun, watched.returned, version.order)
             return outputs
 
         return call
 
     return backend
-
-
-Order: TypeAlias = "tuple[tuple[int, Sequence[int]], ...]"
-"""Numbers of deliveries, and the positions of the inputs whose gradients each delivers, the last one first."""
 
 
 class Version:
@@ -126,7 +130,7 @@ class CapturedStep:
         last_sizes: of the last step.
         has_run: True after a step, until somebody takes note of it.
         watch: called with "begin" and "end" of each backward part, if there is one.
-        unused: None for a graph in which nothing is differentiated.
+        joint, unused: None for a graph in which nothing is differentiated.
     """
 
     def __init__(self, lower: Partition, compiler: Compiler) -> None:
@@ -139,14 +143,14 @@ class CapturedStep:
         self.has_run = False
         self._sizes_at: list[int] = []  # positions of the inputs that are sizes
         self.watch: Callable[[str], None] | None = None
-        self._joint: Joint | None = None
+        self.joint: Joint | None = None
         self._tangents = 0
         self.unused: UnusedOutputs | None = None
         self._runs: list[Any] = []  # what each run saved of its version, weakly
 
     def partition(self, joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The first two programs of the graph, as AOTAutograd asks for them."""
-        self._joint, self.unused = joint, UnusedOutputs(joint)
+        self.joint, self.unused = joint, UnusedOutputs(joint)
         self._tangents = sum(map(is_tangent, joint.graph.graph.nodes))
         inputs = joint.graph.graph.find_nodes(op="placeholder")
         self._sizes_at = list(map(inputs.index, input_sizes(joint.graph.graph).values()))
@@ -198,7 +202,7 @@ class CapturedStep:
         self.by_size = dict(sorted({**self.by_size, limits: version}.items(), key=lambda item: math.prod(item[0])))
 
     def compile_forward(self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int]) -> Boxed:
-        if self._joint is None:  # nothing is differentiated
+        if self.joint is None:  # nothing is differentiated
             return self._compiler(program, inputs, internal)
         self._versions[0].forward = self._compiler(program, inputs, internal)
 
@@ -233,12 +237,12 @@ class CapturedStep:
 
     def exchange(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Version:
         """Run the steps to come by other programs; those that have begun end by theirs."""
-        assert self._joint is not None
-        version = Version(len(self._versions), _order(self._joint, backward))
+        assert self.joint is not None
+        version = Version(len(self._versions), _order(self.joint, backward))
         results, given = flat_outputs(forward), forward.graph.find_nodes(op="placeholder")
-        saved = range(self._joint.forward_outputs, len(results))
+        saved = range(self.joint.forward_outputs, len(results))
         version.forward = self._compiler(forward, _captured(given), saved)
-        inputs = laid_out(version.forward, _captured(results))[self._joint.forward_outputs :]
+        inputs = laid_out(version.forward, _captured(results))[self.joint.forward_outputs :]
         taken = _captured(backward.graph.find_nodes(op="placeholder"))
         sizes = len(self._sizes_at)
         taken[sizes : sizes + len(inputs)] = inputs
@@ -294,7 +298,6 @@ class _Deliver(torch.autograd.Function):
         return token.detach(), *(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _token: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         runs = {id(run): run for item in gradients if item is not None if (run := getattr(item, RUN, None))}
         if len(runs) != 1 or not all(hasattr(item, RUN) for item in gradients if item is not None):
@@ -304,4 +307,13 @@ class _Deliver(torch.autograd.Function):
                 "the tensors that it changes or returns, or return copies of them (.clone())"
             )
         (run,) = runs.values()
-        return None, None, *run(ctx.number)
+        if isinstance(run, RunAgain):
+            return None, None, *run(ctx.number)
+        results: tuple[Any, ...] = _once(ctx, run, *gradients)
+        return results
+
+
+@once_differentiable
+def _once(ctx: Any, run: Callable[[int], Sequence[Any]], *_gradients: torch.Tensor | None) -> tuple[Any, ...]:
+    """What a part of the backward program delivers, which can't be differentiated."""
+    return None, None, *run(ctx.number)

@@ -279,7 +279,7 @@ class PiecewiseTraining:
 
         try:
             with on_its_gpu(graph, inputs), kernels_kept_whole():
-                call = delivering_backend(partition, eager, keep)(graph, inputs)
+                call = delivering_backend(partition, eager, keep, holds_inputs=False)(graph, inputs)
         except RESTARTS:
             raise
         except UNSUPPORTED as error:

@@ -20,7 +20,6 @@ import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 
-from monetlite.core.announcing import warn
 from monetlite.core.errors import ModelError
 from monetlite.fx.storages import is_view
 from monetlite.fx.torch_internals.torch_aot import backward_node, boxed_function, descriptors, is_tangent
@@ -50,7 +49,11 @@ has_side_effect(no_nan_unless_given)
 
 
 class UnusedOutputs:
-    """The outputs of a step that the loss does not use, and the gradients that only they reach."""
+    """The outputs of a step that the loss does not use, and the gradients that only they reach.
+
+    Attributes:
+        returned: what AOTAutograd says of each result of the forward program that its node returns.
+    """
 
     def __init__(self, joint: Joint) -> None:
         graph = joint.graph.graph
@@ -58,23 +61,22 @@ class UnusedOutputs:
         tangents = [node for node in graph.nodes if is_tangent(node)]
         descriptions = [node.meta["desc"] for node in tangents]
         self._outputs = [item.output for item in descriptions if isinstance(item, descriptors.TangentAOTInput)]
-        returned = [item for item in output.meta["desc"][: joint.forward_outputs] if isinstance(item, _RETURNED)]
-        self._returned = len(returned)
-        self._positions = [returned.index(item) for item in self._outputs if item in returned]
+        self.returned = [
+            item for item in output.meta["desc"][: joint.forward_outputs] if isinstance(item, _RETURNED)
+        ]
+        self._positions = [self.returned.index(item) for item in self._outputs if item in self.returned]
         self._several = len(tangents) > 1 and len(self._positions) == len(tangents)
         self._bits = _bits(graph, tangents)
         results: Any = output.args[0]
         gradients = results[joint.forward_outputs :]
         self._reached = [self._bits[item.name] if isinstance(item, fx.Node) else 0 for item in gradients]
 
-    def watch(self, outputs: Sequence[Any]) -> None:
-        """Have the node that made these outputs note which gradients it gets, and warn of `create_graph=True`."""
+    def watch(self, outputs: Sequence[Any]) -> Any:
+        """Have the node that made these outputs note which gradients it gets; returns the node, if there is one."""
         node = self._node(outputs)
-        if node is None:
-            return
-        node.register_prehook(_warn_of_create_graph)
-        if self._several:
+        if node is not None and self._several:
             node.register_prehook(self._note)
+        return node
 
     def _node(self, outputs: Sequence[Any]) -> Any:
         """AOTAutograd's node behind an output, or behind the tensor that an output is a view of."""
@@ -85,10 +87,11 @@ class UnusedOutputs:
         return None
 
     def _note(self, gradients: Sequence[Any]) -> None:
-        if len(gradients) != self._returned:
+        if len(gradients) != len(self.returned):
             raise ModelError(
-                f"the compiled step got gradients of {len(gradients)} outputs and has {self._returned}, so those "
-                "that the loss does not use can't be told; please report this with the model and torch's version"
+                f"the compiled step got gradients of {len(gradients)} outputs and has {len(self.returned)}, so "
+                "those that the loss does not use can't be told; please report this with the model and with "
+                "torch's version"
             )
         given = (1 << number for number, at in enumerate(self._positions) if gradients[at] is not None)
         _thread.noted = (self, reduce(or_, given, 0))
@@ -136,16 +139,6 @@ class UnusedOutputs:
             return [None if at in left_out else result for at, result in enumerate(results)]
 
         return boxed_function(call)
-
-
-def _warn_of_create_graph(_gradients: object) -> None:
-    """Warn of `create_graph=True`: autograd then runs the backward pass with gradients enabled."""
-    if torch.is_grad_enabled():
-        warn(
-            "gradients of a planned step are asked for with create_graph=True. They can't be differentiated again: "
-            "PyTorch then raises an error. Call the model itself for that: wrapper.model, or the model after "
-            "monetlite.release(model)"
-        )
 
 
 def _bits(graph: fx.Graph, tangents: Sequence[fx.Node]) -> dict[str, int]:

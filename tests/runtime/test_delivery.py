@@ -256,13 +256,22 @@ def test_a_gradient_that_is_not_the_programs_is_an_error(monkeypatch):
         loss.backward()
 
 
-def test_double_backward_is_refused():
+def test_gradients_that_are_differentiated_again_pass_through_the_chain():
     model, x = deep(), torch.randn(4, WIDTH, requires_grad=True)
-    loss = losses(wrapped(model, x), x)
-    with pytest.warns(UserWarning, match=r"create_graph=True\. They can't be differentiated again.*wrapper\.model"):
-        (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
+    found = []
+    for owner in (twin(model), wrapped(model, x)):
+        (gradient,) = torch.autograd.grad(losses(owner, x), x, create_graph=True)
+        found.append(torch.autograd.grad(gradient.square().sum(), list(owner.parameters())))
+    for expected, again in zip(*found, strict=True):
+        torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def test_what_the_chain_delivers_can_not_be_differentiated_where_no_run_can_be_repeated():
+    model, x = nn.Sequential(deep(), nn.Dropout(0.5)), torch.randn(4, WIDTH)
+    with pytest.warns(UserWarning, match=r"create_graph=True\. They can't be differentiated again"):
+        gradients = torch.autograd.grad(losses(wrapped(model, x), x), list(model.parameters()), create_graph=True)
     with pytest.raises(RuntimeError, match=r"once_differentiable|double backward|does not require grad"):
-        gradient.sum().backward()
+        gradients[0].sum().backward()
 
 
 def test_an_error_in_the_backward_pass_leaves_the_wrapper_as_it_was():

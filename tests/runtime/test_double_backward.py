@@ -1,0 +1,199 @@
+"""Gradients of planned steps that are differentiated again: penalties, forces, products with the Hessian."""
+
+import contextlib
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from small_models import twin
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import monetlite
+from monetlite.core.errors import ModelError
+
+AGAIN = r"create_graph=True\), for which nothing can be planned"
+
+
+def critic():
+    """Draws a mask, and changes running statistics and a spectral norm's vectors, which its output depends on."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2, padding=1),
+        nn.BatchNorm2d(16),
+        nn.SiLU(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        spectral_norm(nn.Linear(16 * 64, 8)),
+        nn.Tanh(),
+        nn.Linear(8, 1),
+    )
+
+
+def penalty_step(model, number, context=contextlib.nullcontext):
+    """A step of WGAN-GP's critic: two planned runs, and one whose gradient is differentiated."""
+    torch.manual_seed(number)
+    real, made, share = torch.randn(8, 3, 16, 16), torch.randn(8, 3, 16, 16), torch.rand(8, 1, 1, 1)
+    between = (share * real + (1 - share) * made).requires_grad_()
+
+    def judged(x):
+        with context():
+            return model(x)
+
+    loss = judged(made).mean() - judged(real).mean()
+    (slope,) = torch.autograd.grad(judged(between).sum(), between, create_graph=True)
+    loss = loss + 10 * ((slope.flatten(1).norm(2, 1) - 1) ** 2).mean()
+    model.zero_grad()
+    loss.backward()
+    return loss.detach()
+
+
+def assert_trained_alike(plain, planned, step, steps=3):
+    """Compare loss, gradients, buffers and the generator's state after each step.
+
+    Gradients of several runs, and of one that was repeated, are added in another order than plain training's.
+    """
+    for number in range(steps):
+        torch.manual_seed(number)
+        expected, state = step(plain, number), torch.get_rng_state()
+        torch.manual_seed(number)
+        found = step(planned, number)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(found, expected)
+        for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None
+            differ = torch.linalg.norm(mine.grad - theirs.grad)
+            assert differ <= 1e-6 * torch.linalg.norm(theirs.grad)
+        for mine, theirs in zip(planned.buffers(), plain.buffers(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_gradient_penalty_is_plain_trainings():
+    plain = critic()
+    planned = monetlite.within(twin(plain), budget="100%")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_trained_alike(plain, planned, penalty_step)
+    assert sum("create_graph=True" in str(item.message) for item in caught) == 1
+    assert planned.training
+
+
+def test_a_gradient_penalty_under_autocast():
+    plain = critic()
+    planned = monetlite.within(twin(plain), budget="110%")
+
+    def step(model, number):
+        return penalty_step(model, number, lambda: torch.autocast("cpu", torch.bfloat16))
+
+    with pytest.warns(UserWarning, match=AGAIN):
+        assert_trained_alike(plain, planned, step)
+
+
+def test_later_runs_on_such_inputs_run_once():
+    model = critic()
+    planned = monetlite.within(model, budget="100%")
+    with pytest.warns(UserWarning, match=AGAIN):
+        penalty_step(planned, 0)
+    x = torch.randn(8, 3, 16, 16, requires_grad=True)
+    before = model[1].num_batches_tracked.item()
+    (slope,) = torch.autograd.grad(planned(x).sum(), x, create_graph=True)
+    assert slope.grad_fn is not None
+    assert type(planned(x).grad_fn).__name__ != "CompiledFunctionBackward"
+    assert type(planned(x.detach()).grad_fn).__name__ == "CompiledFunctionBackward"
+    assert model[1].num_batches_tracked.item() == before + 3
+
+
+class Energy(nn.Module):
+    """Forces are gradients of an energy."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.potential = nn.Sequential(nn.Linear(3, 32), nn.SiLU(), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 1))
+        self.inside = inside
+
+    def forward(self, positions):
+        energy = self.potential(positions[:, None] - positions[None]).sum()
+        if not self.inside:
+            return energy
+        return energy, -torch.autograd.grad(energy, positions, create_graph=True)[0]
+
+
+def force_step(model, number):
+    torch.manual_seed(number)
+    positions, wanted = torch.randn(6, 3, requires_grad=True), torch.randn(6, 3)
+    if model.inside:
+        energy, forces = model(positions)
+    else:
+        energy = model(positions)
+        forces = -torch.autograd.grad(energy, positions, create_graph=True)[0]
+    loss = energy * 1e-3 + (forces - wanted).square().mean()
+    model.zero_grad(set_to_none=False)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_forces_are_plain_trainings(inside):
+    plain = Energy(inside)
+    for parameter in plain.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    planned = monetlite.within(twin(plain), budget=10**7)
+    for parameter in planned.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with pytest.warns(UserWarning, match=AGAIN):
+        assert_trained_alike(plain, planned, force_step)
+
+
+def test_a_product_with_the_hessian():
+    plain = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    planned = monetlite.within(twin(plain), budget="100%")
+    x = torch.randn(5, 16)
+    for rtol in (1e-6, 0):
+        found = []
+        for model in (plain, planned):
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(model(x).square().mean(), parameters, create_graph=True)
+            found.append(torch.autograd.grad(sum(item.square().sum() for item in gradients), parameters))
+        for theirs, mine in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol)
+
+
+def test_what_the_run_began_with_must_not_have_changed():
+    model = monetlite.within(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), budget="100%")
+    x = torch.randn(4, 8, requires_grad=True)
+    output = model(x).sum()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with pytest.raises(ModelError, match="changed in place; ask for them before"):
+        torch.autograd.grad(output, x, create_graph=True)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_nothing_is_held_longer_than_in_plain_training(backward):
+    """A run that is not differentiated goes with its output, without Python's collection of cycles."""
+    model = monetlite.within(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), budget="100%")
+    model(torch.randn(4, 8)).sum().backward()
+    x = torch.randn(4, 8)
+    held = weakref.ref(x)
+    gc.disable()
+    try:
+        loss = model(x).sum()
+        if backward:
+            loss.backward()
+        else:
+            del loss
+        del x
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_it_is_refused_where_a_run_can_not_be_repeated():
+    """Without a gradient of an input, nothing is kept of a run that draws."""
+    model = monetlite.within(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), budget="100%")
+    loss = model(torch.randn(4, 8)).square().sum()
+    with pytest.warns(UserWarning, match=r"create_graph=True\. They can't be differentiated again.*wrapper\.model"):
+        gradient, _ = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|double backward|does not require grad"):
+        gradient.sum().backward()
