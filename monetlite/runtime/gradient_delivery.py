@@ -315,5 +315,5 @@ class _Deliver(torch.autograd.Function):
 
 @once_differentiable
 def _once(ctx: Any, run: Callable[[int], Sequence[Any]], *_gradients: torch.Tensor | None) -> tuple[Any, ...]:
-    """What a part of the backward program delivers, which can't be differentiated."""
+    """Deliver the results of a part of the backward program, which can't be differentiated."""
     return None, None, *run(ctx.number)
