@@ -112,9 +112,9 @@ class DoubleBackward:
 
     def begin(self, arguments: Sequence[Any]) -> Begun | None:
         """Note what a run begins with; None if it can't be run again."""
-        costly = self._draws or self._changed
         inputs = [item for item in _tensors(arguments) if not isinstance(item, torch.nn.Parameter)]
-        if not self._known or (costly and not any(item.requires_grad for item in inputs)):
+        keeps_copies = self._holds and any(item.requires_grad for item in inputs)
+        if not self._known or ((self._draws or self._changed) and not keeps_copies):
             return None
         if any(arguments[at].requires_grad for at in self._changed):
             return None
