@@ -442,6 +442,25 @@ class Weighted(Encoder):
         return super().forward(tokens) * number / (number + 1)
 
 
+class MeanOfBoxes(nn.Module):
+    """A sum divided by a tensor of a size, as losses of detectors are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+
+    def forward(self, x):
+        return self.layers(x).square().sum() / torch.as_tensor([len(x)], dtype=torch.float)
+
+
+def test_a_tensor_of_a_size_keeps_no_size_from_varying(captures):
+    model = MeanOfBoxes()
+    same_steps(
+        monetlite.MONeTWrapper(twin(model), **AMPLE), model, [torch.randn(n, 16) for n in (9, 12, 7, 15, 20)]
+    )
+    assert len(captures) == 3, "as many as for batches of any size without it"
+
+
 def test_sizes_and_numbers_vary_in_one_program(captures):
     model = Weighted()
     planned = monetlite.within(twin(model), **AMPLE)

@@ -8,6 +8,7 @@
 | `UnspecializeRestartAnalysis` | has it begin again, with other breaks, too; the same |
 | `TensorifyState` | tells which numbers can't be tensors; they would be tried at each new number |
 | `SymNodeVariable.create` | makes comparisons of such numbers; one that a variable holds would fix the number |
+| `TorchInGraphFunctionVariable._get_handlers` | functions that take symbols; `torch.as_tensor` would fix a size |
 | `LazySymNodeFormatString` | makes text of such a number; a number read from that text again would be wrong |
 """
 
@@ -26,6 +27,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lazy import LazySymNodeFormatString
 from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_symbols import marked_as_varying, unmarked
@@ -72,6 +74,7 @@ class VaryingNumbers:
             ),
             mock.patch.object(LazySymNodeFormatString, "__init__", _text_of_others),
             mock.patch.object(SymNodeVariable, "create", _on_its_side),
+            _as_tensor_of_symbols(),
             *(counting if self._counting else ()),
         )
 
@@ -189,6 +192,12 @@ class VaryingSizes:
 def _different(shape: tuple[int, ...], other: tuple[int, ...]) -> list[int]:
     """The dimensions in which two shapes differ."""
     return [at for at, (mine, its) in enumerate(zip(shape, other, strict=True)) if mine != its]
+
+
+def _as_tensor_of_symbols() -> AbstractContextManager[Any]:
+    """Have `torch.as_tensor` take symbols as `torch.tensor` does, which are made constants otherwise."""
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    return mock.patch.dict(handlers, {torch.as_tensor: handlers[torch.tensor]})
 
 
 def _on_its_side(*args: Any, **options: Any) -> Any:
