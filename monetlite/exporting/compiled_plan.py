@@ -21,8 +21,8 @@ from monetlite.core.units import format_bytes, format_ms
 from monetlite.exporting.plan_file import comments, literal, told
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
-from monetlite.fx.torch_internals.torch_dynamo import messages_left_out
 from monetlite.fx.torch_internals.torch_inductor import inductor_backend
+from monetlite.fx.torch_internals.torch_messages import messages_left_out
 from monetlite.fx.torch_internals.torch_partitioner import partitioned_by
 from monetlite.planning.compile_budget import UNASKED, Backend, PartitionSolver
 from monetlite.tracing.capture import faked, without_meta

@@ -22,8 +22,8 @@ from monetlite.core.units import format_bytes, parse_budget
 from monetlite.fx import storages
 from monetlite.fx.call_encoding import encode_arguments
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
-from monetlite.fx.torch_internals.torch_dynamo import leave_messages_out
 from monetlite.fx.torch_internals.torch_inductor import inductor_backend
+from monetlite.fx.torch_internals.torch_messages import leave_messages_out
 from monetlite.fx.torch_internals.torch_partitioner import kept_nodes, partitioned_by
 from monetlite.operators.implementations import target_of
 from monetlite.planning.partitioned_step import PartitionedStep, stored_bytes

@@ -30,9 +30,9 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     drawing_functions,
     draws_like_numpy,
     forget_left_out,
-    leave_messages_out,
     taken_apart,
 )
+from monetlite.fx.torch_internals.torch_messages import leave_messages_out
 from monetlite.fx.torch_internals.torch_varying import VaryingNumbers, VaryingSizes
 from monetlite.runtime.buffers import eager
 from monetlite.runtime.fitting import Fitting

@@ -38,11 +38,11 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     arose_in_capture,
     dynamo_settings,
     forget_programs,
-    messages_left_out,
     recompile_reason,
 )
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import torch_random
+from monetlite.fx.torch_internals.torch_messages import messages_left_out
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.tracing.attention_capture import Capability, as_on_gpu
 from monetlite.tracing.attention_masks import masks_of_plain_training

@@ -8,7 +8,6 @@
 | `real_stack` | the person's lines, noted on errors of any class that it raises; they would end training |
 | `get_compilation_metrics` | why a step was compiled once more; an error would not name the changed value |
 | `calculate_time_spent` | seconds of captures; they would count as the step's |
-| `_get_dynamo_config_for_logging` | fails in torch 2.11 on a set of methods, and prints a traceback |
 | `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
 | `RestartAnalysis` | raised to begin a capture again; such a graph would not be planned |
 | `exceptions_allowed_to_be_fallback` | raised to capture inner functions; nothing of them would be planned |
@@ -30,7 +29,6 @@ import inspect
 import logging
 import sys
 import types
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -61,8 +59,6 @@ RESTARTS = RestartAnalysis
 UNSUPPORTED = exceptions_allowed_to_be_fallback
 """Errors of a backend after which it leaves a function out, and captures those that the function calls."""
 REFUSALS = (TorchDynamoException, GuardOnDataDependentSymNode)
-_MESSAGES = ("debug", "info", "warning", "error", "critical", "log", "warning_once", "warning_advice")
-"""Names of loggers' methods; the last two are transformers' own."""
 _MAX_PIECES = 256
 _MANY_IN_VAIN = 4
 """Steps after which a function that is compiled up to a break in each, without a graph, is left out."""
@@ -78,36 +74,13 @@ _CONVERSIONS = ("to", "bool", "int", "long", "float", "contiguous", "view", "res
 """Methods after which a tensor of ones is still one."""
 _ONES = (torch.ones, torch.ones_like, "new_ones")
 _log = logging.getLogger("torch._dynamo")
-_log_settings = _utils._get_dynamo_config_for_logging
 _files_captured = trace_rules.get_legacy_mod_inlinelist
 _call_function = UserFunctionVariable.call_function
-
-
-class LoggerMethods(set[Callable[..., Any]]):
-    """Methods of loggers, those that a library adds later (as transformers does) included."""
-
-    def __contains__(self, item: object) -> bool:
-        return any(item is method for method in self)
-
-    def __iter__(self) -> Iterator[Callable[..., Any]]:
-        yield from (method for name in _MESSAGES if (method := getattr(logging.Logger, name, None)))
-        yield from super().__iter__()
 
 
 def dynamo_settings(**changes: Any) -> AbstractContextManager[None]:
     """Change settings of TorchDynamo for the time of a block."""
     return patched(_config.patch(**changes))
-
-
-def messages_left_out() -> AbstractContextManager[None]:
-    """Have captures skip log messages, and have prints and warnings come after the graph, for the time of a block.
-
-    Otherwise each of them would take a model's graph apart.
-    """
-    return patched(
-        mock.patch.object(_utils, "_get_dynamo_config_for_logging", _settings_if_sortable),
-        _config.patch(**_message_settings()),
-    )
 
 
 def calls_changed(
@@ -295,27 +268,6 @@ def _only_errors() -> Iterator[None]:
         yield
     finally:
         _log.setLevel(before)
-
-
-def leave_messages_out() -> None:
-    """The same for as long as the process lives (since torch 2.13: for the calling thread's compilations)."""
-    _utils._get_dynamo_config_for_logging = _settings_if_sortable
-    for name, value in _message_settings().items():
-        setattr(_config, name, value)
-
-
-def _message_settings() -> dict[str, Any]:
-    return {
-        "ignore_logging_functions": LoggerMethods(set.__iter__(_config.ignore_logging_functions)),
-        "reorderable_logging_functions": _config.reorderable_logging_functions | {print, warnings.warn},
-    }
-
-
-def _settings_if_sortable() -> str | None:
-    try:
-        return _log_settings()
-    except TypeError:
-        return None
 
 
 @contextlib.contextmanager

@@ -3,8 +3,6 @@
 import logging
 import operator
 import threading
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +12,10 @@ from torch import fx, nn
 from monetlite.fx.torch_internals import torch_dynamo
 from monetlite.fx.torch_internals.torch_dynamo import (
     FailOnRecompileLimitHit,
-    LoggerMethods,
     TorchDynamoException,
     allow_programs,
-    break_reason,
     draws_like_numpy,
     dynamo_settings,
-    leave_messages_out,
-    messages_left_out,
     recompile_reason,
 )
 
@@ -30,12 +24,8 @@ config = torch_dynamo._config
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As before `leave_messages_out`, which an earlier test of this process may have called."""
+def fresh() -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(torch_dynamo._utils, "_get_dynamo_config_for_logging", torch_dynamo._log_settings)
-    with dynamo_settings(ignore_logging_functions=set(), reorderable_logging_functions=set()):
-        yield
 
 
 class Graphs:
@@ -45,73 +35,6 @@ class Graphs:
     def __call__(self, graph: fx.GraphModule, _: Any) -> Any:
         self.all.append(graph)
         return graph
-
-
-def talks(x: torch.Tensor) -> torch.Tensor:
-    x = x + 1
-    log.warning("a message")
-    warnings.warn("a warning", stacklevel=1)
-    print("a line", 3)  # noqa: T201  # as a model may
-    return x * 2
-
-
-def test_messages_take_a_graph_apart() -> None:
-    """Without this, `messages_left_out` would not be needed."""
-    graphs = Graphs()
-    torch.compile(talks, backend=graphs)(torch.ones(2))
-    assert len(graphs.all) > 1
-    assert break_reason(graphs.all[0]).user_stack[-1].name == "talks"
-    assert str(break_reason(graphs.all[0]).reason)
-
-
-def test_messages_are_left_out_for_a_time(capfd: pytest.CaptureFixture[str]) -> None:
-    before = config.get_config_copy()
-    graphs = Graphs()
-    with messages_left_out():
-        compiled = torch.compile(talks, backend=graphs, fullgraph=True)
-        with pytest.warns(UserWarning, match="a warning"):
-            result = compiled(torch.ones(2))
-    assert result.tolist() == [4, 4]
-    out, err = capfd.readouterr()
-    assert "a line" in out
-    assert "Traceback" not in err
-    (graph,) = graphs.all
-    assert break_reason(graph) is None
-    assert config.get_config_copy() == before
-    assert torch_dynamo._utils._get_dynamo_config_for_logging is torch_dynamo._log_settings
-
-
-def test_loggers_methods_that_come_later_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def warning_once(self: Any, *_: Any) -> None: ...
-
-    methods = LoggerMethods([print])
-    monkeypatch.setattr(logging.Logger, "warning_once", warning_once, raising=False)
-    assert warning_once in methods
-    assert warning_once in list(methods)
-    assert print in methods
-    assert logging.Logger.info in methods
-    assert test_loggers_methods_that_come_later_are_known not in methods
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        log.warning_once("a message")
-        return x + 1
-
-    with messages_left_out():
-        torch.compile(run, backend="eager", fullgraph=True)(torch.ones(2))
-
-
-def test_messages_can_be_left_out_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_dynamo._utils, "_get_dynamo_config_for_logging", torch_dynamo._log_settings)
-    before = set(config.ignore_logging_functions)
-    with dynamo_settings(
-        ignore_logging_functions=config.ignore_logging_functions,
-        reorderable_logging_functions=config.reorderable_logging_functions,
-    ):
-        leave_messages_out()
-        leave_messages_out()
-        with pytest.warns(UserWarning, match="a warning"):
-            torch.compile(talks, backend="eager", fullgraph=True)(torch.ones(2))
-    assert set(config.ignore_logging_functions) == before
 
 
 @pytest.mark.parametrize(
