@@ -447,10 +447,12 @@ class StepPlans:
         budget = self.runs.budget
         if budget is None or (serving and self.wait):
             raise TraceError("no schedule is for the step at other sizes")
-        limits = max(step.roomy(sizes), self._plain_limits(step, sizes), key=math.prod)
-        if limits != sizes:
-            with contextlib.suppress(InfeasibleBudget, TraceError):
-                return *self._plan_at(step, limits, budget, settle=False), limits
+        roomy = step.roomy(sizes)
+        largest = max(roomy, self._plain_limits(step, sizes), key=math.prod)
+        for limits in dict.fromkeys((largest, roomy)):
+            if limits != sizes:
+                with contextlib.suppress(InfeasibleBudget, TraceError):
+                    return *self._plan_at(step, limits, budget, settle=False), limits
         return *self._plan_at(step, sizes, budget), sizes
 
     def _plain_limits(self, step: VaryingStep, sizes: Limits) -> Limits:

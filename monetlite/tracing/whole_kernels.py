@@ -39,6 +39,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
 )
 from monetlite.fx.torch_internals.torch_symbols import same_sizes
 from monetlite.operators.traits import TRAITS, traits_of
+from monetlite.tracing.interpolation import interpolated_to_any_size
 from monetlite.tracing.strides_of_ones import ones_laid_out_as_real
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
@@ -116,6 +117,7 @@ def kernels_kept_whole() -> Iterator[None]:
         without_python_kernels(list(_overloads()), _KEYS),
         _laid_out_as_real(),
         ones_laid_out_as_real(),
+        interpolated_to_any_size(_KEYS),
         _dropout_backward_as_read(),
         _batch_norm_by_cudnn(),
         _dropout_of_everything(DispatchKey.Autograd),
