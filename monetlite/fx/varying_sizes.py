@@ -153,6 +153,8 @@ class _Values:
         expr = expression(size)
         if expr not in self._known:
             value = expr.xreplace(self._values)
+            if value.free_symbols:
+                raise TraceError(f"the size {size} depends on the data")
             if not value.is_Integer:
                 raise TraceError(f"{size} is {value} where sizes are {self._values}")
             self._known[expr] = int(value) if expr.is_Integer else Size(int(value), expr)

@@ -5,7 +5,7 @@ from torch import fx
 from monetlite.core.announcing import warn
 from monetlite.core.errors import TraceError
 from monetlite.core.units import format_bytes
-from monetlite.fx.torch_internals.torch_dynamo import break_reason
+from monetlite.fx.torch_internals.torch_dynamo import break_reason, reason_text
 from monetlite.runtime.recorded_step import RecordedStep
 from monetlite.tracing.names import source_of
 from monetlite.tracing.refusals import NO_LINE, compile_failure, line_of
@@ -41,7 +41,7 @@ class Breaks:
         self._last_line = next(filter(None, map(source_of, graph.graph.nodes)), "")
         reason = break_reason(graph)
         if reason is not None and (line := line_of(reason.user_stack)) != NO_LINE:
-            self._lines[f"{line}: {str(reason.reason).splitlines()[0]}"] = None
+            self._lines[f"{line}: {reason_text(reason)}"] = None
 
     def note_unplanned(self, error: Exception) -> None:
         """Note why a captured graph runs as in plain training."""

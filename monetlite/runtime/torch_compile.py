@@ -30,6 +30,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     drawing_functions,
     draws_like_numpy,
     forget_left_out,
+    reason_text,
     taken_apart,
 )
 from monetlite.fx.torch_internals.torch_messages import leave_messages_out
@@ -271,7 +272,7 @@ def _pieces(graph: fx.GraphModule, options: CompileOptions) -> PiecewiseTraining
         said = "torch.compile leaves out the model's forward pass, and compiles functions that it calls"
     else:
         where = line_of(reason.user_stack)
-        said = f"torch.compile takes the model apart at {where}: {str(reason.reason).splitlines()[0]}"
+        said = f"torch.compile takes the model apart at {where}: {reason_text(reason)}"
     return _begin_pieces(call, options, said)
 
 

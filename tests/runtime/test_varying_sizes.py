@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import random
 import weakref
 from dataclasses import replace
@@ -442,22 +443,27 @@ class Weighted(Encoder):
         return super().forward(tokens) * number / (number + 1)
 
 
-class MeanOfBoxes(nn.Module):
-    """A sum divided by a tensor of a size, as losses of detectors are."""
+class UsesCount(nn.Module):
+    """Computes something of how many rows there are."""
 
-    def __init__(self):
+    def __init__(self, use):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
+        self.layers, self.use = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), use
 
     def forward(self, x):
-        return self.layers(x).square().sum() / torch.as_tensor([len(x)], dtype=torch.float)
+        return self.use(self.layers(x), len(x)).square().sum()
 
 
-def test_a_tensor_of_a_size_keeps_no_size_from_varying(captures):
-    model = MeanOfBoxes()
-    same_steps(
-        monetlite.MONeTWrapper(twin(model), **AMPLE), model, [torch.randn(n, 16) for n in (9, 12, 7, 15, 20)]
-    )
+USES = {
+    "a tensor, as losses of detectors make it": lambda y, count: y / torch.as_tensor([count], dtype=torch.float),
+    "divided and rounded up": lambda y, count: y[: math.ceil(count / 4)],
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_is_computed_of_a_size_keeps_none_from_varying(use, captures):
+    model, counts = UsesCount(USES[use]), (9, 12, 7, 15, 20)
+    same_steps(monetlite.MONeTWrapper(twin(model), **AMPLE), model, [torch.randn(count, 16) for count in counts])
     assert len(captures) == 3, "as many as for batches of any size without it"
 
 

@@ -342,6 +342,12 @@ def break_reason(graph: fx.GraphModule) -> Any:
     return reason if reason is not None and reason.graph_break else None
 
 
+def reason_text(reason: Any) -> str:
+    """A break's reason in a line. TorchDynamo has two names for a branch on data, one of which is internal."""
+    text = str(reason.reason).partition("\n")[0]
+    return "Data-dependent branching" if text.startswith("generic_jump ") else text
+
+
 def draws_like_numpy(node: fx.Node) -> bool:
     """True for a call that draws from torch's generator in the place of numpy's."""
     return getattr(getattr(node.target, "f", None), "__module__", "") == "torch._numpy.random"

@@ -13,6 +13,7 @@
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,10 @@ def computed(expr: sympy.Expr, symbols: Mapping[sympy.Symbol, fx.Node]) -> fx.No
 
 class _Calls(PythonReferenceAnalysis):
     """Operations of sizes as calls of a graph, those by functions that don't know proxies included."""
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return _called(operator.truediv, a, b)
 
     @staticmethod
     def trunc_to_int(x: Any, dtype: object) -> Any:

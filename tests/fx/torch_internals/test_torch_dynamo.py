@@ -16,6 +16,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     allow_programs,
     draws_like_numpy,
     dynamo_settings,
+    reason_text,
     recompile_reason,
 )
 
@@ -190,3 +191,18 @@ def test_ones_that_are_made_are_left_out_unless_they_are_written_to() -> None:
         assert torch.equal(found.double(), function(x).double())
         (graph,) = graphs.all
         assert sum(node.target is operator.mul for node in graph.graph.nodes) == calls, function.__name__
+
+
+def test_a_branch_on_data_has_one_name_wherever_it_is() -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        return x * 2 if x.sum() > 0 else x
+
+    def calls(x: torch.Tensor) -> torch.Tensor:
+        return branches(x * 3)
+
+    for function in (branches, calls):
+        graphs = Graphs()
+        torch.compile(function, backend=graphs)(torch.ones(2))
+        assert reason_text(break_reason(graphs.all[0])) == "Data-dependent branching"
+        torch._dynamo.reset()
