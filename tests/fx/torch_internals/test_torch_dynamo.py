@@ -14,6 +14,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     FailOnRecompileLimitHit,
     TorchDynamoException,
     allow_programs,
+    break_reason,
     draws_like_numpy,
     dynamo_settings,
     reason_text,
