@@ -39,6 +39,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     dynamo_settings,
     forget_programs,
     recompile_reason,
+    said_to_be_plain,
 )
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import torch_random
@@ -79,6 +80,9 @@ def copied(joint: Joint) -> Joint:
 MAX_PROGRAMS = 32
 """Programs that are compiled for one wrapper, for different inputs, before another is refused."""
 
+_TOLD = ("torch", "transformers")
+"""Packages that may know that they are captured: torch's functions then call operators that can be captured, and
+transformers' compute the same. Its masks are seen to (`attention_masks`)."""
 _ROUNDING = (operator.floordiv, operator.mod)
 Partition = Callable[[Joint], tuple[fx.GraphModule, fx.GraphModule]]
 """From a joint graph to a forward and a backward program."""
@@ -362,8 +366,8 @@ def run_captured(model: nn.Module, run: Callable[[], _T], refused: tuple[type[Ex
 def capture_settings() -> Iterator[None]:
     """Change torch as a capture of a whole model needs it, for the time of a block, in one thread at a time.
 
-    Log messages are skipped, prints and warnings come afterwards, errors are not logged, branches that only raise
-    are assertions, and kernels are not taken apart.
+    Log messages are skipped, prints come afterwards, errors are not logged, branches that only raise are
+    assertions, kernels are not taken apart, and code that asks whether it is compiled gets plain training's answer.
     """
     with (
         patched(),  # so that settings are read when no other thread has changed them
@@ -371,6 +375,7 @@ def capture_settings() -> Iterator[None]:
         messages_left_out(),
         failures_unlogged(),
         checks_captured(),
+        said_to_be_plain(but_in=_TOLD),
         dynamo_settings(
             recompile_limit=MAX_PROGRAMS,
             use_numpy_random_stream=True,  # and not torch's generator in its place

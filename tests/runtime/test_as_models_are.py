@@ -8,6 +8,7 @@ from small_models import assert_same, step, twin
 from step_lists import free_profile, schedule_of
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import monetlite
 from monetlite.checking.trainee import default_loss
@@ -236,3 +237,22 @@ def test_a_gradient_that_lies_otherwise_than_it_was_captured():
     model, x = Split(), torch.randn(2, 12, 16)
     trained = monetlite.within(twin(model), budget="110%", device="cpu", time_limit=0.5)
     assert_same(step(trained, (x,)), step(model, (x,)))
+
+
+class Asks(nn.Module):
+    """Leaves a step out where it is compiled, and calls a function of torch that asks, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        if not torch.compiler.is_compiling():
+            hidden = hidden / hidden.detach().norm()
+        return checkpoint(torch.sin, hidden, use_reentrant=False)
+
+
+def test_a_model_that_asks_whether_it_is_compiled_is_told_what_plain_training_is():
+    model, inputs = Asks(), (torch.randn(5, 8),)
+    assert_same(step(wrapped(model, inputs), inputs), step(model, inputs))
