@@ -97,7 +97,7 @@ class ScheduledTraining:
         whole: bool = False,
         **options: Any,
     ) -> None:
-        if isinstance(schedule, str) and budget is None and _AMOUNT.fullmatch(schedule.strip()):
+        if budget is None and _is_amount(schedule):
             raise ModelError(
                 f"{schedule!r} stands where a schedule goes; give a budget by its name: budget={schedule!r}"
             )
@@ -363,6 +363,12 @@ class ScheduledTraining:
 
             steps = as_inductor_fuses(traced.graph, steps)
         return lower(traced, steps)
+
+
+def _is_amount(schedule: object) -> bool:
+    """True for a budget in the place of a schedule."""
+    written = isinstance(schedule, str) and _AMOUNT.fullmatch(schedule.strip()) is not None
+    return written or isinstance(schedule, (int, float))
 
 
 def refuse_scheduled(model: nn.Module) -> None:

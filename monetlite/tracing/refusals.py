@@ -2,6 +2,7 @@
 
 import os
 import re
+import sysconfig
 from collections.abc import Iterable
 from typing import Any
 
@@ -86,7 +87,7 @@ _OPERATOR_FAILURE = re.compile(
     r"got \w+Error\((['\"])(?P<said>.*?)\1\)|TypeError \w+: (?P<call>\w+\(\) received .*)"
 )
 """Form in which TorchDynamo quotes the error of an operator."""
-_TORCH = os.path.join(torch.__path__[0], "")
+_TORCH, _STANDARD = os.path.join(torch.__path__[0], ""), os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 def explain(error: Exception, advice: str = PIECES) -> TraceError:
@@ -119,8 +120,14 @@ def explain(error: Exception, advice: str = PIECES) -> TraceError:
 
 def line_of(stack: Iterable[Any]) -> str:
     """The innermost line of a stack that is the person's: `model.py:12 (x = y.item())`."""
-    frames = [item for item in stack if not (item.filename.startswith(_TORCH) or is_own_file(item.filename))]
+    frames = [item for item in stack if _is_persons(item.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({(frames[-1].line or '').strip()})" if frames else NO_LINE
+
+
+def _is_persons(path: str) -> bool:
+    """True for a file that is not monetlite's, torch's or of Python's standard library."""
+    standard = path.startswith(_STANDARD) and "-packages" not in path
+    return not (standard or path.startswith(_TORCH) or is_own_file(path))
 
 
 def own_error(error: BaseException | None, handled: BaseException | None) -> MonetliteError | None:

@@ -116,6 +116,7 @@ def test_mistakes_are_named(solved):
     for call, says in (
         (lambda: monetlite.within(model), "give a schedule, or a budget"),
         (lambda: monetlite.within(model, "6GB"), "give a budget by its name: budget='6GB'"),
+        (lambda: monetlite.within(model, 6 * 10**9), "give a budget by its name: budget=6000000000"),
         (lambda: monetlite.within(model, schedule, seed=1), "'seed' is an option of solving"),
         (lambda: monetlite.within(model, budget="6GB", sede=1), "no option 'sede'"),
         (lambda: monetlite.within(monetlite.MONeTWrapper(model, schedule), schedule), "is wrapped already"),

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import random
 import re
+import sysconfig
 import traceback
 
 import numpy as np
@@ -275,3 +276,11 @@ def test_each_part_of_a_transformers_model_records_once():
     layers = [*model.vision_model.encoder.layers, *model.text_model.encoder.layers]
     assert [len(layer._forward_hooks) for layer in layers] == [1, 1]
     assert not install_recorders(model, RuntimeError("output_capturing")), "nothing is lacking"
+
+
+def test_a_line_of_the_standard_library_is_not_the_persons():
+    """A package that is installed beside it may be."""
+    installed = f"{sysconfig.get_path('stdlib')}/site-packages/models.py"
+    files = (__file__, installed, inspect.__file__)
+    frames = [traceback.FrameSummary(name, 3, "forward", line="x = x + 1") for name in files]
+    assert line_of(frames) == f"{installed}:3 (x = x + 1)"
