@@ -20,6 +20,7 @@ from monetlite.core.announcing import warn
 from monetlite.core.errors import ModelError
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals.torch_aot import descriptors
+from monetlite.fx.torch_internals.torch_dispatch import changes_in_place
 from monetlite.fx.torch_internals.torch_dynamo import left_alone
 from monetlite.operators.random import drawing_from, is_random, rng_state
 from monetlite.runtime.backward_parts import RUN
@@ -216,7 +217,7 @@ def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
 
 def _versions(arguments: Sequence[Any]) -> list[int]:
     """Numbers by which autograd counts changes in place."""
-    return [0 if item.is_inference() else item._version for item in _tensors(arguments)]
+    return [0 if item.is_inference() else changes_in_place(item) for item in _tensors(arguments)]
 
 
 def _kind(arguments: Sequence[Any]) -> Kind:

@@ -31,6 +31,7 @@ from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, boxed_function, keep_saved_tensors
+from monetlite.fx.torch_internals.torch_as_plain import asked_gradients_left_out, said_to_be_plain
 from monetlite.fx.torch_internals.torch_branches import checks_captured
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, failures_unlogged
 from monetlite.fx.torch_internals.torch_dynamo import (
@@ -39,7 +40,6 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     dynamo_settings,
     forget_programs,
     recompile_reason,
-    said_to_be_plain,
 )
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import torch_random
@@ -350,7 +350,7 @@ def run_captured(model: nn.Module, run: Callable[[], _T], refused: tuple[type[Ex
     """
     handled = sys.exc_info()[1]
     try:
-        with capture_settings():
+        with capture_settings(), asked_gradients_left_out():
             return run()
     except Exception as error:
         if not isinstance(error, refused) and not arose_in_capture(error):

@@ -8,6 +8,7 @@ import commands
 import pytest
 
 FILE = """
+import os
 import sys
 import torch
 from torch import nn
@@ -20,10 +21,9 @@ class Talks(nn.Module):
         self.layer, self.ends = nn.Linear(8, 8), ends
 
     def forward(self, x):
-        if not torch.compiler.is_compiling():
-            print("running")
-            if self.ends:
-                sys.exit(0)
+        print("running")
+        if self.ends and "ENDS" in os.environ:
+            sys.exit(0)
         return self.layer(x)
 
 def build(batch=4):
@@ -55,13 +55,14 @@ def test_what_a_model_prints_is_not_the_commands_output(file, tmp_path):
         assert "ing\n" in result.stderr
 
 
-def test_a_model_that_ends_the_program_has_not_passed(file, tmp_path):
+def test_a_model_that_ends_the_program_has_not_passed(file, tmp_path, monkeypatch):
     schedule = tmp_path / "s.yaml"
     quick = ("--model", f"{file}:ends")
     solved = commands.run(
         "solve", *quick, "--budget", "110%", "--device", "t4", "--time-limit", "1", "--output", schedule
     )
     assert solved.exit_code == 0, solved.output
+    monkeypatch.setenv("ENDS", "1")
     result = commands.run("check", schedule, *quick, "--repeats", "1")
     assert result.exit_code == 4
     assert "ended the program" in result.stderr

@@ -256,3 +256,29 @@ class Asks(nn.Module):
 def test_a_model_that_asks_whether_it_is_compiled_is_told_what_plain_training_is():
     model, inputs = Asks(), (torch.randn(5, 8),)
     assert_same(step(wrapped(model, inputs), inputs), step(model, inputs))
+
+
+class Adapted(nn.Module):
+    """A frozen embedding, whose output a hook asks a gradient of, before checkpointed layers, as peft has it."""
+
+    def __init__(self, ask):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(11, 8).requires_grad_(False), nn.Linear(8, 11)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(2))
+        self.embedding.register_forward_hook(lambda _module, _inputs, output: ask(output))
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False).relu()
+        return self.last(hidden)
+
+
+def by_attribute(tensor):
+    tensor.requires_grad = True
+
+
+@pytest.mark.parametrize("ask", [lambda tensor: tensor.requires_grad_(True), by_attribute])
+def test_a_gradient_that_is_asked_for_within_the_model_takes_no_piece(ask):
+    model, inputs = Adapted(ask), (torch.randint(0, 11, (3, 5)),)
+    assert_same(step(wrapped(model, inputs), inputs), step(model, inputs))

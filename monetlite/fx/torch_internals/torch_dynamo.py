@@ -17,7 +17,6 @@
 | `reset_code` | frees what is compiled; a model would be kept for good |
 | `get_legacy_mod_inlinelist` | files that are captured; after a break in `nn.Sequential`, nothing would be |
 | `set_code_exec_strategy` | takes back that a function is left out; the same would happen |
-| `_get_handlers`, `f_globals` | tell code whether it is compiled; another branch than in plain training would run |
 | `UserFunctionVariable.call_function` | gives results that are known; masks would be made that say nothing |
 | `TensorVariable.as_proxy` | tells where a tensor comes from; masks of ones would be made whole |
 | `Tensor._version` | tells that a tensor was written to; padding put into a mask of ones would be lost |
@@ -49,7 +48,6 @@ from torch._dynamo.exc import RestartAnalysis, exceptions_allowed_to_be_fallback
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as GuardOnDataDependentSymNode
 from torch.nn.modules import activation, container, transformer
 
@@ -66,8 +64,6 @@ _MANY_IN_VAIN = 4
 """Steps after which a function that is compiled up to a break in each, without a graph, is left out."""
 _CHECKED = ("solve", "inv", "cholesky", "lu_factor", "lu", "ldl_factor")
 """Functions of `torch.linalg` that look at their result on the host, to raise where there is none."""
-_ASKING = ("is_compiling", "is_dynamo_compiling")
-"""Names of torch's functions by which code asks whether it is compiled. Three are called by the first."""
 _LISTS = (nn.ModuleList, nn.Sequential)
 _WITH_PARTS = (container, transformer, activation)
 """Torch's files that have modules with parts; attention is in the last one."""
@@ -131,27 +127,6 @@ def _is_of_ones(node: fx.Node) -> bool:
     if node.op == "call_method" and node.target in _CONVERSIONS:
         return isinstance(node.args[0], fx.Node) and _is_of_ones(node.args[0])
     return node.target in _ONES
-
-
-def said_to_be_plain(but_in: Collection[str]) -> AbstractContextManager[None]:
-    """Have captured code be told that it is not compiled, as in plain training, for the time of a block.
-
-    Args:
-        but_in: packages whose code is told the truth.
-    """
-    handlers = TorchInGraphFunctionVariable._get_handlers()
-
-    def answer(own: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-            package = str(translator.f_globals.get("__name__", "")).partition(".")[0]
-            if package in but_in:
-                return own(function, translator, *args, **kwargs)
-            return ConstantVariable.create(False)
-
-        return asked
-
-    answers = {item: answer(own) for item, own in handlers.items() if getattr(item, "__name__", "") in _ASKING}
-    return patched(mock.patch.dict(handlers, answers))
 
 
 def drawing_functions(model: nn.Module) -> list[tuple[types.ModuleType, str]]:

@@ -19,7 +19,6 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     dynamo_settings,
     reason_text,
     recompile_reason,
-    said_to_be_plain,
 )
 
 log = logging.getLogger(__name__)
@@ -207,23 +206,4 @@ def test_a_branch_on_data_has_one_name_wherever_it_is() -> None:
         graphs = Graphs()
         torch.compile(function, backend=graphs)(torch.ones(2))
         assert reason_text(break_reason(graphs.all[0])) == "Data-dependent branching"
-        torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(
-    "asks",
-    [
-        torch.compiler.is_compiling,
-        torch.compiler.is_dynamo_compiling,
-        torch._dynamo.is_compiling,
-        torch._utils.is_compiling,
-    ],
-)
-def test_code_is_told_that_it_is_not_compiled(asks: Any) -> None:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if asks() else x * 3
-
-    for told, times in (("another", 3), (__name__, 2)):
-        with said_to_be_plain(but_in=[told]):
-            assert torch.compile(run, backend="eager", fullgraph=True)(torch.ones(1)).item() == times
         torch._dynamo.reset()

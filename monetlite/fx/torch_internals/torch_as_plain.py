@@ -1,0 +1,71 @@
+"""Captured code takes the way that plain training takes, where TorchDynamo would have it take another.
+
+| symbol | use, and what breaks when it changes |
+| --- | --- |
+| `_get_handlers`, `f_globals` | tell code whether it is compiled; another branch than in plain training would run |
+| `TensorVariable.method_requires_grad_` | asks for a gradient of what is computed; LoRA would break |
+| `_call_setattr`, `call_setattr` | the same by an attribute, since torch 2.13 and before; T5 would |
+"""
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables import builtin as _builtin
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from monetlite.fx.torch_internals.patching import patched
+
+_ASKING = ("is_compiling", "is_dynamo_compiling")
+"""Names of torch's functions by which code asks whether it is compiled."""
+_SETS: Any = getattr(_builtin, "SetAttrBuiltinVariable", _builtin.BuiltinVariable)
+_SETTER = "_call_setattr" if hasattr(_SETS, "_call_setattr") else "call_setattr"
+_set_attribute = getattr(_SETS, _SETTER)
+_method_requires_grad = TensorVariable.method_requires_grad_
+
+
+def said_to_be_plain(but_in: Collection[str]) -> AbstractContextManager[None]:
+    """Have captured code be told that it is not compiled, as in plain training, for the time of a block.
+
+    Args:
+        but_in: packages whose code is told the truth.
+    """
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+
+    def answer(own: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+            package = str(translator.f_globals.get("__name__", "")).partition(".")[0]
+            if package in but_in:
+                return own(function, translator, *args, **kwargs)
+            return ConstantVariable.create(False)
+
+        return asked
+
+    answers = {item: answer(own) for item, own in handlers.items() if getattr(item, "__name__", "") in _ASKING}
+    return patched(mock.patch.dict(handlers, answers))
+
+
+def asked_gradients_left_out() -> AbstractContextManager[None]:
+    """Have captures skip that a gradient is asked for of tensors that they compute, for the time of a block.
+
+    peft and transformers do so (`requires_grad_()`, `requires_grad = True`), for checkpoints to see an input with a
+    gradient. No parameter's gradient depends on it, unless the captured code itself differentiates, and such code
+    can't be captured.
+    """
+
+    def by_method(self: Any, translator: Any, requires_grad: Any = True) -> Any:
+        asked = requires_grad is True or requires_grad.as_python_constant()
+        return self if asked and not self.source else _method_requires_grad(self, translator, requires_grad)
+
+    def by_attribute(self: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
+        computed = isinstance(owner, TensorVariable) and not owner.source
+        if computed and name.as_python_constant() == "requires_grad" and value.as_python_constant():
+            return value
+        return _set_attribute(self, translator, owner, name, value)
+
+    return patched(
+        mock.patch.object(TensorVariable, "method_requires_grad_", by_method),
+        mock.patch.object(_SETS, _SETTER, by_attribute),
+    )
