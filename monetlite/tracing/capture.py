@@ -31,7 +31,7 @@ from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, boxed_function, keep_saved_tensors
-from monetlite.fx.torch_internals.torch_as_plain import asked_gradients_left_out, said_to_be_plain
+from monetlite.fx.torch_internals.torch_as_plain import ASKED, asked_gradients_left_out, said_to_be_plain
 from monetlite.fx.torch_internals.torch_branches import checks_captured
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, failures_unlogged
 from monetlite.fx.torch_internals.torch_dynamo import (
@@ -197,6 +197,7 @@ def aot_backend(partition: Partition, *, forward: Compiler, backward: Compiler) 
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         _refuse_rounding(graph.graph)
+        _refuse_asked(graph.graph)
         copy_assigned_data(graph)
         # `loss.backward()` is called outside of `with torch.autocast(...)`, so nothing is cast there. And what
         # draws random numbers that nobody reads is kept, for which AOTAutograd asks this setting of Inductor's.
@@ -215,6 +216,17 @@ def _refuse_rounding(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in _ROUNDING and isinstance(node.meta.get("example_value"), torch.SymFloat):
             raise TraceError(f"{source_of(node)}: a number that varies is divided, and the result rounded")
+
+
+def _refuse_asked(graph: fx.Graph) -> None:
+    """Refuse to return a tensor of which a gradient is asked for in the captured code: it would have none.
+
+    Raises:
+        TraceError: names the line.
+    """
+    for node in graph.output_node().all_input_nodes:
+        if node.meta.get(ASKED):
+            raise TraceError(f"{source_of(node)}: a gradient is asked for of this tensor, which is returned")
 
 
 def refuse_uninitialized(model: nn.Module) -> None:

@@ -282,3 +282,20 @@ def by_attribute(tensor):
 def test_a_gradient_that_is_asked_for_within_the_model_takes_no_piece(ask):
     model, inputs = Adapted(ask), (torch.randint(0, 11, (3, 5)),)
     assert_same(step(wrapped(model, inputs), inputs), step(model, inputs))
+
+
+def test_a_gradient_of_what_a_model_returns_can_be_asked_for_in_it():
+    class Places(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+
+        def forward(self, x):
+            places = (x * 2).requires_grad_()
+            return self.layers(places).sum(), places
+
+    plain, x, found = Places(), torch.randn(5, 3), []
+    for model in (plain, monetlite.within(twin(plain), budget="200%")):
+        energy, places = model(x)
+        found.append(torch.autograd.grad(energy, places)[0])
+    assert torch.equal(*found)

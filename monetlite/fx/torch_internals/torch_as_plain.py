@@ -18,6 +18,8 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from monetlite.fx.torch_internals.patching import patched
 
+ASKED = "monetlite_asked"
+"""Metadata of a captured call of whose result a gradient was asked for."""
 _ASKING = ("is_compiling", "is_dynamo_compiling")
 """Names of torch's functions by which code asks whether it is compiled."""
 _SETS: Any = getattr(_builtin, "SetAttrBuiltinVariable", _builtin.BuiltinVariable)
@@ -52,16 +54,20 @@ def asked_gradients_left_out() -> AbstractContextManager[None]:
 
     peft and transformers do so (`requires_grad_()`, `requires_grad = True`), for checkpoints to see an input with a
     gradient. No parameter's gradient depends on it, unless the captured code itself differentiates, and such code
-    can't be captured.
+    can't be captured. A caller's may, where the tensor is returned (`ASKED`).
     """
 
     def by_method(self: Any, translator: Any, requires_grad: Any = True) -> Any:
         asked = requires_grad is True or requires_grad.as_python_constant()
-        return self if asked and not self.source else _method_requires_grad(self, translator, requires_grad)
+        if not asked or self.source:
+            return _method_requires_grad(self, translator, requires_grad)
+        self.as_proxy().node.meta[ASKED] = True
+        return self
 
     def by_attribute(self: Any, translator: Any, owner: Any, name: Any, value: Any) -> Any:
         computed = isinstance(owner, TensorVariable) and not owner.source
         if computed and name.as_python_constant() == "requires_grad" and value.as_python_constant():
+            owner.as_proxy().node.meta[ASKED] = True
             return value
         return _set_attribute(self, translator, owner, name, value)
 
