@@ -23,7 +23,7 @@ NOTEWORTHY_OUTPUTS_SHARE = 0.02
 IGNORED_LOSS_BYTES = 2**18
 """Outputs smaller than this are never warned of."""
 LARGEST_LOSS = 10
-"""Times their outputs that losses take at most. One that took more is not measured where outputs are small."""
+"""Times their outputs that losses are taken to need at most; with smaller outputs, none is measured."""
 
 
 def optimize(

@@ -82,7 +82,8 @@ MAX_PROGRAMS = 32
 
 _TOLD = ("torch", "transformers")
 """Packages that may know that they are captured: torch's functions then call operators that can be captured, and
-transformers' compute the same. Its masks are seen to (`attention_masks`)."""
+transformers leaves out checks of tensors' values, at which captures would end. Its masks are seen to
+(`attention_masks`)."""
 _ROUNDING = (operator.floordiv, operator.mod)
 Partition = Callable[[Joint], tuple[fx.GraphModule, fx.GraphModule]]
 """From a joint graph to a forward and a backward program."""

@@ -57,8 +57,9 @@ def _called(packet: Any) -> PythonKernel:
 
 def _times(size: Any, factor: float) -> Any:
     """A size times a factor, rounded down; without rounding, as a symbol, by whole numbers."""
-    whole = factor == int(factor)
-    return size * int(factor) if whole else torch.sym_int(size * factor)  # type: ignore[no-untyped-call]  # torch's
+    if factor == int(factor):
+        return size * int(factor)
+    return torch.sym_int(size * factor)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def _faked_gradients(packets: Sequence[Any]) -> AbstractContextManager[None]:

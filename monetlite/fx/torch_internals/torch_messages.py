@@ -81,7 +81,7 @@ def _settings_if_sortable() -> str | None:
 
 def _said(self: Any, translator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """A call of `print` or `warnings.warn` in captured code."""
-    where, output = translator.frame_summary(), translator.output
+    where = translator.frame_summary()
     line = (where.filename, where.lineno or 1)
     if all(item.is_python_constant() for item in (*args, *kwargs.values())):
         if self.value is warnings.warn:
@@ -89,9 +89,8 @@ def _said(self: Any, translator: Any, args: list[Any], kwargs: dict[str, Any]) -
             if "category" in kwargs:
                 category = kwargs["category"].as_python_constant()
             warnings.warn_explicit(text, category, *line, registry=_warned[where.filename])
-        elif not translator.export and output.current_tracer.parent is None:
-            # TorchDynamo writes what the outermost function says; that is the only one that it looks at.
-            output.root_tx.debug_locals.append((self, list(args)))
+        else:  # TorchDynamo writes what the outermost function says; that is the only one that it looks at
+            translator.output.root_tx.debug_locals.append((self, list(args)))
     elif line not in _told:
         _told.add(line)
         warn(

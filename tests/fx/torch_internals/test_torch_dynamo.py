@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from noted_graphs import Graphs
+from torch import nn
 
 from monetlite.fx.torch_internals import torch_dynamo
 from monetlite.fx.torch_internals.torch_dynamo import (
@@ -28,15 +29,6 @@ config = torch_dynamo._config
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     torch._dynamo.reset()
-
-
-class Graphs:
-    def __init__(self) -> None:
-        self.all: list[fx.GraphModule] = []
-
-    def __call__(self, graph: fx.GraphModule, _: Any) -> Any:
-        self.all.append(graph)
-        return graph
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from noted_graphs import Graphs
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from monetlite.fx.torch_internals import torch_messages
 from monetlite.fx.torch_internals.torch_dynamo import break_reason, dynamo_settings
@@ -28,15 +30,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch_messages, "_told", set())
     with dynamo_settings(ignore_logging_functions=set(), reorderable_logging_functions=set()):
         yield
-
-
-class Graphs:
-    def __init__(self) -> None:
-        self.all: list[fx.GraphModule] = []
-
-    def __call__(self, graph: fx.GraphModule, _: Any) -> Any:
-        self.all.append(graph)
-        return graph
 
 
 def talks(x: torch.Tensor) -> torch.Tensor:
@@ -151,3 +144,12 @@ def test_a_print_of_a_tensor_is_left_out_and_told_of_once(capfd: pytest.CaptureF
     torch._dynamo.reset()
     in_submodule(say, torch.ones(3))  # where another warning would be an error
     assert capfd.readouterr().out == ""
+
+
+def test_prints_within_checkpoints_come(capfd: pytest.CaptureFixture[str]) -> None:
+    def say(x: torch.Tensor) -> torch.Tensor:
+        print("within")  # noqa: T201
+        return x.sin()
+
+    in_submodule(lambda x: checkpoint(say, x, use_reentrant=False), torch.ones(2, requires_grad=True))
+    assert capfd.readouterr().out == "within\n" * 2
