@@ -20,7 +20,7 @@ from monetlite.core.announcing import warn
 from monetlite.core.errors import ModelError
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals.torch_aot import descriptors
-from monetlite.fx.torch_internals.torch_dispatch import changes_in_place
+from monetlite.fx.torch_internals.torch_dispatch import changes_of_each
 from monetlite.fx.torch_internals.torch_dynamo import left_alone
 from monetlite.operators.random import drawing_from, is_random, rng_state
 from monetlite.runtime.backward_parts import RUN
@@ -38,14 +38,16 @@ class Begun:
     """The things that a run began with.
 
     Args:
-        arguments: its arguments, or weak references to them.
-        kind: of the arguments.
+        arguments: its arguments.
+        holds: whether these may be held; else weak references are.
         context: makes the context in which it ran.
     """
 
-    def __init__(self, arguments: Sequence[Any], kind: Kind, context: Callable[[], Context]) -> None:
-        self._arguments, self.kind, self.context = list(arguments), kind, context
-        self._versions = _versions(self.again())
+    def __init__(self, arguments: list[Any], holds: bool, context: Callable[[], Context]) -> None:
+        self._arguments, self.context = arguments, context
+        self._versions = changes_of_each(_tensors(arguments))
+        if not holds:
+            self._arguments = [weakref.ref(item) if isinstance(item, torch.Tensor) else item for item in arguments]
 
     def drop(self) -> None:
         """Hold nothing any longer."""
@@ -62,7 +64,7 @@ class Begun:
             ModelError: one was changed in place.
         """
         found = self.again()
-        versions = _versions(found)
+        versions = changes_of_each(_tensors(found))
         if len(versions) != len(self._versions):
             return []
         if versions != self._versions:
@@ -100,6 +102,8 @@ class DoubleBackward:
         self._changed = {item.idx for item in changed if isinstance(item, descriptors.PlainAOTInput)}
         self._known = len(self._changed) == len(changed)
         self._draws = any(map(is_random, joint_graph.nodes))
+        self._costly = self._draws or bool(self._changed)
+        self._device: str | None = None
         self._plain: set[Kind] = set()
 
     def expected(self, arguments: Sequence[Any]) -> bool:
@@ -113,21 +117,16 @@ class DoubleBackward:
 
     def begin(self, arguments: Sequence[Any]) -> Begun | None:
         """Note what a run begins with; None if it can't be run again."""
-        inputs = [item for item in _tensors(arguments) if not isinstance(item, torch.nn.Parameter)]
-        keeps_copies = self._holds and any(item.requires_grad for item in inputs)
-        if not self._known or ((self._draws or self._changed) and not keeps_copies):
+        if not self._known or (self._costly and not (self._holds and any(map(_is_input_with_gradient, arguments)))):
             return None
         if any(arguments[at].requires_grad for at in self._changed):
             return None
-        given = [
-            item.detach().clone()
-            if at in self._changed
-            else item
-            if self._holds or not isinstance(item, torch.Tensor)
-            else weakref.ref(item)
-            for at, item in enumerate(arguments)
-        ]
-        return Begun(given, _kind(arguments), _as_now(device_of(self._graph, arguments), self._draws))
+        if self._device is None:
+            self._device = device_of(self._graph, arguments)
+        given = list(arguments)
+        for at in self._changed:
+            given[at] = given[at].detach().clone()
+        return Begun(given, self._holds, _as_now(self._device, self._draws))
 
     def watch(self, node: Any, begun: Begun | None, returned: Sequence[Any], order: Order) -> None:
         """Have the autograd node of a run give gradients that can be differentiated, where it is asked for them.
@@ -166,7 +165,7 @@ class DoubleBackward:
                 "run was repeated as in plain training. Later ones on such inputs run that way at once, and take "
                 "as much memory. If that doesn't fit, make the batch of these steps smaller"
             )
-        self._plain.add(begun.kind)
+        self._plain.add(_kind(arguments))
 
         @left_alone
         def exchange(made: Sequence[Any], _gradients: object) -> tuple[Any, ...] | None:
@@ -215,9 +214,9 @@ def _tensors(arguments: Sequence[Any]) -> list[torch.Tensor]:
     return [item for item in arguments if isinstance(item, torch.Tensor)]
 
 
-def _versions(arguments: Sequence[Any]) -> list[int]:
-    """Numbers by which autograd counts changes in place."""
-    return [0 if item.is_inference() else changes_in_place(item) for item in _tensors(arguments)]
+def _is_input_with_gradient(argument: Any) -> bool:
+    own = isinstance(argument, torch.nn.Parameter) or not isinstance(argument, torch.Tensor)
+    return not own and argument.requires_grad
 
 
 def _kind(arguments: Sequence[Any]) -> Kind:

@@ -150,6 +150,11 @@ def changes_in_place(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def changes_of_each(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Changes in place of several tensors, as each step asks it of all parameters; 0 for tensors that are not counted."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def change_counter(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory for `changes_in_place` of another one, which it doesn't keep alive.
 
