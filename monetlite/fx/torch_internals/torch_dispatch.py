@@ -151,7 +151,7 @@ def changes_in_place(tensor: torch.Tensor) -> int:
 
 
 def changes_of_each(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Changes in place of several tensors, as each step asks it of all parameters; 0 for tensors that are not counted."""
+    """Changes in place of several tensors, as each step asks of all parameters; 0 where they are not counted."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
