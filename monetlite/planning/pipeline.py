@@ -22,8 +22,6 @@ NOTEWORTHY_OUTPUTS_SHARE = 0.02
 """Share of a budget from which a model's outputs are warned of: as accurate as predicted peaks are."""
 IGNORED_LOSS_BYTES = 2**18
 """Outputs smaller than this are never warned of."""
-LARGEST_LOSS = 10
-"""Times their outputs that losses are taken to need at most; with smaller outputs, none is measured."""
 
 
 def optimize(

@@ -167,9 +167,9 @@ class StepPlans:
     def measure_loss(self, output: Any, call: Arguments) -> None:
         """Measure what the caller's loss takes, from here to the backward pass, if that isn't known yet."""
         if self.schedule is not None:
-            from monetlite.planning.pipeline import LARGEST_LOSS, noteworthy_bytes
+            from monetlite.planning.pipeline import noteworthy_bytes
 
-            least_bytes = noteworthy_bytes(self.schedule.budget_bytes) / LARGEST_LOSS
+            least_bytes = noteworthy_bytes(self.schedule.budget_bytes)
             self.outside.forward_ends(output, device_of(self.model, tuple(call)), least_bytes)
 
     def count_loss(self) -> bool:

@@ -65,21 +65,6 @@ def test_what_a_caller_keeps_counts_through_the_backward_pass():
     assert kept_bytes == pytest.approx(ROWS * CLASSES * 4, rel=0.1)
 
 
-def test_a_loss_of_small_outputs_that_takes_many_times_as_much_counts():
-    """Dice and cross entropy at several depths keep ten times what they read."""
-    layers, x, kept = model(), torch.randn(ROWS, 64), []
-    layers[-1] = nn.Linear(64, 32, bias=False)
-
-    def keeping(output):
-        kept[:] = [torch.empty_like(output) for _ in range(9)]
-        return output.square().sum()
-
-    trained = monetlite.MONeTWrapper(layers, budget="100%", time_limit=0.3)
-    peak_bytes(trained, x, keeping)
-    kept_bytes, _ = trained._training.plans.outside.memory.of(monetlite.trace(layers, x))
-    assert kept_bytes == pytest.approx(9 * ROWS * 32 * 4, rel=0.1)
-
-
 def test_a_loss_that_does_not_fit_is_said():
     x = torch.randn(ROWS, 64)
     trained = monetlite.MONeTWrapper(model(), budget=int(3.05 * ROWS * CLASSES * 4), time_limit=0.3)
