@@ -171,10 +171,18 @@ class PlanningBesideTraining:
     def advance(self, step_seconds: float) -> Schedule | None:
         """Go on for a share of the last step's seconds, while no step runs; the better schedule, once there is one.
 
-        Nothing is measured while a profiler is on: it would be of that.
+        Nothing is measured while a profiler is on: it would be of that. An error ends the search, and is told.
         """
         if self.finished:
             return None
+        try:
+            return self._advanced(step_seconds)
+        except (MonetliteError, OSError) as error:  # training goes on by the plan that it has
+            self.finished = True
+            self.told.append(f"no better plan is looked for: {error}")
+            return None
+
+    def _advanced(self, step_seconds: float) -> Schedule | None:
         if self._process is not None:
             return self._handed_over(self._process)
         if all(item.done == item.total for item in self._measurements):
@@ -186,11 +194,7 @@ class PlanningBesideTraining:
         self._credit_seconds += MEASURING_SHARE * step_seconds
         if self._credit_seconds > 0 and may_profile():
             began = time.monotonic()
-            try:
-                self._measure(self._credit_seconds)
-            except MonetliteError as error:  # training goes on by the plan that it has
-                self.finished = True
-                self.told.append(f"no better plan is looked for: {error}")
+            self._measure(self._credit_seconds)
             self._credit_seconds -= time.monotonic() - began  # the last call may have taken longer
         return None
 

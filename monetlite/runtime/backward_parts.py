@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from monetlite.fx.torch_internals.torch_aot import boxed_function
+from monetlite.fx.torch_internals.torch_aot import boxed_function, without_autocast
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.varying_sizes import input_sizes, shape_with
 from monetlite.operators.program_calls import deliver
@@ -66,7 +66,8 @@ def deferred(
         def run(number: int) -> list[Any]:
             part = parts[number]
             taken = [tensors.pop(name) if name in part.lets_go else tensors[name] for name in part.takes]
-            made = list(unused.run(part.run, taken, given))
+            with without_autocast():
+                made = list(unused.run(part.run, taken, given))
             tensors.update(zip(part.gives, made, strict=False))
             made_results = zip(part.results, made[len(part.gives) :], strict=True)
             if number == len(parts) - 1:
@@ -75,7 +76,7 @@ def deferred(
 
         stand_ins: list[torch.Tensor | None] = [None] * len(results)
         for at, spec in specs.items():
-            stand_in = torch.empty((), dtype=spec.dtype, device=spec.device).expand(shape_with(values, spec))
+            stand_in = torch.zeros((), dtype=spec.dtype, device=spec.device).expand(shape_with(values, spec))
             setattr(stand_in, RUN, run)
             stand_ins[at] = stand_in
         return stand_ins

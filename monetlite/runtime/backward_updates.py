@@ -8,18 +8,21 @@ pass) gets an error, as there is none any more.
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from monetlite.core.errors import ModelError
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 _LIBRARIES = ("torch.optim.", "bitsandbytes.optim.", "torchao.optim.")
 """Modules of optimizers that update each parameter by itself."""
-_UPDATED = "_monetlite_updated"
-"""Attribute of a parameter that is updated in the backward pass."""
+_updated = WeakIdKeyDictionary()
+"""Parameters that are updated in the backward pass, as keys; copies and what is loaded from a file are not."""
 
 
 def step_in_backward(optimizer: OptimizerT) -> OptimizerT:
@@ -72,7 +75,7 @@ class BackwardUpdates:
         places = enumerate(optimizer.param_groups)
         self._group_of = {item: number for number, group in places for item in group["params"]}
         for parameter in self._group_of:
-            if hasattr(parameter, _UPDATED):
+            if is_updated(parameter):
                 raise ModelError("a parameter of this optimizer is updated in the backward pass already")
             if parameter.grad is not None:
                 raise ModelError(
@@ -81,9 +84,9 @@ class BackwardUpdates:
                 )
         self._hooks = [optimizer.register_step_pre_hook(self._step_begins)]
         for parameter in self._group_of:
-            setattr(parameter, _UPDATED, True)
-            if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._update))
+            _updated[parameter] = True
+            if parameter.is_floating_point() or parameter.is_complex():
+                self._hooks.append(_hooked(parameter, self._update))
 
     def remove(self) -> None:
         """Have the optimizer step as ever again."""
@@ -91,7 +94,7 @@ class BackwardUpdates:
             hook.remove()
         self._forget_gradients()
         for parameter in self._group_of:
-            delattr(parameter, _UPDATED)
+            del _updated[parameter]
 
     def _update(self, parameter: torch.Tensor) -> None:
         _refuse_processes()
@@ -147,6 +150,22 @@ class UsedGradient(torch.Tensor):
         )
 
 
+def is_updated(parameter: torch.Tensor) -> bool:
+    """True for a parameter that an optimizer updates in the backward pass."""
+    return parameter in _updated
+
+
+def _hooked(parameter: torch.Tensor, function: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """A hook that gets a parameter when its gradient is there, now or once it is no longer frozen."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return hook
+    finally:
+        parameter.requires_grad_(trained)
+
+
 def refuse_without_updates(model: nn.Module) -> None:
     """Refuse a model whose plan counts updates in the backward pass, and that has a parameter without.
 
@@ -154,7 +173,7 @@ def refuse_without_updates(model: nn.Module) -> None:
         ModelError: names the parameter.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not hasattr(parameter, _UPDATED):
+        if parameter.requires_grad and not is_updated(parameter):
             raise ModelError(
                 f"step_in_backward is planned, and {name} would keep its gradient: no optimizer updates it in "
                 "the backward pass. Before the first step, call monetlite.step_in_backward(optimizer), with an "

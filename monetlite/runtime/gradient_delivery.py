@@ -16,6 +16,7 @@ gradient outside of the chain. Then (`Joint.at_once`) there is no chain, and the
 """
 
 import contextlib
+import itertools
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 from monetlite.core.errors import ModelError
-from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent
+from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent, without_autocast
 from monetlite.fx.torch_internals.torch_dispatch import weak_storage, without_class, without_modes
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.backward_parts import RUN, deferred, laid_out, results_by_part
@@ -136,7 +137,8 @@ class CapturedStep:
     def __init__(self, lower: Partition, compiler: Compiler) -> None:
         self._lower: Partition | None = lower
         self._compiler = compiler
-        self._versions: list[Version] = []
+        self._versions: dict[int, Version] = {}
+        self._numbers = itertools.count()
         self.current: Version
         self.by_size: dict[tuple[int, ...], Version] = {}
         self.last_sizes: tuple[int, ...] = ()
@@ -157,9 +159,15 @@ class CapturedStep:
         assert self._lower is not None
         forward, backward = self._lower(joint)
         self._lower = None  # which may hold the tensors that the graph was captured with
-        self.current = Version(0, _order(joint, backward))
-        self._versions.append(self.current)
+        self.current = self._version(backward)
         return forward, backward
+
+    def _version(self, backward: fx.GraphModule) -> Version:
+        """A version of a number of its own, though threads may make some at once."""
+        assert self.joint is not None
+        version = Version(next(self._numbers), _order(self.joint, backward))
+        self._versions[version.number] = version
+        return version
 
     def open_runs(self) -> int:
         """Runs whose backward pass is still to come, or may come again."""
@@ -228,7 +236,8 @@ class CapturedStep:
             assert version.backward is not None
             arguments[:0] = sizes
             self._tell("begin")
-            results = version.backward(arguments)
+            with without_autocast():
+                results = version.backward(arguments)
             if not version.order:
                 self._tell("end")
             return results
@@ -238,7 +247,7 @@ class CapturedStep:
     def exchange(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Version:
         """Run the steps to come by other programs; those that have begun end by theirs."""
         assert self.joint is not None
-        version = Version(len(self._versions), _order(self.joint, backward))
+        version = self._version(backward)
         results, given = flat_outputs(forward), forward.graph.find_nodes(op="placeholder")
         saved = range(self.joint.forward_outputs, len(results))
         version.forward = self._compiler(forward, _captured(given), saved)
@@ -247,7 +256,6 @@ class CapturedStep:
         sizes = len(self._sizes_at)
         taken[sizes : sizes + len(inputs)] = inputs
         version.backward = self._compiled_backward(backward, taken, (), version)
-        self._versions.append(version)
         self.current = version
         return version
 

@@ -12,6 +12,7 @@ from monetlite.core.announcing import warn
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.profiling.step_additions import OPTIMIZERS
+from monetlite.runtime.backward_updates import is_updated
 from monetlite.runtime.measured_peak import state_bytes
 from monetlite.runtime.step_plans import StepPlans
 
@@ -39,7 +40,8 @@ def _stepped(optimizer: Optimizer, *_: Any) -> None:
     for plans in list(_watched):
         own = {item for item in plans.model.parameters() if item.requires_grad}
         trained = [item for group in optimizer.param_groups for item in group["params"] if item in own]
-        if trained and plans.schedule is not None:
+        alone = any(item.grad is not None and is_updated(item) for item in trained)  # in the backward pass
+        if trained and plans.schedule is not None and not alone:
             _watched.discard(plans)
             _look(optimizer, trained, plans.schedule, given=plans.budget is None)
 

@@ -1,13 +1,13 @@
 """The search for a better plan than the first, beside training, and the exchange of programs for it."""
 
-import contextlib
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from monetlite.core.announcing import bettered, tell
-from monetlite.core.errors import ScheduleMismatch
+from monetlite.core.errors import MonetliteError, ScheduleMismatch
 from monetlite.core.schedule import Schedule
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep
@@ -70,6 +70,10 @@ class Refinement:
         if self._steps and self._steps[-1].step is None:
             self._steps[-1].step = step
 
+    def capture_ends(self) -> None:
+        """Note no step whose capture has ended before there were programs."""
+        self._steps = [step for step in self._steps if step.step is not None]
+
     def forget(self) -> None:
         """Leave the steps that were noted as they are: others are captured in their place."""
         self._steps.clear()
@@ -92,12 +96,15 @@ class Refinement:
             traced = item.traced.get(better.layout)
             if traced is None or item.step is None or (item.limits and item.limits not in item.step.by_size):
                 continue
-            with contextlib.suppress(ScheduleMismatch, TooLarge):
+            try:
                 fitted, steps = self._fitting.fit(traced, better, item.resident_bytes)
                 version = item.step.exchange(*lower(fitted, steps))
                 if item.limits:
                     item.step.serve(version, item.limits)
                 item.schedule, done = better, True
+            except MonetliteError as error:  # training goes on by the plan that it has
+                if not isinstance(error, (ScheduleMismatch, TooLarge)):
+                    self._planning.told.append(f"a better plan is not taken: {error}")
         return done
 
 
@@ -107,12 +114,19 @@ class StepClock:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._counts = False
+        self._usual_seconds = math.inf
 
     def border(self) -> float:
-        """Begin a step; the time that the last one took, in seconds, 0 if it says nothing."""
+        """Begin a step; the time that the last one took, in seconds, 0 if it says nothing.
+
+        Whatever else the caller did since (an evaluation, a pause) counts as one step more at most.
+        """
         now = time.monotonic()
-        seconds, self._began, self._counts = (now - self._began if self._counts else 0.0), now, True
-        return seconds
+        seconds, self._began, counted, self._counts = now - self._began, now, self._counts, True
+        if not counted:
+            return 0.0
+        self._usual_seconds = min(seconds, 2 * self._usual_seconds)
+        return self._usual_seconds
 
     def goes_on(self) -> None:
         """Have what was done since the last border count for nothing."""

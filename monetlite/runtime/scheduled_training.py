@@ -63,12 +63,17 @@ from monetlite.tracing.capture import (
 from monetlite.tracing.names import longest_loop
 from monetlite.tracing.operator_graph import Traced
 from monetlite.tracing.refusals import PIECES
-from monetlite.tracing.step_inputs import Arguments, on_its_gpu, require_module
+from monetlite.tracing.step_inputs import Arguments, gpu_of, on_its_gpu, require_module
 
 MANY_CALLS, MANY_OF_A_LINE = 2000, 50
 """Calls in a captured model, and those that one line makes in one module, of which a person is told."""
 MANY_SOLVED = 8
 """Schedules that are solved for one model at training time, before a person is told how to need fewer."""
+DATA_PARALLEL = (
+    "nn.DataParallel copies a model to each GPU in every step, and a plan is of one GPU. Train in a process for "
+    "each GPU: torchrun and DistributedDataParallel(model), which is faster, too. transformers' Trainer takes "
+    "DataParallel where it sees several GPUs: start it by torchrun, or show it one (CUDA_VISIBLE_DEVICES=0)"
+)
 _AMOUNT = re.compile(r"[\d.,]+\s*(%|b|[kmgt]i?b?)", re.IGNORECASE)
 OneSchedule: TypeAlias = Schedule | str | PathLike[str]
 
@@ -120,8 +125,6 @@ class ScheduledTraining:
         # Inductor's programs and what the allocator reserves are too costly to plan twice.
         wait = wait or compile or solving.reserved
         self.plans = StepPlans(model, given, budget=budget, options=options, outputs=outputs, wait=wait)
-        if compile:
-            self.plans.sizes.fix("what Inductor compiles is for fixed sizes")
         self._begin()
 
     def _begin(self) -> None:
@@ -135,6 +138,9 @@ class ScheduledTraining:
         self._numbers = VaryingNumbers(fixed=fixed, counting=True)
         self._forget()
         watch_state(self.plans)
+        layouts = {schedule.layout for schedule in self.plans.schedules}
+        if self.compile or self.plans.pricing.compile or layouts & set(COMPILED_LAYOUTS.values()):
+            self.plans.sizes.fix("what Inductor compiles is for fixed sizes")
 
     @functools.cached_property
     def _looks_at_masks(self) -> bool:
@@ -240,6 +246,7 @@ class ScheduledTraining:
         if len({shapes_of(known) for known in self._ready}) >= MAX_PROGRAMS:
             self._forget()  # Dynamo keeps no more
             self._warn_of_shapes()
+        refuse_other_gpu(self.model, call)
         _refuse_shards(self.model)
         refuse_uninitialized(self.model)
         if plans.updates_in_backward:
@@ -404,6 +411,20 @@ def loaded(schedule: OneSchedule) -> Schedule:
     from monetlite.zoo.collection import load_schedule
 
     return load_schedule(schedule)
+
+
+def refuse_other_gpu(model: nn.Module, call: Arguments) -> None:
+    """Refuse inputs on a GPU that nothing of the model is on: those of another one's copy of it.
+
+    Raises:
+        ModelError: names both.
+    """
+    held = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
+    gpu = gpu_of(model, call)
+    if gpu is not None and held and gpu not in held:
+        raise ModelError(
+            f"the inputs are on {gpu}, and the model is on {', '.join(sorted(map(str, held)))}. {DATA_PARALLEL}"
+        )
 
 
 def _refuse_shards(model: nn.Module) -> None:

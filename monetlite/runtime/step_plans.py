@@ -151,6 +151,8 @@ class StepPlans:
             yield
         finally:
             self._example, self._shapes = None, {}
+            if self.refinement is not None:
+                self.refinement.capture_ends()
 
     def note_shapes(self, graph: fx.GraphModule) -> None:
         """Note which sizes of the call's tensors are which symbols of the step that is being captured.

@@ -134,7 +134,9 @@ def compile_graph(
         def traced_in(layout: str) -> Traced:
             # Building a graph changes the joint graph, which every layout begins from.
             built = build_graph(copied(joint), graph, (tuple(inputs), {}), layout=layout, autocast=autocast)
-            return replace(built, graph=replace(built.graph, name="compiled"))
+            # Weights may come to rule an implementation out, and torch.compile then has no other program.
+            unguarded = built.graph.restricted(lambda item: item.guard is None)
+            return replace(built, graph=replace(unguarded, name="compiled"))
 
         nonlocal schedule
         schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)

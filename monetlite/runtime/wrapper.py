@@ -14,8 +14,18 @@ from torch import nn
 
 from monetlite.core.errors import ModelError
 from monetlite.core.schedule import Schedule
-from monetlite.fx.torch_internals.torch_modules import apply_to_tensors, own_contents, share_contents
-from monetlite.runtime.scheduled_training import OneSchedule, ScheduledTraining, refuse_scheduled
+from monetlite.fx.torch_internals.torch_modules import (
+    apply_to_tensors,
+    load_own_contents,
+    own_contents,
+    share_contents,
+)
+from monetlite.runtime.scheduled_training import (
+    DATA_PARALLEL,
+    OneSchedule,
+    ScheduledTraining,
+    refuse_scheduled,
+)
 
 OWN = frozenset(vars(nn.Module()))
 """Instance attributes that every module has."""
@@ -147,6 +157,12 @@ class MONeTWrapper(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        load_own_contents(self.model, *arguments)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise ModelError(DATA_PARALLEL)
 
     def train(self, mode: bool = True) -> Self:
         self.model.train(mode)

@@ -1,6 +1,7 @@
 """The optimizer's step in the backward pass: plain training's weights, and gradients that never add up."""
 
 import copy
+import io
 import warnings
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.profiling.step_additions import with_step_in_backward
-from monetlite.runtime.backward_updates import BackwardUpdates
+from monetlite.runtime.backward_updates import BackwardUpdates, refuse_without_updates
 
 COUNTED = {"optimizer": "adamw", "step_in_backward": True}
 
@@ -302,3 +303,31 @@ def test_verification_steps_in_the_backward_pass():
     assert report.largest_difference == 0
     assert report.peak_bytes == pytest.approx(schedule.peak_bytes, rel=0.001)
     assert all(torch.equal(before, now) for before, now in zip(weights, model.parameters(), strict=True))
+
+
+def test_a_parameter_that_thaws_is_updated_in_the_backward_pass_too():
+    model, x = mlp(16)
+    plain = twin(model)
+    model[0].requires_grad_(False)
+    mine = monetlite.step_in_backward(adamw(model))
+    model[0].requires_grad_(True)
+    train(model, mine, x, 3)
+    train(plain, adamw(plain), x, 3)
+    assert same_weights(plain, model)
+    for item in model.parameters():
+        item.grad = None
+    model(x).sum().backward()
+    with pytest.raises(ModelError, match="gradient that is gone"):
+        model[0].weight.grad.norm()
+
+
+def test_a_model_that_is_saved_and_loaded_is_a_new_one():
+    model, _ = mlp(16)
+    monetlite.step_in_backward(adamw(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with pytest.raises(ModelError, match="no optimizer updates it"):
+        refuse_without_updates(loaded)
+    monetlite.step_in_backward(adamw(loaded))

@@ -333,3 +333,40 @@ def test_what_a_step_saves_are_plain_tensors():
             losses(trained, x)
     assert saved
     assert {type(tensor) for tensor in saved} <= {torch.Tensor, nn.Parameter}
+
+
+class InFloat32(nn.Module):
+    """Products that autocast leaves alone, each delivered as soon as it is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = deep()
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.layers(x.float())
+
+
+@pytest.mark.parametrize("steps", [plain_steps, recompute_everything])
+def test_autocast_around_the_backward_pass_converts_nothing_in_re_runs(steps):
+    model, x = InFloat32(), torch.randn(4, WIDTH)
+    plain = twin(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses(wrapped(model, x, steps), x).backward()
+        loss = losses(plain, x)
+    loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_anomaly_detection_finds_no_nan_in_what_stands_for_gradients():
+    """With deterministic algorithms, torch fills new memory with NaN."""
+    model, x = deep(), torch.randn(4, WIDTH)
+    trained = wrapped(model, x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        losses(trained, x).backward()
+        with torch.autograd.detect_anomaly(check_nan=True):
+            losses(trained, x).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)

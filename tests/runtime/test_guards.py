@@ -181,3 +181,16 @@ def test_guards_of_another_kind_are_named_too():
     require(["one", "other"], torch.tensor(True), torch.tensor(True))
     with pytest.raises(GuardFailed, match=r"^other$"):
         require(["one", "other"], torch.tensor(True), torch.tensor(False))
+
+
+def test_torch_compile_takes_no_gradient_from_an_output():
+    """It has no other program where weights rule that out."""
+    torch.manual_seed(0)
+    convolution, norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+    model = nn.Sequential(convolution, norm, nn.LeakyReLU(0.1), nn.Flatten(), nn.Linear(8 * 256, 4))
+    nn.init.zeros_(norm.weight)
+    x = torch.randn(32, 3, 16, 16)
+    options = {"budget": "90%", "device": "rtx-4090", "tolerance": FROM_OUTPUT_TOLERANCE, "time_limit": 0.5}
+    compiled = twin(model)
+    compiled.compile(backend="monetlite", options=options)
+    assert_same(step(compiled, (x,)), step(model, (x,)), 10 * FROM_OUTPUT_TOLERANCE)

@@ -84,3 +84,10 @@ def test_nothing_holds_a_model_that_is_gone():
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_state_of_an_optimizer_that_steps_in_the_backward_pass_is_told():
+    """Its first updates are of one parameter each."""
+    model = within(optimizer="sgd", step_in_backward=True)
+    (told,) = train(model, monetlite.step_in_backward(torch.optim.AdamW(model.parameters())))
+    assert "keeps 200 kB of state" in told

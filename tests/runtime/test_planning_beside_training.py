@@ -10,11 +10,13 @@ from torch import nn
 
 import monetlite
 from monetlite.core.costs import without_costs
-from monetlite.core.errors import InfeasibleBudget
+from monetlite.core.errors import CudnnError, InfeasibleBudget
 from monetlite.core.options import split_options
 from monetlite.planning import beside_training
 from monetlite.planning.beside_training import PlanningBesideTraining
 from monetlite.profiling.measured import Measurement
+from monetlite.runtime.fitting import Fitting
+from monetlite.runtime.refinement import StepClock
 from monetlite.runtime.step_plans import StepPlans
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.problem import Problem
@@ -196,3 +198,41 @@ def test_a_share_is_not_less_than_before_once_layers_are_frozen(wait):
     model(x).sum().backward()
     schedule = monetlite.schedule_of(model)
     assert schedule.peak_bytes <= schedule.budget_bytes == before_bytes
+
+
+def test_an_error_of_a_better_plan_leaves_training_as_it_is(planned, monkeypatch, caplog):
+    original, inputs, (small, large) = planned
+    given(monkeypatch, small, large)
+    model = twin(original)
+    monetlite.within(model, budget="1GB", device="rtx-3090")
+    step(model, inputs)
+
+    def fit(*_):
+        raise CudnnError("torch.backends.cudnn.benchmark would tune again")
+
+    monkeypatch.setattr(Fitting, "fit", fit)
+    with caplog.at_level(logging.INFO, logger="monetlite"):
+        step(model, inputs)
+    assert "a better plan is not taken: torch.backends.cudnn.benchmark" in caplog.text
+    assert monetlite.schedule_of(model).choices == small.choices
+
+
+def test_a_process_that_can_not_start_leaves_training_as_it_is(monkeypatch, caplog, cache_folder):
+    model, inputs = SmallCNN(), (torch.randn(4, 3, 12, 12),)
+    monetlite.within(model, budget="90%", time_limit=0.5, device="rtx-3090")
+
+    def start(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(beside_training, "SolvingProcess", start)
+    with caplog.at_level(logging.INFO, logger="monetlite"):
+        for _ in range(3):
+            step(model, inputs)
+    assert caplog.text.count("no better plan is looked for: [Errno 28]") == 1
+
+
+def test_what_is_done_between_steps_counts_as_one_step_more_at_most(monkeypatch):
+    now = iter([0.0, 1.0, 2.0, 602.0, 603.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    clock = StepClock()
+    assert [clock.border() for _ in range(4)] == [0.0, 1.0, 2.0, 1.0]

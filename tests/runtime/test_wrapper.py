@@ -11,10 +11,13 @@ from small_models import SmallCNN, TwoInputsTwoOutputs, WithLoss, assert_same, c
 from step_lists import free_profile, recompute_everything, schedule_of
 from thoroughness import often
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import monetlite
 from monetlite.core.errors import ModelError, ScheduleFileError, ScheduleMismatch
+from monetlite.runtime.scheduled_training import refuse_other_gpu
+from monetlite.tracing.step_inputs import Arguments
 
 
 def schedule_for(model, inputs):
@@ -570,3 +573,54 @@ def test_a_wrapped_module_that_is_no_container():
     for function in (len, iter, lambda model: 1 in model):
         with pytest.raises(TypeError):
             function(wrapper)
+
+
+class Versioned(nn.Module):
+    """Its state has more than tensors, and is brought up to date when it is loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.steps, self.said = nn.Linear(4, 4), 7, []
+
+    def forward(self, x):
+        return self.linear(x)
+
+    def get_extra_state(self):
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state):
+        self.steps = state["steps"]
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        if prefix + "old" in state_dict:
+            state_dict[prefix + "linear.bias"] = state_dict.pop(prefix + "old")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def test_a_wrapped_part_loads_its_state_as_the_model_does():
+    outer, model = nn.Module(), Versioned()
+    outer.part = wrapper = monetlite.MONeTWrapper(model, budget="100%")
+    wrapper.register_state_dict_post_hook(lambda *_: model.said.append("saved"))
+    wrapper.register_load_state_dict_post_hook(lambda *_: model.said.append("loaded"))
+    model.register_load_state_dict_pre_hook(lambda *_: model.said.append("loading"))
+    state = outer.state_dict()
+    model.steps = 0
+    state["part.old"] = state.pop("part.linear.bias") + 1
+    outer.load_state_dict(state)
+    assert model.steps == 7
+    assert torch.equal(model.linear.bias, state["part.old"])
+    assert model.said == ["saved", "loading", "loaded"]
+
+
+def test_data_parallel_is_refused_before_it_changes_the_model(cnn):
+    """`replicate` would put each GPU's copies into the model itself."""
+    model, _, schedule = cnn
+    wrapper = monetlite.MONeTWrapper(model, schedule)
+    with pytest.raises(ModelError, match="torchrun and DistributedDataParallel"):
+        wrapper._replicate_for_data_parallel()
+    trained = monetlite.within(nn.Linear(4, 4), budget="100%")
+    with FakeTensorMode():
+        trained.weight = nn.Parameter(torch.empty(4, 4, device="cuda:0"))
+        x = torch.empty(2, 4, device="cuda:1")
+    with pytest.raises(ModelError, match=r"inputs are on cuda:1, and the model is on cuda:0\. nn\.DataParallel"):
+        refuse_other_gpu(trained, Arguments((x,), {}))

@@ -13,6 +13,7 @@
 | `queue_callback` | calls a function when the backward pass ends; records of it would go on until the next step |
 | `_boxed_call` | attribute of a function that empties its list of arguments; peaks would be higher |
 | `_BoxedCodeGen` | code that takes its arguments in a list and empties it; arguments would live too long |
+| `_DisableAutocast` | programs run as captured: autocast of who calls `backward()` would convert again in re-runs |
 | `_forward_from_src` | makes a function of code, whose lines a traceback can show |
 """
 
@@ -65,6 +66,12 @@ def keeps_gradients() -> bool:
 def when_backward_ends(function: Callable[[], None]) -> None:
     """Have a function called at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Have no autocast, on any device: a captured program has its conversions."""
+    guard: AbstractContextManager[None] = torch._C._DisableAutocast()
+    return guard
 
 
 def backward_node(output: torch.Tensor) -> Any:

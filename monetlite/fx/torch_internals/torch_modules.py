@@ -11,8 +11,11 @@ from typing import Any
 
 from torch import nn
 
-CONTENTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-"""Attributes of `nn.Module`: parameters, buffers, submodules, and names of buffers that are not saved."""
+CONTENTS = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Attributes of `nn.Module`: parameters, buffers, submodules, names of unsaved buffers, and hooks of states."""
 HOLDERS = ("__dict__", "_modules")
 """Attributes by which Dynamo reaches submodules, where a module defines `__getattr__` as those of peft do."""
 
@@ -31,6 +34,11 @@ def own_contents(module: nn.Module) -> dict[str, Any]:
 def apply_to_tensors(module: nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> None:
     """Call the method behind `to`, `cuda`, `half` and the like."""
     module._apply(function, recurse)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def load_own_contents(module: nn.Module, *arguments: Any) -> None:
+    """Call the method by which a module takes its part of the `state_dict` of a module that holds it."""
+    module._load_from_state_dict(*arguments)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
