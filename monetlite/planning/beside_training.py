@@ -12,9 +12,10 @@ If `first` finds nothing that fits so, it measures and solves until something do
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
+from monetlite.core.announcing import tell
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, MonetliteError
 from monetlite.core.graph import LOSS, OperatorGraph, ValueKind
@@ -158,15 +159,18 @@ class PlanningBesideTraining:
         """Plan for so much less than the budget from here on."""
         self._less_bytes += size_bytes
 
-    def best(self) -> Schedule:
-        """The schedule that all the time finds, from all costs.
+    def best(self, starts: Iterable[Schedule] = ()) -> Schedule:
+        """The schedule that all the time finds, from all costs and the schedules `starts`.
 
         Raises:
             Those of `monetlite.optimize`.
         """
         self._measure()
         self.finished = True
-        return self._solved(self._steps(self._complete()), self._solving)
+        from monetlite.solving.annealing.compiling import await_compiled
+
+        await_compiled(tell)
+        return self._solved(self._steps(self._complete()), self._solving, starts)
 
     def advance(self, step_seconds: float) -> Schedule | None:
         """Go on for a share of the last step's seconds, while no step runs; the better schedule, once there is one.
@@ -226,10 +230,12 @@ class PlanningBesideTraining:
     def _steps(self, profiles: list[Profile]) -> list[Profile]:
         return [with_additions(profile, self._pricing) for profile in self._step(profiles)]
 
-    def _solved(self, profiles: list[Profile], solving: SolvingOptions) -> Schedule:
+    def _solved(
+        self, profiles: list[Profile], solving: SolvingOptions, starts: Iterable[Schedule] = ()
+    ) -> Schedule:
         """A schedule, from profiles of whole steps."""
         budget = self._budget_of(profiles[0])
-        return solve_layouts(profiles, budget, solving, layout=self._pricing.layout)
+        return solve_layouts(profiles, budget, solving, layout=self._pricing.layout, starts=starts)
 
     def _budget_of(self, profile: Profile) -> str | int | float:
         if not self._less_bytes:

@@ -117,12 +117,8 @@ def solve_model(
     *,
     starts: Iterable[Schedule] = (),
     runs_here: bool = False,
-    step: "Callable[[Profile], Profile] | None" = None,
 ) -> Schedule:
-    """Trace, price and solve a model within a budget; args and errors as in `optimize`.
-
-    `step` adds to a profile what is known of the step beside the model. Then nothing is warned of.
-    """
+    """Trace, price and solve a model within a budget; args and errors as in `optimize`."""
     from monetlite.solving.annealing.compiling import await_compiled
     from monetlite.tracing import trace_layouts
     from monetlite.tracing.step_inputs import on_its_gpu, require_module
@@ -133,11 +129,10 @@ def solve_model(
         layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
         graphs = trace_layouts(model, example_inputs, layouts, device=runs_on, outputs=pricing.outputs)
         profiles = [price(graph, pricing, solving) for graph in graphs]
-        profiles = profiles if step is None else list(map(step, profiles))
     with interrupts_kept():
         await_compiled(tell)
         schedule = solve_layouts(profiles, budget, solving, layout=pricing.layout, starts=starts)
-    if step is None and (outside := unplanned_loss(profiles[0].graph, schedule.budget_bytes)):
+    if outside := unplanned_loss(profiles[0].graph, schedule.budget_bytes):
         warn(outside)
     return schedule
 

@@ -133,8 +133,9 @@ class ScheduledTraining:
         self._warned_of_shapes = False
         self._values_changed = 0
         """Steps that were captured for another value than before, where inputs have known shapes."""
-        # Schedules that are solved beforehand are of graphs in which each number is a constant.
-        fixed = self.plans.budget is None or self.plans.wait
+        # Schedules that are solved beforehand, and what Inductor compiles, are of graphs in which each number is a
+        # constant.
+        fixed = self.plans.budget is None or self.compile or self.plans.pricing.compile
         self._numbers = VaryingNumbers(fixed=fixed, counting=True)
         self._forget()
         watch_state(self.plans)
@@ -293,7 +294,7 @@ class ScheduledTraining:
                 "largest, whose schedule serves all, or pad to a few sizes (pad_to_multiple_of in the collator)"
             )
         try:
-            plans.schedule = plans.solve(call) if plans.wait else None
+            plans.schedule = None
             return self._capture(call)
         except TraceError as error:
             barring = {

@@ -237,7 +237,7 @@ class StepPlans:
     def plan(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """The captured step as a graph, and the steps to run of it, by the first schedule that keeps to its budget.
 
-        With a budget, and where nobody waits for the best, a step that no schedule is for is planned at once.
+        With a budget, a step that no schedule is for is planned at once.
 
         Raises:
             TooLarge: every schedule for this graph would exceed its budget.
@@ -250,7 +250,7 @@ class StepPlans:
         found = self.schedule
         if found is None:
             return self._plan_at_once(joint)
-        if self.budget is None or self.wait:
+        if self.budget is None:
             return self._plan_by(found, joint)
         try:
             return self._plan_by(found, copied(joint))
@@ -315,7 +315,7 @@ class StepPlans:
         *,
         settle: bool = True,
     ) -> tuple[Traced, tuple[Step, ...]]:
-        """A step, and the steps to run of it by a schedule found within seconds.
+        """A step, and the steps to run of it by a schedule found within seconds, or by the best with `wait`.
 
         Args:
             traced: the step in each layout.
@@ -337,7 +337,7 @@ class StepPlans:
                 return [self.outside.counted(of_any_size(item) if limits else item) for item in profiles]
 
             planning = PlanningBesideTraining(graphs, budget, self.pricing, self.solving, whole)
-            schedule = planning.first(settle=settle)
+            schedule = planning.best(self.schedules) if self.wait else planning.first(settle=settle)
         self.solved += 1
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
         # Where sizes vary, a plan for smaller inputs than another one's is good enough.
@@ -433,8 +433,6 @@ class StepPlans:
         serving = self.serving(call)
         if not serving and self.budget is None:
             raise self.unserved(call)
-        if not serving and self.wait:
-            serving = [self.solve(call)]
         for schedule in filter(is_of_any_size, serving):
             limits = step.limits_of(schedule, call, self._order(schedule, call))
             if any(map(operator.lt, limits, sizes)):
@@ -447,12 +445,12 @@ class StepPlans:
                 self._use(schedule, {schedule.layout: traced}, resident_bytes, limits)
                 return *fitted, limits
         budget = self.runs.budget
-        if budget is None or (serving and self.wait):
+        if budget is None:
             raise TraceError("no schedule is for the step at other sizes")
         roomy = step.roomy(sizes)
         largest = max(roomy, self._plain_limits(step, sizes), key=math.prod)
         for limits in dict.fromkeys((largest, roomy)):
-            if limits != sizes:
+            if limits != sizes and not self.wait:  # who waits for a plan waits for one
                 with contextlib.suppress(InfeasibleBudget, TraceError):
                     return *self._plan_at(step, limits, budget, settle=False), limits
         return *self._plan_at(step, sizes, budget), sizes
@@ -548,32 +546,6 @@ class StepPlans:
         tensors = tensors_in_order(self.model, *call)
         return tensors if serving_problem(schedule, tensors, schedule.autocast) is None else as_passed(*call)
 
-    def solve(self, call: Arguments) -> Schedule:
-        """Solve for a call's inputs and the model as it is, beginning from the other schedules.
-
-        Raises:
-            Those of `monetlite.optimize`.
-        """
-        from monetlite.planning.pipeline import solve_model
-
-        def plan(budget: str | int | float) -> Schedule:
-            return solve_model(
-                self.model,
-                call,
-                budget,
-                self.pricing,
-                self.solving,
-                starts=self.schedules,
-                runs_here=True,
-                step=self.outside.counted,
-            )
-
-        # Measuring draws random numbers; the step that waits for it must not notice.
-        with forked_state(device_of(self.model, call)):
-            solved = self._within_budget(plan)
-        self.solved += 1
-        self.schedules = sorted([solved, *self.schedules], key=size_served)
-        return solved
 
 
 class _NotAsked(Exception):

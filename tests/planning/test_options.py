@@ -114,11 +114,11 @@ def test_the_wrapper_and_the_backend_pass_every_option_on(left_out, monkeypatch)
     assert (options.pricing, options.solving) == split_options(compiled)
     given = []
 
-    def solve_model(model, inputs, budget, *options, **more):
-        given.append((budget, *options))
+    def planning(graphs, budget, pricing, solving, *more):
+        given.append((budget, pricing, solving))
         raise ModelError("enough is known")
 
-    monkeypatch.setattr("monetlite.planning.pipeline.solve_model", solve_model)
+    monkeypatch.setattr("monetlite.planning.beside_training.PlanningBesideTraining", planning)
     model = nn.Linear(2, 2)
     monetlite.step_in_backward(torch.optim.SGD(model.parameters()))
     with pytest.raises(ModelError, match="enough is known"):
