@@ -547,6 +547,5 @@ class StepPlans:
         return tensors if serving_problem(schedule, tensors, schedule.autocast) is None else as_passed(*call)
 
 
-
 class _NotAsked(Exception):
     """A program was captured other than through `ScheduledTraining`, so without the settings that captures need."""

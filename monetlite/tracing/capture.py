@@ -411,8 +411,8 @@ def many_programs(kept: int = 0) -> str:
         f"programs have been compiled for {kept or MAX_PROGRAMS} different steps of this model{fixed}, for seconds "
         f"each. {anew}A number, flag or attribute that the forward pass reads, and the shapes of inputs, are fixed "
         "in a program. Make a value that changes from step to step a tensor (register_buffer, or a tensor "
-        "argument). With a budget, and without wait=True, a number that tensors are only added to, multiplied or "
-        "compared with needs no program for each value. Pad inputs to a few sizes"
+        "argument). With a budget, and without compile=True, a number that tensors are only added to, multiplied "
+        "or compared with needs no program for each value. Pad inputs to a few sizes"
     )
 
 

@@ -17,7 +17,6 @@ from monetlite.planning.beside_training import PlanningBesideTraining
 from monetlite.profiling.measured import Measurement
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.refinement import StepClock
-from monetlite.runtime.step_plans import StepPlans
 from monetlite.solving.bounding.peak_bound import smallest_budget_bound
 from monetlite.solving.problem import Problem
 
@@ -176,12 +175,16 @@ def test_what_does_not_fit_is_refused_at_the_first_step(planned):
         model(*inputs)
 
 
-def test_waiting_solves_before_the_first_step(planned, monkeypatch):
+def test_waiting_finds_the_best_plan_in_the_first_step_by_one_capture(planned, monkeypatch, caplog):
     original, inputs, _ = planned
-    monkeypatch.setattr(StepPlans, "_plan_at_once", None)
+    monkeypatch.setattr(PlanningBesideTraining, "first", None)
     model = monetlite.within(twin(original), budget="100%", device="rtx-3090", time_limit=1.0, wait=True)
-    model(*inputs).sum().backward()
-    assert monetlite.schedule_of(model).budget_bytes
+    with caplog.at_level(logging.INFO, logger="monetlite"):
+        for _ in range(3):
+            model(*inputs).sum().backward()
+    assert caplog.text.count("captured ") == 1
+    assert caplog.text.count("plan: ") == 1
+    assert "better plan" not in caplog.text
 
 
 @pytest.mark.parametrize("wait", [False, True])

@@ -70,9 +70,9 @@ def captures(monkeypatch):
     return found
 
 
-def trained(model, dtype, attribute):
-    """Steps at all values; gives the number of captures after each."""
-    planned = monetlite.within(twin(model), **PLANNING)
+def trained(model, dtype, attribute, **options):
+    """Steps at all values; gives each after its step."""
+    planned = monetlite.within(twin(model), **PLANNING, **options)
     for number in VALUES:
         for item in (planned, model):
             item.number = number if attribute else 1.0
@@ -88,6 +88,11 @@ def test_one_program_serves_all_values(captures, use, dtype, attribute):
     counts = [len(captures) for _ in trained(Scheduled(BY_TENSORS[use]).to(dtype), dtype, attribute)]
     assert counts[1] > counts[0]
     assert counts[1:] == [counts[1]] * (len(VALUES) - 1)
+
+
+def test_one_program_serves_all_values_where_the_best_plan_is_waited_for(captures):
+    counts = [len(captures) for _ in trained(Scheduled(BY_TENSORS["times"]), torch.float32, False, wait=True)]
+    assert counts == [1, *[2] * (len(VALUES) - 1)]
 
 
 @pytest.mark.parametrize(
@@ -154,4 +159,4 @@ def test_a_number_that_is_captured_at_each_step_is_warned_of(monkeypatch, recwar
         assert_same(step(planned, inputs), step(model, inputs))
     told = [str(item.message) for item in recwarn if "for 3 different steps of this model" in str(item.message)]
     assert len(told) == warned
-    assert all("without wait=True, a number" in text for text in told)
+    assert all("without compile=True, a number" in text for text in told)
