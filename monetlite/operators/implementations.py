@@ -104,7 +104,18 @@ class TracedKernel:
 
     def reader(self, source: TensorRef, *targets: str) -> tuple[Call, TensorRef] | None:
         """A call of one of some targets whose first argument is a tensor, and its first result, if it has them."""
-        calls = () if source.value is None else self.reader_calls(source.value)
+        return self._first_of(() if source.value is None else self.reader_calls(source.value), source, targets)
+
+    def normalization(
+        self, source: TensorRef, statistic: TensorRef, *targets: str
+    ) -> tuple[Call, TensorRef] | None:
+        """The same of the call that wrote a statistic. Others may normalise the tensor with other weights."""
+        call = None if statistic.value is None else self.writer_call(statistic.value)
+        return self._first_of(() if call is None else (call,), source, targets)
+
+    def _first_of(
+        self, calls: Iterable[Call], source: TensorRef, targets: Sequence[str]
+    ) -> tuple[Call, TensorRef] | None:
         for call in calls:
             if call.target in targets and call.args[:1] == (source,):
                 output = None if call.outputs[0] is None else self.references(call.outputs[0])

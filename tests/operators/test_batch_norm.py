@@ -84,6 +84,22 @@ def near_the_limit(count, ratio, size=1.0):
 FROM_OUTPUT = {("batch_norm_backward", "from_output"), ("batch_norm_backward", "from_output_inplace")}
 
 
+class SideBySide(nn.Module):
+    """Two layers that read the same tensor."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return self.first(x).tanh() + self.second(x).sigmoid()
+
+
+def test_each_of_two_norms_of_a_tensor_has_its_gradient_from_its_own_output():
+    first, second = (Norm(24, *near_the_limit(24, 2.0, size)) for size in (1.0, 2.0))
+    assert plain((4, 24, 7, 5)).check(SideBySide(first, second)).compared >= FROM_OUTPUT
+
+
 @pytest.mark.parametrize("size", [1.0, 1.01 * MIN_WEIGHT * 2, MAX_WEIGHT / 2])
 @pytest.mark.parametrize("before", ["contiguous", "channels_last"])
 def test_up_to_the_guards_limit_a_gradient_from_the_output_is_within_its_tolerance(size, before):
