@@ -26,7 +26,7 @@ from monetlite.core.steps import plain_steps
 from monetlite.profiling import measured, meters
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.memory_use import high_water_growth_bytes, peak_growth_bytes, running_totals
-from monetlite.profiling.step_additions import make_optimizer, with_optimizer
+from monetlite.profiling.step_additions import OPTIMIZERS, make_optimizer, with_optimizer
 
 MIB = 2**20
 
@@ -403,7 +403,8 @@ def test_indices_are_in_range():
 
 
 @pytest.mark.parametrize(
-    ("name", "copies", "momentary"), [("sgd", 0, 0), ("momentum", 1, 0), ("adam", 2, 2), ("adamw", 2, 2)]
+    ("name", "copies", "momentary"),
+    [("sgd", 0, (1, 0)), ("momentum", 1, (1, 0)), ("adam", 2, (3, 1)), ("adamw", 2, (2, 1))],
 )
 def test_an_optimizers_state_and_step(name, copies, momentary, graph, counting):
     plain = monetlite.profile(graph, "cpu")
@@ -416,10 +417,12 @@ def test_an_optimizers_state_and_step(name, copies, momentary, graph, counting):
     assert set(made.graph.operators[-1].implementations[0].reads) == {
         index for index, value in enumerate(graph.values) if value.kind == "param_grad"
     }
-    assert made.costs[-1][0].workspace_bytes == momentary * max(gradients), "one parameter at a time on the CPU"
+    largest = zip(momentary, sorted(gradients, reverse=True), strict=False)
+    step_bytes = sum(count * size for count, size in largest)
+    assert made.costs[-1][0].workspace_bytes == step_bytes, "one parameter after another on the CPU"
     last = simulate(made, plain_steps(made.graph)).memory_bytes[-1]
     outputs = sum(value.size_bytes for value in graph.values if value.held)
-    assert last == made.graph.resident.total + outputs + momentary * max(gradients)
+    assert last == made.graph.resident.total + outputs + step_bytes
     assert made.graph.fingerprint == graph.fingerprint, "the model is the same one"
 
 
@@ -444,6 +447,19 @@ def test_optimizer_state_is_what_torch_keeps():
             if isinstance(item, torch.Tensor) and item.dim() > 0
         )
         assert with_optimizer(profile, name).graph.resident.optimizer == kept
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
+def test_an_optimizers_step_with_weight_decay_holds_what_is_counted(name):
+    for foreach, sizes in ((False, [2**16, 2**18, 2**18]), (True, [2**16, 2**18])):
+        parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
+        optimizer = make_optimizer(name, parameters, 0.1)
+        optimizer.param_groups[0].update(foreach=foreach, weight_decay=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()  # makes the state
+        counted = OPTIMIZERS[name].step_bytes("cuda" if foreach else "cpu", [4 * size for size in sizes])
+        assert peak_growth_bytes(optimizer.step) == pytest.approx(counted, rel=0.01)
 
 
 def test_the_state_of_8_bit_adamw(monkeypatch):
