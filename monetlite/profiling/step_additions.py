@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +18,7 @@ from monetlite.core.graph import (
     OperatorGraph,
     Phase,
     Resident,
+    Value,
     ValueKind,
 )
 
@@ -130,7 +132,7 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
     """
     kind, graph = _kind(name), profile.graph
     gradients = _gradients(graph)
-    sizes = [graph.values[index].size_bytes for index in gradients]
+    sizes = [value.size_bytes for value in _trained(graph)]
     step = Operator(
         name="optimizer.step",
         family=OPTIMIZER_STEP,
@@ -194,14 +196,27 @@ def with_step_in_backward(profile: Profile, name: str) -> Profile:
 
 
 def _gradients(graph: OperatorGraph) -> list[int]:
-    """The gradients that autograd keeps, one for each trained parameter."""
+    """The gradients that autograd keeps, one for each trained parameter and each input that requires one."""
     return [index for index, value in enumerate(graph.values) if value.kind is ValueKind.PARAM_GRAD]
+
+
+def _trained(graph: OperatorGraph) -> list[Value]:
+    """The gradients of trained parameters: those that are kept, without as many as inputs have of their sizes."""
+    of_inputs = Counter((spec.dtype, math.prod(spec.shape)) for spec in graph.inputs.values() if spec.requires_grad)
+    found = []
+    for index in _gradients(graph):
+        value = graph.values[index]
+        key = value.dtype, math.prod(value.shape)
+        if of_inputs[key]:
+            of_inputs[key] -= 1
+        else:
+            found.append(value)
+    return found
 
 
 def _with_state(graph: OperatorGraph, kind: OptimizerKind) -> Resident:
     """Resident bytes of a step, an optimizer's state among them."""
-    values = [graph.values[index] for index in _gradients(graph)]
-    state_bytes = sum(kind.state_bytes(value.size_bytes, math.prod(value.shape)) for value in values)
+    state_bytes = sum(kind.state_bytes(value.size_bytes, math.prod(value.shape)) for value in _trained(graph))
     return replace(graph.resident, optimizer=state_bytes)
 
 

@@ -449,6 +449,13 @@ def test_optimizer_state_is_what_torch_keeps():
         assert with_optimizer(profile, name).graph.resident.optimizer == kept
 
 
+def test_gradients_of_inputs_have_no_optimizers_state():
+    graph = monetlite.trace(nn.Linear(64, 4, bias=False), torch.randn(2, 8, 64, requires_grad=True))
+    made = with_optimizer(monetlite.profile(graph, "p100"), "adamw")
+    assert made.graph.resident.optimizer == 2 * 64 * 4 * 4
+    assert made.costs[-1][0].workspace_bytes == 64 * 4 * 4
+
+
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
 def test_an_optimizers_step_with_weight_decay_holds_what_is_counted(name):
     for foreach, sizes in ((False, [2**16, 2**18, 2**18]), (True, [2**16, 2**18])):
