@@ -127,7 +127,7 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
     dtype = _compute_dtype(call)
     if call.target in (FORWARD, BACKWARD):
         kernel = _convolutions(call, device, dtype, written_bytes)
-    elif (operations := _operations(call)) is not None:
+    elif operations := _operations(call):
         kernel = _matrix_product(call, device, dtype, operations, written_bytes)
     else:
         kernel = _memory_bound(call, device, written_bytes)
@@ -212,11 +212,11 @@ def _convolutions(call: Call, device: Device, dtype: str, written_bytes: int) ->
     )
 
 
-def _operations(call: Call) -> int | None:
-    """Operations of a matrix product or attention, by torch's own formulas; None for anything else."""
+def _operations(call: Call) -> int:
+    """Operations of a matrix product or attention, by torch's own formulas; 0 for anything else."""
     formula = operation_formula(call.target)
     if formula is None:
-        return None
+        return 0
     shapes = [argument.spec.shape if isinstance(argument, TensorRef) else argument for argument in call.args]
     return int(formula(*shapes)) // (2 if _is_causal(call) else 1)
 
