@@ -300,6 +300,7 @@ def elements(ref: TensorRef) -> int:
 
 
 def slices(count: int, step: int) -> Iterator[slice]:
-    """Slices of so many elements, `step` at a time."""
-    for start in range(0, count, step):
+    """Slices of so many elements, `step` at a time, but at least one; an empty one of no elements."""
+    step = max(1, step)
+    for start in range(0, max(1, count), step):
         yield slice(start, start + step)

@@ -315,7 +315,7 @@ def row_chain(
     dtypes = {launch.step.slot: launch.dtype for launch in launches if launch.run is None}
     made: dict[int, Tensor] = {}
     vectors = [item.reshape(-1) if item.dim() and item.dim() != 2 else item for item in wholes]
-    for some in slices(count, max(1, -(-count // tiles))):
+    for some in slices(count, -(-count // tiles)):
         slots = {at: row[some] for at, row in enumerate(flat) if row is not None}
 
         def operand(item: Any, slots: dict[int, Tensor] = slots) -> Any:
@@ -362,7 +362,7 @@ def row_chain(
         else:
             beside = made[position] if like is None else rows[like]
             assert beside is not None
-            found.append(made[position].view(*beside.shape[:-1], -1))
+            found.append(made[position].view(*beside.shape[:-1], made[position].shape[-1]))
     return tuple(found)
 
 

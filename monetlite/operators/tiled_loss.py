@@ -178,7 +178,7 @@ def linear_cross_entropy(
     if any(product.rows.dtype == torch.float16 for product in products):
         scale = _scale(products, weight, steps, slope / total if reduction == MEAN else slope, spread)
         slope, spread = slope * scale, None if spread is None else spread * scale
-    for some in slices(count, max(1, -(-count // tiles))):
+    for some in slices(count, -(-count // tiles)):
         targets, logits = target[some], products[0].of(some)
         for adapter in products[1:]:
             logits = _sum(logits, adapter.of(some))
@@ -330,7 +330,7 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor, tiles: int) -> Ten
 
 def _multiply_scaled(made: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
     """A gradient in float16 times a number in float32, which float16 may not hold."""
-    for some in slices(gradient.shape[0], max(1, _ELEMENTS // gradient.shape[1])):
+    for some in slices(gradient.shape[0], _ELEMENTS // gradient.shape[1]):
         made[some] = gradient[some].to(torch.float32) * factor
     return made
 
