@@ -427,8 +427,8 @@ def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
 
 def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False, rough: bool = False) -> Cost:
     with _callable(measured.call, meter.device, fractions=fractions) as (call, recent):
-        if is_compiled(measured.call.target):
-            call()  # compiles, and tunes with memory of its own
+        if meter.device == "cuda" or is_compiled(measured.call.target):
+            call()  # has libraries allocate what they keep, or compiles, and tunes with memory of its own
         taken_ms: list[float] = []
         growth_bytes = meter.growth_bytes(lambda: taken_ms.append(meter.once_ms(call)))
         if rough and len(taken_ms) < 2:

@@ -1,5 +1,6 @@
 """Measuring: memory against known allocations, each call once, and a cache that can be lost or broken."""
 
+import contextlib
 import json
 import logging
 import os
@@ -382,6 +383,29 @@ def test_a_gpu_is_timed_with_cold_operands_and_the_host_ahead(monkeypatch):
     turns = [did[at : at + 6] for at in range(4, len(did), 6)]
     assert len(turns) >= meters.MIN_RUNS
     assert all(turn == ["flush", "hold", "event", "call", "event", "wait"] for turn in turns)
+
+
+def test_what_a_library_keeps_after_its_first_call_is_no_workspace(monkeypatch, counting):
+    """cuBLAS allocates its own when a thread first multiplies matrices."""
+    kept = []
+
+    @contextlib.contextmanager
+    def loading(call, device, **_):
+        yield (lambda: kept or kept.append("workspace")), None
+
+    def growth_bytes(run):
+        before = len(kept)
+        run()
+        return 10**7 * (len(kept) - before) + 10**3
+
+    counting.device = "cuda"
+    monkeypatch.setattr(counting, "once_ms", lambda run: run() and 1.0, raising=False)
+    monkeypatch.setattr(counting, "growth_bytes", growth_bytes)
+    monkeypatch.setattr(measured, "_callable", loading)
+    product = measured._MeasuredCall(
+        call=Call(target="aten.mm.default", args=(), outputs=("made",)), result_bytes=0
+    )
+    assert measured._cost(product, counting).workspace_bytes == 10**3
 
 
 def test_indices_are_in_range():
