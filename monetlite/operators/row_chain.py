@@ -22,6 +22,7 @@ from monetlite.core.graph import Call, Implementation, TensorRef, TensorSpec, Va
 from monetlite.core.options import REORDERED_SUMS
 from monetlite.fx.torch_internals.torch_dispatch import named_operator, unchecked
 from monetlite.operators.implementations import MIN_TILE_ROWS, TracedKernel, alternatives_for, function, slices
+from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import traits_of
 
 TILES, PRODUCT_TILES = (2, 4, 8), (4,)
@@ -225,7 +226,7 @@ class _ChainWork:
             over = _over(step, dying, made)
             if not step.sums:
                 is_result = self.tiles == 1 and step.slot in self.results
-                sizes[step.slot] = 0 if is_result else step.width * _item_bytes(step.dtype)
+                sizes[step.slot] = 0 if is_result else step.width * item_bytes(step.dtype)
                 made[step.slot] = (step.width, step.dtype)
                 taken = None if over is None else step.args[over][1]
                 live += sizes[step.slot] - (0 if taken is None else sizes.get(taken, 0))
@@ -233,10 +234,6 @@ class _ChainWork:
                 dying = [slot for slot in dying if slot != taken]
             live -= sum(sizes.get(slot, 0) for slot in dying)
         return most
-
-
-def _item_bytes(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
 
 
 def _like(call: Call) -> Call:
@@ -271,7 +268,7 @@ def _tile_bytes(call: Call) -> int:
     """Bytes that the steps of a tile hold at a time, and sums of 16-bit products in float32."""
     work = _ChainWork.of(call)
     arguments: Any = call.args
-    narrow = {step.slot for step, _ in work.steps if step.sums and _item_bytes(step.dtype) < 4}
+    narrow = {step.slot for step, _ in work.steps if step.sums and item_bytes(step.dtype) < 4}
     shapes = (shape for slot, _, shape in arguments[3] if slot in narrow and work.tiles > 1)
     return work.row_bytes * -(-work.count // work.tiles) + 4 * sum(map(math.prod, shapes))
 

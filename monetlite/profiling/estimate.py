@@ -18,6 +18,7 @@ from monetlite.fx.torch_internals.torch_dispatch import named_operator, schema_o
 from monetlite.operators.convolution import in_tf32
 from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
 from monetlite.operators.implementations import find_function, tensor_at
+from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import family_of, operation_formula, traits_of
 from monetlite.profiling import roofline
 from monetlite.profiling.roofline import Convolution
@@ -167,8 +168,7 @@ def tensor_bytes(tensor: TensorRef) -> int:
     """Bytes of a tensor's distinct elements, which a kernel has to read."""
     spec = tensor.spec
     elements = math.prod(size for size, step in zip(spec.shape, spec.stride, strict=True) if step != 0)
-    item_bytes: int = getattr(torch, spec.dtype).itemsize
-    return elements * item_bytes
+    return elements * item_bytes(spec.dtype)
 
 
 def _convolutions(call: Call, device: Device, dtype: str, written_bytes: int) -> Cost:
