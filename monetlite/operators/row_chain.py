@@ -21,6 +21,7 @@ from torch import Tensor
 from monetlite.core.graph import Call, Implementation, TensorRef, TensorSpec, ValueKind
 from monetlite.core.options import REORDERED_SUMS
 from monetlite.fx.torch_internals.torch_dispatch import named_operator, unchecked
+from monetlite.operators.elementwise import over_operand
 from monetlite.operators.implementations import MIN_TILE_ROWS, TracedKernel, alternatives_for, function, slices
 from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import traits_of
@@ -131,15 +132,8 @@ def _launch(step: ChainStep, dying: Sequence[int], over: int | None) -> _Launch:
     """A step with its operator, which writes over an operand where it may."""
     target, kwargs = step.target, {name: _resolved(item) for name, item in step.kwargs}
     if over is not None:
-        _, name, overload = target.split(".")
-        if name.endswith("_backward"):
-            target = f"aten.{name}.grad_input"
-            kwargs["grad_input"] = step.args[over]
-        elif over == 0:
-            target = _IN_PLACE.get(target, f"aten.{name}_.{overload}")
-        else:
-            target = f"aten.{name}.out"
-            kwargs["out"] = step.args[over]
+        target, keyword = over_operand(target, over)
+        kwargs |= {keyword: step.args[over]} if keyword else {}
     return _Launch(
         step=step,
         run=None if step.sums else unchecked(named_operator(target)),
@@ -148,9 +142,6 @@ def _launch(step: ChainStep, dying: Sequence[int], over: int | None) -> _Launch:
         dying=tuple(dying),
         dtype=getattr(torch, step.dtype),
     )
-
-
-_IN_PLACE = {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar", "aten.mul.Scalar": "aten.mul_.Tensor"}
 
 
 def _resolved(item: Any) -> Any:
