@@ -2,8 +2,8 @@
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; its class where there is none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, without the period at its end; its class where there is none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ")
 
 
 class MonetliteError(Exception):

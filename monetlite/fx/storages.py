@@ -177,11 +177,16 @@ class Reachability:
     @cached_property
     def backward(self) -> set[fx.Node]:
         """Nodes that depend on the gradient of an output, or on what is drawn only then."""
-        found: set[fx.Node] = set(self.late_effects)
-        for node in self.graph.nodes:
-            if is_tangent(node) or any(argument in found for argument in node.all_input_nodes):
-                found.add(node)
-        return found
+        return after_gradients(self.graph, self.late_effects)
+
+
+def after_gradients(graph: fx.Graph, others: Iterable[fx.Node] = ()) -> set[fx.Node]:
+    """Nodes that depend on gradients of outputs, or on other nodes."""
+    found = set(others)
+    for node in graph.nodes:
+        if is_tangent(node) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def ancestors(roots: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:

@@ -7,18 +7,18 @@ priced and lowered. Every file of this folder is imported here, which registers 
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch import fx
 
-from monetlite.core.graph import Call, TensorRef
+from monetlite.core.graph import Call
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, named_operator, schema_of
 from monetlite.operators.implementations import TracedKernel, alternatives, find_function, returns_tuple
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-from monetlite.operators import batch_norm, changing, convolution, cross_entropy, dropout, elementwise, random  # noqa: E402 (after all of them are there)
+from monetlite.operators import changing, cross_entropy, dropout, elementwise, random  # noqa: E402 (after all of them are there)
 from monetlite.operators.random import is_random  # noqa: E402
 from monetlite.operators.taking_apart import take_apart  # noqa: E402
 
@@ -29,19 +29,6 @@ def merge(graph: fx.Graph) -> None:
     elementwise.remove_copies(graph)
     cross_entropy.merge_backward(graph)
     dropout.round_as_plain_training(graph)
-
-
-def split(call: Call) -> Iterator[tuple[str, Call]]:
-    """The operators that a call becomes: (suffix of the name, call)."""
-    yield from convolution.split_backward(call)
-
-
-def again(call: Call, results: tuple[TensorRef | None, ...], device: str) -> Call | None:
-    """The call of a re-run, for an operator that must not be called again as it was; else None.
-
-    `results` are those of the first run; those that a re-run reads are kept.
-    """
-    return batch_norm.without_running_statistics(call, results, device)
 
 
 def resolve(target: str) -> Callable[..., object]:
@@ -75,12 +62,10 @@ def returns_tensor(call: Call) -> bool:
 
 __all__ = [
     "TracedKernel",
-    "again",
     "alternatives",
     "is_random",
     "merge",
     "resolve",
     "returns_tensor",
-    "split",
     "take_apart",
 ]

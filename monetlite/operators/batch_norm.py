@@ -195,7 +195,7 @@ def backward(kernel: TracedKernel) -> Iterator[Implementation]:
             yield over("inplace", backward_by_channels_, devices=("cpu",))
         if source.spec.dtype == "float32":
             yield over("inplace_by_samples", backward_by_samples_, tolerance=1e-5)
-    found = kernel.reader(source, _FUNCTIONAL, _NO_STATISTICS, _BY_CUDNN)
+    found = kernel.normalization(source, deviation, _FUNCTIONAL, _NO_STATISTICS, _BY_CUDNN)
     if found is None or found[1].spec.dtype != "float32":
         return
     forward, output = found

@@ -21,8 +21,16 @@ def by_name(graph: fx.Graph) -> None:
             node.target, node.args = changed, (str(node.args[0]), *node.args[1:])
 
 
+def called_operator(node: fx.Node) -> OpOverload | None:
+    """The operator that a node of a captured graph runs, on copies or not; None for other functions."""
+    target: Any = node.args[0] if node.target in (CHANGING, changed) else node.target
+    if node.target is changed:
+        target = named_operator(target)
+    return target if isinstance(target, OpOverload) else None
+
+
 @function("changed")
-def changed(name: str, **arguments: Any) -> tuple[Tensor | None, ...]:
+def changed(name: str, /, **arguments: Any) -> tuple[Tensor | None, ...]:
     """Run an operator on copies of the tensors that it changes.
 
     Args:
@@ -36,7 +44,7 @@ def changed(name: str, **arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 @function("changed_")
-def changed_in_place(name: str, **arguments: Any) -> tuple[Tensor | None, ...]:
+def changed_in_place(name: str, /, **arguments: Any) -> tuple[Tensor | None, ...]:
     """The same on the tensors themselves."""
     return run_changing(named_operator(name), arguments, in_place=True)
 

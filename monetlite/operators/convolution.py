@@ -64,7 +64,7 @@ def in_tf32(graph: OperatorGraph) -> OperatorGraph:
 
 
 def split_backward(call: Call) -> Iterator[tuple[str, Call]]:
-    """The weight (and bias) gradient, then the input gradient, as far as each is needed."""
+    """The weight (and bias) gradient, then the input gradient, where needed: (suffix of the name, call)."""
     if call.target != BACKWARD:
         yield "", call
         return

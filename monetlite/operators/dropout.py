@@ -47,7 +47,7 @@ def round_as_plain_training(graph: fx.Graph) -> None:
             continue
         source, probability, training = node.args
         kept = next((user for user in node.users if user.args[1] == 1), None)
-        if not _draws(probability, training) or node.meta["val"][0].device.type != "cpu":
+        if not draws(probability, training) or node.meta["val"][0].device.type != "cpu":
             continue
         scale = _scale(node.meta["val"][0].dtype, probability)
         if scale == _native_scale(node.meta["val"][0].dtype, probability):
@@ -65,7 +65,8 @@ def scale_of(node: fx.Node) -> float:
     return (_scale if node.target is dropout else _native_scale)(dtype, probability)
 
 
-def _draws(probability: object, training: object) -> bool:
+def draws(probability: object, training: object) -> bool:
+    """Tell whether a dropout draws a mask, rather than keeping or dropping everything."""
     return training is True and isinstance(probability, float) and 0 < probability < 1
 
 
@@ -100,7 +101,7 @@ def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The result over the input."""
     source, probability, *rest = kernel.args
     overwrites = kernel.over(source)
-    if overwrites and _draws(probability, rest[0] if rest else True) and source.spec.dtype in _ROUNDED_ONCE:
+    if overwrites and draws(probability, rest[0] if rest else True) and source.spec.dtype in _ROUNDED_ONCE:
         args = (source, probability)
         yield kernel.implement("inplace", dropout_, args=args, overwrites=overwrites, devices=("cpu",))
 
@@ -158,7 +159,7 @@ def backward_from_state(kernel: TracedKernel) -> Iterator[Implementation]:
         return
     state, device, *_ = drawn.args
     source, probability, *rest = forward.args
-    if not _draws(probability, rest[0] if rest else True):
+    if not draws(probability, rest[0] if rest else True):
         return
     assert isinstance(source, TensorRef)
     assert isinstance(probability, float)

@@ -68,19 +68,27 @@ def _is_of_all(gradient: fx.Node) -> bool:
 @alternatives_for(*(f"aten.{name}.{overload}" for name, traits in TRAITS.items() for overload in traits.in_place))
 def in_place(kernel: TracedKernel) -> Iterator[Implementation]:
     """The in-place variants of an elementwise kernel: over the first operand, and over the second where it may."""
-    target, first = kernel.call.target, kernel.args[0]
+    target = kernel.call.target
+    operands = kernel.args[:2] if traits_of(target).commutative and target.endswith(".Tensor") else kernel.args[:1]
+    for position, (name, operand) in enumerate(zip(("inplace", "inplace_second"), operands, strict=False)):
+        if overwrites := kernel.over(operand):
+            run, keyword = over_operand(target, position)
+            kwargs = (*kernel.call.kwargs, *([(keyword, operand)] if keyword else []))
+            yield kernel.implement(name, run, kwargs=kwargs, overwrites=overwrites)
+
+
+def over_operand(target: str, position: int) -> tuple[str, str]:
+    """The variant of an elementwise operator that writes over an operand, and the keyword for that; empty if none.
+
+    >>> over_operand("aten.mul.Tensor", 1)
+    ('aten.mul.out', 'out')
+    """
     _, name, overload = target.split(".")
-    if overwrites := kernel.over(first):
-        is_gradient = name.endswith("_backward")
-        run = f"aten.{name}.grad_input" if is_gradient else f"aten.{name}_.{overload}"
-        kwargs = (*kernel.call.kwargs, ("grad_input", first)) if is_gradient else kernel.call.kwargs
-        yield kernel.implement("inplace", _OTHERWISE_NAMED.get(target, run), kwargs=kwargs, overwrites=overwrites)
-    if not traits_of(target).commutative or overload != "Tensor":
-        return
-    second = kernel.args[1]
-    if overwrites := kernel.over(second):
-        kwargs = (*kernel.call.kwargs, ("out", second))
-        yield kernel.implement("inplace_second", f"aten.{name}.out", kwargs=kwargs, overwrites=overwrites)
+    if name.endswith("_backward"):
+        return f"aten.{name}.grad_input", "grad_input"
+    if position == 0:
+        return _OTHERWISE_NAMED.get(target, f"aten.{name}_.{overload}"), ""
+    return f"aten.{name}.out", "out"
 
 
 def with_in_place(kernel: TracedKernel, implementation: Implementation) -> Iterator[Implementation]:

@@ -104,7 +104,18 @@ class TracedKernel:
 
     def reader(self, source: TensorRef, *targets: str) -> tuple[Call, TensorRef] | None:
         """A call of one of some targets whose first argument is a tensor, and its first result, if it has them."""
-        calls = () if source.value is None else self.reader_calls(source.value)
+        return self._first_of(() if source.value is None else self.reader_calls(source.value), source, targets)
+
+    def normalization(
+        self, source: TensorRef, statistic: TensorRef, *targets: str
+    ) -> tuple[Call, TensorRef] | None:
+        """The same of the call that wrote a statistic. Others may normalise the tensor with other weights."""
+        call = None if statistic.value is None else self.writer_call(statistic.value)
+        return self._first_of(() if call is None else (call,), source, targets)
+
+    def _first_of(
+        self, calls: Iterable[Call], source: TensorRef, targets: Sequence[str]
+    ) -> tuple[Call, TensorRef] | None:
         for call in calls:
             if call.target in targets and call.args[:1] == (source,):
                 output = None if call.outputs[0] is None else self.references(call.outputs[0])
@@ -289,6 +300,7 @@ def elements(ref: TensorRef) -> int:
 
 
 def slices(count: int, step: int) -> Iterator[slice]:
-    """Slices of so many elements, `step` at a time."""
-    for start in range(0, count, step):
+    """Slices of so many elements, `step` at a time, but at least one; an empty one of no elements."""
+    step = max(1, step)
+    for start in range(0, max(1, count), step):
         yield slice(start, start + step)

@@ -25,7 +25,7 @@ def backward(kernel: TracedKernel) -> Iterator[Implementation]:
         return
     if overwrites := kernel.over(gradient):
         yield kernel.implement("inplace", backward_, overwrites=overwrites, devices=("cpu",))
-    found = kernel.reader(source, "aten.native_layer_norm.default")
+    found = kernel.normalization(source, deviation, "aten.native_layer_norm.default")
     if found is None or source.spec.dtype != "float32":
         return
     _, output = found

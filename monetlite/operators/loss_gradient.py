@@ -10,7 +10,6 @@ from typing import Any
 from torch import fx
 
 from monetlite.fx import storages
-from monetlite.fx.torch_internals.torch_aot import is_tangent
 from monetlite.operators.cross_entropy import cross_entropy_backward
 from monetlite.operators.random import is_random
 
@@ -55,10 +54,7 @@ class NodeOrder:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.position = {node: number for number, node in enumerate(graph.nodes)}
-        self.backward: set[fx.Node] = set()
-        for node in graph.nodes:
-            if is_tangent(node) or not self.backward.isdisjoint(node.all_input_nodes):
-                self.backward.add(node)
+        self.backward = storages.after_gradients(graph)
 
     def to_move(self, node: fx.Node, before: fx.Node, logits: set[fx.Node]) -> set[fx.Node] | None:
         """Nodes that have to move for a node to stand before another one, with it.

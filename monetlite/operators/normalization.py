@@ -38,7 +38,7 @@ def pieces(tensor: Tensor, dimension: int) -> Iterator[slice]:
     """Slices of a dimension, each of about `piece_bytes`."""
     count = tensor.shape[dimension]
     at_a_time = piece_bytes(tensor.nbytes, tensor.device.type) * count // max(1, tensor.nbytes)
-    return slices(count, max(1, min(count, at_a_time)))
+    return slices(count, min(count, at_a_time))
 
 
 def float32_bytes(call: Call) -> int:

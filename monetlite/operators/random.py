@@ -16,7 +16,8 @@ from torch import fx
 from monetlite.core.graph import Call, TensorRef
 from monetlite.fx.call_encoding import fake_mode
 from monetlite.fx.torch_internals import torch_pytree as pytree
-from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
+from monetlite.fx.torch_internals.torch_dispatch import schema_of
+from monetlite.operators.changing import called_operator
 from monetlite.operators.implementations import PREFIX, find_function, function, target_of
 
 STATE = PREFIX + "rng_state"
@@ -24,23 +25,21 @@ REPLAY = PREFIX + "replay"
 
 
 def is_random(node: fx.Node) -> bool:
-    """Tell whether a kernel draws from the random number generator, so that running it again differs."""
-    target = node.target
-    registered = find_function(target_of(node))
-    if registered is not None:
-        return registered.random
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    arguments = {argument.name: argument for argument in schema_of(target).arguments}
-    if "dropout_p" in arguments:
-        position = list(arguments).index("dropout_p")
-        probability = (
-            node.args[position]
-            if position < len(node.args)
-            else node.kwargs.get("dropout_p", arguments["dropout_p"].default_value)
-        )
-        return bool(probability != 0)
-    return True
+    """Tell whether a kernel draws from the random number generator, so that running it again differs.
+
+    Operators of other libraries often don't say so, but name the probability by which they drop.
+    """
+    operator = called_operator(node)
+    if operator is None:
+        registered = find_function(target_of(node))
+        return registered is not None and registered.random
+    tagged = torch.Tag.nondeterministic_seeded in operator.tags
+    if tagged or operator.namespace != "aten":
+        for position, argument in enumerate(schema_of(operator).arguments):
+            if argument.name == "dropout_p":
+                given = *node.args[position:], node.kwargs.get(argument.name, argument.default_value)
+                return bool(given[0] != 0)
+    return tagged
 
 
 def note_state(node: fx.Node) -> fx.Node:

@@ -306,8 +306,3 @@ def _inner_bytes(program: fx.GraphModule) -> int:
         peak = max(peak, held)
         held -= made.pop(at, 0)
     return peak
-
-
-def results_of(nodes: Sequence[fx.Node]) -> tuple[Tensor, ...]:
-    """Captured tensors of some nodes."""
-    return tuple(node.meta["val"] for node in nodes)

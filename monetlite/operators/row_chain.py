@@ -21,7 +21,9 @@ from torch import Tensor
 from monetlite.core.graph import Call, Implementation, TensorRef, TensorSpec, ValueKind
 from monetlite.core.options import REORDERED_SUMS
 from monetlite.fx.torch_internals.torch_dispatch import named_operator, unchecked
+from monetlite.operators.elementwise import over_operand
 from monetlite.operators.implementations import MIN_TILE_ROWS, TracedKernel, alternatives_for, function, slices
+from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import traits_of
 
 TILES, PRODUCT_TILES = (2, 4, 8), (4,)
@@ -130,15 +132,8 @@ def _launch(step: ChainStep, dying: Sequence[int], over: int | None) -> _Launch:
     """A step with its operator, which writes over an operand where it may."""
     target, kwargs = step.target, {name: _resolved(item) for name, item in step.kwargs}
     if over is not None:
-        _, name, overload = target.split(".")
-        if name.endswith("_backward"):
-            target = f"aten.{name}.grad_input"
-            kwargs["grad_input"] = step.args[over]
-        elif over == 0:
-            target = _IN_PLACE.get(target, f"aten.{name}_.{overload}")
-        else:
-            target = f"aten.{name}.out"
-            kwargs["out"] = step.args[over]
+        target, keyword = over_operand(target, over)
+        kwargs |= {keyword: step.args[over]} if keyword else {}
     return _Launch(
         step=step,
         run=None if step.sums else unchecked(named_operator(target)),
@@ -147,9 +142,6 @@ def _launch(step: ChainStep, dying: Sequence[int], over: int | None) -> _Launch:
         dying=tuple(dying),
         dtype=getattr(torch, step.dtype),
     )
-
-
-_IN_PLACE = {"aten.pow.Tensor_Scalar": "aten.pow_.Scalar", "aten.mul.Scalar": "aten.mul_.Tensor"}
 
 
 def _resolved(item: Any) -> Any:
@@ -225,7 +217,7 @@ class _ChainWork:
             over = _over(step, dying, made)
             if not step.sums:
                 is_result = self.tiles == 1 and step.slot in self.results
-                sizes[step.slot] = 0 if is_result else step.width * _item_bytes(step.dtype)
+                sizes[step.slot] = 0 if is_result else step.width * item_bytes(step.dtype)
                 made[step.slot] = (step.width, step.dtype)
                 taken = None if over is None else step.args[over][1]
                 live += sizes[step.slot] - (0 if taken is None else sizes.get(taken, 0))
@@ -233,10 +225,6 @@ class _ChainWork:
                 dying = [slot for slot in dying if slot != taken]
             live -= sum(sizes.get(slot, 0) for slot in dying)
         return most
-
-
-def _item_bytes(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
 
 
 def _like(call: Call) -> Call:
@@ -271,7 +259,7 @@ def _tile_bytes(call: Call) -> int:
     """Bytes that the steps of a tile hold at a time, and sums of 16-bit products in float32."""
     work = _ChainWork.of(call)
     arguments: Any = call.args
-    narrow = {step.slot for step, _ in work.steps if step.sums and _item_bytes(step.dtype) < 4}
+    narrow = {step.slot for step, _ in work.steps if step.sums and item_bytes(step.dtype) < 4}
     shapes = (shape for slot, _, shape in arguments[3] if slot in narrow and work.tiles > 1)
     return work.row_bytes * -(-work.count // work.tiles) + 4 * sum(map(math.prod, shapes))
 
@@ -315,7 +303,7 @@ def row_chain(
     dtypes = {launch.step.slot: launch.dtype for launch in launches if launch.run is None}
     made: dict[int, Tensor] = {}
     vectors = [item.reshape(-1) if item.dim() and item.dim() != 2 else item for item in wholes]
-    for some in slices(count, max(1, -(-count // tiles))):
+    for some in slices(count, -(-count // tiles)):
         slots = {at: row[some] for at, row in enumerate(flat) if row is not None}
 
         def operand(item: Any, slots: dict[int, Tensor] = slots) -> Any:
@@ -362,7 +350,7 @@ def row_chain(
         else:
             beside = made[position] if like is None else rows[like]
             assert beside is not None
-            found.append(made[position].view(*beside.shape[:-1], -1))
+            found.append(made[position].view(*beside.shape[:-1], made[position].shape[-1]))
     return tuple(found)
 
 

@@ -8,6 +8,11 @@ import torch
 from monetlite.core.graph import TensorRef, TensorSpec, Value
 
 
+def item_bytes(dtype: str) -> int:
+    """Bytes of an element, by torch's name of its dtype."""
+    return int(getattr(torch, dtype).itemsize)
+
+
 def is_whole(values: Sequence[Value], ref: TensorRef) -> bool:
     """Tell whether a tensor is all of its storage, and so begins where the allocator put it, which is aligned."""
     if not is_dense(ref.spec):
@@ -15,8 +20,7 @@ def is_whole(values: Sequence[Value], ref: TensorRef) -> bool:
     if ref.value is None:
         # AOTAutograd's name for parameters and inputs; their views have other names.
         return ref.node.startswith("primals")
-    item_bytes: int = getattr(torch, ref.spec.dtype).itemsize
-    return math.prod(ref.spec.shape) * item_bytes == values[ref.value].size_bytes
+    return math.prod(ref.spec.shape) * item_bytes(ref.spec.dtype) == values[ref.value].size_bytes
 
 
 def is_dense(spec: TensorSpec) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from monetlite.fx.call_encoding import fake_mode
 from monetlite.operators.batch_norm import along
-from monetlite.operators.dropout import dropout, scale_of
+from monetlite.operators.dropout import draws, dropout, scale_of
 from monetlite.operators.implementations import function, target_of
 
 _BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
@@ -87,8 +87,8 @@ def _take_batch_norm_apart(graph: fx.Graph, node: fx.Node) -> None:
 def _take_dropout_apart(graph: fx.Graph, node: fx.Node) -> None:
     source, probability, *training = node.args
     made, kept = node.meta["val"]
-    draws = training in ([], [True]) and isinstance(probability, float) and 0 < probability < 1
-    if not draws or made.device.type != "cpu" or not made.is_floating_point():
+    drawn = draws(probability, training[0] if training else True)
+    if not drawn or made.device.type != "cpu" or not made.is_floating_point():
         return
     with graph.inserting_before(node):
         mask = graph.call_function(kept_elements, (tuple(kept.shape), tuple(kept.stride()), probability))

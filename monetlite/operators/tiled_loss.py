@@ -30,6 +30,7 @@ from monetlite.operators.implementations import (
     slices,
     tensor_at,
 )
+from monetlite.operators.strides import item_bytes
 
 NONE, MEAN, SUM = 0, 1, 2
 """Reductions of a loss, by torch's numbers."""
@@ -73,21 +74,21 @@ def _wanted_of_adapter(call: Call) -> tuple[bool, bool]:
 def _tile_bytes(call: Call) -> int:
     """Memory for a tile: its logits, in two dtypes where one is converted, their gradient, and sums in float32."""
     (count, features), (_, classes) = tensor_at(call, 0).spec.shape, tensor_at(call, 1).spec.shape
-    item_bytes = _item_bytes(tensor_at(call, 0).spec.dtype)
+    of_rows = item_bytes(tensor_at(call, 0).spec.dtype)
     steps, tiles = call.args[7], call.args[9]
     assert isinstance(steps, tuple)
     assert isinstance(tiles, int)
-    sums = 4 * classes * features if item_bytes < 4 and tiles > 1 and _wanted(call)[1] else 0
-    sizes, most, saved = [item_bytes], item_bytes, 0
+    sums = 4 * classes * features if of_rows < 4 and tiles > 1 and _wanted(call)[1] else 0
+    sizes, most, saved = [of_rows], of_rows, 0
     if len(call.args) > 12:
         rows = tensor_at(call, 12).spec
-        of_adapter = _item_bytes(rows.dtype)
-        sizes, most = [max(item_bytes, of_adapter)], item_bytes + of_adapter
+        of_adapter = item_bytes(rows.dtype)
+        sizes, most = [max(of_rows, of_adapter)], of_rows + of_adapter
         sums += 4 * classes * rows.shape[1] if of_adapter < 4 and tiles > 1 and _wanted_of_adapter(call)[1] else 0
     for step in steps:
         assert isinstance(step, tuple)
         if step[0] == "to":
-            sizes.append(_item_bytes(str(step[1])))
+            sizes.append(item_bytes(str(step[1])))
             most = max(most, sum(sizes[-2:]))
         elif step[0] == "tanh":
             saved += sizes[-1]
@@ -95,10 +96,6 @@ def _tile_bytes(call: Call) -> int:
     smoothed = len(call.args) > 11 and call.args[11] is not None
     made = of_tile if smoothed else min(of_tile, CHUNK_ELEMENTS["cuda"])
     return max(most * of_tile, sizes[-1] * (of_tile + made)) + saved * of_tile + sums
-
-
-def _item_bytes(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
 
 
 def _launches(call: Call) -> int:
@@ -178,7 +175,7 @@ def linear_cross_entropy(
     if any(product.rows.dtype == torch.float16 for product in products):
         scale = _scale(products, weight, steps, slope / total if reduction == MEAN else slope, spread)
         slope, spread = slope * scale, None if spread is None else spread * scale
-    for some in slices(count, max(1, -(-count // tiles))):
+    for some in slices(count, -(-count // tiles)):
         targets, logits = target[some], products[0].of(some)
         for adapter in products[1:]:
             logits = _sum(logits, adapter.of(some))
@@ -330,7 +327,7 @@ def _added(total: Tensor | None, left: Tensor, right: Tensor, tiles: int) -> Ten
 
 def _multiply_scaled(made: Tensor, gradient: Tensor, factor: Tensor) -> Tensor:
     """A gradient in float16 times a number in float32, which float16 may not hold."""
-    for some in slices(gradient.shape[0], max(1, _ELEMENTS // gradient.shape[1])):
+    for some in slices(gradient.shape[0], _ELEMENTS // gradient.shape[1]):
         made[some] = gradient[some].to(torch.float32) * factor
     return made
 

@@ -152,7 +152,7 @@ _record(
     shape_only=0,
 )
 _record("mm addmm bmm baddbmm addbmm mv addmv dot", runs_on_cublas=True)
-_record("addmm baddbmm _flash_attention_backward _efficient_attention_backward", left_factor=1)
+_record("addmm baddbmm", left_factor=1)
 
 _record("native_group_norm", reads_in_order=(0,))
 _record("native_group_norm_backward", reads_in_order=(0, 1))
@@ -230,4 +230,9 @@ def operation_formula(target: str) -> Callable[..., int] | None:
 def _formulas() -> dict[str, Callable[..., int]]:
     from torch.utils.flop_counter import flop_registry
 
-    return {getattr(target, "__name__", str(target)): formula for target, formula in flop_registry.items()}
+    # Those that are not wrapped take tensors, not shapes.
+    return {
+        getattr(target, "__name__", str(target)): formula
+        for target, formula in flop_registry.items()
+        if hasattr(formula, "__wrapped__")
+    }

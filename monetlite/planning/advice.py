@@ -204,8 +204,8 @@ class LeastPeak:
             inputs=int(resident.inputs * inputs),
             optimizer=int(resident.optimizer * optimizer * trained),
             gradients=int(resident.gradients * trained),
-            # Only Adam's and AdamW's own step holds copies of everything; one of 8 bits, and SGD's, don't.
-            step_share=trained if optimizer == 1 else 0.0,
+            # 8-bit AdamW steps in place. SGD holds as much on a GPU as Adam and AdamW.
+            step_share=0.0 if optimizer == _EIGHT_BIT else trained,
             work_share=inputs,
         )
 

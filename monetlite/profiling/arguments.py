@@ -139,12 +139,13 @@ def depends_on_contents(call: Call) -> bool:
 def _contents(elements: int, dtype: torch.dtype, device: str, bound: int | None, fractions: bool) -> torch.Tensor:
     if bound is None:
         bound = 256 if dtype is torch.uint8 else 1  # bits of a mask, half of them ones
+    drawn = torch.float32 if dtype.itemsize == 1 else dtype  # nothing is drawn in float8
     if fractions and dtype.is_floating_point:
-        return torch.rand(elements, dtype=dtype, device=device).mul_(0.9).add_(0.05)
+        return torch.rand(elements, dtype=drawn, device=device).mul_(0.9).add_(0.05).to(dtype)
     if fractions and dtype is not torch.bool and not dtype.is_complex:
         return torch.randint(1, max(2, bound), (elements,), device=device).to(dtype)
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(elements, dtype=dtype, device=device)
+        return torch.randn(elements, dtype=drawn, device=device).to(dtype)
     if dtype is torch.bool:
         return torch.rand(elements, device=device) < 0.5
     return torch.randint(0, max(1, bound), (elements,), device=device).to(dtype)

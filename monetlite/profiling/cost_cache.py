@@ -22,7 +22,7 @@ from monetlite.core.errors import ScheduleFileError
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.units import Amount
 
-VERSION = 7
+VERSION = 8
 SAVE_SECONDS = 20.0
 """Most measuring time that is lost when a process is killed."""
 CHECKED = 16
@@ -57,7 +57,8 @@ class CostCache:
         self.path = Path(folder) / "costs" / f"{key}.json" if folder else None
         self._environment = dict(environment)
         self._costs = self._load()
-        self._changed = False
+        self._added: dict[str, list[float]] = {}
+        self._forgotten: set[str] = set()
         self._saved = time.monotonic()
 
     def get(self, signature: str) -> Cost | None:
@@ -69,25 +70,28 @@ class CostCache:
 
     def put(self, signature: str, cost: Cost) -> None:
         """Add a cost. The file is written every `SAVE_SECONDS`."""
-        self._costs[signature] = [cost.latency_ms, cost.workspace_bytes, *[cost.host_ms] * (cost.host_ms > 0)]
-        self._changed = True
+        found = [cost.latency_ms, cost.workspace_bytes, *[cost.host_ms] * (cost.host_ms > 0)]
+        self._costs[signature] = self._added[signature] = found
         if time.monotonic() - self._saved > SAVE_SECONDS:
             self.save()
 
     def forget(self, signatures: Iterable[str]) -> None:
         for signature in signatures:
+            self._forgotten.add(signature)
             self._costs.pop(signature, None)
-            self._changed = True
+            self._added.pop(signature, None)
 
     def save(self) -> None:
-        """Write the cache. Where its folder can't be written, the next run measures again."""
+        """Write the cache, with what other processes have written. What can't be written is measured again."""
         self._saved = time.monotonic()
-        if not self._changed or self.path is None:
+        if not (self._added or self._forgotten) or self.path is None:
             return
+        written = {key: cost for key, cost in self._load().items() if key not in self._forgotten}
+        content = json.dumps({"environment": self._environment, "costs": written | self._added})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps({"environment": self._environment, "costs": self._costs}))
-            self._changed = False
+            write_atomically(self.path, content)
+            self._added, self._forgotten = {}, set()
         except (OSError, ScheduleFileError) as error:
             _log.warning("measured costs could not be kept in %s: %s", self.path, error)
 

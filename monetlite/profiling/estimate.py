@@ -18,6 +18,7 @@ from monetlite.fx.torch_internals.torch_dispatch import named_operator, schema_o
 from monetlite.operators.convolution import in_tf32
 from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
 from monetlite.operators.implementations import find_function, tensor_at
+from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import family_of, operation_formula, traits_of
 from monetlite.profiling import roofline
 from monetlite.profiling.roofline import Convolution
@@ -127,7 +128,7 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
     dtype = _compute_dtype(call)
     if call.target in (FORWARD, BACKWARD):
         kernel = _convolutions(call, device, dtype, written_bytes)
-    elif (operations := _operations(call)) is not None:
+    elif operations := _operations(call):
         kernel = _matrix_product(call, device, dtype, operations, written_bytes)
     else:
         kernel = _memory_bound(call, device, written_bytes)
@@ -167,8 +168,7 @@ def tensor_bytes(tensor: TensorRef) -> int:
     """Bytes of a tensor's distinct elements, which a kernel has to read."""
     spec = tensor.spec
     elements = math.prod(size for size, step in zip(spec.shape, spec.stride, strict=True) if step != 0)
-    item_bytes: int = getattr(torch, spec.dtype).itemsize
-    return elements * item_bytes
+    return elements * item_bytes(spec.dtype)
 
 
 def _convolutions(call: Call, device: Device, dtype: str, written_bytes: int) -> Cost:
@@ -212,11 +212,11 @@ def _convolutions(call: Call, device: Device, dtype: str, written_bytes: int) ->
     )
 
 
-def _operations(call: Call) -> int | None:
-    """Operations of a matrix product or attention, by torch's own formulas; None for anything else."""
+def _operations(call: Call) -> int:
+    """Operations of a matrix product or attention, by torch's own formulas; 0 for anything else."""
     formula = operation_formula(call.target)
     if formula is None:
-        return None
+        return 0
     shapes = [argument.spec.shape if isinstance(argument, TensorRef) else argument for argument in call.args]
     return int(formula(*shapes)) // (2 if _is_causal(call) else 1)
 

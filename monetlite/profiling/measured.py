@@ -21,6 +21,7 @@ from monetlite.operators.program_calls import prepared
 from monetlite.operators.random import REPLAY, drawn_call, forked_state
 from monetlite.operators.region_compiler import compile_ahead
 from monetlite.operators.regions import is_compiled
+from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import family_of, traits_of
 from monetlite.profiling.allocated import forget_growths
 from monetlite.profiling.arguments import depends_on_contents, make_arguments
@@ -272,8 +273,7 @@ def _listed(names: Sequence[str]) -> str:
 def _moved_bytes(candidate: "_MeasuredCall") -> int:
     """Bytes that a call reads and writes."""
     specs = [ref.spec for ref in candidate.call.tensors()]
-    read: int = sum(math.prod(spec.shape) * getattr(torch, spec.dtype).itemsize for spec in specs)
-    return candidate.result_bytes + read
+    return candidate.result_bytes + sum(math.prod(spec.shape) * item_bytes(spec.dtype) for spec in specs)
 
 
 def on_front(profile: Profile) -> Profile:
@@ -413,7 +413,7 @@ def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
         reason = first_line(error)
         if is_out_of_memory(error):
             raise _OutOfMemory(
-                f"{candidate.name} does not fit into {meter.device}'s memory, alone: {reason.rstrip('.')}. "
+                f"{candidate.name} does not fit into {meter.device}'s memory, alone: {reason}. "
                 "Free what else is there, lower the batch, or estimate the costs instead (name a device, as in "
                 "--device a100-40gb)"
             ) from error
@@ -427,8 +427,8 @@ def _measure(candidate: _MeasuredCall, meter: Meter) -> Cost:
 
 def _cost(measured: _MeasuredCall, meter: Meter, *, fractions: bool = False, rough: bool = False) -> Cost:
     with _callable(measured.call, meter.device, fractions=fractions) as (call, recent):
-        if is_compiled(measured.call.target):
-            call()  # compiles, and tunes with memory of its own
+        if meter.device == "cuda" or is_compiled(measured.call.target):
+            call()  # has libraries allocate what they keep, or compiles, and tunes with memory of its own
         taken_ms: list[float] = []
         growth_bytes = meter.growth_bytes(lambda: taken_ms.append(meter.once_ms(call)))
         if rough and len(taken_ms) < 2:

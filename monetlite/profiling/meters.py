@@ -222,7 +222,7 @@ def driver_version() -> str:
 def _touch(tensor: torch.Tensor | None) -> None:
     """Bring a tensor into the cache."""
     if tensor is not None and tensor.numel():
-        tensor.sum()
+        (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor).sum()  # nothing adds up float8
 
 
 def _cache_bytes() -> int:

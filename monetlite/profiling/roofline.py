@@ -157,7 +157,7 @@ def convolution(device: Device, work: Convolution, *, dtype: str) -> Cost:
     """
     peak, tensor_cores = arithmetic(device, dtype, tf32=True)
     efficiency = device.efficiency
-    if work.depthwise:
+    if work.depthwise or not work.operations:
         return memory_bound(device, work.moved_bytes, efficiency.pooling)
     best = peak * (efficiency.tensor_convolution if tensor_cores else efficiency.fp32_convolution)
     rate = best * _saturation(*work.product)

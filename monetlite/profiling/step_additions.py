@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -17,6 +18,7 @@ from monetlite.core.graph import (
     OperatorGraph,
     Phase,
     Resident,
+    Value,
     ValueKind,
 )
 
@@ -34,6 +36,7 @@ class OptimizerKind:
         state: copies that it keeps between steps.
         foreach: copies that its multi-tensor step, torch's default on a GPU, holds while it runs.
         looped: copies of one parameter that its step holds on a CPU, where torch goes parameter by parameter.
+        left: copies of the parameter before it that are still there.
         eight_bit: the copies have 8 bits and a float32 for each block of a copy, but for small parameters.
     """
 
@@ -42,11 +45,15 @@ class OptimizerKind:
     state: int
     foreach: int
     looped: int
+    left: int = 0
     eight_bit: bool = False
 
-    def copies(self, device: str) -> int:
-        """Copies that its step on a device holds of the parameters that it updates together."""
-        return self.looped if device == "cpu" else self.foreach
+    def step_bytes(self, device: str, sizes: Iterable[int]) -> int:
+        """Bytes that its step on a device holds for parameters of some sizes."""
+        if device != "cpu":
+            return self.foreach * sum(sizes)
+        largest, second, *_ = *sorted(sizes, reverse=True), 0, 0
+        return self.looped * largest + self.left * second
 
     def state_bytes(self, size_bytes: int, elements: int) -> int:
         """Bytes that it keeps of a parameter between steps."""
@@ -63,16 +70,17 @@ Versions before 0.44 shared one among 2048."""
 
 
 OPTIMIZERS = {
-    "sgd": OptimizerKind(made_by="torch.optim.SGD", state=0, foreach=0, looped=0),
-    "momentum": OptimizerKind(made_by="torch.optim.SGD", settings={"momentum": 0.9}, state=1, foreach=0, looped=0),
-    "adam": OptimizerKind(made_by="torch.optim.Adam", state=2, foreach=1, looped=2),
-    "adamw": OptimizerKind(made_by="torch.optim.AdamW", state=2, foreach=1, looped=2),
+    "sgd": OptimizerKind(made_by="torch.optim.SGD", state=0, foreach=1, looped=1),
+    "momentum": OptimizerKind(made_by="torch.optim.SGD", settings={"momentum": 0.9}, state=1, foreach=1, looped=1),
+    "adam": OptimizerKind(made_by="torch.optim.Adam", state=2, foreach=1, looped=3, left=1),
+    "adamw": OptimizerKind(made_by="torch.optim.AdamW", state=2, foreach=1, looped=2, left=1),
     "adamw8bit": OptimizerKind(
         made_by="bitsandbytes.optim.AdamW8bit", state=2, foreach=0, looped=0, eight_bit=True
     ),
 }
 """State: the momentum buffer of SGD; exp_avg and exp_avg_sq of Adam and AdamW, whose step makes the square root of
-the latter, and on a CPU a quotient of it. 8-bit AdamW steps in place."""
+the latter, and on a CPU a quotient of it, which stays until the next one. Weight decay counts: SGD and Adam add it
+to a copy of the gradients. 8-bit AdamW steps in place."""
 
 
 def make_optimizer(
@@ -124,8 +132,7 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
     """
     kind, graph = _kind(name), profile.graph
     gradients = _gradients(graph)
-    sizes = [graph.values[index].size_bytes for index in gradients]
-    moment_bytes = sum(sizes) if profile.device != "cpu" else max(sizes, default=0)
+    sizes = [value.size_bytes for value in _trained(graph)]
     step = Operator(
         name="optimizer.step",
         family=OPTIMIZER_STEP,
@@ -142,7 +149,7 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
         ),
         costs=(
             *profile.costs,
-            (Cost(latency_ms=0.0, workspace_bytes=kind.copies(profile.device) * moment_bytes),),
+            (Cost(latency_ms=0.0, workspace_bytes=kind.step_bytes(profile.device, sizes)),),
         ),
         optimizer=name,
     )
@@ -174,7 +181,7 @@ def with_step_in_backward(profile: Profile, name: str) -> Profile:
         (delivery,) = operator.implementations
         updated = gradients.intersection((*delivery.reads, *delivery.writes))
         largest = max((graph.values[index].size_bytes for index in updated), default=0)
-        return kind.copies(profile.device) * largest
+        return kind.step_bytes(profile.device, [largest])
 
     costs = tuple(
         (Cost(latency_ms=0.0, workspace_bytes=step_bytes(operator)),) if operator.family == DELIVERY else of
@@ -189,14 +196,27 @@ def with_step_in_backward(profile: Profile, name: str) -> Profile:
 
 
 def _gradients(graph: OperatorGraph) -> list[int]:
-    """The gradients that autograd keeps, one for each trained parameter."""
+    """The gradients that autograd keeps, one for each trained parameter and each input that requires one."""
     return [index for index, value in enumerate(graph.values) if value.kind is ValueKind.PARAM_GRAD]
+
+
+def _trained(graph: OperatorGraph) -> list[Value]:
+    """The gradients of trained parameters: those that are kept, without as many as inputs have of their sizes."""
+    of_inputs = Counter((spec.dtype, math.prod(spec.shape)) for spec in graph.inputs.values() if spec.requires_grad)
+    found = []
+    for index in _gradients(graph):
+        value = graph.values[index]
+        key = value.dtype, math.prod(value.shape)
+        if of_inputs[key]:
+            of_inputs[key] -= 1
+        else:
+            found.append(value)
+    return found
 
 
 def _with_state(graph: OperatorGraph, kind: OptimizerKind) -> Resident:
     """Resident bytes of a step, an optimizer's state among them."""
-    values = [graph.values[index] for index in _gradients(graph)]
-    state_bytes = sum(kind.state_bytes(value.size_bytes, math.prod(value.shape)) for value in values)
+    state_bytes = sum(kind.state_bytes(value.size_bytes, math.prod(value.shape)) for value in _trained(graph))
     return replace(graph.resident, optimizer=state_bytes)
 
 

@@ -32,6 +32,7 @@ from monetlite.fx.torch_internals.torch_inductor import (
     output_strides,
 )
 from monetlite.operators import is_random, resolve
+from monetlite.operators.changing import changed
 from monetlite.operators.implementations import PREFIX, name_of, returns_tuple
 from monetlite.operators.normalization import require_invertible
 from monetlite.operators.program_calls import require
@@ -223,7 +224,7 @@ def _draw_operators(target: Any) -> tuple[Any, Any]:
         text, target_name = str(schema_of(target)), str(target)
     else:
         target_name = name_of(target)
-        _refuse_if(target_name.endswith("_"), target)
+        _refuse_if(target is changed or target_name.endswith("_"), target)
         text = torch.library.infer_schema(target, mutates_args=())
     name = target_name.removeprefix(PREFIX).replace(".", "_")
     arguments, returns = text.split("(", 1)[1].rsplit(") -> ", 1)

@@ -25,7 +25,9 @@ from monetlite.fx.call_encoding import encode_arguments, fake_mode, spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_aot import is_tangent
 from monetlite.fx.varying_sizes import SIZES
-from monetlite.operators import TracedKernel, again, is_random, split
+from monetlite.operators import TracedKernel, is_random
+from monetlite.operators.batch_norm import without_running_statistics
+from monetlite.operators.convolution import split_backward
 from monetlite.operators.implementations import (
     Intermediate,
     alternatives,
@@ -131,7 +133,7 @@ class GraphBuilder:
         random_state, random_device = None, ""
         if phase is Phase.FORWARD and is_random(node) and not self._reads_mutated(node):
             random_state, random_device = self._note_random_state(node)
-        for suffix, part in split(call):
+        for suffix, part in split_backward(call):
             operator_name = self.namer.unique(node, suffix)
             used = [(position, name) for position, name in enumerate(part.outputs) if name is not None]
             writes = [
@@ -147,7 +149,8 @@ class GraphBuilder:
             changes = self._reads_mutated(node)
             rerun = None
             if changes:
-                rerun = again(part, tuple(self.written.get(name or "") for name in part.outputs), self.device)
+                results_of_first = tuple(self.written.get(name or "") for name in part.outputs)
+                rerun = without_running_statistics(part, results_of_first, self.device)
             if random_state is not None:
                 rerun = replayed(part, random_state, random_device)
             self._keep(rerun, writes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from monetlite.core.errors import ModelRaises, MonetliteError, TraceError
+from monetlite.core.errors import ModelRaises, MonetliteError, TraceError, first_line
 from monetlite.tracing.names import is_own_file
 
 NO_LINE = "the model"
@@ -105,7 +105,7 @@ def explain(error: Exception, advice: str = PIECES) -> TraceError:
         if said := _meaning(inner):
             return TraceError(". ".join(filter(None, (f"{where} can't be captured in one graph: {said}", advice))))
         return TraceError(
-            f"{where} was captured, but PyTorch or monetlite failed to compile it: {_first_line(inner)}. "
+            f"{where} was captured, but PyTorch or monetlite failed to compile it: {first_line(inner)}. "
             "Try another schedule, or run without compile=True, if it is set; and please report this with the model"
         )
     if exception := _raised(text):
@@ -114,7 +114,7 @@ def explain(error: Exception, advice: str = PIECES) -> TraceError:
             "TorchDynamo misreads that line: wrap only submodules without it, MONeTWrapper(model.backbone, ...)"
         )
     reason = next((reason for pattern, reason in _REFUSALS if re.search(pattern, text)), None)
-    said = (reason or f"{_first_line(error)}. {_ON_DATA}").rstrip(".")
+    said = (reason or f"{first_line(error)}. {_ON_DATA}").rstrip(".")
     return TraceError(". ".join(filter(None, (f"{where} can't be captured in one graph: {said}", advice))))
 
 
@@ -159,13 +159,8 @@ def _raised(text: str) -> str | None:
 
 def compile_failure(error: Exception) -> str:
     """The meaning of an error of PyTorch's compiler, or its first line."""
-    return _meaning(error) or _first_line(error)
+    return _meaning(error) or first_line(error)
 
 
 def _meaning(error: Exception) -> str | None:
     return next((reason for pattern, reason in _COMPILE_FAILURES if re.search(pattern, str(error))), None)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0].strip().rstrip(".") if lines else type(error).__name__

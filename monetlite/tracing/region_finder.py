@@ -35,7 +35,6 @@ from monetlite.operators.regions import (
     moved_bytes,
     one_by_one,
     over_first,
-    results_of,
 )
 from monetlite.operators.taking_apart import FUSIBLE
 from monetlite.operators.traits import traits_of
@@ -265,7 +264,7 @@ class _Regions:
                 program, inputs = forms[unit]
                 node = graph.call_function(one_by_one(program), tuple(new[item] for item in inputs))
                 largest = max(unit.writes, key=lambda item: item.meta["val"].numel())
-                node.meta = {**_kernel(largest).meta, "val": results_of(tuple(unit.writes))}
+                node.meta = {**_kernel(largest).meta, "val": tuple(item.meta["val"] for item in unit.writes)}
                 made[unit] = node
                 for position, item in enumerate(unit.writes):
                     new[item] = graph.call_function(operator.getitem, (node, position))

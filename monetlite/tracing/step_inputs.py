@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -108,13 +108,13 @@ def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
 
 def device_of(model: nn.Module, inputs: object, meta_device: str = "cpu") -> str:
     """The type of the device that a step runs on: that of its inputs, or of the parameters."""
-    first = next(_tensors(model, inputs), None)
+    first = _first_tensor(model, inputs)
     return meta_device if first is None or first.is_meta else first.device.type
 
 
 def gpu_of(model: nn.Module, inputs: object) -> torch.device | None:
     """The GPU that a step runs on, that of its inputs or of the parameters; None if it runs on none."""
-    first = next(_tensors(model, inputs), None)
+    first = _first_tensor(model, inputs)
     return first.device if first is not None and first.is_cuda else None
 
 
@@ -130,6 +130,11 @@ def autocast_dtype(device: str) -> str:
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else ""
 
 
-def _tensors(model: nn.Module, inputs: object) -> Iterator[torch.Tensor]:
+def _first_tensor(model: nn.Module, inputs: object) -> torch.Tensor | None:
+    """The first tensor of the inputs and the first parameter that is on a GPU, or else on any device.
+
+    A number on the CPU may stand before the inputs on the GPU.
+    """
     leaves = (item for item in pytree.tree_leaves(inputs) if isinstance(item, torch.Tensor))
-    return itertools.chain(leaves, model.parameters())
+    tensors = itertools.chain(leaves, itertools.islice(model.parameters(), 1))
+    return max(tensors, key=lambda item: item.is_cuda, default=None)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kernels import Bench
 from torch import nn
 
-from monetlite.operators import resolve, split
-from monetlite.operators.convolution import TOLERANCE
+from monetlite.operators import resolve
+from monetlite.operators.convolution import TOLERANCE, split_backward
 from monetlite.operators.strides import suggests_channels_last
 
 
@@ -164,7 +164,7 @@ def test_a_convolutions_backward_in_parts_is_the_joint_call(needs, groups):
         args=(*bench.kernel.call.args[:-1], tuple(needs)),
         outputs=tuple(f"r{i}" if need else None for i, need in enumerate(needs)),
     )
-    parts = dict(split(call))
+    parts = dict(split_backward(call))
     assert set(parts) == ({"_input"} if needs[0] else set()) | ({"_weight"} if needs[1] or needs[2] else set())
     found = {}
     for part in parts.values():
@@ -181,4 +181,4 @@ def test_a_convolutions_backward_in_parts_is_the_joint_call(needs, groups):
 
 def test_other_calls_are_one_part():
     call = Bench("aten.tanh.default", torch.randn(3)).kernel.call
-    assert list(split(call)) == [("", call)]
+    assert list(split_backward(call)) == [("", call)]

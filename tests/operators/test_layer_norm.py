@@ -6,7 +6,7 @@ import pytest
 from contents import ANY, MODERATE, MOSTLY_FLOAT32, RARELY, cases, drawn, fill, plain
 from hypothesis import given
 from hypothesis import strategies as st
-from test_batch_norm import near_the_limit
+from test_batch_norm import SideBySide, near_the_limit
 from torch import nn
 from torch.nn import functional as F
 
@@ -74,6 +74,11 @@ def test_up_to_the_guards_limit_a_gradient_from_the_output_is_within_its_toleran
     weight, bias = near_the_limit(40, MAX_RATIO)
     seen = plain((7, 9, 40), kinds=MODERATE, in_pieces=in_pieces).check(Norm(weight, bias))
     assert seen.compared >= FROM_OUTPUT
+
+
+def test_each_of_two_norms_of_a_tensor_has_its_gradient_from_its_own_output():
+    first, second = (Norm(*near_the_limit(40, 2.0, size)) for size in (1.0, 2.0))
+    assert plain((7, 9, 40)).check(SideBySide(first, second)).compared >= FROM_OUTPUT
 
 
 def test_a_large_batch_from_the_output_is_within_its_tolerance():

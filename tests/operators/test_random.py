@@ -164,3 +164,48 @@ def test_what_a_backward_pass_draws_is_drawn_in_it():
     for steps in (plain_steps(graph), recompute_everything(graph)):
         found = train(monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), steps)))
         assert all(map(torch.equal, found, expected))
+
+
+@torch.library.custom_op("drawing::mask", mutates_args=())
+def mask(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    return F.dropout(torch.ones_like(x), dropout_p)
+
+
+@torch.library.custom_op("drawing::noise", mutates_args=("x",), tags=(torch.Tag.nondeterministic_seeded,))
+def noise(x: torch.Tensor, name: float) -> None:
+    x.mul_(torch.rand_like(x) * name)
+
+
+mask.register_fake(lambda x, _: torch.empty_like(x))
+noise.register_fake(lambda *_: None)
+
+
+def masked(x):
+    return x * torch.ops.drawing.mask(x.detach(), 0.5)
+
+
+def noised(x):
+    factors = torch.ones_like(x)
+    torch.ops.drawing.noise(factors, 2.0)
+    return x * factors
+
+
+@pytest.mark.parametrize("draw", [masked, noised])
+def test_operators_of_other_libraries_are_drawn_again(draw):
+    expected, *found = steps_of(Drawing(draw), (torch.randn(4, 6),))
+    for after in found:
+        assert_same(after, expected)
+
+
+def test_operators_of_other_libraries_that_drop_nothing_are_run_again_without_a_state():
+    graph = monetlite.trace(Drawing(lambda x: x * torch.ops.drawing.mask(x.detach(), 0.0)), torch.randn(4, 6))
+    assert {"drawing", "mask"} & {item.family for item in graph.operators}
+    assert "rng_state" not in {item.family for item in graph.operators}
+
+
+def test_operators_that_draw_into_what_they_are_given_are_refused_by_inductor():
+    model, inputs = Drawing(noised), (torch.randn(4, 6),)
+    graph = monetlite.trace(model, inputs)
+    wrapper = monetlite.MONeTWrapper(model, schedule_of(free_profile(graph), plain_steps(graph)), compile=True)
+    with pytest.raises(monetlite.MonetliteError, match="draws random numbers at"):
+        wrapper(*inputs)

@@ -133,6 +133,15 @@ def test_every_form_of_a_chain_agrees_with_the_default(form):
     assert {"products", "products_tiles_4"} <= names
 
 
+def test_a_batch_without_rows_has_plain_trainings_gradients():
+    model, tokens = Model("gelu", layers=1).train(), tokens_of()
+    trained, plain = monetlite.MONeTWrapper(model, in_tiles(model, tokens)), copy.deepcopy(model)
+    for each in (trained, plain):
+        each(tokens[:0])["loss"].backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, equal_nan=True)
+
+
 @pytest.mark.parametrize("form", often(FORMS, "swiglu", "lora"))
 def test_a_step_in_tiles_has_plain_trainings_gradients(form):
     torch.manual_seed(0)

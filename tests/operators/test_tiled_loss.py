@@ -36,7 +36,7 @@ def stepped(logits, steps):
 
 @drawn(max_examples=60)
 @given(
-    rows=st.integers(1, 40),
+    rows=st.integers(0, 40),
     classes=st.integers(1, 30),
     tiles=st.integers(1, 8),
     reduction=st.sampled_from([NONE, MEAN, SUM]),
@@ -49,6 +49,10 @@ def stepped(logits, steps):
     wants_rows=st.booleans(),
     adapted=st.booleans(),
     seed=st.integers(0, 99),
+)
+@example(
+    **{"rows": 0, "classes": 3, "tiles": 2, "reduction": SUM, "smoothed": False, "steps": (), "scaled": False},
+    **{"order": BY_CLASS, "biased": True, "weighted": True, "wants_rows": True, "adapted": True, "seed": 0},
 )
 def test_loss_and_gradients_are_those_of_autograd(
     rows, classes, tiles, reduction, smoothed, steps, scaled, order, biased, weighted, wants_rows, adapted, seed

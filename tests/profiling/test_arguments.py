@@ -8,7 +8,8 @@ from torch import nn
 
 import monetlite
 from monetlite.profiling import measured
-from monetlite.profiling.arguments import depends_on_contents, index_bound
+from monetlite.profiling.arguments import _contents, depends_on_contents, index_bound
+from monetlite.profiling.meters import meter_for
 
 
 class Bags(nn.Module):
@@ -139,3 +140,26 @@ def test_bits_of_a_mask_are_as_often_one_as_zero():
     assert any("masked_gradient_" in target for target in shares)
     assert any("dropout" in target for target in shares)
     assert all(share == pytest.approx(0.5, abs=0.05) for share in shares.values())
+
+
+class Rounding(nn.Module):
+    """Activations rounded to eight bits, as training in float8 has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h + (h.to(torch.float8_e4m3fn).float() - h).detach())
+
+
+def test_numbers_of_eight_bits_are_measured():
+    graph = monetlite.trace(Rounding(), torch.randn(4, 8))
+    assert "float8_e4m3fn" in {value.dtype for value in graph.values}
+    measured.measure_profile(graph, "cpu")
+    assert _contents(100, torch.float8_e5m2, "cpu", None, True).float().min() > 0
+
+
+def test_a_result_of_eight_bits_before_a_call_is_brought_into_the_cache():
+    meter_for("cpu").latency_ms(lambda: None, torch.zeros(4, 6, dtype=torch.float8_e4m3fn).t())

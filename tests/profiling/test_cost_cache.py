@@ -9,6 +9,7 @@ from torch import nn
 import monetlite
 from monetlite.core.costs import Cost
 from monetlite.profiling import cost_cache, measured
+from monetlite.profiling.cost_cache import CostCache
 
 
 class SlowMeter:
@@ -70,6 +71,27 @@ def test_costs_from_a_busy_machine_are_measured_again_and_kept(graph, meter, cap
         assert meter.measured == calls + cost_cache.MIN_DISTURBED
         assert latencies(monetlite.profile(graph, "cpu")) == {10.0}
     assert caplog.messages == [told]
+
+
+def test_costs_of_two_processes_are_kept_less_what_one_forgot(monkeypatch, tmp_path):
+    monkeypatch.setenv("MONETLITE_CACHE", str(tmp_path))
+
+    def cost(latency_ms):
+        return Cost(latency_ms=latency_ms, workspace_bytes=0)
+
+    first = CostCache({})
+    first.put("old", cost(1.0))
+    first.put("distrusted", cost(1.0))
+    first.save()
+    second = CostCache({})
+    second.forget(["old", "distrusted"])
+    second.put("old", cost(2.0))
+    second.save()
+    first.put("new", cost(3.0))
+    first.save()
+    kept = CostCache({})
+    found = {name: kept.get(name) for name in ("old", "distrusted", "new")}
+    assert found == {"old": cost(2.0), "distrusted": None, "new": cost(3.0)}
 
 
 @pytest.mark.parametrize("busy", [0.7, 1.0, 4.0])

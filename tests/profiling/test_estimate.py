@@ -427,3 +427,21 @@ def test_causal_attention_multiplies_half_as_much(name):
         assert all(name in call.target for call in found)
         operations.append([estimate._operations(call) for call in found])
     assert operations[0] == [2 * size for size in operations[1]]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [(nn.Linear(4, 4), (0, 4)), (nn.Conv2d(3, 8, 3), (0, 3, 6, 6)), (nn.Conv2d(8, 8, 3, padding=1), (0, 8, 6, 6))],
+)
+def test_products_of_no_rows_take_no_longer_than_their_launch(model, shape):
+    graph = monetlite.trace(model, torch.empty(shape))
+    profile = monetlite.profile(graph, "p100")
+    product = next(at for at, item in enumerate(graph.operators) if item.family in ("addmm", "convolution"))
+    assert profile.costs[product][0].latency_ms == pytest.approx(P100.launch_us / 1e3, rel=0.1)
+    assert profile.costs[product][0].workspace_bytes == 0
+
+
+def test_attention_whose_operations_torch_counts_by_tensors_is_bound_by_memory():
+    queries = [tensor(128, 4, 64, name=name) for name in "qkv"]
+    flash = call("aten._flash_attention_forward.default", *queries, None, None, 128, 128, 0.0, False, False)
+    assert estimate_call(flash, PERFECT, 0).latency_ms == pytest.approx(3 * 128 * 4 * 64 * 4 / 1e6)

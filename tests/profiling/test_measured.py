@@ -1,5 +1,6 @@
 """Measuring: memory against known allocations, each call once, and a cache that can be lost or broken."""
 
+import contextlib
 import json
 import logging
 import os
@@ -26,7 +27,7 @@ from monetlite.core.steps import plain_steps
 from monetlite.profiling import measured, meters
 from monetlite.profiling.arguments import make_arguments
 from monetlite.profiling.memory_use import high_water_growth_bytes, peak_growth_bytes, running_totals
-from monetlite.profiling.step_additions import make_optimizer, with_optimizer
+from monetlite.profiling.step_additions import OPTIMIZERS, make_optimizer, with_optimizer
 
 MIB = 2**20
 
@@ -384,6 +385,29 @@ def test_a_gpu_is_timed_with_cold_operands_and_the_host_ahead(monkeypatch):
     assert all(turn == ["flush", "hold", "event", "call", "event", "wait"] for turn in turns)
 
 
+def test_what_a_library_keeps_after_its_first_call_is_no_workspace(monkeypatch, counting):
+    """cuBLAS allocates its own when a thread first multiplies matrices."""
+    kept = []
+
+    @contextlib.contextmanager
+    def loading(call, device, **_):
+        yield (lambda: kept or kept.append("workspace")), None
+
+    def growth_bytes(run):
+        before = len(kept)
+        run()
+        return 10**7 * (len(kept) - before) + 10**3
+
+    counting.device = "cuda"
+    monkeypatch.setattr(counting, "once_ms", lambda run: run() and 1.0, raising=False)
+    monkeypatch.setattr(counting, "growth_bytes", growth_bytes)
+    monkeypatch.setattr(measured, "_callable", loading)
+    product = measured._MeasuredCall(
+        call=Call(target="aten.mm.default", args=(), outputs=("made",)), result_bytes=0
+    )
+    assert measured._cost(product, counting).workspace_bytes == 10**3
+
+
 def test_indices_are_in_range():
     class Net(nn.Module):
         def __init__(self):
@@ -403,7 +427,8 @@ def test_indices_are_in_range():
 
 
 @pytest.mark.parametrize(
-    ("name", "copies", "momentary"), [("sgd", 0, 0), ("momentum", 1, 0), ("adam", 2, 2), ("adamw", 2, 2)]
+    ("name", "copies", "momentary"),
+    [("sgd", 0, (1, 0)), ("momentum", 1, (1, 0)), ("adam", 2, (3, 1)), ("adamw", 2, (2, 1))],
 )
 def test_an_optimizers_state_and_step(name, copies, momentary, graph, counting):
     plain = monetlite.profile(graph, "cpu")
@@ -416,10 +441,12 @@ def test_an_optimizers_state_and_step(name, copies, momentary, graph, counting):
     assert set(made.graph.operators[-1].implementations[0].reads) == {
         index for index, value in enumerate(graph.values) if value.kind == "param_grad"
     }
-    assert made.costs[-1][0].workspace_bytes == momentary * max(gradients), "one parameter at a time on the CPU"
+    largest = zip(momentary, sorted(gradients, reverse=True), strict=False)
+    step_bytes = sum(count * size for count, size in largest)
+    assert made.costs[-1][0].workspace_bytes == step_bytes, "one parameter after another on the CPU"
     last = simulate(made, plain_steps(made.graph)).memory_bytes[-1]
     outputs = sum(value.size_bytes for value in graph.values if value.held)
-    assert last == made.graph.resident.total + outputs + momentary * max(gradients)
+    assert last == made.graph.resident.total + outputs + step_bytes
     assert made.graph.fingerprint == graph.fingerprint, "the model is the same one"
 
 
@@ -444,6 +471,26 @@ def test_optimizer_state_is_what_torch_keeps():
             if isinstance(item, torch.Tensor) and item.dim() > 0
         )
         assert with_optimizer(profile, name).graph.resident.optimizer == kept
+
+
+def test_gradients_of_inputs_have_no_optimizers_state():
+    graph = monetlite.trace(nn.Linear(64, 4, bias=False), torch.randn(2, 8, 64, requires_grad=True))
+    made = with_optimizer(monetlite.profile(graph, "p100"), "adamw")
+    assert made.graph.resident.optimizer == 2 * 64 * 4 * 4
+    assert made.costs[-1][0].workspace_bytes == 64 * 4 * 4
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
+def test_an_optimizers_step_with_weight_decay_holds_what_is_counted(name):
+    for foreach, sizes in ((False, [2**16, 2**18, 2**18]), (True, [2**16, 2**18])):
+        parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
+        optimizer = make_optimizer(name, parameters, 0.1)
+        optimizer.param_groups[0].update(foreach=foreach, weight_decay=0.1)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()  # makes the state
+        counted = OPTIMIZERS[name].step_bytes("cuda" if foreach else "cpu", [4 * size for size in sizes])
+        assert peak_growth_bytes(optimizer.step) == pytest.approx(counted, rel=0.01)
 
 
 def test_the_state_of_8_bit_adamw(monkeypatch):

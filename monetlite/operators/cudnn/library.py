@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from monetlite.core.devices import known_devices
-from monetlite.core.errors import CudnnError, CudnnMissing, DeviceError
+from monetlite.core.errors import CudnnError, CudnnMissing, DeviceError, first_line
 
 MIN_VERSION = 90800
 """cuDNN 9.8, the first that plans from a description of a device."""
@@ -43,7 +43,7 @@ def problem() -> str | None:
         library = importlib.import_module("cudnn")
         version = int(library.backend_version())
     except (ImportError, OSError, RuntimeError, AttributeError, AssertionError) as error:
-        return f"nvidia-cudnn-frontend does not find libcudnn ({_first_line(error)}); torch with CUDA brings it"
+        return f"nvidia-cudnn-frontend does not find libcudnn ({first_line(error)}); torch with CUDA brings it"
     if version < MIN_VERSION:
         return f"cuDNN {version} is older than {MIN_VERSION}; install torch with a newer CUDA"
     missing = _load_cublas()
@@ -54,7 +54,7 @@ def problem() -> str | None:
     except RuntimeError as error:
         # From 9.21 on, part of libcudnn is linked against the driver (libcuda.so.1).
         return (
-            f"cuDNN {version} does not load without a driver ({_first_line(error)}); "
+            f"cuDNN {version} does not load without a driver ({first_line(error)}); "
             "on a machine without a GPU, pip install nvidia-cudnn-cu13==9.20.0.48"
         )
     return None
@@ -125,7 +125,7 @@ def thread_handle(device: int) -> Any:
             with torch.cuda.device(device):
                 handles[device] = library.create_handle()
         except RuntimeError as error:
-            raise CudnnError(f"cuDNN can't be initialised on cuda:{device}: {_first_line(error)}") from error
+            raise CudnnError(f"cuDNN can't be initialised on cuda:{device}: {first_line(error)}") from error
     return handles[device]
 
 
@@ -144,7 +144,3 @@ def _load_cublas() -> str | None:
         return None
     package = "nvidia-cublas" if major >= 13 else f"nvidia-cublas-cu{major}"
     return f"{name} is not found, which libcudnn needs; torch with CUDA {major} brings it, and so does {package}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", maxsplit=1)[0]
