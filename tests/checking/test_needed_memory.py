@@ -57,8 +57,22 @@ def test_differences_in_pieces_are_those_of_the_whole(monkeypatch):
     expected = ((one - other).double().abs().max() / one.double().abs().max()).item()
     monkeypatch.setattr(step_differences, "PIECE", 3)
     assert step_differences.difference(one, other) == pytest.approx(expected, rel=1e-5)
-    one[3, 3] = other[3, 3] = float("nan")
-    assert step_differences.difference(one, other) == step_differences.MISSING
+    for same in (float("nan"), float("inf"), -float("inf")):
+        one[3, 3] = other[3, 3] = same
+        one[0, 0], other[0, 0] = 8.0, 18.0
+        assert step_differences.difference(one, other) == 1.25
+
+
+@pytest.mark.parametrize("one", [float("inf"), float("nan")])
+@pytest.mark.parametrize("other", [-float("inf"), 0.0, 5.0, torch.finfo(torch.float32).max])
+def test_a_number_that_is_finite_in_one_step_alone_is_missing(one, other):
+    pair = torch.tensor([one, 1.0]), torch.tensor([other, 1.0])
+    for expected, found in (pair, pair[::-1]):
+        assert step_differences.difference(expected, found) == step_differences.MISSING
+
+
+def test_an_infinite_gradient_makes_no_others_negligible():
+    assert step_differences.negligible([torch.tensor([float("inf"), 2.0]), torch.ones(3)], 0.01) == 2e-3
 
 
 @pytest.mark.parametrize("there", [100_000, 10**12])
