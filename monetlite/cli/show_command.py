@@ -228,17 +228,22 @@ def _allowed(opened: OpenedSchedule) -> "tuple[Profile, tuple[Step, ...]]":
 def _searched(
     terminal: Terminal, opened: OpenedSchedule, analysis: "Analysis", solving: SolvingOptions
 ) -> "Around":
-    """Schedules around the present one: the leanest, and those of a tenth more and less memory."""
+    """Schedules around the present one: the leanest, and those of a tenth more and less memory, of its kind."""
     from monetlite.reporting.analysis_alternatives import Alternative, Around, alternative, lowest_peak
     from monetlite.solving.annealing.compiling import ensure_compiled
 
     profile, steps = _allowed(opened)
     # A bound of the budget holds for every smaller one.
     bound_ms = opened.schedule.lower_bound_ms if analysis.as_solved else 0.0
+    reserved = opened.schedule.reserved_bytes is not None
     with terminal.searching("looking for the smallest peak"):
         ensure_compiled(math.inf)  # once per machine; not what the time limit is for
-        each = replace(solving, time_limit=solving.time_limit / SEARCHES)
+        each = replace(solving, time_limit=solving.time_limit / SEARCHES, reserved=reserved)
         lowest = lowest_peak(profile, steps, each)
+
+    if reserved and profile.device == "cpu":
+        terminal.tell("the budget is of reserved memory, and a CPU reserves none: no other budget is solved for")
+        return Around(limit=lowest)
 
     def solved(percent: int) -> Alternative:
         budget_bytes = opened.schedule.budget_bytes * percent // 100

@@ -75,6 +75,12 @@ def analyse(schedule: Schedule, profile: Profile, plain: Profile, steps: Sequenc
     )
 
 
+def budget_in_words(schedule: Schedule, budget_bytes: int | None = None) -> str:
+    """A schedule's budget, or another one of its kind: `6 GB`, or `6 GB of reserved memory`."""
+    of = "" if schedule.reserved_bytes is None else " of reserved memory"
+    return format_bytes(schedule.budget_bytes if budget_bytes is None else budget_bytes) + of
+
+
 def cost_source(priced: Profile | Schedule) -> str:
     """Source of costs, in words: `estimated for a100-40gb` or `measured on NAME`."""
     if priced.kind == "estimated":

@@ -15,7 +15,7 @@ from monetlite.core.schedule import Schedule, Status
 from monetlite.core.step_analysis import Fate
 from monetlite.core.steps import step_in_words, step_number
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Analysis
+from monetlite.reporting.analysis import Analysis, budget_in_words
 from monetlite.reporting.analysis_alternatives import Alternative, Around, LowestPeak, StoredByOne
 from monetlite.reporting.analysis_overhead import Cause, OverheadShare, extra_ms_of, overhead_shares
 from monetlite.reporting.analysis_tensors import (
@@ -99,7 +99,7 @@ def _summary(page: ExplanationWriter, analysis: Analysis) -> None:
     over_bytes = scheduled.peak_bytes - schedule.budget_bytes
     page.say(
         f"{schedule.name}: peak {format_bytes(scheduled.peak_bytes)} {'over' if over_bytes > 0 else 'within'} "
-        f"{format_bytes(schedule.budget_bytes)}, step {format_ms(scheduled.latency_ms)}, {analysis.costs}."
+        f"{budget_in_words(schedule)}, step {format_ms(scheduled.latency_ms)}, {analysis.costs}."
     )
     if over_bytes > 0:
         page.say(
@@ -339,7 +339,7 @@ def _limit(page: ExplanationWriter, schedule: Schedule, present: PeakStep, limit
 
 def _alternative(page: ExplanationWriter, analysis: Analysis, other: Alternative) -> None:
     schedule, present_ms = analysis.schedule, analysis.scheduled.latency_ms
-    budget, seconds = format_bytes(other.budget_bytes), _seconds(other.seconds)
+    budget, seconds = budget_in_words(schedule, other.budget_bytes), _seconds(other.seconds)
     bound = f"No schedule there takes less than {format_ms(other.lower_bound_ms)}."
     if other.latency_ms is None or other.peak_bytes is None:
         proven = f"Nothing fits within {budget}: every schedule needs at least {format_bytes(other.needed_bytes)}."
@@ -357,7 +357,8 @@ def _alternative(page: ExplanationWriter, analysis: Analysis, other: Alternative
         f"({other.latency_ms / present_ms - 1:+.1%}), peak {format_bytes(other.peak_bytes)}, the best found in "
         f"{seconds}. {bound}"
     )
-    if other.latency_ms < present_ms and other.peak_bytes <= schedule.budget_bytes:
+    needed_bytes = other.peak_bytes if other.reserved_bytes is None else other.reserved_bytes
+    if other.latency_ms < present_ms and needed_bytes <= schedule.budget_bytes:
         page.say("It fits the present budget too: solve for that again, with more time.")
     changes = [
         ("It also stores", other.stored, "computed again at present"),

@@ -15,7 +15,7 @@ from monetlite.core.simulate import Timeline
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.planning.batches import BatchLimit
 from monetlite.planning.pipeline import unplanned_loss
-from monetlite.reporting.analysis import Analysis, cost_source
+from monetlite.reporting.analysis import Analysis, budget_in_words, cost_source
 from monetlite.reporting.text_tables import facts_table, figures_table
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def schedule_rows(schedule: Schedule, peak_note: str = "") -> list[tuple[str, st
         ),
         (
             "schedule",
-            f"peak {format_bytes(schedule.peak_bytes)} of {format_bytes(schedule.budget_bytes)}{peak_note}, "
+            f"peak {format_bytes(schedule.peak_bytes)} of {budget_in_words(schedule)}{peak_note}, "
             f"step {format_ms(schedule.latency_ms)}",
         ),
     ]

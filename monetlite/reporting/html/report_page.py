@@ -12,7 +12,7 @@ from monetlite.core.files.atomic import write_atomically
 from monetlite.core.graph import LAYOUTS_IN_WORDS, TensorSpec
 from monetlite.core.step_analysis import Holding
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Analysis, cost_source
+from monetlite.reporting.analysis import Analysis, budget_in_words, cost_source
 from monetlite.reporting.analysis_alternatives import Around
 from monetlite.reporting.html.explanation_html import HtmlWriter, html_text, row_html, table_html
 from monetlite.reporting.html.page_data import page_data, tradeoff_data
@@ -66,7 +66,7 @@ def write_report(
     # In one function, so that nothing is global; strict from its first statement on.
     script = '(() => {\n"use strict";\n' + "".join(_read(name) for name in _SCRIPTS) + "})();\n"
     page = Template(_read("page.html")).substitute(
-        title=html_text(f"{schedule.name}{batch}, within {format_bytes(schedule.budget_bytes)}"),
+        title=html_text(f"{schedule.name}{batch}, within {budget_in_words(schedule)}"),
         introduction=html_text(
             "One training step by its schedule, and as plain training runs it. "
             f"Memory and latency are {analysis.costs}. "
@@ -96,7 +96,7 @@ def _figures(analysis: Analysis) -> list[tuple[str, str, str]]:
     """(label, figure in large type, its comparison)."""
     schedule, scheduled, plain = analysis.schedule, analysis.scheduled, analysis.plain
     spare = schedule.budget_bytes - scheduled.peak_bytes
-    within = f"{format_bytes(spare)} to spare" if spare >= 0 else f"exceeded by {format_bytes(-spare)}"
+    within = f"{format_bytes(spare)} above the peak" if spare >= 0 else f"exceeded by {format_bytes(-spare)}"
     of_plain = f"{scheduled.peak_bytes / plain.peak_bytes:.0%} of plain training's {format_bytes(plain.peak_bytes)}"
     over_plain = f"{analysis.overhead:+.1%} over plain training's {format_ms(plain.latency_ms)}, {analysis.costs}"
     gap, bound = "unknown", "no bound on the step time is proven"
@@ -106,7 +106,7 @@ def _figures(analysis: Analysis) -> list[tuple[str, str, str]]:
         gap = f"{schedule.gap:.1%}"
         bound = f"no schedule within the budget is faster than {format_ms(schedule.lower_bound_ms)}{other_costs}"
     return [
-        ("Budget", format_bytes(schedule.budget_bytes), within),
+        ("Budget", budget_in_words(schedule), within),
         ("Peak", format_bytes(scheduled.peak_bytes), of_plain),
         ("Step time", format_ms(scheduled.latency_ms), over_plain),
         ("Gap", gap, bound),
