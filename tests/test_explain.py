@@ -286,6 +286,9 @@ def test_costs_of_another_device_are_told_from_the_files(folder):
     assert "estimated for t4" in text
     assert "p100" not in text
     assert "written with other costs" in text
+    assert "(proven)" not in text
+    facts = json.loads(run("show", folder / "s.yaml", *model, "--no-solve", "--device", "t4", "--json").stdout)
+    assert (facts["smallest_proven_bytes"], facts["smallest_reached_bytes"]) == (0, None)
 
 
 def test_a_budget_of_reserved_memory_is_compared_with_others_of_its_kind(folder, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from monetlite.core.choices import DEFAULT
 from monetlite.core.graph import LAYOUTS_IN_WORDS
-from monetlite.core.schedule import Schedule, Status
+from monetlite.core.schedule import Status
 from monetlite.core.step_analysis import Fate
 from monetlite.core.steps import step_in_words, step_number
 from monetlite.core.units import format_bytes, format_ms
@@ -42,6 +42,7 @@ ENOUGH_GROUPS = 4
 def explanation_facts(analysis: Analysis, around: Around) -> dict[str, Any]:
     """Everything that is printed and more, for `--json`: bytes and milliseconds."""
     schedule, scheduled, plain = analysis.schedule, analysis.scheduled, analysis.plain
+    proven, reached = _smallest_of_file(analysis)
     return {
         "model": schedule.name,
         "costs": str(scheduled.profile.kind),
@@ -55,8 +56,8 @@ def explanation_facts(analysis: Analysis, around: Around) -> dict[str, Any]:
         "tiles": [asdict(runs) for runs in tiled_runs(scheduled)],
         "overhead_ms": scheduled.latency_ms - plain.latency_ms,
         "overhead": [asdict(share) for share in overhead_shares(analysis)],
-        "smallest_proven_bytes": schedule.smallest_proven_bytes,
-        "smallest_reached_bytes": schedule.smallest_reached_bytes,
+        "smallest_proven_bytes": proven,
+        "smallest_reached_bytes": reached,
         "limit": around.limit and _numbered(asdict(around.limit)),
         "more_memory": around.more and asdict(around.more),
         "less_memory": around.less and asdict(around.less),
@@ -85,7 +86,7 @@ def write_explanation(page: ExplanationWriter, analysis: Analysis, around: Aroun
     _tensors(page, largest_tensors(analysis.scheduled))
     _tiles(page, analysis)
     _overhead(page, analysis)
-    _limit(page, analysis.schedule, peak, around.limit)
+    _limit(page, analysis, peak, around.limit)
     if around.more is not None:
         page.heading("What 10% more memory would buy")
         _alternative(page, analysis, around.more)
@@ -316,15 +317,21 @@ def _depth(modules: Iterable[str]) -> int:
     return deepest
 
 
-def _limit(page: ExplanationWriter, schedule: Schedule, present: PeakStep, limit: LowestPeak | None) -> None:
+def _smallest_of_file(analysis: Analysis) -> tuple[int, int | None]:
+    """The schedule's smallest budgets, proven and reached; nothing is known of them at costs of another device."""
+    schedule = analysis.schedule
+    return (schedule.smallest_proven_bytes, schedule.smallest_reached_bytes) if analysis.as_solved else (0, None)
+
+
+def _limit(page: ExplanationWriter, analysis: Analysis, present: PeakStep, limit: LowestPeak | None) -> None:
     page.heading("What limits going lower")
-    proven = max(schedule.smallest_proven_bytes, limit.proven_bytes if limit is not None else 0)
-    known = [schedule.smallest_reached_bytes, None if limit is None else limit.peak.memory_bytes]
+    proven, reached = _smallest_of_file(analysis)
+    if limit is not None:
+        proven = max(proven, limit.proven_bytes)
+    known = [reached, None if limit is None else limit.peak.memory_bytes]
     smallest = min([present.memory_bytes, *(item for item in known if item is not None)])
-    page.say(
-        f"Every schedule needs at least {format_bytes(proven)} (proven). The smallest peak known is "
-        f"{format_bytes(smallest)}."
-    )
+    least = f"Every schedule needs at least {format_bytes(proven)} (proven). " if proven else ""
+    page.say(f"{least}The smallest peak known is {format_bytes(smallest)}.")
     if limit is None:
         return
     peak = limit.peak
