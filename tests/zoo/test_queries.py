@@ -160,6 +160,18 @@ def test_nothing_is_written_outside_of_the_collection(shelf, tmp_path, changes):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_what_can_not_be_listed_is_not_added(shelf):
+    before = {path: path.read_bytes() for path in shelf.folder.rglob("*.yaml")}
+    with pytest.raises(ScheduleFileError, match=r"p100/resnet50_184_5GB.yaml can't be listed .*overhead"):
+        shelf.add(shared(budget=5, plain_latency_ms=1e-300))
+    assert {path: path.read_bytes() for path in shelf.folder.rglob("*.yaml")} == before
+    index = shelf.folder / "index.yaml"
+    index.write_text(index.read_text().replace("kind: estimated", "kind: guessed", 1))
+    with pytest.raises(ScheduleFileError, match=r"kind is 'guessed'; it should be one of measured, estimated"):
+        shelf.add(shared(budget=5))
+    assert "p100/resnet50_184_5GB.yaml" not in shelf.files()
+
+
 def test_an_index_that_lies_is_not_followed_outside(shelf):
     index = shelf.folder / "index.yaml"
     index.write_text(index.read_text().replace("p100/resnet50_184_6GB.yaml", "../../secret.yaml"))
