@@ -208,7 +208,7 @@ def print_batches(console: Console, found: BatchLimit, command: str) -> None:
     if found.step > 1:
         plain += f"; multiples of {found.step}"
     of = f"{budget} of reserved memory" if found.reserved else budget
-    console.print(f"{name} within {of}: batch {found.largest} ({plain})", style="bold")
+    console.print(f"{name} within {of}: batch {found.largest} ({plain})", style="bold", markup=False)
     reserved = ("reserved",) if found.reserved else ()
     rows = [
         (
