@@ -199,8 +199,12 @@ class Shelf:
         return tuple(entry_of(read_schedule(self.folder / file), file) for file in self.files())
 
     def stale(self) -> bool:
-        """Compare the index with the files: true if they differ."""
-        return set(self.entries()) != set(self.indexed_again())
+        """Compare the index with the files: true if they differ, or the index can't be read."""
+        try:
+            listed = set(self.entries())
+        except ScheduleFileError:
+            return True
+        return listed != set(self.indexed_again())
 
 
 def shipped() -> Shelf:

@@ -166,7 +166,9 @@ class TestCommands:
     def test_add(self, folder, sound, tmp_path):
         sound.save(tmp_path / "mine.yaml")
         (folder / "index.yaml").unlink()
-        added = run("add", tmp_path / "mine.yaml", "--folder", folder)
+        (folder / file_name(sound)).write_bytes(b"\xff")
+        assert "--force" in run("add", tmp_path / "mine.yaml", "--folder", folder).output
+        added = run("add", tmp_path / "mine.yaml", "--folder", folder, "--force")
         assert added.exit_code == 0, added.output
         assert not Shelf(folder).stale()
         replace(sound, peak_bytes=1).save(tmp_path / "wrong.yaml")
