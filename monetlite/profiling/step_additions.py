@@ -83,7 +83,7 @@ def make_optimizer(
     Raises:
         ModelError: an unknown name, or one of a library that is not installed.
     """
-    kind = _kind(name)
+    kind = optimizer_kind(name)
     module, _, class_name = kind.made_by.rpartition(".")
     try:
         optimizer_class = getattr(importlib.import_module(module), class_name)
@@ -122,7 +122,7 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
     Raises:
         ModelError: an unknown name.
     """
-    kind, graph = _kind(name), profile.graph
+    kind, graph = optimizer_kind(name), profile.graph
     gradients = _gradients(graph)
     sizes = [graph.values[index].size_bytes for index in gradients]
     moment_bytes = sum(sizes) if profile.device != "cpu" else max(sizes, default=0)
@@ -157,7 +157,7 @@ def with_step_in_backward(profile: Profile, name: str) -> Profile:
     Raises:
         ModelError: an unknown name; a gradient that no optimizer takes, or that has to be scaled.
     """
-    kind, graph = _kind(name), profile.graph
+    kind, graph = optimizer_kind(name), profile.graph
     if graph.autocast == "float16":
         raise ModelError(
             "autocast to float16 needs GradScaler, which looks at all gradients before any parameter is updated, "
@@ -255,7 +255,12 @@ def with_accumulation(profile: Profile) -> Profile:
     return replace(profile, graph=graph, accumulate=True)
 
 
-def _kind(name: str) -> OptimizerKind:
+def optimizer_kind(name: str) -> OptimizerKind:
+    """Look up an optimizer.
+
+    Raises:
+        ModelError: an unknown name, as a file may have.
+    """
     if name not in OPTIMIZERS:
         raise ModelError(f"optimizer {name!r} is unknown; there are {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from monetlite.planning.card_fit import CardFit, FitSetting
-from monetlite.profiling.step_additions import OPTIMIZERS
+from monetlite.profiling.step_additions import optimizer_kind
 
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 """Setting of the environment, which torch reads when it is imported."""
@@ -100,7 +100,7 @@ def ordinal(every: int) -> str:
 
 
 def _optimizer(request: TrainingRequest) -> Iterator[str]:
-    kind = OPTIMIZERS[request.optimizer]
+    kind = optimizer_kind(request.optimizer)
     settings = [f"{name}={value:g}" for name, value in {"lr": 1e-4, **kind.settings}.items()]
     yield f"import {kind.made_by.partition('.')[0]}"
     yield from _call(f"optimizer = {kind.made_by}", ["model.parameters()", *settings])
