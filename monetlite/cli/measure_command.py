@@ -166,14 +166,14 @@ def measure_command(
         found = measurer.run(sorted(batches) if batches else (None,), [Mode(mode) for mode in modes])
     assert choice.spec is not None
     found = replace(found, model=found.model or choice.spec)  # not even the smallest batch may have fitted
-    if output is not None:
-        write_atomically(output, text_measure.as_text(found, output.suffix.lower()))
     if terminal.as_json:
         terminal.print_json(text_measure.measurement_facts(found))
-        return
-    text_measure.print_measurements(terminal.console, found)
+    else:
+        text_measure.print_measurements(terminal.console, found)
     if output is not None:
-        click.echo(f"\nwritten to {output}")
+        write_atomically(output, text_measure.as_text(found, output.suffix.lower()))
+        if not terminal.as_json:
+            click.echo(f"\nwritten to {output}")
 
 
 def profile(

@@ -1,6 +1,5 @@
 """The text of `monetlite check`: measured figures beside the promised ones, differences, and the verdict."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -29,11 +28,10 @@ _TOLD = (
 def report_facts(report: Report) -> dict[str, Any]:
     """The figures of a verification, for `--json`: bytes, milliseconds, and fractions.
 
-    Figures that are not known or not compared are null, and so is the difference of a gradient that only one of the
-    two steps has.
+    Figures that are not known or not compared are None.
     """
     operators = report.operators
-    facts = {name: getattr(report, name) for name in _TOLD.split()} | {
+    return {name: getattr(report, name) for name in _TOLD.split()} | {
         "reasons": [asdict(reason) for reason in report.reasons],
         "costs": report.kind,
         "incomparable": list(report.incomparable),
@@ -45,17 +43,6 @@ def report_facts(report: Report) -> dict[str, Any]:
             "differing": [asdict(item) for item in operators.differing],
         },
     }
-    finite: dict[str, Any] = _finite(facts)
-    return finite
-
-
-def _finite(item: Any) -> Any:
-    """The same data without numbers that JSON doesn't have."""
-    if isinstance(item, dict):
-        return {key: _finite(value) for key, value in item.items()}
-    if isinstance(item, list):
-        return [_finite(value) for value in item]
-    return None if isinstance(item, float) and not math.isfinite(item) else item
 
 
 def print_report(console: Console, report: Report, most_operators: int) -> None:

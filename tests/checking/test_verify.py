@@ -18,6 +18,7 @@ import monetlite
 from monetlite.checking.measurements import StepMemory
 from monetlite.checking.report import VerificationLimits
 from monetlite.checking.trainee import Trainee, default_loss
+from monetlite.core.files.plain_data import json_text
 from monetlite.core.source import ModelSource
 from monetlite.core.steps import plain_steps
 from monetlite.operators import implementations, resolve
@@ -400,7 +401,7 @@ def test_predictions_of_other_devices_threads_and_shapes_are_not_compared(measur
 
 def test_what_no_number_says_is_null_in_json(measured):
     report = replace(measured[0], gradients={"0.weight": float("inf")})
-    facts = json.loads(json.dumps(report_facts(report)), parse_constant=pytest.fail)
+    facts = json.loads(json_text(report_facts(report)), parse_constant=pytest.fail)
     assert facts["differences"] == {"0.weight": None}
     assert facts["reasons"][0]["check"] == "difference"
 
