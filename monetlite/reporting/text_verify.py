@@ -63,9 +63,11 @@ def print_report(console: Console, report: Report, most_operators: int) -> None:
     rows.append(("random state", "as plain training leaves it" if report.random_state else "DIFFERS"))
     if report.operators is not None:
         rows.append(("operators", _operators_in_words(report.operators)))
-    over_bytes = report.peak_bytes - report.budget_bytes
+    over_bytes, of = report.peak_bytes - report.budget_bytes, ""
+    if report.of_reserved and report.reserved_bytes is not None:
+        over_bytes, of = report.reserved_bytes - report.budget_bytes, " of reserved memory"
     kept = "kept" if over_bytes <= 0 else f"EXCEEDED by {format_bytes(over_bytes)}"
-    rows.append(("budget", f"{format_bytes(report.budget_bytes)}, {kept}"))
+    rows.append(("budget", f"{format_bytes(report.budget_bytes)}{of}, {kept}"))
     if report.reserves_more and not report.of_reserved and report.reserved_bytes is not None:
         reserved = format_bytes(report.reserved_bytes)
         rows.append(("", f"of tensors. PyTorch's allocator reserved {reserved}: solve --reserved keeps that in it"))

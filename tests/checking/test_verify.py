@@ -297,6 +297,11 @@ def test_what_the_allocator_reserves_is_held_to_a_budget_of_reserved_memory(meas
         for reason in judged.reasons:
             assert (reason.measured, reason.allowed) == (reserved_bytes, budget_bytes)
             assert "though it was limited" in reason.message
+        console = Console(file=io.StringIO(), width=80)
+        print_report(console, judged, 0)
+        exceeded = of_reserved and reserved_bytes > budget_bytes
+        assert ("EXCEEDED by 1 B" in console.file.getvalue()) is exceeded
+        assert (" of reserved memory, " in console.file.getvalue()) is of_reserved
     facts = report_facts(judged)
     assert (facts["reserved_bytes"], facts["plain_reserved_bytes"]) == (budget_bytes + 1, 2 * (budget_bytes + 1))
     console = Console(file=io.StringIO(), width=80)
