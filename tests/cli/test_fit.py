@@ -3,6 +3,7 @@
 import json
 import os
 
+import click
 import pytest
 import torch
 from commands import run
@@ -10,6 +11,7 @@ from thoroughness import often
 
 import monetlite
 import monetlite.tracing
+from monetlite.cli.fit_command import FitModel, _loaded_from, fit_command
 from monetlite.core.child_processes import ChildFailed, begin_call
 from monetlite.core.devices import CONTEXT_BYTES, find_device
 from monetlite.core.graph import TILED_ROWS
@@ -133,6 +135,20 @@ def test_a_folder_is_the_folder_though_a_published_model_has_its_name(tmp_path, 
     for given in ("gpt2", "gpt2/config.json"):
         found = json.loads(run("fit", given, *FIT, "--json").stdout)
         assert any('from_pretrained("gpt2"' in line for line in found["lines"]["plain loop"]), given
+
+
+def test_names_of_folders_without_a_model_are_the_models(work_folder):
+    (work_folder / "gpt2").mkdir()
+    for given in ("gpt2", "hf:gpt2", "HF:gpt2"):
+        context = click.Context(fit_command)
+        assert FitModel().convert(given, None, context) == "hf:gpt2"
+    assert build_model("hf:gpt2", batch=1, sequence_length=8, meta=True).source.model == "hf:gpt2"
+
+
+def test_a_folder_at_home_is_told_whole(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert _loaded_from(f"~/{folder.name}") == str(folder)
+    assert _loaded_from(f"~/{folder.name}/config.json") == str(folder)
 
 
 @pytest.mark.thorough
