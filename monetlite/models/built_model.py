@@ -77,7 +77,7 @@ class BuildOptions:
         height, width = self.input_size or default_size
         shape = self.batch or default_batch, channels, height, width
         if math.prod(shape) > MAX_ELEMENTS:
-            raise ModelError(f"{spec} can't be built for {'×'.join(map(str, shape))}: no tensor has so many numbers")
+            raise ModelError(f"{spec} can't take {'×'.join(map(str, shape))} images: no tensor has so many numbers")
         with self.device():
             return torch.randn(shape, dtype=self.dtype)
 
