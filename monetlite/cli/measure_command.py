@@ -132,6 +132,8 @@ def measure_command(
         profile(terminal, replace(choice, batch=batches[0] if batches else None), pricing, output, top)
         return
     only_for("measure --operators", *OPERATORS_ONLY)
+    if "training" not in modes:
+        only_for("--mode training", "optimizer")
     if pricing.device not in (None, "cpu", "cuda"):
         raise click.BadParameter(
             f"{pricing.device!r} is neither cpu nor cuda; other devices are for --operators", param_hint="--device"
@@ -190,7 +192,7 @@ def profile(
     if terminal.as_json:
         terminal.print_json(profile_facts(priced))
         return
-    click.echo(built.description)
+    terminal.console.print(built.description, markup=False)
     print_profile(terminal.console, priced, top)
     if output is not None:
         command = command_line("solve", {"profile": output})

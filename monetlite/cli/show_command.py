@@ -134,7 +134,7 @@ def show(
     for option, path in (("--output", output), ("--csv", table)):
         try:
             if path is not None:
-                check_writable(path)
+                check_writable(path, option)
         except MonetliteError as error:
             raise click.BadParameter(str(error), param_hint=option) from error
     if table is not None and output is not None and table.resolve() == output.resolve():
@@ -144,6 +144,7 @@ def show(
     if kind == RESCALED or not opened.at_own_sizes:
         opened, given = _rescaled(opened), opened.schedule
         if kind in (TEXT, RESCALED):
+            only_for("schedules at their own sizes", "time_limit", "seed", "no_solve")
             _print_rescaled(terminal, schedule, given, opened.schedule, output)
             return
     if kind == TEXT:
@@ -196,7 +197,8 @@ def _print_rescaled(terminal: Terminal, name: str, given: Schedule, found: Sched
     if output is not None:
         found.save(output)
     if terminal.as_json:
-        terminal.print_json({"from": schedule_facts(given, name), "to": schedule_facts(found, target)})
+        before = {**schedule_facts(given), "file": name}
+        terminal.print_json({"from": before, "to": schedule_facts(found, target)})
     else:
         print_rescaled(terminal.console, given, found, target)
 

@@ -144,7 +144,7 @@ def solve_command(
         facts = text_solve.schedule_facts(schedule, str(target))
         terminal.print_json(facts | {"reserved": text_solve.reserved_facts(profile, schedule)})
     else:
-        click.echo(description)
+        terminal.console.print(description, markup=False)
         timeline = simulate(profile, schedule)
         text_solve.print_schedule(terminal.console, profile, schedule, timeline, f"{target}{replaced}")
 

@@ -86,7 +86,7 @@ def _scheduling(answer: CardFit, way: FitSetting, request: TrainingRequest) -> I
     elif way.every and request.model_class:
         yield "model.gradient_checkpointing_enable()"
     elif way.every:
-        yield f"# torch.utils.checkpoint around every {ordinal(way.every)} layer"
+        yield f"# torch.utils.checkpoint around {every_layer(way.every)}"
 
 
 def budget_text(answer: CardFit) -> str:
@@ -95,8 +95,10 @@ def budget_text(answer: CardFit) -> str:
     return f"{answer.card.budget_bytes * 100 // size / 100:g}{unit}"
 
 
-def ordinal(every: int) -> str:
-    return {1: "", 2: "2nd", 3: "3rd"}.get(every, f"{every}th")
+def every_layer(every: int) -> str:
+    """A distance of layers in words: `every layer`, `every 2nd layer`."""
+    ordinal = {1: "", 2: " 2nd", 3: " 3rd"}.get(every, f" {every}th")
+    return f"every{ordinal} layer"
 
 
 def _optimizer(request: TrainingRequest) -> Iterator[str]:

@@ -51,7 +51,7 @@ def print_report(console: Console, report: Report, most_operators: int) -> None:
     if report.largest_difference > 0:
         same = (
             f"within {report.largest_difference:.1e} of plain training's (relative; "
-            f"{report.allowed_difference:.0e} allowed)"
+            f"{report.allowed_difference:.1e} allowed)"
         )
     rows = [("training", f"{same}; the loss, {len(report.gradients)} gradients, {len(report.buffers)} buffers")]
     listed = list(report.differences.items())

@@ -22,6 +22,7 @@ from monetlite.models import build_model
 from monetlite.planning import model_steps
 from monetlite.planning.card_fit import CardFit, CardMemory, FitSetting, card_memory
 from monetlite.planning.size_costs import SizedStep, TellingSizes, largest, telling_sizes
+from monetlite.reporting.fit_lines import every_layer
 
 NARROW = {
     "model_type": "llama",
@@ -143,6 +144,15 @@ def test_names_of_folders_without_a_model_are_the_models(work_folder):
         context = click.Context(fit_command)
         assert FitModel().convert(given, None, context) == "hf:gpt2"
     assert build_model("hf:gpt2", batch=1, sequence_length=8, meta=True).source.model == "hf:gpt2"
+
+
+def test_layers_are_counted_in_words():
+    assert [every_layer(every) for every in (1, 2, 3, 4)] == [
+        "every layer",
+        "every 2nd layer",
+        "every 3rd layer",
+        "every 4th layer",
+    ]
 
 
 def test_a_folder_at_home_is_told_whole(folder, monkeypatch):
