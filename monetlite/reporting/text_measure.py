@@ -19,13 +19,12 @@ from monetlite.checking.measurements import (
     largest_batch,
     tells_enough,
 )
-from monetlite.core.costs import Profile
+from monetlite.core.costs import Profile, cost_source
 from monetlite.core.files.plain_data import json_text
 from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import StepAnalysis
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import cost_source
 from monetlite.reporting.text_solve import format_rate
 from monetlite.reporting.text_tables import csv_table, facts_table, figures_table, markdown_table
 

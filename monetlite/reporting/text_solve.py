@@ -7,7 +7,7 @@ from rich.console import Console
 
 from monetlite.allocator import least_limit, reserve
 from monetlite.core.choices import DEFAULT
-from monetlite.core.costs import Profile
+from monetlite.core.costs import Profile, cost_source
 from monetlite.core.devices import CONTEXT_BYTES
 from monetlite.core.graph import LAYOUTS_IN_WORDS
 from monetlite.core.schedule import Schedule
@@ -15,7 +15,7 @@ from monetlite.core.simulate import Timeline
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.planning.batches import BatchLimit
 from monetlite.planning.pipeline import unplanned_loss
-from monetlite.reporting.analysis import Analysis, budget_in_words, cost_source
+from monetlite.reporting.analysis import Analysis, budget_in_words
 from monetlite.reporting.text_tables import facts_table, figures_table
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from monetlite.checking.operator_differences import OperatorComparison, OperatorDifference
 from monetlite.checking.report import Report, describe
+from monetlite.core.costs import costs_in_words
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.text_tables import facts_table, figures_table
 
@@ -86,7 +87,7 @@ def print_report(console: Console, report: Report, most_operators: int) -> None:
 def _predictions(report: Report) -> str:
     """The source of the predictions, or the reason why they are of something else."""
     if not report.incomparable:
-        return f"{'estimated for' if report.kind == 'estimated' else 'measured on'} {report.device}"
+        return costs_in_words(report.kind, report.device)
     peak, latency = format_bytes(report.predicted_peak_bytes), format_ms(report.predicted_step_ms)
     return (
         f"not compared: {', '.join(report.incomparable)}: peak {peak}, step {latency}, "

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from monetlite.core.command_lines import command_line
+from monetlite.core.costs import cost_source
 from monetlite.core.schedule import Schedule
 from monetlite.core.source import batch_of
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import cost_source
 from monetlite.reporting.text_solve import overhead_row, schedule_rows
 from monetlite.reporting.text_tables import facts_table, figures_table
 from monetlite.zoo.check import Checked

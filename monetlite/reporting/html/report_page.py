@@ -8,11 +8,12 @@ from os import PathLike
 from string import Template
 from typing import TYPE_CHECKING
 
+from monetlite.core.costs import cost_source
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.graph import LAYOUTS_IN_WORDS, TensorSpec
 from monetlite.core.step_analysis import Holding
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Analysis, budget_in_words, cost_source
+from monetlite.reporting.analysis import Analysis, budget_in_words
 from monetlite.reporting.analysis_alternatives import Around
 from monetlite.reporting.html.explanation_html import HtmlWriter, html_text, row_html, table_html
 from monetlite.reporting.html.page_data import page_data, tradeoff_data
