@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from monetlite.core.costs import cost_source
 from monetlite.core.files.atomic import write_atomically
-from monetlite.core.graph import LAYOUTS_IN_WORDS, TensorSpec
+from monetlite.core.graph import TensorSpec
 from monetlite.core.step_analysis import Holding
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.analysis import Analysis, budget_in_words
@@ -119,17 +119,9 @@ def _details(analysis: Analysis) -> list[tuple[str, str]]:
     schedule, profile = analysis.schedule, analysis.scheduled.profile
     inputs = ", ".join(f"{name} {_layout(spec)}" for name, spec in schedule.inputs.items())
     environment = ", ".join(f"{name} {value}" for name, value in sorted(profile.environment.items()))
-    training = [
-        f"{schedule.optimizer} state counted" if schedule.optimizer else "no optimizer state counted",
-        "gradients of earlier batches counted" if schedule.accumulate else "",
-        "each gradient counted until its parameter is updated" if schedule.step_in_backward else "",
-        f"autocast to {schedule.autocast}" if schedule.autocast else "",
-        LAYOUTS_IN_WORDS[schedule.layout],
-    ]
     return [
         ("Inputs", inputs or "none"),
         ("Costs", analysis.costs + (f" ({environment})" if environment else "")),
-        ("Training", ", ".join(item for item in training if item)),
         ("Results", exactness(schedule)),
         ("Peak at", f"{analysis.scheduled.peak_operator}; plain training: {analysis.plain.peak_operator}"),
         ("Fingerprint", schedule.fingerprint),
