@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import monetlite
 from monetlite.core.graph import Phase
+from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import Fate
 from monetlite.core.steps import plain_steps, stored_values
@@ -24,6 +26,7 @@ from monetlite.reporting.analysis_alternatives import stored_by_one
 from monetlite.reporting.analysis_overhead import Cause, overhead_shares
 from monetlite.reporting.analysis_tensors import largest_tensors, peak_step_of
 from monetlite.reporting.text_explain import story
+from monetlite.solving.incumbent import Solution
 
 MODEL = """
 import torch
@@ -283,6 +286,45 @@ def test_costs_of_another_device_are_told_from_the_files(folder):
     assert "estimated for t4" in text
     assert "p100" not in text
     assert "written with other costs" in text
+    assert "(proven)" not in text
+    facts = json.loads(run("show", folder / "s.yaml", *model, "--no-solve", "--device", "t4", "--json").stdout)
+    assert (facts["smallest_proven_bytes"], facts["smallest_reached_bytes"]) == (0, None)
+
+
+def test_a_budget_of_reserved_memory_is_compared_with_others_of_its_kind(folder, tmp_path, monkeypatch):
+    """The search is a stand-in. It finds a faster schedule of the same peak, for which more is reserved."""
+    own = monetlite.load_schedule(folder / "s.yaml")
+    replace(own, reserved_bytes=own.budget_bytes).save(tmp_path / "s.yaml")
+    asked = []
+
+    def solve(profile, budget_bytes, options, **_):
+        asked.append((budget_bytes, options.reserved))
+        return Solution(
+            status=Status.FEASIBLE,
+            steps=own.steps(profile.graph),
+            latency_ms=own.latency_ms / 2,
+            peak_bytes=own.peak_bytes,
+            lower_bound_ms=0.0,
+            smallest_proven_bytes=0,
+            reserved_bytes=budget_bytes,
+        )
+
+    monkeypatch.setattr(monetlite.solving, "solve_profile", solve)
+    show = ("show", tmp_path / "s.yaml", "--model", f"{folder}/net.py:build", "--time-limit", "0.1")
+    result = run(*show)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert asked == [(own.budget_bytes * 110 // 100, True), (own.budget_bytes * 90 // 100, True)]
+    for budget_bytes in (own.budget_bytes, *(budget_bytes for budget_bytes, _ in asked)):
+        assert f"ithin {format_bytes(budget_bytes)} of reserved memory" in text
+    more, less = text.split("What 10% less memory would cost")
+    assert "It fits the present budget too" not in more
+    assert "It fits the present budget too" in less
+    assert "of reserved memory" in run("zoo", "show", tmp_path / "s.yaml").stdout
+    on_cpu = run(*show, "--device", "cpu")
+    assert on_cpu.exit_code == 0, on_cpu.output
+    assert "a CPU reserves none" in on_cpu.stderr
+    assert "10%" not in on_cpu.stdout
 
 
 def test_what_cannot_be_explained(folder):

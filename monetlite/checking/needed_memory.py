@@ -11,7 +11,7 @@ from monetlite.core.errors import MonetliteError
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.profiling.memory_use import available_bytes
-from monetlite.profiling.step_additions import OPTIMIZERS
+from monetlite.profiling.step_additions import optimizer_kind
 
 LIBRARIES_BYTES = 3 * 10**8
 """Memory that tracing, compilers and profilers take besides: 0.25 to 0.35 GB, measured on a CPU."""
@@ -56,7 +56,7 @@ def needed_memory(
     gradients = sum(item.nbytes for item in trained.values())
     copies = state = 0
     if schedule.optimizer is not None:
-        kind = OPTIMIZERS[schedule.optimizer]
+        kind = optimizer_kind(schedule.optimizer)
         state = sum(kind.state_bytes(item.nbytes, item.numel()) for item in trained.values())
         # The optimizer's step copies weights on a GPU alone.
         copies = kind.foreach * gradients if schedule.device != "cpu" and not on_gpu else 0

@@ -145,7 +145,7 @@ class Report(StepDifferences):
             yield Reason(
                 check="difference",
                 message=f"{_and_more(over[0], over)} differs from plain training's by "
-                f"{self.largest_difference:.1e}, {self.allowed_difference:.0e} allowed{self._origin()}",
+                f"{self.largest_difference:.1e}, {self.allowed_difference:.1e} allowed{self._origin()}",
                 measured=self.largest_difference,
                 allowed=self.allowed_difference,
             )

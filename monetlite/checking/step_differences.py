@@ -1,7 +1,8 @@
 """Differences of a step's results from plain training's."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from monetlite.checking.trainee import Snapshot, Trainee, changed_weights, off_by
 
 MISSING = float("inf")
-"""Difference of a tensor that only one of two steps has, or that has another shape."""
+"""Difference of a tensor, or a finite number of it, that only one of two steps has, or that has another shape."""
 REORDERED_SUMS = 1e-6
 """Largest relative difference of a gradient that capturing a model can make: it orders some sums anew."""
 ROUNDINGS = 2
@@ -111,9 +112,10 @@ class Reference:
 
 
 def difference(expected: torch.Tensor, found: torch.Tensor, least: float = 0.0) -> float:
-    """The largest difference over the largest magnitude, or over `least` where that is more.
+    """The largest difference over the largest finite magnitude, or over `least` where that is more.
 
-    It is 0 if both have the same numbers, and the same ones of these are not a number.
+    Numbers that are the same, infinite or not a number in both, do not differ; one that is so in only one of them
+    is `MISSING`.
     """
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return MISSING
@@ -121,13 +123,26 @@ def difference(expected: torch.Tensor, found: torch.Tensor, least: float = 0.0) 
         return 0.0
     if expected.is_complex():
         expected, found = torch.view_as_real(expected), torch.view_as_real(found)
-    # In pieces: in float64, large gradients beside their difference take many times their memory.
-    pairs = list(zip(torch.split(expected.flatten(), PIECE), torch.split(found.flatten(), PIECE), strict=True))
-    worst = _largest((one.double() - other.double()).abs() for one, other in pairs)
-    largest = max(_largest(one.double().abs() for one, _ in pairs), least)
-    if worst != worst:
-        return 0.0 if torch.equal(expected.nan_to_num(), found.nan_to_num()) else MISSING
+    worst = _largest(map(_distances, _pieces(expected), _pieces(found)))
+    if not math.isfinite(worst):
+        return MISSING
+    largest = max(_magnitude(expected), least)
     return worst / largest if largest > 0 else worst
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor's numbers in float64, some at a time: all at once take many times a large gradient's memory."""
+    return (piece.double() for piece in torch.split(tensor.flatten(), PIECE))
+
+
+def _distances(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    same = (expected == found) | (expected.isnan() & found.isnan())
+    return (expected - found).abs().masked_fill(same, 0.0)
+
+
+def _magnitude(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude; 0 if none is finite."""
+    return _largest(piece.abs().nan_to_num(0.0, posinf=0.0) for piece in _pieces(tensor))
 
 
 def _largest(pieces: Iterable[torch.Tensor]) -> float:
@@ -149,4 +164,4 @@ def negligible(tensors: Iterable[torch.Tensor], tolerance: float) -> float:
     """Magnitude that is negligible beside the largest of some tensors; 0 if the tolerance allows no rounding."""
     if tolerance <= REORDERED_SUMS:
         return 0.0
-    return NEGLIGIBLE * max((item.double().abs().max().item() for item in tensors if item.numel()), default=0.0)
+    return NEGLIGIBLE * max((_magnitude(item) for item in tensors if item.numel()), default=0.0)

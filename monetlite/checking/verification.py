@@ -14,6 +14,7 @@ from monetlite.checking.operator_differences import OperatorComparison, PlainSte
 from monetlite.checking.report import Report, VerificationLimits
 from monetlite.checking.step_differences import SLACK, Reference
 from monetlite.checking.trainee import Trainee, copied, default_loss, leaf_copies, step_times_ms
+from monetlite.core.costs import cost_device, cost_source
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.graph import ALL_OUTPUTS
@@ -166,7 +167,7 @@ def verify_own(
         predicted_step_ms=schedule.latency_ms,
         predicted_plain_step_ms=schedule.plain_latency_ms,
         kind=schedule.kind,
-        device=_priced_on(schedule),
+        device=cost_device(schedule),
         same_shapes=shapes == [spec.shape for spec in schedule.inputs.values()],
         incomparable=_incomparable(schedule, shapes, device),
         unrepeated=unrepeated,
@@ -210,22 +211,16 @@ def _tensors(model: nn.Module) -> dict[int, Any]:
     return {id(item): item for item in (*model.parameters(), *model.buffers())}
 
 
-def _priced_on(schedule: Schedule) -> str:
-    return schedule.device if schedule.kind == "estimated" else schedule.environment.get("device", schedule.device)
-
-
 def _incomparable(schedule: Schedule, shapes: list[tuple[int, ...]], device: str) -> tuple[str, ...]:
     """Reasons why a schedule's predictions are not of a step here, each as what the predictions are."""
     found = []
-    here, there = meter_for(device).environment(), _priced_on(schedule)
+    here = meter_for(device).environment()
+    name = here["device"]
     if schedule.kind == "estimated":
-        known = ""
         with contextlib.suppress(DeviceError):
-            known = find_device(here["device"]).name
-        if known != there:
-            found.append(f"estimated for {there} (this is {here['device']})")
-    elif there != here["device"]:
-        found.append(f"measured on {there} (this is {here['device']})")
+            name = find_device(name).name
+    if cost_device(schedule) != name:
+        found.append(f"{cost_source(schedule)} (this is {here['device']})")
     elif (threads := schedule.environment.get("threads")) not in (None, here.get("threads")):
         found.append(f"measured with {threads} threads ({here.get('threads')} now)")
     solved = [spec.shape for spec in schedule.inputs.values()]

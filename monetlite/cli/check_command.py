@@ -130,7 +130,7 @@ def check(
     if terminal.as_json:
         terminal.print_json(report_facts(report))
     else:
-        click.echo(built.description)
+        terminal.console.print(built.description, markup=False)
         print_report(terminal.console, report, DEFAULT_OPERATORS if operators is None else operators)
     if not report.passed:
         raise CommandExit(EXIT_FAILED)

@@ -1,6 +1,5 @@
 """`monetlite compare`."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,16 +108,16 @@ def compare_command(
             progress=progress,
             finished=lambda run, ratio: click.echo(finished_in_words(run, ratio), err=True),
         )
-    for output in outputs:
-        _write(comparison, output)
     if terminal.as_json:
         terminal.print_json({**comparison_facts(comparison), "outputs": list(map(str, outputs))})
-        return
-    print_comparison(terminal.console, comparison)
-    if missing := [peer for peer in PEERS if peer not in chosen]:
-        terminal.console.print(left_out(missing), style="dim")
+    else:
+        print_comparison(terminal.console, comparison)
+        if missing := [peer for peer in PEERS if peer not in chosen]:
+            terminal.console.print(left_out(missing), style="dim")
     for output in outputs:
-        click.echo(f"{WRITTEN_AS[output.suffix.lower()]} written to {output}")
+        _write(comparison, output)
+        if not terminal.as_json:
+            click.echo(f"{WRITTEN_AS[output.suffix.lower()]} written to {output}")
 
 
 def _listed(text: str) -> list[str]:
@@ -139,13 +138,14 @@ def _check_output(target: Path) -> None:
 
 def _write(comparison: "Comparison", target: Path) -> None:
     from monetlite.core.files.atomic import write_atomically
+    from monetlite.core.files.plain_data import json_text
     from monetlite.reporting.text_comparison import comparison_facts, comparison_markdown
 
     kind = target.suffix.lower()
     if kind == ".md":
         write_atomically(target, comparison_markdown(comparison))
     elif kind == ".json":
-        write_atomically(target, json.dumps(comparison_facts(comparison), indent=1) + "\n")
+        write_atomically(target, json_text(comparison_facts(comparison), indent=1) + "\n")
     else:
         from monetlite.reporting.plots.comparison_plot import save_comparison
 

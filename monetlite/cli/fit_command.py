@@ -43,7 +43,8 @@ class FitModel(ModelName):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value)
         bare = ":" not in text or os.path.exists(text)
-        if bare and (os.path.isdir(text) or text.endswith(".json") or find_published(text)):
+        folder = os.path.isfile(os.path.join(text, "config.json"))
+        if bare and (folder or text.endswith(".json") or find_published(text)):
             text = f"hf:{text}"
         return super().convert(text, param, ctx)
 
@@ -204,12 +205,9 @@ def _request(built: "BuiltModel", choice: ModelChoice, pricing: PricingOptions) 
 
 def _loaded_from(name: str) -> str:
     """The name or folder that `from_pretrained` takes; a folder comes first, as it does for `--model`."""
-    path = os.path.expanduser(name)
-    if os.path.isfile(path):
-        return os.path.dirname(path) or "."
-    if os.path.isdir(path):
-        return name
-    from monetlite.models.library_models import is_cached
+    from monetlite.models.library_models import is_cached, local_path
 
+    if path := local_path(name):
+        return path if os.path.isdir(path) else os.path.dirname(path) or "."
     published = find_published(name)
     return published.hub_name if published else name if is_cached(name) else ""

@@ -132,6 +132,8 @@ def measure_command(
         profile(terminal, replace(choice, batch=batches[0] if batches else None), pricing, output, top)
         return
     only_for("measure --operators", *OPERATORS_ONLY)
+    if "training" not in modes:
+        only_for("--mode training", "optimizer")
     if pricing.device not in (None, "cpu", "cuda"):
         raise click.BadParameter(
             f"{pricing.device!r} is neither cpu nor cuda; other devices are for --operators", param_hint="--device"
@@ -166,14 +168,14 @@ def measure_command(
         found = measurer.run(sorted(batches) if batches else (None,), [Mode(mode) for mode in modes])
     assert choice.spec is not None
     found = replace(found, model=found.model or choice.spec)  # not even the smallest batch may have fitted
-    if output is not None:
-        write_atomically(output, text_measure.as_text(found, output.suffix.lower()))
     if terminal.as_json:
         terminal.print_json(text_measure.measurement_facts(found))
-        return
-    text_measure.print_measurements(terminal.console, found)
+    else:
+        text_measure.print_measurements(terminal.console, found)
     if output is not None:
-        click.echo(f"\nwritten to {output}")
+        write_atomically(output, text_measure.as_text(found, output.suffix.lower()))
+        if not terminal.as_json:
+            click.echo(f"\nwritten to {output}")
 
 
 def profile(
@@ -190,7 +192,7 @@ def profile(
     if terminal.as_json:
         terminal.print_json(profile_facts(priced))
         return
-    click.echo(built.description)
+    terminal.console.print(built.description, markup=False)
     print_profile(terminal.console, priced, top)
     if output is not None:
         command = command_line("solve", {"profile": output})

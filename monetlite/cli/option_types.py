@@ -20,10 +20,9 @@ class ModelName(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:
-            check_spelling(str(value))
+            return check_spelling(str(value))
         except ModelError as error:
             self.fail(str(error), param, ctx)
-        return str(value)
 
 
 class DeviceName(click.ParamType[str]):

@@ -201,8 +201,8 @@ def prints_aside() -> contextlib.AbstractContextManager[object]:
     return contextlib.redirect_stdout(sys.stderr)
 
 
-def check_writable(target: Path) -> None:
-    """Check that a file can be written, before time is spent on its contents.
+def check_writable(target: Path, option: str = "--output") -> None:
+    """Check that a file, which an option may have named, can be written, before time is spent on its contents.
 
     Raises:
         MonetliteError: there is no folder for it, or nothing can be written there by this name.
@@ -222,7 +222,7 @@ def check_writable(target: Path) -> None:
         raise MonetliteError(f"{target} can't be written: {error.strerror or error}") from error
     context = click.get_current_context()
     if there and not context.params.get("force"):
-        named = any("--output" in item.opts for item in context.command.params)
+        named = any(option in item.opts for item in context.command.params)
         raise click.UsageError(
-            f"{name} is there already; --force replaces it{', --output names another file' if named else ''}"
+            f"{name} is there already; --force replaces it{f', {option} names another file' if named else ''}"
         )

@@ -134,7 +134,7 @@ def show(
     for option, path in (("--output", output), ("--csv", table)):
         try:
             if path is not None:
-                check_writable(path)
+                check_writable(path, option)
         except MonetliteError as error:
             raise click.BadParameter(str(error), param_hint=option) from error
     if table is not None and output is not None and table.resolve() == output.resolve():
@@ -144,6 +144,7 @@ def show(
     if kind == RESCALED or not opened.at_own_sizes:
         opened, given = _rescaled(opened), opened.schedule
         if kind in (TEXT, RESCALED):
+            only_for("schedules at their own sizes", "time_limit", "seed", "no_solve")
             _print_rescaled(terminal, schedule, given, opened.schedule, output)
             return
     if kind == TEXT:
@@ -196,7 +197,8 @@ def _print_rescaled(terminal: Terminal, name: str, given: Schedule, found: Sched
     if output is not None:
         found.save(output)
     if terminal.as_json:
-        terminal.print_json({"from": schedule_facts(given, name), "to": schedule_facts(found, target)})
+        before = {**schedule_facts(given), "file": name}
+        terminal.print_json({"from": before, "to": schedule_facts(found, target)})
     else:
         print_rescaled(terminal.console, given, found, target)
 
@@ -228,17 +230,22 @@ def _allowed(opened: OpenedSchedule) -> "tuple[Profile, tuple[Step, ...]]":
 def _searched(
     terminal: Terminal, opened: OpenedSchedule, analysis: "Analysis", solving: SolvingOptions
 ) -> "Around":
-    """Schedules around the present one: the leanest, and those of a tenth more and less memory."""
+    """Schedules around the present one: the leanest, and those of a tenth more and less memory, of its kind."""
     from monetlite.reporting.analysis_alternatives import Alternative, Around, alternative, lowest_peak
     from monetlite.solving.annealing.compiling import ensure_compiled
 
     profile, steps = _allowed(opened)
     # A bound of the budget holds for every smaller one.
     bound_ms = opened.schedule.lower_bound_ms if analysis.as_solved else 0.0
+    reserved = opened.schedule.reserved_bytes is not None
     with terminal.searching("looking for the smallest peak"):
         ensure_compiled(math.inf)  # once per machine; not what the time limit is for
-        each = replace(solving, time_limit=solving.time_limit / SEARCHES)
+        each = replace(solving, time_limit=solving.time_limit / SEARCHES, reserved=reserved)
         lowest = lowest_peak(profile, steps, each)
+
+    if reserved and profile.device == "cpu":
+        terminal.tell("the budget is of reserved memory, and a CPU reserves none: no other budget is solved for")
+        return Around(limit=lowest)
 
     def solved(percent: int) -> Alternative:
         budget_bytes = opened.schedule.budget_bytes * percent // 100

@@ -120,8 +120,9 @@ def solve_command(
     only_for("solve --max-batch", "multiple_of")
     layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
     if profiles:
+        only_for("solve --model", "compile")
         given = {"model": choice.spec, **vars(choice), **vars(pricing)}
-        defaults = {"spec", "layout", "compile"}
+        defaults = {"spec", "layout"}
         defaults |= {"outputs"} if source_of("outputs") is ParameterSource.DEFAULT else set()
         said = {name: given[name] for name in given if name not in defaults}
         costs, batch, description = load_profiles(profiles, pricing.layout, said)
@@ -143,7 +144,7 @@ def solve_command(
         facts = text_solve.schedule_facts(schedule, str(target))
         terminal.print_json(facts | {"reserved": text_solve.reserved_facts(profile, schedule)})
     else:
-        click.echo(description)
+        terminal.console.print(description, markup=False)
         timeline = simulate(profile, schedule)
         text_solve.print_schedule(terminal.console, profile, schedule, timeline, f"{target}{replaced}")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from monetlite.cli.command_options import DEFAULT_ESTIMATE, ModelChoice
 from monetlite.cli.running import suggested
 from monetlite.cli.terminal import Terminal
-from monetlite.core.costs import Profile, load_profile
+from monetlite.core.costs import Profile, cost_device, load_profile
 from monetlite.core.devices import MEASURED_HERE
 from monetlite.core.errors import DeviceError, ModelError, ScheduleMismatch
 from monetlite.core.graph import AS_TRACED
@@ -261,7 +261,7 @@ def _device_of(schedule: "Schedule", path: str, terminal: Terminal) -> str:
 
     from monetlite.profiling.meters import meter_for
 
-    there = schedule.environment.get("device", schedule.device)
+    there = cost_device(schedule)
     here = "no such device"
     if schedule.device != "cuda" or torch.cuda.is_available():
         here = meter_for(schedule.device).environment()["device"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import json
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from monetlite.cli.exits import EXIT_FAILED, INTERRUPTED
+from monetlite.core.files.plain_data import json_text
 from monetlite.core.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Terminal:
         self._live = self._aside.is_terminal and not self._aside.is_dumb_terminal
 
     def print_json(self, facts: object) -> None:
-        click.echo(json.dumps(facts))
+        click.echo(json_text(facts))
 
     def tell(self, text: str) -> None:
         """Print a line that stays, on stderr: an assumption that is made before the work."""

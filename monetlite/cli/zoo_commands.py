@@ -60,7 +60,7 @@ def list_command(
     if terminal.as_json:
         terminal.print_json([{**entry.data(), "name": entry.name} for entry in entries])
     elif entries:
-        print_entries(terminal.console, entries)
+        print_entries(terminal.console, entries, folder)
     else:
         click.echo(f"no schedule matches; there are schedules of {known_models(model or '', there)}")
 
@@ -143,7 +143,7 @@ def add_command(terminal: Terminal, file: Path, folder: Path | None) -> None:
     if not checked.passed or checked.schedule is None:
         raise ScheduleFileError(f"{file} is not sound, and was not added: {'; '.join(checked.problems)}")
     target = shelf.folder / file_name(checked.schedule)
-    if target.is_file() and target.read_text(encoding="utf-8") != schedule_text(checked.schedule):
+    if target.is_file() and target.read_bytes() != schedule_text(checked.schedule).encode():
         check_writable(target)
     entry = shelf.add(checked.schedule)
     if terminal.as_json:

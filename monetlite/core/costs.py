@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from os import PathLike
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -180,6 +180,32 @@ class CostSource(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[str, Meta(description="what the costs are of")]
     kind: ProfileKind
     environment: Annotated[dict[str, str], Meta(description="versions behind measured costs")]
+
+
+class Priced(Protocol):
+    """Anything with costs: a profile, or a schedule."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def environment(self) -> Mapping[str, str]: ...
+
+
+def cost_device(priced: Priced) -> str:
+    """The device that costs are of, by its own name where they were measured."""
+    estimated = priced.kind == ProfileKind.ESTIMATED
+    return priced.device if estimated else priced.environment.get("device", priced.device)
+
+
+def costs_in_words(kind: str, device: str) -> str:
+    return f"{'estimated for' if kind == ProfileKind.ESTIMATED else 'measured on'} {device}"
+
+
+def cost_source(priced: Priced) -> str:
+    """Source of costs, in words: `estimated for a100-40gb` or `measured on NAME`."""
+    return costs_in_words(priced.kind, cost_device(priced))
 
 
 class ProfileFile(Document, frozen=True, kw_only=True, tag="monetlite-profile"):

@@ -129,13 +129,13 @@ class Schedule:
 
 
 class _PredictedFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    peak_bytes: Count
+    peak_bytes: Positive
     latency_ms: Amount
     reserved_bytes: Count | None = None
 
 
 class _PlainFields(msgspec.Struct, frozen=True, kw_only=True):
-    peak_bytes: Count
+    peak_bytes: Positive
     latency_ms: Amount
 
 

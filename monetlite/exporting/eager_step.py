@@ -287,9 +287,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         contents = None
         if value is not None and key not in self._lacking:
             with without_modes():
-                contents = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(
-                    tensor.detach()
-                )
+                layout = tensor.shape, tensor.stride()
+                contents = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)
+                contents.copy_(tensor.detach())
         saved = _Saved(len(self.kept), tensor.detach() if value is None else tensor, value is None, contents)
         self.kept.append(kept)
         weakref.finalize(saved, self._release, kept)

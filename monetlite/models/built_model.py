@@ -1,6 +1,7 @@
 """A model with its inputs, and the helpers that build one."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+MAX_ELEMENTS = 2**59
+"""Numbers of eight bytes in the largest tensor that torch can have."""
 DEFAULT_BATCH = 32
 """The batch where neither the person nor the model's paper names one."""
 
@@ -71,9 +74,12 @@ class BuildOptions:
 
         if self.sequence_length is not None:
             raise ModelError(f"{spec} takes images, not sequences; drop the sequence length")
-        size = self.input_size or default_size
+        height, width = self.input_size or default_size
+        shape = self.batch or default_batch, channels, height, width
+        if math.prod(shape) > MAX_ELEMENTS:
+            raise ModelError(f"{spec} can't take {'×'.join(map(str, shape))} images: no tensor has so many numbers")
         with self.device():
-            return torch.randn(self.batch or default_batch, channels, *size, dtype=self.dtype)
+            return torch.randn(shape, dtype=self.dtype)
 
 
 def finish(

@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -114,6 +114,12 @@ def require(package: str, spec: str) -> ModuleType:
         raise ModelError(f"{spec}: importing {package} failed: {type(error).__name__}: {error}") from error
 
 
+def local_path(name: str) -> str:
+    """The path of a configuration, or of a folder with a `config.json`, if a name is one; else nothing."""
+    path = os.path.expanduser(name)
+    return path if os.path.isfile(path) or os.path.isfile(os.path.join(path, "config.json")) else ""
+
+
 def check_library_name(library: str, name: str) -> None:
     """Check a name without importing its library; names that the library's source doesn't tell pass.
 
@@ -123,12 +129,12 @@ def check_library_name(library: str, name: str) -> None:
     known = names_in_source(library)
     if library == "hf":
         name, _ = split_adapters(name)
-        path = os.path.expanduser(name)
-        if os.path.exists(path) or name in _SIZES or find_published(name):
+        if local_path(name) or name in _SIZES or find_published(name):
             return
         if _looks_like_path(name):
             raise ModelError(
-                f"hf:{name}: there is no file or folder {path}; check the path, or give a model type like hf:gpt2"
+                f"hf:{name}: there is no file or folder {os.path.expanduser(name)} with a model's configuration; "
+                "check the path, or give a model type like hf:gpt2"
             )
         if known is not None and name not in known and not is_cached(name):
             raise _unknown("hf", name, known)
@@ -156,8 +162,8 @@ def _unknown(library: str, name: str, known: Iterable[str]) -> ModelError:
     if not hint:
         hint = f"; did you mean hf:{max(prefixes, key=len)}?" if prefixes else close_matches(last, known, "hf:")
     return ModelError(
-        f"hf:{name}: {name!r} is neither a model type of transformers {version('transformers')}, nor a local "
-        f"path, nor in the local hub cache, and nothing is downloaded"
+        f"hf:{name}: {name!r} is neither a model type of transformers {version('transformers')}, nor the path "
+        f"of a configuration, nor in the local hub cache, and nothing is downloaded"
         f"{hint or '; e.g. hf:gpt2, hf:Qwen/Qwen3-8B, hf:llama-3.1-8b, hf:vit'}"
     )
 
@@ -214,12 +220,12 @@ def build_transformers(name: str, options: BuildOptions) -> BuiltModel:
     import torch
 
     base, rank = split_adapters(name)
-    published = None if os.path.exists(os.path.expanduser(base)) else find_published(base)
-    if published is not None:
+    path = local_path(base)
+    if not path and (published := find_published(base)):
         base = published.short_name
     spec = f"hf:{base}" + (f"+lora{rank}" if rank else "")
     transformers = require("transformers", spec)
-    config = _config(transformers, base)
+    config = _config(transformers, base, path)
     head = _head(config, spec)
     config.use_cache = False
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
@@ -241,7 +247,8 @@ def build_transformers(name: str, options: BuildOptions) -> BuiltModel:
     if not head.label_per_token:
         with options.device():
             labels = torch.randint(config.num_labels, (first.shape[0],))
-    return finish(spec, model, {**inputs, "labels": labels}, options, title=title, returns="its loss")
+    built = finish(spec, model, {**inputs, "labels": labels}, options, title=title, returns="its loss")
+    return replace(built, source=None) if path else built
 
 
 def _adapted(model: Any, rank: int, options: BuildOptions, spec: str) -> "nn.Module":
@@ -262,12 +269,11 @@ def _adapted(model: Any, rank: int, options: BuildOptions, spec: str) -> "nn.Mod
     return adapted
 
 
-def _config(transformers: Any, name: str) -> Any:
+def _config(transformers: Any, name: str, path: str) -> Any:
     spec = f"hf:{name}"
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    path = os.path.expanduser(name)
     try:
-        if os.path.exists(path):
+        if path:
             return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if name in known:
             return transformers.AutoConfig.for_model(name)
@@ -280,7 +286,7 @@ def _config(transformers: Any, name: str) -> Any:
             return transformers.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        if os.path.exists(path):
+        if path:
             raise ModelError(
                 f"{spec}: {path} is not a model configuration that transformers can read "
                 f"({reason}); it needs a config.json with a model_type"

@@ -116,29 +116,33 @@ def build_model(
     options = BuildOptions(
         batch=batch, input_size=input_size, dtype=dtype, sequence_length=sequence_length, meta=meta
     )
-    spec = spec.strip()
-    check_spelling(spec)
+    spec = check_spelling(spec)
     library, colon, rest = spec.partition(":")
-    if colon and library.lower() in _LIBRARIES:
-        return _LIBRARIES[library.lower()](rest, options)
+    if colon and library in _LIBRARIES:
+        return _LIBRARIES[library](rest, options)
     return own_models.build(spec, options) if colon else _build_network(_canonical_name(spec), options)
 
 
-def check_spelling(spec: str) -> None:
+def check_spelling(spec: str) -> str:
     """Check that a model's name can be one, within a moment: neither torch nor the model's library is imported.
+
+    Returns it without spaces around it, the library in lower case.
 
     Raises:
         ModelError: nothing is called that; says what comes close.
     """
-    library, colon, rest = spec.strip().partition(":")
+    spec = spec.strip()
+    library, colon, rest = spec.partition(":")
     if not colon:
-        _canonical_name(spec.strip())
+        _canonical_name(spec)
     elif library.lower() not in _LIBRARIES:
-        own_models.check_place(spec.strip())
+        own_models.check_place(spec)
     elif not rest:
         raise ModelError(f"{spec!r} names no model; write {library}:NAME")
     else:
         library_models.check_library_name(library.lower(), rest)
+        return f"{library.lower()}:{rest}"
+    return spec
 
 
 def _canonical_name(spec: str) -> str:

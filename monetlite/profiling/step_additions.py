@@ -91,7 +91,7 @@ def make_optimizer(
     Raises:
         ModelError: an unknown name, or one of a library that is not installed.
     """
-    kind = _kind(name)
+    kind = optimizer_kind(name)
     module, _, class_name = kind.made_by.rpartition(".")
     try:
         optimizer_class = getattr(importlib.import_module(module), class_name)
@@ -130,7 +130,7 @@ def with_optimizer(profile: Profile, name: str) -> Profile:
     Raises:
         ModelError: an unknown name.
     """
-    kind, graph = _kind(name), profile.graph
+    kind, graph = optimizer_kind(name), profile.graph
     gradients = _gradients(graph)
     sizes = [value.size_bytes for value in _trained(graph)]
     step = Operator(
@@ -164,7 +164,7 @@ def with_step_in_backward(profile: Profile, name: str) -> Profile:
     Raises:
         ModelError: an unknown name; a gradient that no optimizer takes, or that has to be scaled.
     """
-    kind, graph = _kind(name), profile.graph
+    kind, graph = optimizer_kind(name), profile.graph
     if graph.autocast == "float16":
         raise ModelError(
             "autocast to float16 needs GradScaler, which looks at all gradients before any parameter is updated, "
@@ -275,7 +275,12 @@ def with_accumulation(profile: Profile) -> Profile:
     return replace(profile, graph=graph, accumulate=True)
 
 
-def _kind(name: str) -> OptimizerKind:
+def optimizer_kind(name: str) -> OptimizerKind:
+    """Look up an optimizer.
+
+    Raises:
+        ModelError: an unknown name, as a file may have.
+    """
     if name not in OPTIMIZERS:
         raise ModelError(f"optimizer {name!r} is unknown; there are {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monetlite.core.costs import Profile
+from monetlite.core.costs import Profile, cost_source
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.source import batch_of
@@ -75,8 +75,7 @@ def analyse(schedule: Schedule, profile: Profile, plain: Profile, steps: Sequenc
     )
 
 
-def cost_source(priced: Profile | Schedule) -> str:
-    """Source of costs, in words: `estimated for a100-40gb` or `measured on NAME`."""
-    if priced.kind == "estimated":
-        return f"estimated for {priced.device}"
-    return f"measured on {priced.environment.get('device', priced.device)}"
+def budget_in_words(schedule: Schedule, budget_bytes: int | None = None) -> str:
+    """A schedule's budget, or another one of its kind: `6 GB`, or `6 GB of reserved memory`."""
+    of = "" if schedule.reserved_bytes is None else " of reserved memory"
+    return format_bytes(schedule.budget_bytes if budget_bytes is None else budget_bytes) + of

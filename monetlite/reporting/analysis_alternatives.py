@@ -34,7 +34,7 @@ class Alternative:
 
     Attributes:
         budget_bytes, seconds, status: of the solve.
-        latency_ms, peak_bytes: predicted; None if nothing was found.
+        latency_ms, peak_bytes: predicted; None if nothing was found. reserved_bytes: as in `Schedule`.
         lower_bound_ms: no schedule within that budget is faster; needed_bytes: none needs less (both proven).
         stored: tensors that it stores and the present one doesn't; dropped: the reverse; largest first.
     """
@@ -46,6 +46,7 @@ class Alternative:
     peak_bytes: int | None
     lower_bound_ms: float
     needed_bytes: int
+    reserved_bytes: int | None = None
     stored: tuple[StoredByOne, ...] = ()
     dropped: tuple[StoredByOne, ...] = ()
 
@@ -99,6 +100,7 @@ def alternative(
         peak_bytes=solution.peak_bytes,
         lower_bound_ms=max(solution.lower_bound_ms, known_bound_ms),
         needed_bytes=solution.smallest_proven_bytes,
+        reserved_bytes=solution.reserved_bytes,
         stored=() if there is None else stored_by_one(profile.graph, there, steps),
         dropped=() if there is None else stored_by_one(profile.graph, steps, there),
     )

@@ -8,6 +8,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from monetlite.reporting.text_tables import figures_table
+
 
 class ExplanationWriter(Protocol):
     """Headings, sentences, lists and tables, one below the other: on a terminal or on a page."""
@@ -57,12 +59,6 @@ class TerminalWriter:
         self._console.print(table)
 
     def list_figures(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for number, column in enumerate(columns):
-            if number:
-                table.add_column(column, justify="right", no_wrap=True)
-            else:
-                table.add_column(column, overflow="fold")
-        for number, row in enumerate(rows, 1):
-            table.add_row(*map(Text, row), style="bold" if number == len(rows) else "")
+        table = figures_table(columns, rows)
+        table.rows[-1].style = "bold"
         self._console.print(table)

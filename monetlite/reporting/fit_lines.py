@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from monetlite.planning.card_fit import CardFit, FitSetting
-from monetlite.profiling.step_additions import OPTIMIZERS
+from monetlite.profiling.step_additions import optimizer_kind
 
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 """Setting of the environment, which torch reads when it is imported."""
@@ -86,7 +86,7 @@ def _scheduling(answer: CardFit, way: FitSetting, request: TrainingRequest) -> I
     elif way.every and request.model_class:
         yield "model.gradient_checkpointing_enable()"
     elif way.every:
-        yield f"# torch.utils.checkpoint around every {ordinal(way.every)} layer"
+        yield f"# torch.utils.checkpoint around {every_layer(way.every)}"
 
 
 def budget_text(answer: CardFit) -> str:
@@ -95,12 +95,14 @@ def budget_text(answer: CardFit) -> str:
     return f"{answer.card.budget_bytes * 100 // size / 100:g}{unit}"
 
 
-def ordinal(every: int) -> str:
-    return {1: "", 2: "2nd", 3: "3rd"}.get(every, f"{every}th")
+def every_layer(every: int) -> str:
+    """A distance of layers in words: `every layer`, `every 2nd layer`."""
+    ordinal = {1: "", 2: " 2nd", 3: " 3rd"}.get(every, f" {every}th")
+    return f"every{ordinal} layer"
 
 
 def _optimizer(request: TrainingRequest) -> Iterator[str]:
-    kind = OPTIMIZERS[request.optimizer]
+    kind = optimizer_kind(request.optimizer)
     settings = [f"{name}={value:g}" for name, value in {"lr": 1e-4, **kind.settings}.items()]
     yield f"import {kind.made_by.partition('.')[0]}"
     yield from _call(f"optimizer = {kind.made_by}", ["model.parameters()", *settings])

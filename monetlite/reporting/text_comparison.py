@@ -4,10 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
-from rich.text import Text
 
 from monetlite.checking.comparison.peer_runs import TITLES, Comparison, Duel, Peer, PeerRun, Standing
 from monetlite.core.units import format_bytes, format_ms
@@ -88,12 +86,9 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     """Print every run, and the fastest at each budget."""
     for line in heading(comparison):
         console.print(escape(line), style="bold" if line.startswith(comparison.model) else "dim")
-    table = figures_table(("", *_columns(comparison)))
-    for title, *cells, notes in _rows(comparison):
-        remarks = (Padding(Text(note, style="yellow"), (0, 0, 0, 2)) for note in notes)
-        table.add_row(Group(Text(title), *remarks), *cells)
+    rows = [("\n  ".join((title, *notes)), *cells) for title, *cells, notes in _rows(comparison)]
     console.print()
-    console.print(table)
+    console.print(figures_table(("", *_columns(comparison)), rows))
     if comparison.duels:
         console.print()
         console.print(BESIDE, style="bold")

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from monetlite.core.choices import DEFAULT
 from monetlite.core.graph import LAYOUTS_IN_WORDS
-from monetlite.core.schedule import Schedule, Status
+from monetlite.core.schedule import Status
 from monetlite.core.step_analysis import Fate
 from monetlite.core.steps import step_in_words, step_number
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Analysis
+from monetlite.reporting.analysis import Analysis, budget_in_words
 from monetlite.reporting.analysis_alternatives import Alternative, Around, LowestPeak, StoredByOne
 from monetlite.reporting.analysis_overhead import Cause, OverheadShare, extra_ms_of, overhead_shares
 from monetlite.reporting.analysis_tensors import (
@@ -42,6 +42,7 @@ ENOUGH_GROUPS = 4
 def explanation_facts(analysis: Analysis, around: Around) -> dict[str, Any]:
     """Everything that is printed and more, for `--json`: bytes and milliseconds."""
     schedule, scheduled, plain = analysis.schedule, analysis.scheduled, analysis.plain
+    proven, reached = _smallest_of_file(analysis)
     return {
         "model": schedule.name,
         "costs": str(scheduled.profile.kind),
@@ -55,8 +56,8 @@ def explanation_facts(analysis: Analysis, around: Around) -> dict[str, Any]:
         "tiles": [asdict(runs) for runs in tiled_runs(scheduled)],
         "overhead_ms": scheduled.latency_ms - plain.latency_ms,
         "overhead": [asdict(share) for share in overhead_shares(analysis)],
-        "smallest_proven_bytes": schedule.smallest_proven_bytes,
-        "smallest_reached_bytes": schedule.smallest_reached_bytes,
+        "smallest_proven_bytes": proven,
+        "smallest_reached_bytes": reached,
         "limit": around.limit and _numbered(asdict(around.limit)),
         "more_memory": around.more and asdict(around.more),
         "less_memory": around.less and asdict(around.less),
@@ -85,7 +86,7 @@ def write_explanation(page: ExplanationWriter, analysis: Analysis, around: Aroun
     _tensors(page, largest_tensors(analysis.scheduled))
     _tiles(page, analysis)
     _overhead(page, analysis)
-    _limit(page, analysis.schedule, peak, around.limit)
+    _limit(page, analysis, peak, around.limit)
     if around.more is not None:
         page.heading("What 10% more memory would buy")
         _alternative(page, analysis, around.more)
@@ -99,7 +100,7 @@ def _summary(page: ExplanationWriter, analysis: Analysis) -> None:
     over_bytes = scheduled.peak_bytes - schedule.budget_bytes
     page.say(
         f"{schedule.name}: peak {format_bytes(scheduled.peak_bytes)} {'over' if over_bytes > 0 else 'within'} "
-        f"{format_bytes(schedule.budget_bytes)}, step {format_ms(scheduled.latency_ms)}, {analysis.costs}."
+        f"{budget_in_words(schedule)}, step {format_ms(scheduled.latency_ms)}, {analysis.costs}."
     )
     if over_bytes > 0:
         page.say(
@@ -316,15 +317,21 @@ def _depth(modules: Iterable[str]) -> int:
     return deepest
 
 
-def _limit(page: ExplanationWriter, schedule: Schedule, present: PeakStep, limit: LowestPeak | None) -> None:
+def _smallest_of_file(analysis: Analysis) -> tuple[int, int | None]:
+    """The schedule's smallest budgets, proven and reached; nothing is known of them at costs of another device."""
+    schedule = analysis.schedule
+    return (schedule.smallest_proven_bytes, schedule.smallest_reached_bytes) if analysis.as_solved else (0, None)
+
+
+def _limit(page: ExplanationWriter, analysis: Analysis, present: PeakStep, limit: LowestPeak | None) -> None:
     page.heading("What limits going lower")
-    proven = max(schedule.smallest_proven_bytes, limit.proven_bytes if limit is not None else 0)
-    known = [schedule.smallest_reached_bytes, None if limit is None else limit.peak.memory_bytes]
+    proven, reached = _smallest_of_file(analysis)
+    if limit is not None:
+        proven = max(proven, limit.proven_bytes)
+    known = [reached, None if limit is None else limit.peak.memory_bytes]
     smallest = min([present.memory_bytes, *(item for item in known if item is not None)])
-    page.say(
-        f"Every schedule needs at least {format_bytes(proven)} (proven). The smallest peak known is "
-        f"{format_bytes(smallest)}."
-    )
+    least = f"Every schedule needs at least {format_bytes(proven)} (proven). " if proven else ""
+    page.say(f"{least}The smallest peak known is {format_bytes(smallest)}.")
     if limit is None:
         return
     peak = limit.peak
@@ -339,7 +346,7 @@ def _limit(page: ExplanationWriter, schedule: Schedule, present: PeakStep, limit
 
 def _alternative(page: ExplanationWriter, analysis: Analysis, other: Alternative) -> None:
     schedule, present_ms = analysis.schedule, analysis.scheduled.latency_ms
-    budget, seconds = format_bytes(other.budget_bytes), _seconds(other.seconds)
+    budget, seconds = budget_in_words(schedule, other.budget_bytes), _seconds(other.seconds)
     bound = f"No schedule there takes less than {format_ms(other.lower_bound_ms)}."
     if other.latency_ms is None or other.peak_bytes is None:
         proven = f"Nothing fits within {budget}: every schedule needs at least {format_bytes(other.needed_bytes)}."
@@ -357,7 +364,8 @@ def _alternative(page: ExplanationWriter, analysis: Analysis, other: Alternative
         f"({other.latency_ms / present_ms - 1:+.1%}), peak {format_bytes(other.peak_bytes)}, the best found in "
         f"{seconds}. {bound}"
     )
-    if other.latency_ms < present_ms and other.peak_bytes <= schedule.budget_bytes:
+    needed_bytes = other.peak_bytes if other.reserved_bytes is None else other.reserved_bytes
+    if other.latency_ms < present_ms and needed_bytes <= schedule.budget_bytes:
         page.say("It fits the present budget too: solve for that again, with more time.")
     changes = [
         ("It also stores", other.stored, "computed again at present"),

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.planning.card_fit import PLANNED, CardFit, CardMemory, FitSetting
-from monetlite.reporting.fit_lines import EXPANDABLE_SEGMENTS, ordinal
+from monetlite.reporting.fit_lines import EXPANDABLE_SEGMENTS, every_layer
 from monetlite.reporting.text_tables import facts_table, figures_table
 
 _BAR = 40
@@ -59,7 +59,7 @@ def _way_facts(answer: CardFit, way: FitSetting) -> dict[str, Any]:
 
 def way_name(way: FitSetting) -> str:
     if way.every:
-        return f"checkpoint every {ordinal(way.every)} layer".replace("  ", " ")
+        return f"checkpoint {every_layer(way.every)}"
     if way.tolerance is None:
         return "as it is"
     return f"monetlite, tolerance {way.tolerance:g}" if way.tolerance else "monetlite, same bits"

@@ -1,6 +1,5 @@
 """The text of `monetlite measure`, by batch and by operator, and the files that it writes."""
 
-import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from monetlite.checking.measurements import (
     largest_batch,
     tells_enough,
 )
-from monetlite.core.costs import Profile
+from monetlite.core.costs import Profile, cost_source
+from monetlite.core.files.plain_data import json_text
 from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import StepAnalysis
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import cost_source
 from monetlite.reporting.text_solve import format_rate
 from monetlite.reporting.text_tables import csv_table, facts_table, figures_table, markdown_table
 
@@ -76,7 +75,7 @@ def _line_facts(found: Measurements, mode: Mode) -> dict[str, Any] | None:
 def as_text(found: Measurements, suffix: str) -> str:
     """The measurements as a file's text: `.json`, `.csv` (a row for each run) or `.md`."""
     if suffix == ".json":
-        return json.dumps(measurement_facts(found), indent=2) + "\n"
+        return json_text(measurement_facts(found), indent=2) + "\n"
     if suffix == ".csv":
         rows = [{key: item for key, item in _run_facts(run).items() if key != "times_ms"} for run in found.runs]
         return csv_table(rows)

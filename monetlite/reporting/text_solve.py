@@ -7,7 +7,7 @@ from rich.console import Console
 
 from monetlite.allocator import least_limit, reserve
 from monetlite.core.choices import DEFAULT
-from monetlite.core.costs import Profile
+from monetlite.core.costs import Profile, cost_source
 from monetlite.core.devices import CONTEXT_BYTES
 from monetlite.core.graph import LAYOUTS_IN_WORDS
 from monetlite.core.schedule import Schedule
@@ -15,7 +15,7 @@ from monetlite.core.simulate import Timeline
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.planning.batches import BatchLimit
 from monetlite.planning.pipeline import unplanned_loss
-from monetlite.reporting.analysis import Analysis, cost_source
+from monetlite.reporting.analysis import Analysis, budget_in_words
 from monetlite.reporting.text_tables import facts_table, figures_table
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def schedule_rows(schedule: Schedule, peak_note: str = "") -> list[tuple[str, st
         ),
         (
             "schedule",
-            f"peak {format_bytes(schedule.peak_bytes)} of {format_bytes(schedule.budget_bytes)}{peak_note}, "
+            f"peak {format_bytes(schedule.peak_bytes)} of {budget_in_words(schedule)}{peak_note}, "
             f"step {format_ms(schedule.latency_ms)}",
         ),
     ]
@@ -208,7 +208,7 @@ def print_batches(console: Console, found: BatchLimit, command: str) -> None:
     if found.step > 1:
         plain += f"; multiples of {found.step}"
     of = f"{budget} of reserved memory" if found.reserved else budget
-    console.print(f"{name} within {of}: batch {found.largest} ({plain})", style="bold")
+    console.print(f"{name} within {of}: batch {found.largest} ({plain})", style="bold", markup=False)
     reserved = ("reserved",) if found.reserved else ()
     rows = [
         (

@@ -1,6 +1,5 @@
 """The text of `monetlite check`: measured figures beside the promised ones, differences, and the verdict."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,6 +10,7 @@ from rich.table import Table
 
 from monetlite.checking.operator_differences import OperatorComparison, OperatorDifference
 from monetlite.checking.report import Report, describe
+from monetlite.core.costs import costs_in_words
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.text_tables import facts_table, figures_table
 
@@ -29,11 +29,10 @@ _TOLD = (
 def report_facts(report: Report) -> dict[str, Any]:
     """The figures of a verification, for `--json`: bytes, milliseconds, and fractions.
 
-    Figures that are not known or not compared are null, and so is the difference of a gradient that only one of the
-    two steps has.
+    Figures that are not known or not compared are None.
     """
     operators = report.operators
-    facts = {name: getattr(report, name) for name in _TOLD.split()} | {
+    return {name: getattr(report, name) for name in _TOLD.split()} | {
         "reasons": [asdict(reason) for reason in report.reasons],
         "costs": report.kind,
         "incomparable": list(report.incomparable),
@@ -45,17 +44,6 @@ def report_facts(report: Report) -> dict[str, Any]:
             "differing": [asdict(item) for item in operators.differing],
         },
     }
-    finite: dict[str, Any] = _finite(facts)
-    return finite
-
-
-def _finite(item: Any) -> Any:
-    """The same data without numbers that JSON doesn't have."""
-    if isinstance(item, dict):
-        return {key: _finite(value) for key, value in item.items()}
-    if isinstance(item, list):
-        return [_finite(value) for value in item]
-    return None if isinstance(item, float) and not math.isfinite(item) else item
 
 
 def print_report(console: Console, report: Report, most_operators: int) -> None:
@@ -64,7 +52,7 @@ def print_report(console: Console, report: Report, most_operators: int) -> None:
     if report.largest_difference > 0:
         same = (
             f"within {report.largest_difference:.1e} of plain training's (relative; "
-            f"{report.allowed_difference:.0e} allowed)"
+            f"{report.allowed_difference:.1e} allowed)"
         )
     rows = [("training", f"{same}; the loss, {len(report.gradients)} gradients, {len(report.buffers)} buffers")]
     listed = list(report.differences.items())
@@ -76,9 +64,11 @@ def print_report(console: Console, report: Report, most_operators: int) -> None:
     rows.append(("random state", "as plain training leaves it" if report.random_state else "DIFFERS"))
     if report.operators is not None:
         rows.append(("operators", _operators_in_words(report.operators)))
-    over_bytes = report.peak_bytes - report.budget_bytes
+    over_bytes, of = report.peak_bytes - report.budget_bytes, ""
+    if report.of_reserved and report.reserved_bytes is not None:
+        over_bytes, of = report.reserved_bytes - report.budget_bytes, " of reserved memory"
     kept = "kept" if over_bytes <= 0 else f"EXCEEDED by {format_bytes(over_bytes)}"
-    rows.append(("budget", f"{format_bytes(report.budget_bytes)}, {kept}"))
+    rows.append(("budget", f"{format_bytes(report.budget_bytes)}{of}, {kept}"))
     if report.reserves_more and not report.of_reserved and report.reserved_bytes is not None:
         reserved = format_bytes(report.reserved_bytes)
         rows.append(("", f"of tensors. PyTorch's allocator reserved {reserved}: solve --reserved keeps that in it"))
@@ -97,7 +87,7 @@ def print_report(console: Console, report: Report, most_operators: int) -> None:
 def _predictions(report: Report) -> str:
     """The source of the predictions, or the reason why they are of something else."""
     if not report.incomparable:
-        return f"{'estimated for' if report.kind == 'estimated' else 'measured on'} {report.device}"
+        return costs_in_words(report.kind, report.device)
     peak, latency = format_bytes(report.predicted_peak_bytes), format_ms(report.predicted_step_ms)
     return (
         f"not compared: {', '.join(report.incomparable)}: peak {peak}, step {latency}, "

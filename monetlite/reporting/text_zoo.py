@@ -1,25 +1,25 @@
 """The text of `monetlite zoo`, and of `monetlite show` at other sizes."""
 
-import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
 from monetlite.core.command_lines import command_line
+from monetlite.core.costs import cost_source
 from monetlite.core.schedule import Schedule
 from monetlite.core.source import batch_of
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import cost_source
 from monetlite.reporting.text_solve import overhead_row, schedule_rows
 from monetlite.reporting.text_tables import facts_table, figures_table
 from monetlite.zoo.check import Checked
-from monetlite.zoo.collection import ZooEntry
+from monetlite.zoo.collection import PREFIX, ZooEntry
 from monetlite.zoo.monet_solutions import MS_PER_UNIT, MonetSolution
 
 
-def print_entries(console: Console, entries: Sequence[ZooEntry]) -> None:
-    """A table of memory against overhead, and how to use one of its rows."""
+def print_entries(console: Console, entries: Sequence[ZooEntry], folder: Path | None = None) -> None:
+    """A table of memory against overhead, and how to use its first row; `folder` has a collection of one's own."""
     rows = []
     before = None
     for entry in entries:
@@ -36,13 +36,8 @@ def print_entries(console: Console, entries: Sequence[ZooEntry]) -> None:
     kinds = sorted({entry.kind for entry in entries})
     first = entries[0]
     console.print(f"\nOverheads are of step time, {' or '.join(kinds)} for the device. Use one as", style="dim")
-    query = f"zoo:{first.device}/{first.model}@{_round_up(first.peak_bytes)}"
-    console.print(escape(f'MONeTWrapper(model, "{query}")'), style="dim")
-
-
-def _round_up(size_bytes: int) -> str:
-    """A budget in few digits that a peak fits."""
-    return f"{math.ceil(size_bytes / 1e8) / 10:g}GB"
+    name = f"{PREFIX}{first.name}" if folder is None else (folder / first.file).as_posix()
+    console.print(f'MONeTWrapper(model, "{name}")', style="dim", markup=False, soft_wrap=True)
 
 
 def print_shared(console: Console, file: str, schedule: Schedule) -> None:
@@ -105,7 +100,8 @@ def print_monet(
         ours: of the same model, on costs of its own, from `file`.
     """
     budget = "" if theirs.budget_gib is None else f", budget {theirs.budget_gib:g} GiB"
-    console.print(f"{theirs.method}: {theirs.model}, batch {theirs.batch}, {theirs.mode}{budget}", style="bold")
+    title = f"{theirs.method}: {theirs.model}, batch {theirs.batch}, {theirs.mode}{budget}"
+    console.print(title, style="bold", markup=False)
     kinds: dict[str, list[int]] = {}
     for index, name in enumerate(theirs.operators):
         kinds.setdefault(name.rpartition("::")[2].strip("_"), []).append(index)

@@ -13,7 +13,7 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
 from monetlite.profiling.allocated import AllocatedGrowth
-from monetlite.profiling.step_additions import OPTIMIZERS
+from monetlite.profiling.step_additions import optimizer_kind
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.step_inputs import Arguments, device_of
@@ -141,4 +141,4 @@ def state_bytes(trained: Iterable[tuple[int, int]], schedule: Schedule) -> int:
     """Bytes of the optimizer's state that a schedule counts, by the bytes and elements of trained parameters."""
     if schedule.optimizer is None:
         return 0
-    return sum(itertools.starmap(OPTIMIZERS[schedule.optimizer].state_bytes, trained))
+    return sum(itertools.starmap(optimizer_kind(schedule.optimizer).state_bytes, trained))

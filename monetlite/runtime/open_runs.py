@@ -13,7 +13,7 @@ from monetlite.core.announcing import tell, warn
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, is_percentage, parse_budget
-from monetlite.profiling.step_additions import OPTIMIZERS
+from monetlite.profiling.step_additions import optimizer_kind
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.serving import own_bytes
 
@@ -103,6 +103,6 @@ class OpenRuns:
         held_bytes = own_bytes([*self._model.parameters(), *self._model.buffers()])
         held_bytes += sum(parameter.nbytes for parameter in trained)
         if self._optimizer is not None:
-            kind = OPTIMIZERS[self._optimizer]
+            kind = optimizer_kind(self._optimizer)
             held_bytes += sum(kind.state_bytes(item.nbytes, item.numel()) for item in trained)
         return held_bytes

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from monetlite.core.command_lines import command_line
+from monetlite.core.costs import ProfileKind
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ScheduleFileError
 from monetlite.core.files.atomic import write_atomically
@@ -51,7 +52,7 @@ class ZooEntry(msgspec.Struct, frozen=True, kw_only=True):
     sizes: str
     batch: Positive
     device: str
-    kind: str
+    kind: ProfileKind
     budget_bytes: Positive
     peak_bytes: Positive
     plain_peak_bytes: Positive
@@ -81,7 +82,11 @@ class ZooIndex(Document, frozen=True, kw_only=True, tag="monetlite-zoo"):
 
 
 def entry_of(schedule: Schedule, file: str) -> ZooEntry:
-    """Make the entry of a schedule; it has to say how its model is built."""
+    """Make the entry of a schedule.
+
+    Raises:
+        ScheduleFileError: it doesn't say how its model is built, or its figures are beyond those of an index.
+    """
     source = _source(schedule)
     figures = {
         "file": file,
@@ -92,7 +97,10 @@ def entry_of(schedule: Schedule, file: str) -> ZooEntry:
         "gap": round(schedule.gap, 6),
         "seconds": round(schedule.seconds, 1),
     }
-    return ZooEntry(**common_fields(ZooEntry, schedule) | figures)
+    try:
+        return msgspec.convert(common_fields(ZooEntry, schedule) | figures, ZooEntry)
+    except msgspec.ValidationError as error:
+        raise ScheduleFileError(f"{file} can't be listed in a collection: {error}") from None
 
 
 def file_name(schedule: Schedule) -> str:
@@ -160,17 +168,17 @@ class Shelf:
         """Write a schedule under its name, and list it in the index. One of that name is replaced.
 
         Raises:
-            ScheduleFileError: it can't be shared by name, or the folder can't be written.
+            ScheduleFileError: it can't be shared by name, the index can't be read, or the folder can't be written.
         """
         file = file_name(schedule)
+        entry = entry_of(schedule, file)
+        known = self.entries() if (self.folder / INDEX).exists() else ()
         target = self.folder / file
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ScheduleFileError(f"{target.parent} can't be made: {error.strerror}") from error
         schedule.save(target)
-        entry = entry_of(schedule, file)
-        known = self.entries() if (self.folder / INDEX).exists() else ()
         self.write_index([*(item for item in known if item.file != file), entry])
         return entry
 
@@ -191,8 +199,12 @@ class Shelf:
         return tuple(entry_of(read_schedule(self.folder / file), file) for file in self.files())
 
     def stale(self) -> bool:
-        """Compare the index with the files: true if they differ."""
-        return set(self.entries()) != set(self.indexed_again())
+        """Compare the index with the files: true if they differ, or the index can't be read."""
+        try:
+            listed = set(self.entries())
+        except ScheduleFileError:
+            return True
+        return listed != set(self.indexed_again())
 
 
 def shipped() -> Shelf:

@@ -1,11 +1,14 @@
 """The other methods of `monetlite compare`, each in its settings: what they recompute, save and leave equal."""
 
 import io
+import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
+from commands import run
 from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
@@ -18,6 +21,7 @@ from monetlite.checking.comparison.peer_runs import Comparison, Peer, PeerRun
 from monetlite.checking.comparison.peers import by_blocks, selective
 from monetlite.checking.comparison.tiled_losses import tiled
 from monetlite.checking.trainee import default_loss
+from monetlite.core.errors import ScheduleFileError
 from monetlite.reporting.text_comparison import print_comparison
 
 WORDS, WIDTH, LENGTH = 3000, 32, 48
@@ -225,20 +229,43 @@ def test_missing_packages_of_torchs_planner_are_named(monkeypatch):
         planned_by_torch(bench.plain)
 
 
-def test_long_settings_fit_a_narrow_terminal():
+def compared():
+    """Plain training, and a run with a long setting, a fault, and a gradient that only one of both has."""
     plain = PeerRun(peer=Peer.PLAIN, peak_bytes=10**9, times_ms=(100.0,), gradient_difference=0.0)
     long = replace(
         plain,
         peer=Peer.TILED_LOSS,
         setting="32 tiles, every second product saved, nothing in place",
         reserved_bytes=10**9,
-        gradient_difference=1e-6,
+        gradient_difference=math.inf,
+        faults=("statistics updated twice",),
     )
-    console = Console(width=80, record=True, file=io.StringIO())
     environment = {"device": "a device", "torch": "2", "python": "3", "monetlite": "0"}
     facts = {"model": "m", "inputs": "1", "device": "cuda", "environment": environment, "autocast": ""}
     numbers = {"repeats": 1, "time_limit": 1.0, "tolerance": 0.0}
-    print_comparison(console, Comparison(**facts, **numbers, runs=(plain, long), tried=(), duels=(), standings=()))
+    return Comparison(**facts, **numbers, runs=(plain, long), tried=(), duels=(), standings=())
+
+
+@pytest.mark.parametrize("width", [80, 40])
+def test_long_settings_and_faults_fit_a_narrow_terminal(width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_comparison(console, compared())
     printed = console.export_text()
-    assert max(map(len, printed.splitlines())) <= 80
-    assert all(word in printed for word in long.setting.split())
+    assert max(map(len, printed.splitlines())) <= width
+    words = (*compared().runs[1].setting.split(), "statistics", "updated", "twice")
+    assert all(word in printed for word in words)
+
+
+def test_the_figures_are_json_and_are_printed_before_they_are_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise ScheduleFileError("no space is left")
+
+    monkeypatch.setattr("monetlite.checking.comparison.runner.compare", lambda *_, **__: compared())
+    arguments = ("compare", "--model", "resnet18", "--batch", 1, "--json", "--output", tmp_path / "f.json")
+    assert run(*arguments).exit_code == 0
+    facts = json.loads((tmp_path / "f.json").read_text(), parse_constant=pytest.fail)
+    assert facts["runs"][1]["gradient_difference"] is None
+    monkeypatch.setattr("monetlite.core.files.atomic.write_atomically", full)
+    failed = run(*arguments, "--force")
+    assert failed.exit_code == 4
+    assert json.loads(failed.stdout, parse_constant=pytest.fail)["runs"] == facts["runs"]

@@ -28,6 +28,7 @@ from monetlite.checking.measurements import (
 )
 from monetlite.checking.measuring import ModelMeasurer, measured_place
 from monetlite.checking.trainee import Trainee, default_loss
+from monetlite.core.errors import ScheduleFileError
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.models.built_model import BuiltModel
@@ -315,6 +316,17 @@ def test_the_facts_are_those_of_the_model(folder):
         assert item["fastest_ms"] <= item["median_ms"] <= item["slowest_ms"]
         assert len(item["times_ms"]) == 2
         assert item["samples_per_s"] == pytest.approx(1000 * item["batch"] / item["median_ms"])
+
+
+def test_the_table_is_printed_before_it_is_written(folder, monkeypatch):
+    def full(*_):
+        raise ScheduleFileError("no space is left")
+
+    monkeypatch.setattr("monetlite.core.files.atomic.write_atomically", full)
+    result = run("measure", "--model", "net.py:build", "--batch", "2", *QUICK, "--output", folder / "table.md")
+    assert result.exit_code == 4
+    assert "training:" in result.stdout
+    assert "no space is left" in result.stderr
 
 
 def test_the_table_is_written_in_three_formats(folder):

@@ -1,5 +1,7 @@
 """A check says how much memory it takes before it begins, and doesn't begin where there is less."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from commands import run
@@ -11,9 +13,11 @@ from monetlite.checking import needed_memory as module
 from monetlite.checking import step_differences
 from monetlite.checking.needed_memory import needed_memory
 from monetlite.checking.verification import verify_own
+from monetlite.core.errors import ModelError
 from monetlite.core.steps import plain_steps
 from monetlite.core.units import format_bytes
 from monetlite.profiling.memory_use import high_water_growth_bytes
+from monetlite.runtime.measured_peak import state_bytes
 
 NET = """
 import torch
@@ -57,8 +61,22 @@ def test_differences_in_pieces_are_those_of_the_whole(monkeypatch):
     expected = ((one - other).double().abs().max() / one.double().abs().max()).item()
     monkeypatch.setattr(step_differences, "PIECE", 3)
     assert step_differences.difference(one, other) == pytest.approx(expected, rel=1e-5)
-    one[3, 3] = other[3, 3] = float("nan")
-    assert step_differences.difference(one, other) == step_differences.MISSING
+    for same in (float("nan"), float("inf"), -float("inf")):
+        one[3, 3] = other[3, 3] = same
+        one[0, 0], other[0, 0] = 8.0, 18.0
+        assert step_differences.difference(one, other) == 1.25
+
+
+@pytest.mark.parametrize("one", [float("inf"), float("nan")])
+@pytest.mark.parametrize("other", [-float("inf"), 0.0, 5.0, torch.finfo(torch.float32).max])
+def test_a_number_that_is_finite_in_one_step_alone_is_missing(one, other):
+    pair = torch.tensor([one, 1.0]), torch.tensor([other, 1.0])
+    for expected, found in (pair, pair[::-1]):
+        assert step_differences.difference(expected, found) == step_differences.MISSING
+
+
+def test_an_infinite_gradient_makes_no_others_negligible():
+    assert step_differences.negligible([torch.tensor([float("inf"), 2.0]), torch.ones(3)], 0.01) == 2e-3
 
 
 @pytest.mark.parametrize("there", [100_000, 10**12])
@@ -77,3 +95,16 @@ def test_the_command_refuses_what_does_not_fit(tmp_path, monkeypatch, there):
     assert result.exit_code == 4
     assert "100 kB is available. Check at a smaller size (--batch" in result.stderr
     assert "training" not in result.stderr
+
+
+def test_an_optimizer_that_nobody_knows_is_named(tmp_path):
+    (tmp_path / "net.py").write_text(NET)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).train()
+    schedule = replace(schedule_for(model, torch.randn(8, 64)), optimizer="lion")
+    schedule.save(tmp_path / "s.yaml")
+    for command in ("check", "show"):
+        refused = run(command, tmp_path / "s.yaml", "--model", f"{tmp_path}/net.py:build")
+        assert refused.exit_code == 2, refused.output
+        assert "optimizer 'lion' is unknown; there are sgd, momentum" in refused.stderr
+    with pytest.raises(ModelError, match="'lion' is unknown"):
+        state_bytes([(4, 1)], schedule)

@@ -18,6 +18,7 @@ import monetlite
 from monetlite.checking.measurements import StepMemory
 from monetlite.checking.report import VerificationLimits
 from monetlite.checking.trainee import Trainee, default_loss
+from monetlite.core.files.plain_data import json_text
 from monetlite.core.source import ModelSource
 from monetlite.core.steps import plain_steps
 from monetlite.operators import implementations, resolve
@@ -296,6 +297,11 @@ def test_what_the_allocator_reserves_is_held_to_a_budget_of_reserved_memory(meas
         for reason in judged.reasons:
             assert (reason.measured, reason.allowed) == (reserved_bytes, budget_bytes)
             assert "though it was limited" in reason.message
+        console = Console(file=io.StringIO(), width=80)
+        print_report(console, judged, 0)
+        exceeded = of_reserved and reserved_bytes > budget_bytes
+        assert ("EXCEEDED by 1 B" in console.file.getvalue()) is exceeded
+        assert (" of reserved memory, " in console.file.getvalue()) is of_reserved
     facts = report_facts(judged)
     assert (facts["reserved_bytes"], facts["plain_reserved_bytes"]) == (budget_bytes + 1, 2 * (budget_bytes + 1))
     console = Console(file=io.StringIO(), width=80)
@@ -400,7 +406,7 @@ def test_predictions_of_other_devices_threads_and_shapes_are_not_compared(measur
 
 def test_what_no_number_says_is_null_in_json(measured):
     report = replace(measured[0], gradients={"0.weight": float("inf")})
-    facts = json.loads(json.dumps(report_facts(report)), parse_constant=pytest.fail)
+    facts = json.loads(json_text(report_facts(report)), parse_constant=pytest.fail)
     assert facts["differences"] == {"0.weight": None}
     assert facts["reasons"][0]["check"] == "difference"
 
@@ -421,7 +427,7 @@ def test_long_lists_are_cut_with_a_count_at_80_columns(measured):
     assert "and 7 more" in text
     assert "block5.weight" not in text
     last = " ".join(text.split("FAIL: ")[1].split())
-    assert last.startswith("block0.weight (and 5 more) differs from plain training's by 1.0e-03, 1e-04 allowed")
+    assert last.startswith("block0.weight (and 5 more) differs from plain training's by 1.0e-03, 1.5e-04 allowed")
 
 
 def run(*arguments):

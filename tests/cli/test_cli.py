@@ -445,6 +445,7 @@ def test_options_of_another_use_are_refused(folder):
         (("measure", *model, "--operators", "--warmup", "3"), "--warmup is for measuring without --operators"),
         (("measure", *model, "--operators", "--batch", "1,2"), "--operators is for one --batch"),
         (("measure", *model, "--device", "t4"), "neither cpu nor cuda"),
+        (("measure", *model, "--mode", "inference", "--optimizer", "adamw"), "--optimizer is for --mode training"),
         (
             ("solve", *model, "--budget", "1GB", "--max-batch", "--output", "s.yaml"),
             "--output is for solve without",
@@ -464,3 +465,12 @@ def test_rare_options_stand_apart():
     for option in ("--solver", "--profile", "--seed", "--layout"):
         assert f"  {option} " not in usual
         assert f"  {option} " in rare
+
+
+def test_the_line_about_a_model_is_as_wide_as_the_terminal(folder):
+    options = ("--model", "resnet18", "--batch", "2", "--input-size", "32", "--device", "p100")
+    shown = run("measure", "--operators", *options, columns=40)
+    assert shown.exit_code == 0, shown.output
+    first = shown.stdout.partition("loss is")[0].splitlines()
+    assert first[0].startswith("ResNet-18: ")
+    assert max(map(len, first)) <= 40

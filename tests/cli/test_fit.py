@@ -3,6 +3,7 @@
 import json
 import os
 
+import click
 import pytest
 import torch
 from commands import run
@@ -10,6 +11,7 @@ from thoroughness import often
 
 import monetlite
 import monetlite.tracing
+from monetlite.cli.fit_command import FitModel, _loaded_from, fit_command
 from monetlite.core.child_processes import ChildFailed, begin_call
 from monetlite.core.devices import CONTEXT_BYTES, find_device
 from monetlite.core.graph import TILED_ROWS
@@ -20,6 +22,7 @@ from monetlite.models import build_model
 from monetlite.planning import model_steps
 from monetlite.planning.card_fit import CardFit, CardMemory, FitSetting, card_memory
 from monetlite.planning.size_costs import SizedStep, TellingSizes, largest, telling_sizes
+from monetlite.reporting.fit_lines import every_layer
 
 NARROW = {
     "model_type": "llama",
@@ -133,6 +136,29 @@ def test_a_folder_is_the_folder_though_a_published_model_has_its_name(tmp_path, 
     for given in ("gpt2", "gpt2/config.json"):
         found = json.loads(run("fit", given, *FIT, "--json").stdout)
         assert any('from_pretrained("gpt2"' in line for line in found["lines"]["plain loop"]), given
+
+
+def test_names_of_folders_without_a_model_are_the_models(work_folder):
+    (work_folder / "gpt2").mkdir()
+    for given in ("gpt2", "hf:gpt2", "HF:gpt2"):
+        context = click.Context(fit_command)
+        assert FitModel().convert(given, None, context) == "hf:gpt2"
+    assert build_model("hf:gpt2", batch=1, sequence_length=8, meta=True).source.model == "hf:gpt2"
+
+
+def test_layers_are_counted_in_words():
+    assert [every_layer(every) for every in (1, 2, 3, 4)] == [
+        "every layer",
+        "every 2nd layer",
+        "every 3rd layer",
+        "every 4th layer",
+    ]
+
+
+def test_a_folder_at_home_is_told_whole(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert _loaded_from(f"~/{folder.name}") == str(folder)
+    assert _loaded_from(f"~/{folder.name}/config.json") == str(folder)
 
 
 @pytest.mark.thorough

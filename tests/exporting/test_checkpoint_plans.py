@@ -21,9 +21,10 @@ from monetlite.core.options import PricingOptions
 from monetlite.core.schedule import Schedule, Status
 from monetlite.exporting.checkpoint_search import CheckpointSearch, FoundPlan
 from monetlite.exporting.checkpointed_step import PricedStep, checkpointed, savable
-from monetlite.exporting.eager_step import record_step
+from monetlite.exporting.eager_step import _Recorder, record_step
 from monetlite.exporting.exported_plan import ExportedPlan, price_step
 from monetlite.exporting.plan_file import Target, plan_text
+from monetlite.exporting.weightless_run import Contents
 
 
 def schedule(name: str = "a model") -> Schedule:
@@ -324,3 +325,9 @@ def test_a_layer_that_is_called_twice_or_changes_what_it_is_given_is_not_wrapped
     model.layers[1] = Changes(nn.Linear(16, 16), nn.Tanh())
     step = record_step(model.train(), (torch.randn(8, 16),), default_loss)
     assert [step.blocks[number].path for number in price_step(step, PricingOptions()).recompute] == ["layers.0"]
+
+
+def test_a_small_tensor_that_autograd_keeps_stays_on_its_device():
+    recorder, tensor = _Recorder(Contents(), "meta"), torch.ones(3, device="meta")
+    recorder._follow(tensor, 0, None)
+    assert recorder._pack(tensor).tensor.device == tensor.device

@@ -166,6 +166,8 @@ class TestCommands:
     def test_one_of_both(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         assert "'--profile' in its place" in self.run("solve", *self.SOLVE, code=2).output
+        refused = self.run("solve", "--profile", "p.json", "--compile", *self.SOLVE, code=2)
+        assert "--compile is for solve --model" in refused.output
         (tmp_path / "p.json").write_text(TEXT)
         refused = self.run("solve", "--profile", "p.json", "--batch", "2", "--accumulate", *self.SOLVE, code=2)
         assert "a profile says what --batch, --accumulate would" in " ".join(refused.output.split())

@@ -136,6 +136,14 @@ def test_merge_keys_and_repeated_keys_smuggle_nothing_in(text, tmp_path):
         load_text(text.replace("  relu: inplace\n", "  relu: inplace\n  relu: default\n"), tmp_path)
 
 
+@pytest.mark.parametrize("section", ["predicted", "plain"])
+def test_a_peak_of_nothing_is_none(text, tmp_path, section):
+    data = yaml.safe_load(text)
+    data[section]["peak_bytes"] = 0
+    with pytest.raises(ScheduleFileError, match=rf"{section}.peak_bytes should be .*1, not 0"):
+        load_text(dumped(data), tmp_path)
+
+
 def paths_of(data, path=()):
     """Every place in nested data."""
     yield path

@@ -54,6 +54,17 @@ def test_sizes_are_positive(option):
     fails("resnet18", "give a positive number", **option)
 
 
+def test_images_that_no_tensor_can_hold_are_refused():
+    fails("resnet18", "4000000000×4000000000 images: no tensor", input_size=(4 * 10**9, 4 * 10**9))
+
+
+def test_a_path_is_no_name_that_means_the_same_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    write_config(tmp_path / "mine", "gpt2")
+    assert build_model("hf:mine", batch=1, meta=True).source is None
+
+
 def test_images_have_no_sequence_length():
     fails("resnet18", "takes images, not sequences", sequence_length=16)
 

@@ -1,12 +1,15 @@
 """The largest batch within a budget: brute force agrees, and what is shown trains."""
 
 import functools
+import io
 import json
+from dataclasses import replace
 
 import commands
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from step_lists import free_profile
 from torch import nn, randn
 
@@ -17,7 +20,8 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.planning.batch_costs import Unlike, at_batch, same_step
-from monetlite.planning.batches import _bisect, largest_batch
+from monetlite.planning.batches import BatchLimit, _bisect, largest_batch
+from monetlite.reporting.text_solve import print_batches
 from monetlite.solving.smallest import smallest_budget
 
 
@@ -181,6 +185,24 @@ class TestCommand:
         result = commands.run(*self.ARGUMENTS, "--budget", "1MB", "--json")
         assert result.exit_code == 3
         assert "a batch of 1 needs" in result.output
+
+
+def test_a_models_name_is_printed_as_it_is():
+    profile = price(8)
+    named = replace(profile, graph=replace(profile.graph, name="[old]/[/x]/own.py:build"))
+    found = BatchLimit(
+        budget_bytes=10**6,
+        reserved=False,
+        step=1,
+        plain_largest=0,
+        largest=8,
+        proven_impossible=None,
+        points=(),
+        profile=named,
+    )
+    console = Console(file=io.StringIO(), width=80)
+    print_batches(console, found, "")
+    assert console.file.getvalue().startswith("[old]/[/x]/own.py:build within 1 MB: batch 8")
 
 
 def test_a_budget_of_reserved_memory():

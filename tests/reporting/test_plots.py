@@ -274,6 +274,14 @@ def test_usage_errors_before_any_work(options, says, solved, work_folder, monkey
     assert os.listdir(work_folder) == []
 
 
+def test_a_file_that_is_there_is_kept_and_its_option_named(solved, work_folder):
+    (work_folder / "t.csv").write_text("dear")
+    result = plot(solved, "--output", "t.png", "--csv", "t.csv")
+    assert result.exit_code == 2
+    assert "t.csv is there already; --force replaces it, --csv names another file" in result.stderr
+    assert (work_folder / "t.csv").read_text() == "dear"
+
+
 def test_a_schedule_that_is_not_there(work_folder):
     result = run("show", "absent.yaml", "--output", "t.png")
     assert result.exit_code == 4

@@ -166,7 +166,9 @@ class TestCommands:
     def test_add(self, folder, sound, tmp_path):
         sound.save(tmp_path / "mine.yaml")
         (folder / "index.yaml").unlink()
-        added = run("add", tmp_path / "mine.yaml", "--folder", folder)
+        (folder / file_name(sound)).write_bytes(b"\xff")
+        assert "--force" in run("add", tmp_path / "mine.yaml", "--folder", folder).output
+        added = run("add", tmp_path / "mine.yaml", "--folder", folder, "--force")
         assert added.exit_code == 0, added.output
         assert not Shelf(folder).stale()
         replace(sound, peak_bytes=1).save(tmp_path / "wrong.yaml")
@@ -203,6 +205,10 @@ class TestCommands:
         result = commands.run("show", file, "--batch", "32", "--model", spec)
         assert result.exit_code == 0, result.output
         assert [line.split()[1] for line in result.stdout.splitlines()[1:3]] == ["64", "32"]
+        facts = json.loads(commands.run("show", file, "--batch", "32", "--model", spec, "--json").stdout)
+        assert (facts["from"]["file"], facts["from"]["output"]) == (str(file), None)
+        refused = commands.run("show", file, "--batch", "32", "--model", spec, "--no-solve")
+        assert "--no-solve is for schedules at their own sizes" in refused.stderr
 
     def test_a_file_that_is_not_there(self, folder):
         assert "nope.yaml can't be read" in run("show", "nope.yaml", "--folder", folder).output

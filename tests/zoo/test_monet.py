@@ -313,6 +313,13 @@ def test_side_by_side(classes, tmp_path):
     assert failed.exit_code == 4
 
 
+def test_a_models_name_is_printed_as_it_is(classes, tmp_path):
+    (tmp_path / "monet.pkl").write_bytes(solution(classes, model_name="[old]net[/x]"))
+    shown = commands.run("zoo", "import", tmp_path / "monet.pkl")
+    assert shown.exit_code == 0, shown.output
+    assert "[old]net[/x]" in shown.output
+
+
 def test_what_is_allowed_covers_what_pickles_of_arrays_name():
     """numpy's own spelling of its names, in this version."""
     array = pickle.dumps(np.zeros(3), protocol=2)

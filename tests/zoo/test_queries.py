@@ -1,7 +1,9 @@
 """What a name finds: the fastest schedule that fits, for the device that is meant."""
 
+import re
 import shutil
 
+import commands
 import pytest
 from files.schedule_files import full_schedule
 
@@ -160,6 +162,18 @@ def test_nothing_is_written_outside_of_the_collection(shelf, tmp_path, changes):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_what_can_not_be_listed_is_not_added(shelf):
+    before = {path: path.read_bytes() for path in shelf.folder.rglob("*.yaml")}
+    with pytest.raises(ScheduleFileError, match=r"p100/resnet50_184_5GB.yaml can't be listed .*overhead"):
+        shelf.add(shared(budget=5, plain_latency_ms=1e-300))
+    assert {path: path.read_bytes() for path in shelf.folder.rglob("*.yaml")} == before
+    index = shelf.folder / "index.yaml"
+    index.write_text(index.read_text().replace("kind: estimated", "kind: guessed", 1))
+    with pytest.raises(ScheduleFileError, match=r"kind is 'guessed'; it should be one of measured, estimated"):
+        shelf.add(shared(budget=5))
+    assert "p100/resnet50_184_5GB.yaml" not in shelf.files()
+
+
 def test_an_index_that_lies_is_not_followed_outside(shelf):
     index = shelf.folder / "index.yaml"
     index.write_text(index.read_text().replace("p100/resnet50_184_6GB.yaml", "../../secret.yaml"))
@@ -167,8 +181,20 @@ def test_an_index_that_lies_is_not_followed_outside(shelf):
         shelf.entries()
 
 
+def test_what_a_list_suggests_is_its_first_schedule(shelf, monkeypatch):
+    """Of the shipped collection by its name; of another one, which names don't find, by its file."""
+    shelf.add(shared(budget=4, tolerance=1e-5))
+    for options in (("--folder", shelf.folder), ()):
+        listed = commands.run("zoo", "list", "--budget", "30%", *options)
+        name = re.search(r'MONeTWrapper\(model, "(.*)"\)', listed.stdout)[1]
+        assert monetlite.load_schedule(name).tolerance == 1e-5
+        monkeypatch.setattr("monetlite.zoo.collection.shipped", lambda: shelf)
+
+
 def test_a_stale_index_is_noticed(shelf):
     shutil.copy(shelf.folder / "p100/resnet50_184_6GB.yaml", shelf.folder / "p100/other.yaml")
+    assert shelf.stale()
+    (shelf.folder / "index.yaml").unlink()
     assert shelf.stale()
 
 

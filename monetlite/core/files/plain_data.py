@@ -1,6 +1,7 @@
 """Plain data from files that other people wrote: YAML or JSON, or an error, in bounded time and memory."""
 
 import json
+import math
 import re
 import reprlib
 import unicodedata
@@ -136,6 +137,19 @@ def dump_yaml(data: Mapping[str, Any], header: str) -> str:
         dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, explicit_end=True
     )
     return comment + body
+
+
+def json_text(facts: object, indent: int | None = None) -> str:
+    """Write facts as JSON; numbers that it doesn't have, infinite ones and NaN, are null."""
+    return json.dumps(_finite(facts), indent=indent, allow_nan=False)
+
+
+def _finite(item: Any) -> Any:
+    if isinstance(item, dict):
+        return {key: _finite(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [_finite(value) for value in item]
+    return None if isinstance(item, float) and not math.isfinite(item) else item
 
 
 def shown(value: Any) -> str:

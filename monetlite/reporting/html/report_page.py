@@ -8,11 +8,12 @@ from os import PathLike
 from string import Template
 from typing import TYPE_CHECKING
 
+from monetlite.core.costs import cost_source
 from monetlite.core.files.atomic import write_atomically
-from monetlite.core.graph import LAYOUTS_IN_WORDS, TensorSpec
+from monetlite.core.graph import TensorSpec
 from monetlite.core.step_analysis import Holding
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Analysis, cost_source
+from monetlite.reporting.analysis import Analysis, budget_in_words
 from monetlite.reporting.analysis_alternatives import Around
 from monetlite.reporting.html.explanation_html import HtmlWriter, html_text, row_html, table_html
 from monetlite.reporting.html.page_data import page_data, tradeoff_data
@@ -66,7 +67,7 @@ def write_report(
     # In one function, so that nothing is global; strict from its first statement on.
     script = '(() => {\n"use strict";\n' + "".join(_read(name) for name in _SCRIPTS) + "})();\n"
     page = Template(_read("page.html")).substitute(
-        title=html_text(f"{schedule.name}{batch}, within {format_bytes(schedule.budget_bytes)}"),
+        title=html_text(f"{schedule.name}{batch}, within {budget_in_words(schedule)}"),
         introduction=html_text(
             "One training step by its schedule, and as plain training runs it. "
             f"Memory and latency are {analysis.costs}. "
@@ -96,7 +97,7 @@ def _figures(analysis: Analysis) -> list[tuple[str, str, str]]:
     """(label, figure in large type, its comparison)."""
     schedule, scheduled, plain = analysis.schedule, analysis.scheduled, analysis.plain
     spare = schedule.budget_bytes - scheduled.peak_bytes
-    within = f"{format_bytes(spare)} to spare" if spare >= 0 else f"exceeded by {format_bytes(-spare)}"
+    within = f"{format_bytes(spare)} above the peak" if spare >= 0 else f"exceeded by {format_bytes(-spare)}"
     of_plain = f"{scheduled.peak_bytes / plain.peak_bytes:.0%} of plain training's {format_bytes(plain.peak_bytes)}"
     over_plain = f"{analysis.overhead:+.1%} over plain training's {format_ms(plain.latency_ms)}, {analysis.costs}"
     gap, bound = "unknown", "no bound on the step time is proven"
@@ -106,7 +107,7 @@ def _figures(analysis: Analysis) -> list[tuple[str, str, str]]:
         gap = f"{schedule.gap:.1%}"
         bound = f"no schedule within the budget is faster than {format_ms(schedule.lower_bound_ms)}{other_costs}"
     return [
-        ("Budget", format_bytes(schedule.budget_bytes), within),
+        ("Budget", budget_in_words(schedule), within),
         ("Peak", format_bytes(scheduled.peak_bytes), of_plain),
         ("Step time", format_ms(scheduled.latency_ms), over_plain),
         ("Gap", gap, bound),
@@ -118,17 +119,9 @@ def _details(analysis: Analysis) -> list[tuple[str, str]]:
     schedule, profile = analysis.schedule, analysis.scheduled.profile
     inputs = ", ".join(f"{name} {_layout(spec)}" for name, spec in schedule.inputs.items())
     environment = ", ".join(f"{name} {value}" for name, value in sorted(profile.environment.items()))
-    training = [
-        f"{schedule.optimizer} state counted" if schedule.optimizer else "no optimizer state counted",
-        "gradients of earlier batches counted" if schedule.accumulate else "",
-        "each gradient counted until its parameter is updated" if schedule.step_in_backward else "",
-        f"autocast to {schedule.autocast}" if schedule.autocast else "",
-        LAYOUTS_IN_WORDS[schedule.layout],
-    ]
     return [
         ("Inputs", inputs or "none"),
         ("Costs", analysis.costs + (f" ({environment})" if environment else "")),
-        ("Training", ", ".join(item for item in training if item)),
         ("Results", exactness(schedule)),
         ("Peak at", f"{analysis.scheduled.peak_operator}; plain training: {analysis.plain.peak_operator}"),
         ("Fingerprint", schedule.fingerprint),

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.steps import step_number
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.reporting.analysis import Analysis
+from monetlite.reporting.analysis import Analysis, budget_in_words
 from monetlite.reporting.palette import FILLS
 from monetlite.reporting.plots.drawing import (
     BUDGET,
@@ -49,7 +49,7 @@ def draw_timeline(analysis: Analysis, *, by_time: bool = True) -> Figure:
     """
     figure = new_figure(WIDTH, HEIGHT)
     budget_bytes = analysis.schedule.budget_bytes
-    title = f"{analysis.title}: a training step within {format_bytes(budget_bytes)}"
+    title = f"{analysis.title}: a training step within {budget_in_words(analysis.schedule)}"
     heading(figure, title, [analysis.figures, f"costs {analysis.costs}"], _LEFT)
     height = (HEIGHT - _TOP - _BOTTOM - _BETWEEN) / 2
     width = WIDTH - _LEFT - _RIGHT
