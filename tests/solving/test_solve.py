@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from random_graphs import random_profile
@@ -14,10 +15,11 @@ from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.planning.budgets import solve_layouts
-from monetlite.solving import solve_profile
+from monetlite.solving import reserved_budget, solve_profile
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
+from monetlite.solving.solver import solve_peak
 
 
 def scaled(profile: Profile, factor: int) -> Profile:
@@ -120,6 +122,36 @@ def test_interrupt_returns_the_best_so_far() -> None:
     assert calls
     assert solution.steps is not None
     assert solution.status in (Status.FEASIBLE, Status.OPTIMAL)
+
+
+def test_interrupt_ends_every_part_of_a_solve_for_reserved_memory() -> None:
+    profile = replace(random_profile(random.Random(8), forward_operators=12), device="rtx-3090")
+    seen = []
+
+    def interrupt(event: Solution) -> None:
+        seen.append(event)
+        raise KeyboardInterrupt
+
+    for budget_bytes in (simulate(profile, plain_steps(profile.graph)).peak_bytes, 10**9):
+        seen.clear()
+        solve_profile(profile, budget_bytes, SolvingOptions(time_limit=2, reserved=True), progress=interrupt)
+        assert len(seen) == 1
+
+
+def test_rounds_for_reserved_memory_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = replace(scaled(random_profile(random.Random(8), forward_operators=12), 10**6), device="rtx-3090")
+    solved = []
+
+    def solve(*args: Any, **kwargs: Any) -> Solution:
+        solved.append(args)
+        return solve_peak(*args, **kwargs)
+
+    monkeypatch.setattr(reserved_budget, "solve_peak", solve)
+    monkeypatch.setattr(reserved_budget, "_best_within", lambda *_: None)
+    monkeypatch.setattr(reserved_budget, "least_limit", lambda *_: 0)
+    peak = simulate(profile, plain_steps(profile.graph)).peak_bytes
+    solve_profile(profile, peak, SolvingOptions(time_limit=0.1, reserved=True))
+    assert len(solved) <= 4
 
 
 def test_interrupt_ends_the_solves_of_all_layouts() -> None:
