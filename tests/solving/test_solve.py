@@ -165,3 +165,22 @@ def test_interrupt_ends_the_solves_of_all_layouts() -> None:
     schedule = solve_layouts(profiles, "200%", SolvingOptions(time_limit=20), progress=interrupt)
     assert schedule.fingerprint == profiles[0].graph.fingerprint
     assert len(seen) == 1
+
+
+def test_bounds_are_of_all_layouts() -> None:
+    slow, fast = (random_profile(random.Random(seed), forward_operators=4) for seed in (8, 22))
+
+    def interrupt(event: Solution) -> None:
+        if event.status is Status.OPTIMAL:
+            raise KeyboardInterrupt
+
+    options = SolvingOptions(time_limit=2)
+    schedule = solve_layouts([slow, fast], "200%", options, progress=interrupt)
+    assert schedule.fingerprint == slow.graph.fingerprint
+    assert schedule.lower_bound_ms == Problem.of(fast).least_latency_ms < schedule.latency_ms
+    assert schedule.status is Status.FEASIBLE
+
+    too_large = replace(fast, graph=replace(fast.graph, resident=Resident(parameters=10**6)))
+    schedule = solve_layouts([slow, too_large], "200%", options)
+    assert schedule.status is Status.OPTIMAL
+    assert schedule.lower_bound_ms == pytest.approx(schedule.latency_ms)
