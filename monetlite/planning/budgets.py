@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from monetlite.core.announcing import warn
-from monetlite.core.binding import bind
+from monetlite.core.binding import bind, lacking
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError, ScheduleMismatch
@@ -46,7 +46,7 @@ def solve(
             optimizer's state if the profile has one): `"6GB"`, `"6GiB"`, bytes, or `"50%"` of plain
             training's peak.
         starts: schedules for the same graph, of any sizes, to begin from, such as one for a smaller budget:
-            the result is never slower than those that fit.
+            the result is never slower than those that fit. Those that run what the options rule out are left aside.
         progress: called as the incumbent and the bound improve.
         **options: `tolerance`, `implementations`, `reserved`, `time_limit`, `solver` and `seed`, as in `optimize`.
 
@@ -121,7 +121,8 @@ def solve_budget(
             raise ScheduleMismatch(
                 f"the schedule to start from is for another graph ({start.name}, {start.operators} operators)"
             )
-        known.append(start.choices.steps(profile.graph))
+        if not lacking(start, profile.graph):
+            known.append(start.choices.steps(profile.graph))
     solution = solve_profile(profile, budget_bytes, options, starts=known, progress=progress)
     if solution.steps is None:
         raise _nothing_fits(profile, budget_bytes, solution)

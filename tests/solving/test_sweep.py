@@ -58,6 +58,20 @@ def test_a_start_is_never_lost() -> None:
         monetlite.solve(other, "100%", starts=[thorough])
 
 
+def test_starts_of_a_wider_tolerance_are_left_aside() -> None:
+    profile = random_profile(random.Random(3), forward_operators=8)
+    operators = tuple(
+        replace(item, implementations=tuple(replace(way, tolerance=1e-5) for way in item.implementations))
+        for item in profile.graph.operators
+    )
+    profile = replace(profile, graph=replace(profile.graph, operators=operators))
+    wide = monetlite.solve(profile, "200%", time_limit=0.5, tolerance=1e-5)
+    exact = monetlite.solve(profile, "200%", time_limit=0.5, starts=[wide])
+    assert wide.choices.implementations
+    assert not exact.choices.implementations
+    assert wide.latency_ms < exact.latency_ms
+
+
 def test_public_sweep_takes_what_solve_takes() -> None:
     profile = random_profile(random.Random(6), forward_operators=4)
     schedules = monetlite.sweep(profile, ["100%", 1, "90%"], time_limit=6)
