@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from monetlite.core.errors import IllegalSchedule, SolverError
+from monetlite.core.errors import IllegalSchedule, SolverError, first_line
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
@@ -346,13 +346,18 @@ def solve_rows(
     try:
         # The solver's own result has the dual bound, also where there is no solution.
         raw = chain.solve_via_data(stated, data, False, False, limits[solver])
+    except cvxpy.error.SolverError as error:
+        raise SolverError(f"{solver} failed: {first_line(error)}") from error
+    if solver == "SCIP" and raw["model"].getStatus() == "userinterrupt":
+        raise KeyboardInterrupt  # Python was not told
+    bound_ms = unit_ms * _dual_bound(solver, raw)
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "may be inaccurate": the status says so, and simulate checks
             stated.unpack_results(raw, chain, inverse)
     except cvxpy.error.SolverError:
         # What cvxpy raises when the time is up before anything is found.
-        return Status.TIMEOUT, None, unit_ms * _dual_bound(solver, raw)
-    bound_ms = unit_ms * _dual_bound(solver, raw)
+        return Status.TIMEOUT, None, bound_ms
     if stated.status == cvxpy.OPTIMAL:
         return Status.OPTIMAL, np.asarray(x.value, dtype=np.float64), bound_ms
     if stated.status in (cvxpy.INFEASIBLE, cvxpy.INFEASIBLE_INACCURATE):
