@@ -1,9 +1,11 @@
 """Deep steps: plans for every kind of stretch, the master program, and the schedule that these make."""
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
+from typing import TypeVar
 
 from monetlite.core.blocks import Block
 from monetlite.core.costs import Profile
@@ -13,14 +15,35 @@ from monetlite.solving.blocks.block_plans import Plan, PlanSearch, Stretch, Stre
 from monetlite.solving.blocks.master_program import MasterProgram, Prices
 from monetlite.solving.clock import now
 
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
 MIN_BLOCKS = 4
 """Fewer blocks than this are one step to the search."""
 STAGES = ((1, 0.05), (1, 0.1), (2, 0.15), (4, 0.2))
 """Numbers of blocks in a stretch, and parts of the time left for their plans."""
 _ROUNDS = 4
 """Rounds of pricing that the time for it is meant for."""
+_CORES = min(THREADS, os.cpu_count() or 1)
 POINTS = 12
 """Limits on what a stretch keeps, for each of which a plan is looked for."""
+
+
+def _for_each(
+    items: Iterable[_T], search: Callable[[_T, Callable[[], bool]], _R], finished: Callable[[], bool]
+) -> list[_R]:
+    """Search for each of some items, on as many cores as there are. Ctrl-C ends all searches."""
+    interrupted = threading.Event()
+
+    def ended() -> bool:
+        return interrupted.is_set() or finished()
+
+    with ThreadPoolExecutor(_CORES) as pool:
+        try:
+            return [*pool.map(lambda item: search(item, ended), items)]
+        except BaseException:
+            interrupted.set()
+            raise
 
 
 class DeepStep:
@@ -48,16 +71,14 @@ class DeepStep:
             if place not in self.stretches:
                 self.stretches[place] = self.cut.stretch(*place)
             kinds.setdefault(self.stretches[place].kind, self.stretches[place])
-        threads = min(THREADS, os.cpu_count() or 1)
-        share = seconds * min(threads, len(kinds)) / max(1, len(kinds))
+        share = seconds * min(_CORES, len(kinds)) / max(1, len(kinds))
 
-        def search(stretch: Stretch) -> PlanSearch:
+        def search(stretch: Stretch, ended: Callable[[], bool]) -> PlanSearch:
             found = self.searches.get(stretch.kind) or PlanSearch(stretch, self.seed)
-            found.sweep(POINTS, share, finished)
+            found.sweep(POINTS, share, ended)
             return found
 
-        with ThreadPoolExecutor(threads) as pool:
-            self.searches |= zip(kinds, pool.map(search, kinds.values()), strict=True)
+        self.searches |= zip(kinds, _for_each(kinds.values(), search, finished), strict=True)
 
     def plans(self) -> dict[tuple[int, int], list[Plan]]:
         return {
@@ -85,14 +106,15 @@ class DeepStep:
                 asked.setdefault(self.stretches[place].kind, []).append(seen)
             share = THREADS * seconds / (_ROUNDS * len(asked))
 
-            def improve(kind: Hashable, asked: dict[Hashable, list[Prices]] = asked, share: float = share) -> float:
+            def improve(
+                of: tuple[Hashable, list[Prices]], ended: Callable[[], bool], share: float = share
+            ) -> float:
                 """Look for what the middle one of equal stretches asks for: they see nearly the same prices."""
-                wanted = sorted(asked[kind], key=attrgetter("kept"))[len(asked[kind]) // 2]
-                return self.searches[kind].improve(wanted.reduced_ms, share, over)
+                kind, those = of
+                wanted = sorted(those, key=attrgetter("kept"))[len(those) // 2]
+                return self.searches[kind].improve(wanted.reduced_ms, share, ended)
 
-            with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-                better_ms = [*pool.map(improve, asked)]
-            if max(better_ms) <= 0:
+            if max(_for_each(asked.items(), improve, over)) <= 0:
                 return
 
     def steps(self, chosen: Sequence[tuple[tuple[int, int], Plan]]) -> tuple[Step, ...]:
