@@ -24,7 +24,7 @@ _MAX_DEPTH = 5
 
 def sqrt_checkpointing(profile: Profile) -> tuple[Step, ...]:
     """√n segments of the n forward operators (Chen et al., 2016, section 3)."""
-    count = len(_mandatory(profile.graph))
+    count = len(profile.graph.mandatory_forward)
     pieces = max(1, math.isqrt(count))
     return segment_checkpointing(profile, [count * piece // pieces for piece in range(1, pieces)])
 
@@ -45,7 +45,7 @@ def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = Non
         segments = module_boundaries(graph) or articulation_boundaries(graph)
     segment_of: dict[int, int] = {}
     number = 0
-    for position, index in enumerate(_mandatory(graph)):
+    for position, index in enumerate(graph.mandatory_forward):
         number += sum(boundary == position for boundary in segments)
         segment_of[index] = number
     crossing = {
@@ -59,7 +59,7 @@ def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = Non
 
 def keep_only(profile: Profile, kept: Iterable[int]) -> tuple[Step, ...]:
     """Keep only these values for the backward part; re-run all that is missing at once, when it is first read."""
-    return tuple(_replayed(profile.graph, dict.fromkeys(_mandatory(profile.graph), 0), set(kept)))
+    return tuple(_replayed(profile.graph, dict.fromkeys(profile.graph.mandatory_forward, 0), set(kept)))
 
 
 def layer_checkpointing(profile: Profile, path: str, every: int = 1) -> tuple[Step, ...]:
@@ -72,7 +72,7 @@ def layer_checkpointing(profile: Profile, path: str, every: int = 1) -> tuple[St
         path: of the list of layers among the model's modules.
         every: the first layer of so many is checkpointed.
     """
-    graph, forward = profile.graph, _mandatory(profile.graph)
+    graph, forward = profile.graph, profile.graph.mandatory_forward
     layers = layer_numbers(graph, path)
     checkpointed = {index: layers[index] for index in forward if index in layers and layers[index] % every == 0}
     entering = {
@@ -95,7 +95,7 @@ def layer_numbers(graph: OperatorGraph, path: str) -> dict[int, int]:
 def module_boundaries(graph: OperatorGraph, depth: int = 2) -> list[int]:
     """Positions at which the module path of the mandatory forward operators changes, at its first `depth`
     levels."""
-    paths = [graph.operators[index].module.split(".")[:depth] for index in _mandatory(graph)]
+    paths = [graph.operators[index].module.split(".")[:depth] for index in graph.mandatory_forward]
     if not any(any(path) for path in paths):
         return []
     return [at for at in range(1, len(paths)) if paths[at] != paths[at - 1]]
@@ -103,7 +103,7 @@ def module_boundaries(graph: OperatorGraph, depth: int = 2) -> list[int]:
 
 def articulation_boundaries(graph: OperatorGraph) -> list[int]:
     """Positions at which at most one value passes from the mandatory forward operators before to those after."""
-    forward = _mandatory(graph)
+    forward = graph.mandatory_forward
     position_of = {index: position for position, index in enumerate(forward)}
     crossing = [0] * (len(forward) + 1)
     last_read: dict[int, int] = {}
@@ -165,7 +165,7 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
             live.update(operator.writes)
             missed.difference_update(operator.writes)
 
-    for index in _mandatory(graph):
+    for index in graph.mandatory_forward:
         yield from run(index)
     for value in live - kept:
         if graph.operators[graph.writer[value]].rerunnable and not graph.values[value].held:
@@ -320,7 +320,3 @@ def _restrict(profile: Profile, allowed: Callable[[int, int], bool]) -> Restrict
     )
     graph = replace(profile.graph, operators=operators)
     return Restriction(profile=replace(profile, graph=graph, costs=costs), original=original)
-
-
-def _mandatory(graph: OperatorGraph) -> list[int]:
-    return [i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]

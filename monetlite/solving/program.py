@@ -53,8 +53,6 @@ SOLVERS = ("SCIP", "HIGHS", "GUROBI")
 _PACKAGES = {"SCIP": "pyscipopt", "HIGHS": "highspy", "GUROBI": "gurobipy"}
 _TOLERANCE = 3e-6
 """Solvers accept rows violated by 1e-6; where that exceeds the budget, this much is held back."""
-_USUAL_COST = 1e4
-"""Sum that costs are scaled to, since the solver's tolerances on them are absolute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +318,8 @@ def solve_rows(
     """
     import cvxpy
 
-    cost = np.array(rows.cost_ms)
-    unit_ms = float(np.abs(cost).sum()) / _USUAL_COST or 1.0
-    cost /= unit_ms
+    unit_ms = rows.unit_ms
+    cost = np.array(rows.cost_ms) / unit_ms
     x = cvxpy.Variable(cost.size, boolean=(np.array(boolean),))
     matrix, limit, equal = rows.matrix(), np.array(rows.limit), np.array(rows.equal)
     constraints = [
