@@ -8,7 +8,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
@@ -255,34 +255,16 @@ def checkpointing_settings(profile: Profile) -> Iterator[tuple[Step, ...]]:
         yield segment_checkpointing(profile)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restriction:
-    """A profile with fewer implementations, and the way back to the one it was made from."""
-
-    profile: Profile
-    original: tuple[tuple[int, ...], ...]
-    """For each operator, the index that each implementation that is left had."""
-
-    def steps(self, steps: Sequence[Step]) -> tuple[Step, ...]:
-        """Steps of the restricted profile as steps of the original one."""
-        return tuple((operator, self.original[operator][choice]) for operator, choice in steps)
-
-
-def restrict_checkmate(profile: Profile, *, algorithms: bool = False) -> Restriction:
+def restrict_checkmate(profile: Profile, *, algorithms: bool = False) -> Profile:
     """Storage and recomputation only, with default implementations (Checkmate, Jain et al., MLSys 2020).
 
     With `algorithms`, also with those that read, write and overwrite the same values as the default: it may
     then choose a convolution algorithm that fits.
     """
-
-    def allowed(operator: int, choice: int) -> bool:
-        ways = profile.graph.operators[operator].implementations
-        return choice == 0 or (algorithms and same_values(ways[0], ways[choice]))
-
-    return _restrict(profile, allowed)
+    return _restrict(profile, lambda default, item: algorithms and same_values(default, item))
 
 
-def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Restriction:
+def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Profile:
     """Masks and other compact intermediates, but no recomputation (Gist, Jain et al., ISCA 2018).
 
     Operators that are not optional can't be run again; of the implementations only those are left that are
@@ -290,15 +272,13 @@ def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Restriction:
     """
     kinds = [value.kind for value in profile.graph.values]
 
-    def allowed(operator: int, choice: int) -> bool:
-        ways = profile.graph.operators[operator].implementations
-        compact = any(kinds[value] is ValueKind.INTERMEDIATE for value in ways[choice].reads)
-        return choice == 0 or compact or (algorithms and same_values(ways[0], ways[choice]))
+    def allowed(default: Implementation, item: Implementation) -> bool:
+        compact = any(kinds[value] is ValueKind.INTERMEDIATE for value in item.reads)
+        return compact or (algorithms and same_values(default, item))
 
     restricted = _restrict(profile, allowed)
-    operators = tuple(replace(op, rerunnable=False) for op in restricted.profile.graph.operators)
-    graph = replace(restricted.profile.graph, operators=operators)
-    return replace(restricted, profile=replace(restricted.profile, graph=graph))
+    operators = tuple(replace(op, rerunnable=False) for op in restricted.graph.operators)
+    return replace(restricted, graph=replace(restricted.graph, operators=operators))
 
 
 def same_values(one: Implementation, other: Implementation) -> bool:
@@ -306,17 +286,15 @@ def same_values(one: Implementation, other: Implementation) -> bool:
     return (set(one.reads), one.writes, one.overwrites) == (set(other.reads), other.writes, other.overwrites)
 
 
-def _restrict(profile: Profile, allowed: Callable[[int, int], bool]) -> Restriction:
-    original = tuple(
-        tuple(choice for choice in range(len(operator.implementations)) if allowed(index, choice))
-        for index, operator in enumerate(profile.graph.operators)
-    )
+def _restrict(profile: Profile, allowed: Callable[[Implementation, Implementation], bool]) -> Profile:
+    """A profile with the defaults, and those implementations that are allowed beside the default."""
+    kept = [
+        [at for at, item in enumerate(ways) if at == 0 or allowed(ways[0], item)]
+        for ways in (operator.implementations for operator in profile.graph.operators)
+    ]
     operators = tuple(
-        replace(operator, implementations=tuple(operator.implementations[choice] for choice in choices))
-        for operator, choices in zip(profile.graph.operators, original, strict=True)
+        replace(operator, implementations=tuple(operator.implementations[at] for at in of))
+        for operator, of in zip(profile.graph.operators, kept, strict=True)
     )
-    costs = tuple(
-        tuple(of[choice] for choice in choices) for of, choices in zip(profile.costs, original, strict=True)
-    )
-    graph = replace(profile.graph, operators=operators)
-    return Restriction(profile=replace(profile, graph=graph, costs=costs), original=original)
+    costs = tuple(tuple(each[at] for at in of) for each, of in zip(profile.costs, kept, strict=True))
+    return replace(profile, graph=replace(profile.graph, operators=operators), costs=costs)
