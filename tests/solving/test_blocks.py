@@ -61,6 +61,7 @@ def test_an_interrupt_ends_all_searches_for_plans(monkeypatch: pytest.MonkeyPatc
     presses, ended = [signal.SIGINT], []
 
     def search(self: PlanSearch, points: int, seconds: float, finished: Callable[[], bool]) -> None:
+        time.sleep(0.2)  # until the main thread waits
         with contextlib.suppress(IndexError):
             os.kill(os.getpid(), presses.pop())
         end = time.monotonic() + 3
