@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 from monetlite.core.announcing import warn
@@ -79,8 +80,6 @@ _MASTER_SHARE, _MASTER_GAP = 0.08, 2e-4
 """Part of the time left for each master program, and the gap to which it is solved."""
 _PRICING_SHARE = 0.5
 """Time for plans that the multipliers ask for, as a part of that for the first ones."""
-_MASTERS = 3
-"""Master programs that are solved, each for less memory, until their schedule fits."""
 _HIGHS, _BLOCKS = "HiGHS", "blocks"
 
 
@@ -255,23 +254,11 @@ class _PeakSolve:
         incumbent.phase = "planning block by block"
         deep.sweep(length, share * self.left, self.should_stop)
         deep.price(self.budget_bytes, _PRICING_SHARE * share * self.left, self.should_stop)
-        budget_bytes = self.budget_bytes
-        for _ in range(_MASTERS):
-            program = deep.program(budget_bytes)
-            chosen = program.solve(now() + _MASTER_SHARE * self.left, _MASTER_GAP)
-            if chosen is None or self.should_stop():
-                return
-            steps = deep.steps(chosen)
-            try:
-                # Gradients that pass several blocks are in no row.
-                excess_bytes = simulate(self.problem.profile, steps).peak_bytes - self.budget_bytes
-            except IllegalSchedule as error:
-                _LOG.warning("plans of blocks don't fit together: %s", error)
-                return
-            if excess_bytes <= 0:
-                incumbent.offer(steps, _BLOCKS)
-                return
-            budget_bytes -= excess_bytes
+        timeline_of = partial(simulate, self.problem.profile)
+        seconds = _MASTER_SHARE * self.left
+        steps = deep.within(self.budget_bytes, seconds, _MASTER_GAP, timeline_of, self.should_stop)
+        if steps is not None:
+            incumbent.offer(steps, _BLOCKS)
 
     def _improve(self) -> None:
         """Search for better schedules, then let the boolean program improve on what was found."""

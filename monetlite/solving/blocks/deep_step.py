@@ -1,5 +1,6 @@
 """Deep steps: plans for every kind of stretch, the master program, and the schedule that these make."""
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -9,11 +10,15 @@ from typing import TypeVar
 
 from monetlite.core.blocks import Block
 from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.simulate import Timeline
 from monetlite.core.steps import Step
 from monetlite.solving.annealing.search import THREADS
 from monetlite.solving.blocks.block_plans import Plan, PlanSearch, Stretch, Stretches
 from monetlite.solving.blocks.master_program import MasterProgram, Prices
 from monetlite.solving.clock import now
+
+_LOG = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -22,6 +27,8 @@ MIN_BLOCKS = 4
 """Fewer blocks than this are one step to the search."""
 STAGES = ((1, 0.05), (1, 0.1), (2, 0.15), (4, 0.2))
 """Numbers of blocks in a stretch, and parts of the time left for their plans."""
+_MASTERS = 4
+"""Master programs for one budget, each for less memory, until their schedule fits."""
 _ROUNDS = 4
 """Rounds of pricing that the time for it is meant for."""
 _CORES = min(THREADS, os.cpu_count() or 1)
@@ -116,6 +123,37 @@ class DeepStep:
 
             if max(_for_each(asked.items(), improve, over)) <= 0:
                 return
+
+    def within(
+        self,
+        budget_bytes: int,
+        seconds: float,
+        gap: float,
+        timeline_of: Callable[[tuple[Step, ...]], Timeline],
+        finished: Callable[[], bool] = lambda: False,
+    ) -> tuple[Step, ...] | None:
+        """The fastest schedule that the plans make within a budget; None if they make none.
+
+        Args:
+            budget_bytes: no step may need more. seconds, gap: of each master program. finished: asked between them.
+            timeline_of: simulates steps, to which it may add.
+        """
+        asked_bytes = budget_bytes
+        for _ in range(_MASTERS):
+            chosen = self.program(asked_bytes).solve(now() + seconds, gap)
+            if chosen is None or finished():
+                return None
+            try:
+                timeline = timeline_of(self.steps(chosen))
+            except IllegalSchedule as error:
+                _LOG.warning("plans of blocks don't fit together: %s", error)
+                return None
+            # Gradients that pass several blocks are in no row.
+            excess_bytes = timeline.peak_bytes - budget_bytes
+            if excess_bytes <= 0:
+                return timeline.steps
+            asked_bytes -= excess_bytes
+        return None
 
     def steps(self, chosen: Sequence[tuple[tuple[int, int], Plan]]) -> tuple[Step, ...]:
         """The steps of the whole schedule."""
