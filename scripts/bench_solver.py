@@ -27,6 +27,7 @@ from typing import Any
 from instances import instance_profile
 from solve_instance import GIB, instance_steps
 
+from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.options import SolvingOptions
@@ -97,9 +98,10 @@ def baseline_objectives(
         ("Checkmate", baselines.restrict_checkmate(profile, algorithms=True)),
         ("Gist", baselines.restrict_gist(profile, algorithms=True)),
     ):
-        found = Incumbent(Problem.of(restricted.profile), budget_bytes)
+        found = Incumbent(Problem.of(restricted), budget_bytes)
         search(found, seconds=seconds)
-        objectives[name] = fits(None if found.steps is None else restricted.steps(found.steps))
+        steps = found.steps
+        objectives[name] = fits(steps and Choices.of_steps(restricted.graph, steps).steps(profile.graph))
     return objectives
 
 

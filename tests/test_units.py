@@ -27,6 +27,7 @@ DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
         ("900m", 900 * 10**6),
         ("1,5GB", 3 * 10**9 // 2),
         ("2TiB", 2**41),
+        ("8.2GB", 8_200_000_000),
         (6_000_000_000, 6 * 10**9),
         (6e9, 6 * 10**9),
         ("9007199254740993", 2**53 + 1),
@@ -50,6 +51,7 @@ def test_percent_is_of_plain_trainings_peak_and_rounds_down():
     assert parse_budget("50%", plain_peak_bytes=1001) == 500
     assert parse_budget("12.5 %", plain_peak_bytes=8 * 10**9) == 10**9
     assert parse_budget("12,5%", plain_peak_bytes=8 * 10**9) == 10**9
+    assert parse_budget("29%", plain_peak_bytes=100) == 29
     assert parse_budget("150%", plain_peak_bytes=1000) == 1500
     with pytest.raises(BudgetError, match="plain training's peak, which is not known"):
         parse_budget("50%")

@@ -61,7 +61,7 @@ def find_blocks(graph: OperatorGraph, starts: Collection[int] | None = None) -> 
         starts: forward operators, by index, before which to cut; by default, wherever the step is narrow.
     """
     operators = graph.operators
-    forward = [i for i, op in enumerate(operators) if op.phase is Phase.FORWARD and not op.optional]
+    forward = graph.mandatory_forward
     backward = [i for i, op in enumerate(operators) if op.phase is Phase.BACKWARD]
     place_of = {index: place for place, index in enumerate(forward)}
     for index, operator in enumerate(operators):

@@ -36,7 +36,7 @@ def give_way(process: "subprocess.Popen[bytes]") -> None:
 
 
 class ChildFailed(RuntimeError):
-    """A process ended before it had the result of its call."""
+    """A process ended without a result of its call that can be read."""
 
 
 def begin_call(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Callable[[], _T]:
@@ -58,9 +58,9 @@ def begin_call(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) 
     def result() -> _T:
         try:
             error, value = receiver.recv()
-        except EOFError:
+        except Exception as lost:  # the process ended, or its result can't be unpickled
             process.join()
-            raise ChildFailed(f"a process of monetlite ended with exit code {process.exitcode}") from None
+            raise ChildFailed(f"a process of monetlite ended with exit code {process.exitcode}") from lost
         process.join()
         if error is not None:
             raise error

@@ -300,7 +300,10 @@ def _operator(row: _OperatorRow) -> Operator:
 
 
 def _check_rows(data: PlainData, file: ProfileFile) -> None:
-    """Check that the rows make a graph: names are unique, each value has one writer, forward comes first."""
+    """Check that the rows make a graph.
+
+    Names are unique, forward comes first, and each value has one writer, which stands before its readers.
+    """
     writers: dict[int, str] = {}
     names: set[str] = set()
     seen_backward = False
@@ -320,6 +323,9 @@ def _check_rows(data: PlainData, file: ProfileFile) -> None:
             for field_name in ("reads", "writes", "overwrites"):
                 if (largest := max(getattr(item, field_name), default=0)) >= len(file.values):
                     raise data.error((*here, field_name), f"has {largest}, and there are {len(file.values)} values")
+            for field_name in ("reads", "overwrites"):
+                if unwritten := set(getattr(item, field_name)).difference(writers):
+                    raise data.error((*here, field_name), f"has {min(unwritten)}, which no operator before writes")
             if not set(item.writes) <= set(written):
                 raise data.error((*here, "writes"), "has a value that the first implementation does not write")
         for value in written:

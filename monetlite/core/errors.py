@@ -1,5 +1,7 @@
 """The errors monetlite raises on purpose. Each message names the thing, gives numbers and says what to do."""
 
+from typing import Any
+
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, without the period at its end; its class where there is none."""
@@ -40,6 +42,10 @@ class InfeasibleBudget(MonetliteError):
         self.budget_bytes = budget_bytes
         self.proven_bytes = proven_bytes
         self.reached_bytes = reached_bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The parts that a copy is made of. An exception's own are its positional arguments alone."""
+        return type(self).__new__, (type(self), *self.args), vars(self)
 
 
 class IllegalSchedule(MonetliteError):

@@ -305,6 +305,11 @@ class OperatorGraph:
         return {operator.name: index for index, operator in enumerate(self.operators)}
 
     @cached_property
+    def mandatory_forward(self) -> tuple[int, ...]:
+        """Forward operators that run once in order: those that are not optional."""
+        return tuple(at for at, op in enumerate(self.operators) if op.phase is Phase.FORWARD and not op.optional)
+
+    @cached_property
     def writer(self) -> dict[int, int]:
         """For each value, the operator that writes it."""
         return {value: index for index, operator in enumerate(self.operators) for value in operator.writes}

@@ -136,8 +136,11 @@ class SolvingOptions:
             )
         if not (isinstance(self.time_limit, Real) and 0 < self.time_limit < math.inf):
             raise ModelError(f"time_limit {self.time_limit!r} is not a number of seconds above 0")
-        if not isinstance(self.seed, Integral):
-            raise ModelError(f"seed {self.seed!r} is not an integer")
+        if not (isinstance(self.seed, Integral) and self.seed >= 0):
+            raise ModelError(f"seed {self.seed!r} is not an integer of at least 0")
+        # numpy's numbers can't be written to files.
+        for name, number in (("tolerance", float), ("time_limit", float), ("seed", int)):
+            object.__setattr__(self, name, number(getattr(self, name)))
 
     def allowed(self, profile: Profile) -> Profile:
         """A profile with only the implementations that may be chosen, beside the defaults."""

@@ -1,6 +1,7 @@
 """Bytes as people write them, in and out. Everywhere else a size is an integer number of bytes."""
 
 import re
+from decimal import Decimal
 from typing import Annotated
 
 from msgspec import Meta
@@ -34,8 +35,6 @@ _THOUSANDS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+\s*[a-z%]*", re.IGNORECASE | re.
 _MIN_WITHOUT_UNIT = 10**6
 """A smaller number without a unit is refused in text: gigabytes were meant, and nothing trains in 6 bytes."""
 _MAX_BYTES = 2**60
-_MAX_DIGITS = 25
-"""More digits than any budget has. A longer number is compared as a float."""
 
 
 def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None) -> int:
@@ -61,19 +60,22 @@ def parse_budget(budget: str | int | float, plain_peak_bytes: int | None = None)
     if percent := _PERCENT.fullmatch(text):
         if plain_peak_bytes is None:
             raise BudgetError(f"budget {text!r} needs plain training's peak, which is not known here; give bytes")
-        amount = float(percent[1].replace(",", ".")) / 100 * plain_peak_bytes
+        amount = _number(percent) * plain_peak_bytes / 100
     else:
         size = _SIZE.fullmatch(text)
         factor = _FACTORS.get(size[2].lower()) if size else None
         if size is None or factor is None:
             raise BudgetError(f"budget {text!r} is not an amount of memory; {forms}")
-        exact = size[1].isdigit() and len(size[1]) <= _MAX_DIGITS
-        amount = int(size[1]) * factor if exact else float(size[1].replace(",", ".")) * factor
+        amount = _number(size) * factor
         if isinstance(budget, str) and not size[2] and 1 <= amount < _MIN_WITHOUT_UNIT:
             raise BudgetError(f"budget {text!r} has no unit, so it is bytes; write {text}GB, {text}MB or {text}B")
     if not 1 <= amount <= _MAX_BYTES:
         raise BudgetError(f"budget {text!r} must be at least 1 byte and at most 1 EiB; {forms}")
     return int(amount)
+
+
+def _number(match: re.Match[str]) -> Decimal:
+    return Decimal(match[1].replace(",", "."))
 
 
 def is_percentage(budget: str | int | float) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from fractions import Fraction
+from typing import Any
 
 from monetlite.core.costs import Cost, Profile
 from monetlite.core.graph import Operator, Resident, TensorSpec, Value
@@ -95,22 +96,14 @@ class _TwoBatches:
         )
 
     def _cost(self, one: Cost, other: Cost) -> Cost:
-        if (one.recompute_latency_ms is None) != (other.recompute_latency_ms is None) or (
-            (one.recompute_workspace_bytes is None) != (other.recompute_workspace_bytes is None)
-        ):
-            raise Unlike("costs of re-runs are known of one of them only")
+        def figure(name: str) -> Any:
+            low, high = getattr(one, name), getattr(other, name)
+            if low is None or high is None:
+                if low is not high:
+                    raise Unlike("costs of re-runs are known of one of them only")
+                return None
+            if name.endswith("_ms"):
+                return max(0.0, low + (high - low) * float(self.share))
+            return self._between(low, high)
 
-        def latency(one_ms: float, other_ms: float) -> float:
-            return max(0.0, one_ms + (other_ms - one_ms) * float(self.share))
-
-        again_ms, again_bytes = one.recompute_latency_ms, one.recompute_workspace_bytes
-        return Cost(
-            latency_ms=latency(one.latency_ms, other.latency_ms),
-            workspace_bytes=self._between(one.workspace_bytes, other.workspace_bytes),
-            recompute_latency_ms=None
-            if again_ms is None or other.recompute_latency_ms is None
-            else latency(again_ms, other.recompute_latency_ms),
-            recompute_workspace_bytes=None
-            if again_bytes is None or other.recompute_workspace_bytes is None
-            else self._between(again_bytes, other.recompute_workspace_bytes),
-        )
+        return Cost(**{item.name: figure(item.name) for item in fields(Cost)})

@@ -1,12 +1,13 @@
 """Schedules of one priced step, for one budget or for several; traced in one layout of its images or in several."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from monetlite.core.announcing import warn
-from monetlite.core.binding import bind
+from monetlite.core.binding import bind, lacking
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.errors import InfeasibleBudget, ModelError, ScheduleMismatch
@@ -45,7 +46,7 @@ def solve(
             optimizer's state if the profile has one): `"6GB"`, `"6GiB"`, bytes, or `"50%"` of plain
             training's peak.
         starts: schedules for the same graph, of any sizes, to begin from, such as one for a smaller budget:
-            the result is never slower than those that fit.
+            the result is never slower than those that fit. Those that run what the options rule out are left aside.
         progress: called as the incumbent and the bound improve.
         **options: `tolerance`, `implementations`, `reserved`, `time_limit`, `solver` and `seed`, as in `optimize`.
 
@@ -120,7 +121,8 @@ def solve_budget(
             raise ScheduleMismatch(
                 f"the schedule to start from is for another graph ({start.name}, {start.operators} operators)"
             )
-        known.append(start.choices.steps(profile.graph))
+        if not lacking(start, profile.graph):
+            known.append(start.choices.steps(profile.graph))
     solution = solve_profile(profile, budget_bytes, options, starts=known, progress=progress)
     if solution.steps is None:
         raise _nothing_fits(profile, budget_bytes, solution)
@@ -166,6 +168,7 @@ def solve_layouts(
     """Solve one step that was traced in several layouts, for the fastest schedule of any.
 
     Each layout is solved for a short while; the better one then has the rest of the time. Ctrl-C ends it all early.
+    The result's bounds are of all layouts.
 
     Args:
         profiles: of the same model, the first as plain training runs it: budgets in percent and overheads are
@@ -175,6 +178,8 @@ def solve_layouts(
         layout: the only one to solve for, if given.
         starts: schedules to begin from; those for another graph are left aside.
     """
+    from monetlite.solving.problem import Problem
+
     known = list(starts)
     plain = simulate(profiles[0], plain_steps(profiles[0].graph))
     budget_bytes = parse_budget(budget, plain.peak_bytes)
@@ -212,19 +217,31 @@ def solve_layouts(
     if found:
         best, item = min(found, key=lambda pair: pair[0].latency_ms)
         solved = best if ended_early() > interrupted else run(item, remaining, [best])
-        others = [
-            *((one.smallest_proven_bytes, one.smallest_reached_bytes) for one, other in found if other is not item),
-            *((error.proven_bytes, error.reached_bytes) for error, _ in refused),
-        ]
-        # The smallest budget is that of any layout.
-        proven, reached = zip((solved.smallest_proven_bytes, solved.smallest_reached_bytes), *others, strict=True)
-        sizes = (size for size in reached if size is not None)
-        return replace(solved, smallest_proven_bytes=min(proven), smallest_reached_bytes=min(sizes, default=None))
-    in_reach = [pair for pair in refused if pair[0].proven_bytes <= budget_bytes]
-    refusal, item = min(in_reach or refused, key=lambda pair: pair[0].reached_bytes or pair[0].proven_bytes)
-    if not in_reach or ended_early() > interrupted:
-        raise refusal
-    return run(item, remaining)
+    else:
+        in_reach = [pair for pair in refused if pair[0].proven_bytes <= budget_bytes]
+        refusal, item = min(in_reach or refused, key=lambda pair: pair[0].reached_bytes or pair[0].proven_bytes)
+        if not in_reach or ended_early() > interrupted:
+            raise refusal
+        solved = run(item, remaining)
+    # No layout has a faster schedule, nor a smaller budget.
+    bounds_ms = {item.graph.fingerprint: Problem.of(options.allowed(item)).least_latency_ms for item in distinct}
+    bounds_ms |= {
+        other.graph.fingerprint: math.inf for error, other in refused if error.proven_bytes > budget_bytes
+    }
+    bounds_ms |= {one.fingerprint: one.lower_bound_ms for one in (*(one for one, _ in found), solved)}
+    bound_ms = min(bounds_ms.values())
+    sizes = [
+        (solved.smallest_proven_bytes, solved.smallest_reached_bytes),
+        *((one.smallest_proven_bytes, one.smallest_reached_bytes) for one, other in found if other is not item),
+        *((error.proven_bytes, error.reached_bytes) for error, other in refused if other is not item),
+    ]
+    return replace(
+        solved,
+        lower_bound_ms=bound_ms,
+        status=solved.status if bound_ms >= solved.lower_bound_ms else Status.FEASIBLE,
+        smallest_proven_bytes=min(proven for proven, _ in sizes),
+        smallest_reached_bytes=min((reached for _, reached in sizes if reached is not None), default=None),
+    )
 
 
 def as_schedule(profile: Profile, budget_bytes: int, solution: "Solution", tolerance: float) -> Schedule:

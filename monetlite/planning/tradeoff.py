@@ -220,11 +220,12 @@ def _baselines(
         # From the largest budget down: below the first that nothing fits, nothing is searched for.
         for at, budget_bytes in enumerate(reversed(budgets)):
             work.begin(name, done=done + at)
-            best = Incumbent(Problem.of(restricted.profile), budget_bytes)
+            best = Incumbent(Problem.of(restricted), budget_bytes)
             search(best, seconds=seconds, seed=seed)
             if best.steps is None:
                 break
-            descending.append(TradeoffPoint.of_steps(plain, restricted.steps(best.steps), budget_bytes))
+            chosen = Choices.of_steps(restricted.graph, best.steps).steps(plain.graph)
+            descending.append(TradeoffPoint.of_steps(plain, chosen, budget_bytes))
         found[name] = _never_slower(reversed(descending))
         done += len(budgets)
     greedy: list[TradeoffPoint] = []

@@ -8,7 +8,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
@@ -24,7 +24,7 @@ _MAX_DEPTH = 5
 
 def sqrt_checkpointing(profile: Profile) -> tuple[Step, ...]:
     """√n segments of the n forward operators (Chen et al., 2016, section 3)."""
-    count = len(_mandatory(profile.graph))
+    count = len(profile.graph.mandatory_forward)
     pieces = max(1, math.isqrt(count))
     return segment_checkpointing(profile, [count * piece // pieces for piece in range(1, pieces)])
 
@@ -45,7 +45,7 @@ def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = Non
         segments = module_boundaries(graph) or articulation_boundaries(graph)
     segment_of: dict[int, int] = {}
     number = 0
-    for position, index in enumerate(_mandatory(graph)):
+    for position, index in enumerate(graph.mandatory_forward):
         number += sum(boundary == position for boundary in segments)
         segment_of[index] = number
     crossing = {
@@ -59,7 +59,7 @@ def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = Non
 
 def keep_only(profile: Profile, kept: Iterable[int]) -> tuple[Step, ...]:
     """Keep only these values for the backward part; re-run all that is missing at once, when it is first read."""
-    return tuple(_replayed(profile.graph, dict.fromkeys(_mandatory(profile.graph), 0), set(kept)))
+    return tuple(_replayed(profile.graph, dict.fromkeys(profile.graph.mandatory_forward, 0), set(kept)))
 
 
 def layer_checkpointing(profile: Profile, path: str, every: int = 1) -> tuple[Step, ...]:
@@ -72,7 +72,7 @@ def layer_checkpointing(profile: Profile, path: str, every: int = 1) -> tuple[St
         path: of the list of layers among the model's modules.
         every: the first layer of so many is checkpointed.
     """
-    graph, forward = profile.graph, _mandatory(profile.graph)
+    graph, forward = profile.graph, profile.graph.mandatory_forward
     layers = layer_numbers(graph, path)
     checkpointed = {index: layers[index] for index in forward if index in layers and layers[index] % every == 0}
     entering = {
@@ -95,7 +95,7 @@ def layer_numbers(graph: OperatorGraph, path: str) -> dict[int, int]:
 def module_boundaries(graph: OperatorGraph, depth: int = 2) -> list[int]:
     """Positions at which the module path of the mandatory forward operators changes, at its first `depth`
     levels."""
-    paths = [graph.operators[index].module.split(".")[:depth] for index in _mandatory(graph)]
+    paths = [graph.operators[index].module.split(".")[:depth] for index in graph.mandatory_forward]
     if not any(any(path) for path in paths):
         return []
     return [at for at in range(1, len(paths)) if paths[at] != paths[at - 1]]
@@ -103,7 +103,7 @@ def module_boundaries(graph: OperatorGraph, depth: int = 2) -> list[int]:
 
 def articulation_boundaries(graph: OperatorGraph) -> list[int]:
     """Positions at which at most one value passes from the mandatory forward operators before to those after."""
-    forward = _mandatory(graph)
+    forward = graph.mandatory_forward
     position_of = {index: position for position, index in enumerate(forward)}
     crossing = [0] * (len(forward) + 1)
     last_read: dict[int, int] = {}
@@ -165,7 +165,7 @@ def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) 
             live.update(operator.writes)
             missed.difference_update(operator.writes)
 
-    for index in _mandatory(graph):
+    for index in graph.mandatory_forward:
         yield from run(index)
     for value in live - kept:
         if graph.operators[graph.writer[value]].rerunnable and not graph.values[value].held:
@@ -255,34 +255,16 @@ def checkpointing_settings(profile: Profile) -> Iterator[tuple[Step, ...]]:
         yield segment_checkpointing(profile)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restriction:
-    """A profile with fewer implementations, and the way back to the one it was made from."""
-
-    profile: Profile
-    original: tuple[tuple[int, ...], ...]
-    """For each operator, the index that each implementation that is left had."""
-
-    def steps(self, steps: Sequence[Step]) -> tuple[Step, ...]:
-        """Steps of the restricted profile as steps of the original one."""
-        return tuple((operator, self.original[operator][choice]) for operator, choice in steps)
-
-
-def restrict_checkmate(profile: Profile, *, algorithms: bool = False) -> Restriction:
+def restrict_checkmate(profile: Profile, *, algorithms: bool = False) -> Profile:
     """Storage and recomputation only, with default implementations (Checkmate, Jain et al., MLSys 2020).
 
     With `algorithms`, also with those that read, write and overwrite the same values as the default: it may
     then choose a convolution algorithm that fits.
     """
-
-    def allowed(operator: int, choice: int) -> bool:
-        ways = profile.graph.operators[operator].implementations
-        return choice == 0 or (algorithms and same_values(ways[0], ways[choice]))
-
-    return _restrict(profile, allowed)
+    return _restrict(profile, lambda default, item: algorithms and same_values(default, item))
 
 
-def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Restriction:
+def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Profile:
     """Masks and other compact intermediates, but no recomputation (Gist, Jain et al., ISCA 2018).
 
     Operators that are not optional can't be run again; of the implementations only those are left that are
@@ -290,15 +272,13 @@ def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Restriction:
     """
     kinds = [value.kind for value in profile.graph.values]
 
-    def allowed(operator: int, choice: int) -> bool:
-        ways = profile.graph.operators[operator].implementations
-        compact = any(kinds[value] is ValueKind.INTERMEDIATE for value in ways[choice].reads)
-        return choice == 0 or compact or (algorithms and same_values(ways[0], ways[choice]))
+    def allowed(default: Implementation, item: Implementation) -> bool:
+        compact = any(kinds[value] is ValueKind.INTERMEDIATE for value in item.reads)
+        return compact or (algorithms and same_values(default, item))
 
     restricted = _restrict(profile, allowed)
-    operators = tuple(replace(op, rerunnable=False) for op in restricted.profile.graph.operators)
-    graph = replace(restricted.profile.graph, operators=operators)
-    return replace(restricted, profile=replace(restricted.profile, graph=graph))
+    operators = tuple(replace(op, rerunnable=False) for op in restricted.graph.operators)
+    return replace(restricted, graph=replace(restricted.graph, operators=operators))
 
 
 def same_values(one: Implementation, other: Implementation) -> bool:
@@ -306,21 +286,15 @@ def same_values(one: Implementation, other: Implementation) -> bool:
     return (set(one.reads), one.writes, one.overwrites) == (set(other.reads), other.writes, other.overwrites)
 
 
-def _restrict(profile: Profile, allowed: Callable[[int, int], bool]) -> Restriction:
-    original = tuple(
-        tuple(choice for choice in range(len(operator.implementations)) if allowed(index, choice))
-        for index, operator in enumerate(profile.graph.operators)
-    )
+def _restrict(profile: Profile, allowed: Callable[[Implementation, Implementation], bool]) -> Profile:
+    """A profile with the defaults, and those implementations that are allowed beside the default."""
+    kept = [
+        [at for at, item in enumerate(ways) if at == 0 or allowed(ways[0], item)]
+        for ways in (operator.implementations for operator in profile.graph.operators)
+    ]
     operators = tuple(
-        replace(operator, implementations=tuple(operator.implementations[choice] for choice in choices))
-        for operator, choices in zip(profile.graph.operators, original, strict=True)
+        replace(operator, implementations=tuple(operator.implementations[at] for at in of))
+        for operator, of in zip(profile.graph.operators, kept, strict=True)
     )
-    costs = tuple(
-        tuple(of[choice] for choice in choices) for of, choices in zip(profile.costs, original, strict=True)
-    )
-    graph = replace(profile.graph, operators=operators)
-    return Restriction(profile=replace(profile, graph=graph, costs=costs), original=original)
-
-
-def _mandatory(graph: OperatorGraph) -> list[int]:
-    return [i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
+    costs = tuple(tuple(each[at] for at in of) for each, of in zip(profile.costs, kept, strict=True))
+    return replace(profile, graph=replace(profile.graph, operators=operators), costs=costs)

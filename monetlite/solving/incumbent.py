@@ -35,7 +35,6 @@ class Solution:
             the steps; without steps, for any schedule that was seen.
         seconds: time taken.
         methods: those that improved the schedule or the bound, in the order of their first improvement.
-        found_by, proved_by: the methods behind the schedule and behind the bound; empty where there is none.
         phase: the method at work when this was reported.
     """
 
@@ -50,8 +49,6 @@ class Solution:
     reserved_bytes: int | None = None
     seconds: float = 0.0
     methods: tuple[str, ...] = ()
-    found_by: str = ""
-    proved_by: str = ""
     phase: str = ""
 
     @classmethod
@@ -71,7 +68,6 @@ class Solution:
             smallest_reached_steps=steps,
             seconds=seconds,
             methods=(method,),
-            found_by=method,
         )
 
     @property
@@ -113,7 +109,6 @@ class Incumbent:
         self.proven_bytes = problem.resident_bytes
         self.smallest_steps: tuple[Step, ...] | None = None
         self.smallest_bytes: int | None = None
-        self._found_by = self._proved_by = ""
         self._methods: list[str] = []
         self._report = report
         self._began = time.monotonic()
@@ -141,7 +136,6 @@ class Incumbent:
             if (timeline.latency_ms, timeline.peak_bytes, steps) >= known:
                 return True
             self.steps, self.latency_ms, self.peak_bytes = steps, timeline.latency_ms, timeline.peak_bytes
-            self._found_by = method
             self._tell(method)
         return True
 
@@ -155,7 +149,6 @@ class Incumbent:
             if not self.bound_ms < bound_ms < math.inf:
                 return
             self.bound_ms = bound_ms
-            self._proved_by = method
             self._tell(method)
 
     def raise_smallest(self, proven_bytes: int) -> None:
@@ -164,7 +157,7 @@ class Incumbent:
 
     def solution(self, *, infeasible: bool = False) -> Solution:
         """Everything so far; `infeasible` if that is proven."""
-        bound_ms, proved_by = self.bound_ms, self._proved_by
+        bound_ms = self.bound_ms
         # Sums in another order differ in their last bits; more than that is a wrong bound, and proves nothing.
         if bound_ms > self.latency_ms * (1 + 1e-6) + 1e-12:
             _LOG.error(
@@ -173,8 +166,7 @@ class Incumbent:
                 bound_ms,
                 self.latency_ms,
             )
-            bound_ms, proved_by = self.problem.least_latency_ms, ""
-            self.bound_ms = bound_ms
+            self.bound_ms = bound_ms = self.problem.least_latency_ms
         if self.steps is None:
             status = Status.INFEASIBLE if infeasible else Status.TIMEOUT
         else:
@@ -190,8 +182,6 @@ class Incumbent:
             smallest_reached_steps=self.smallest_steps,
             seconds=time.monotonic() - self._began,
             methods=tuple(self._methods),
-            found_by=self._found_by,
-            proved_by=proved_by,
             phase=self.phase,
         )
 

@@ -120,14 +120,14 @@ class Problem:
         if any(cost.host_ms or cost.recompute_host_ms for costs in profile.costs for cost in costs):
             profile = profile.of_the_device()
         operators = profile.graph.operators
-        forward = [i for i, op in enumerate(operators) if op.phase is Phase.FORWARD and not op.optional]
+        forward = profile.graph.mandatory_forward
         backward = [i for i, op in enumerate(operators) if op.phase is Phase.BACKWARD]
         legal = tuple(_legal_options(profile, index) for index in range(len(operators)))
         return cls(
             profile=profile,
             legal_options=legal,
             options=tuple(map(_undominated, legal)),
-            main=tuple(forward + backward),
+            main=(*forward, *backward),
             forward_main=len(forward),
         )
 

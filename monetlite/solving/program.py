@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from monetlite.core.errors import IllegalSchedule, SolverError
+from monetlite.core.errors import IllegalSchedule, SolverError, first_line
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
@@ -53,8 +53,6 @@ SOLVERS = ("SCIP", "HIGHS", "GUROBI")
 _PACKAGES = {"SCIP": "pyscipopt", "HIGHS": "highspy", "GUROBI": "gurobipy"}
 _TOLERANCE = 3e-6
 """Solvers accept rows violated by 1e-6; where that exceeds the budget, this much is held back."""
-_USUAL_COST = 1e4
-"""Sum that costs are scaled to, since the solver's tolerances on them are absolute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +318,8 @@ def solve_rows(
     """
     import cvxpy
 
-    cost = np.array(rows.cost_ms)
-    unit_ms = float(np.abs(cost).sum()) / _USUAL_COST or 1.0
-    cost /= unit_ms
+    unit_ms = rows.unit_ms
+    cost = np.array(rows.cost_ms) / unit_ms
     x = cvxpy.Variable(cost.size, boolean=(np.array(boolean),))
     matrix, limit, equal = rows.matrix(), np.array(rows.limit), np.array(rows.equal)
     constraints = [
@@ -346,13 +343,18 @@ def solve_rows(
     try:
         # The solver's own result has the dual bound, also where there is no solution.
         raw = chain.solve_via_data(stated, data, False, False, limits[solver])
+    except cvxpy.error.SolverError as error:
+        raise SolverError(f"{solver} failed: {first_line(error)}") from error
+    if solver == "SCIP" and raw["model"].getStatus() == "userinterrupt":
+        raise KeyboardInterrupt  # Python was not told
+    bound_ms = unit_ms * _dual_bound(solver, raw)
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "may be inaccurate": the status says so, and simulate checks
             stated.unpack_results(raw, chain, inverse)
     except cvxpy.error.SolverError:
         # What cvxpy raises when the time is up before anything is found.
-        return Status.TIMEOUT, None, unit_ms * _dual_bound(solver, raw)
-    bound_ms = unit_ms * _dual_bound(solver, raw)
+        return Status.TIMEOUT, None, bound_ms
     if stated.status == cvxpy.OPTIMAL:
         return Status.OPTIMAL, np.asarray(x.value, dtype=np.float64), bound_ms
     if stated.status in (cvxpy.INFEASIBLE, cvxpy.INFEASIBLE_INACCURATE):

@@ -18,7 +18,7 @@ from monetlite.allocator.allocator import PAGE_BYTES, SMALL_PAGE
 from monetlite.allocator.reserved import Reserved, least_limit, refuse_without_gpu, reserve
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.interrupts import end_early
+from monetlite.core.interrupts import end_early, ended_early
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
@@ -90,6 +90,7 @@ def solve_reserved(
     began = now()
     deadline = began + options.time_limit
     known = list(starts)
+    interrupted = ended_early()
 
     def solve(target_bytes: int, seconds: float, found: Sequence[Solution] = ()) -> Solution:
         return solve_peak(
@@ -109,11 +110,14 @@ def solve_reserved(
         return found
     candidates.append(found)
     within = _reserved(profile, found.steps, budget_bytes)
-    if within.fits and not within.releases:
-        candidates.append(solve(budget_bytes, (1 - FOR_THE_PEAK) * options.time_limit, [found]))
-    else:
-        less = solve(int(budget_bytes * _LESS), FOR_LESS * options.time_limit)
-        candidates.append(replace(less, lower_bound_ms=0.0))
+    tight = not within.fits or within.releases > 0
+    if ended_early() == interrupted:
+        if tight:
+            less = solve(int(budget_bytes * _LESS), FOR_LESS * options.time_limit)
+            candidates.append(replace(less, lower_bound_ms=0.0))
+        else:
+            candidates.append(solve(budget_bytes, (1 - FOR_THE_PEAK) * options.time_limit, [found]))
+    if tight and ended_early() == interrupted:
         given = [item.steps for item in candidates if item.steps is not None]
         seconds = options.time_limit * ARRANGING
         arranged = arrange(profile, given, budget_bytes, seconds=seconds, seed=options.seed)
@@ -126,7 +130,7 @@ def solve_reserved(
     least_bytes = min(least_limit(profile, item.steps) for item in candidates if item.steps is not None)
     target_bytes = budget_bytes
     for _ in range(MAX_ROUNDS):
-        if best is not None:
+        if best is not None or now() >= deadline or ended_early() > interrupted:
             break
         assert found.steps is not None
         assert found.peak_bytes is not None

@@ -5,7 +5,10 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 
 from monetlite.core.announcing import warn
 from monetlite.core.blocks import find_blocks
@@ -77,8 +80,6 @@ _MASTER_SHARE, _MASTER_GAP = 0.08, 2e-4
 """Part of the time left for each master program, and the gap to which it is solved."""
 _PRICING_SHARE = 0.5
 """Time for plans that the multipliers ask for, as a part of that for the first ones."""
-_MASTERS = 3
-"""Master programs that are solved, each for less memory, until their schedule fits."""
 _HIGHS, _BLOCKS = "HiGHS", "blocks"
 
 
@@ -94,14 +95,15 @@ def solve_peak(
     check_solver(options.solver)
     closing = min(_CLOSING_SECONDS, _CLOSING_SHARE * options.time_limit)
     solve = _PeakSolve(profile, budget_bytes, options, now() + options.time_limit - closing, progress)
-    infeasible = False
+    infeasible, known = False, tuple(starts)
     try:
-        infeasible = solve.run(tuple(starts))
+        infeasible = solve.run(known)
     except KeyboardInterrupt:
         end_early()
     finally:
         solve.stopped.set()
-    solution = _with_host(solve.incumbent.solution(infeasible=infeasible), profile)
+    solution = solve.incumbent.solution(infeasible=infeasible)
+    solution = _with_host(solution, profile, budget_bytes, (plain_steps(profile.graph), *known))
     if solution.status in (Status.FEASIBLE, Status.TIMEOUT) and still_compiling():
         warn(
             "the search was not compiled in time, which takes some seconds once on a machine and goes on; later "
@@ -110,15 +112,25 @@ def solve_peak(
     return solution
 
 
-def _with_host(solution: Solution, profile: Profile) -> Solution:
-    """A solution's latency with the host's times. The methods' own is of the device, which bounds it."""
+def _with_host(
+    solution: Solution, profile: Profile, budget_bytes: int, known: Iterable[tuple[Step, ...]]
+) -> Solution:
+    """A solution with the host's times, which the methods leave out: a known schedule may be faster with them.
+
+    The methods' own latency is of the device, which bounds it.
+    """
     if solution.steps is None:
         return solution
-    timeline = simulate(profile, solution.steps)
-    if timeline.latency_ms <= timeline.device_ms:
+    best = simulate(profile, solution.steps)
+    if best.latency_ms <= best.device_ms:
         return solution
+    for steps in known:
+        with suppress(IllegalSchedule):
+            best = min(best, simulate(profile, steps, budget_bytes), key=attrgetter("latency_ms"))
     status = Status.FEASIBLE if solution.status is Status.OPTIMAL else solution.status
-    return replace(solution, latency_ms=timeline.latency_ms, status=status)
+    return replace(
+        solution, steps=best.steps, latency_ms=best.latency_ms, peak_bytes=best.peak_bytes, status=status
+    )
 
 
 class _PeakSolve:
@@ -242,23 +254,11 @@ class _PeakSolve:
         incumbent.phase = "planning block by block"
         deep.sweep(length, share * self.left, self.should_stop)
         deep.price(self.budget_bytes, _PRICING_SHARE * share * self.left, self.should_stop)
-        budget_bytes = self.budget_bytes
-        for _ in range(_MASTERS):
-            program = deep.program(budget_bytes)
-            chosen = program.solve(now() + _MASTER_SHARE * self.left, _MASTER_GAP)
-            if chosen is None or self.should_stop():
-                return
-            steps = deep.steps(chosen)
-            try:
-                # Gradients that pass several blocks are in no row.
-                excess_bytes = simulate(self.problem.profile, steps).peak_bytes - self.budget_bytes
-            except IllegalSchedule as error:
-                _LOG.warning("plans of blocks don't fit together: %s", error)
-                return
-            if excess_bytes <= 0:
-                incumbent.offer(steps, _BLOCKS)
-                return
-            budget_bytes -= excess_bytes
+        timeline_of = partial(simulate, self.problem.profile)
+        seconds = _MASTER_SHARE * self.left
+        steps = deep.within(self.budget_bytes, seconds, _MASTER_GAP, timeline_of, self.should_stop)
+        if steps is not None:
+            incumbent.offer(steps, _BLOCKS)
 
     def _improve(self) -> None:
         """Search for better schedules, then let the boolean program improve on what was found."""

@@ -8,9 +8,9 @@ from monetlite.core.costs import Profile
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.steps import Step
+from monetlite.solving import solve_profile
 from monetlite.solving.clock import now
 from monetlite.solving.incumbent import PROVEN_GAP, Solution
-from monetlite.solving.solver import solve_peak
 
 MIN_SECONDS = 0.1
 """The least time of a budget, where those before it took more than their share."""
@@ -24,7 +24,7 @@ def sweep_profile(
     starts: Sequence[tuple[Step, ...]] = (),
     progress: Callable[[int, Solution], None] | None = None,
 ) -> dict[int, Solution]:
-    """Solve for several budgets of the peak; a larger one never has the slower schedule, nor the higher bound.
+    """Solve for several budgets; a larger one never has the slower schedule, nor the higher bound.
 
     The smallest budget comes first, since its schedule fits all others: each solve begins from those before
     it. A bound for a budget holds for every smaller one, and what is proven infeasible makes all smaller
@@ -39,7 +39,7 @@ def sweep_profile(
         progress: told the budget, and its solution so far.
 
     Raises:
-        SolverError: the solver is unknown or not installed.
+        SolverError, DeviceError: as in `solve_profile`.
     """
     ascending = sorted(set(budgets_bytes))
     solutions: dict[int, Solution] = {}
@@ -47,7 +47,7 @@ def sweep_profile(
     deadline = now() + options.time_limit
     for number, budget_bytes in enumerate(ascending):
         share = (deadline - now()) / (len(ascending) - number)
-        solution = solve_peak(
+        solution = solve_profile(
             profile,
             budget_bytes,
             replace(options, time_limit=max(MIN_SECONDS, share)),

@@ -2,6 +2,7 @@
 
 import json
 import os
+from xmlrpc import client
 
 import click
 import pytest
@@ -221,12 +222,20 @@ def ends(code):
 
 
 def test_a_call_in_another_process_returns_raises_or_says_that_it_ended():
-    results = [begin_call(abs, -3), begin_call(int, "three"), begin_call(ends, 7)]
+    cannot_be_unpickled = client.dumps(client.Fault(1, ""))
+    results = [
+        begin_call(abs, -3),
+        begin_call(int, "three"),
+        begin_call(ends, 7),
+        begin_call(client.loads, cannot_be_unpickled),
+    ]
     assert results[0]() == 3
     with pytest.raises(ValueError, match="three"):
         results[1]()
     with pytest.raises(ChildFailed, match="exit code 7"):
         results[2]()
+    with pytest.raises(ChildFailed, match="exit code 0"):
+        results[3]()
 
 
 @pytest.mark.thorough

@@ -122,6 +122,18 @@ def test_a_size_that_somebody_changed(tmp_path):
         monetlite.load_profile(tmp_path / "p.json")
 
 
+@pytest.mark.parametrize("field", ["reads", "overwrites"])
+def test_what_is_read_has_been_written(field, tmp_path):
+    """The first operator names its own output, or a later one."""
+    data = json.loads(TEXT)
+    written = [value for row in data["operators"] for value in row["implementations"][0]["writes"]]
+    for value in (written[0], written[-1]):
+        data["operators"][0]["implementations"][0][field] = [value]
+        (tmp_path / "p.json").write_text(json.dumps(data))
+        with pytest.raises(ScheduleFileError, match=f"{field}.*has {value}, which no operator before writes"):
+            monetlite.load_profile(tmp_path / "p.json")
+
+
 @pytest.mark.usefixtures("traced_once")
 class TestCommands:
     MODEL = ("--model", "resnet18", "--batch", "32", "--input-size", "64", "--device", "t4")

@@ -3,7 +3,11 @@
 import functools
 import io
 import json
+<<<<<<< HEAD
 from dataclasses import replace
+=======
+from dataclasses import astuple, replace
+>>>>>>> 9b56e6a4563c7089697c5ca931f7218805b19879
 
 import commands
 import pytest
@@ -15,6 +19,7 @@ from torch import nn, randn
 
 import monetlite
 from monetlite.allocator import reserve
+from monetlite.core.costs import Cost
 from monetlite.core.errors import DeviceError, InfeasibleBudget, ModelError
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
@@ -114,6 +119,22 @@ def test_costs_at_a_batch_are_those_of_its_trace():
     assert plain.peak_bytes == expected.peak_bytes
     assert plain.latency_ms == pytest.approx(expected.latency_ms, rel=1e-2)
     assert not same_step(derived, price(102))
+
+
+def test_every_figure_of_costs_follows_the_batch():
+    def at(batch):
+        cost = Cost(
+            latency_ms=batch,
+            workspace_bytes=2 * batch,
+            recompute_latency_ms=3 * batch,
+            recompute_workspace_bytes=4 * batch,
+            host_ms=5 * batch,
+            recompute_host_ms=6 * batch,
+        )
+        return replace(price(batch), costs=tuple(tuple(cost for _ in each) for each in price(batch).costs))
+
+    derived, expected = (profile.costs[0][0] for profile in (at_batch({32: at(32), 640: at(640)}, 101), at(101)))
+    assert astuple(derived) == pytest.approx(astuple(expected))
 
 
 def test_what_is_not_in_proportion_to_the_batch_is_traced():

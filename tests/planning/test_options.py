@@ -4,9 +4,10 @@ import inspect
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import click
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -152,6 +153,7 @@ def test_the_wrapper_and_the_backend_pass_every_option_on(left_out, monkeypatch)
         ({"tolerance": "x"}, r"tolerance 'x' is not a fraction"),
         ({"time_limit": "1"}, r"time_limit '1' is not a number of seconds above 0"),
         ({"seed": "x"}, r"seed 'x' is not an integer"),
+        ({"seed": -1}, r"seed -1 is not an integer of at least 0"),
         ({"implementations": "some"}, "implementations 'some' is neither 'all' nor"),
         ({"time_limit": 0}, "time_limit 0 is not a number of seconds above 0"),
     ],
@@ -163,6 +165,11 @@ def test_options_out_of_range_are_refused_everywhere(options, says):
         monetlite.MONeTWrapper(nn.Linear(2, 2), budget="1GB", **options)
     with pytest.raises(ModelError, match=says):
         compile_options({"budget": "1GB", **options})
+
+
+def test_numbers_of_numpy_become_python_s():
+    options = SolvingOptions(tolerance=np.float32(0.25), time_limit=np.int64(3), seed=np.int32(7))
+    assert json.loads(json.dumps(asdict(options))) == asdict(SolvingOptions(tolerance=0.25, time_limit=3.0, seed=7))
 
 
 @pytest.mark.parametrize(

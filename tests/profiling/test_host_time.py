@@ -9,11 +9,14 @@ from step_lists import free_profile, recompute_everything
 from torch import nn
 
 import monetlite
-from monetlite.core.costs import Cost, load_profile
+from monetlite.core.costs import Cost, Profile, ProfileKind, load_profile
+from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Resident, Value, ValueKind
+from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.profiling.cost_cache import CostCache
 from monetlite.profiling.meters import CudaMeter
+from monetlite.solving import solve_profile
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,28 @@ def test_a_schedule_predicts_the_host_and_is_bounded_by_the_device(graph):
     assert host.plain_latency_ms == 3 * device.plain_latency_ms
     assert host.lower_bound_ms <= device.latency_ms
     assert host.status == "feasible"
+
+
+def one_operator(*costs):
+    """A step of one operator, which has an implementation for each of the costs."""
+    ways = tuple(Implementation(name=f"way{at}", reads=(), writes=(0,)) for at in range(len(costs)))
+    operator = Operator(name="op", family="op", phase=Phase.FORWARD, implementations=ways)
+    output = Value(name="v", kind=ValueKind.OUTPUT, size_bytes=1)
+    graph = OperatorGraph(name="one", operators=(operator,), values=(output,), resident=Resident())
+    return Profile(graph=graph, device="a GPU", kind=ProfileKind.MEASURED, costs=(costs,))
+
+
+def test_no_schedule_is_slower_than_one_that_is_known():
+    """The device's least time may be the host's most."""
+    plain, fast, hosted = (
+        Cost(latency_ms=device_ms, workspace_bytes=0, host_ms=host_ms)
+        for device_ms, host_ms in ((10, 0), (9, 30), (12, 11))
+    )
+    assert monetlite.solve(one_operator(plain, fast), "200%", time_limit=1).latency_ms == 10
+    profile = one_operator(replace(plain, host_ms=20), fast, hosted)
+    assert monetlite.solve(profile, "200%", time_limit=1).latency_ms == 20
+    options = SolvingOptions(time_limit=1)
+    assert solve_profile(profile, 100, options, starts=[((0, 2),)]).latency_ms == 12
 
 
 def test_files_say_it_and_may_lack_it(graph, tmp_path):

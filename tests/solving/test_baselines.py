@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from random_graphs import random_profile
 
+from monetlite.core.choices import Choices
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.graph import Phase, ValueKind
 from monetlite.core.options import SolvingOptions
@@ -129,10 +130,10 @@ def test_checkmate_has_default_implementations_only() -> None:
         profile = random_profile(random.Random(seed), 4)
         budget_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
         restricted = baselines.restrict_checkmate(profile)
-        found = Incumbent(Problem.of(restricted.profile), budget_bytes)
+        found = Incumbent(Problem.of(restricted), budget_bytes)
         search(found, seconds=0.05)
         assert found.steps is not None
-        steps = restricted.steps(found.steps)
+        steps = Choices.of_steps(restricted.graph, found.steps).steps(profile.graph)
         assert all(choice == 0 for _, choice in steps)
         assert simulate(profile, steps, budget_bytes).latency_ms == found.latency_ms
 
@@ -142,10 +143,10 @@ def test_gist_reruns_nothing_and_reads_masks() -> None:
         profile = random_profile(random.Random(seed), 4)
         budget_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
         restricted = baselines.restrict_gist(profile)
-        found = Incumbent(Problem.of(restricted.profile), budget_bytes)
+        found = Incumbent(Problem.of(restricted), budget_bytes)
         search(found, seconds=0.05)
         assert found.steps is not None
-        steps = restricted.steps(found.steps)
+        steps = Choices.of_steps(restricted.graph, found.steps).steps(profile.graph)
         assert simulate(profile, steps, budget_bytes).latency_ms == found.latency_ms
         assert max(Counter(operator for operator, _ in steps).values()) == 1
         for operator, choice in steps:

@@ -1,8 +1,12 @@
 """Blocks, their plans and the master program, against brute force on random steps of a few blocks."""
 
+import contextlib
 import itertools
+import os
 import random
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +20,7 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.solving import solve_profile, solver
 from monetlite.solving.blocks import master_program
-from monetlite.solving.blocks.block_plans import Plan
+from monetlite.solving.blocks.block_plans import Plan, PlanSearch
 from monetlite.solving.blocks.deep_step import DeepStep
 from monetlite.solving.blocks.master_program import MasterProgram
 from monetlite.solving.bounding.latency_bound import latency_bounds
@@ -49,6 +53,27 @@ def covers(step: DeepStep) -> list[list[tuple[int, int]]]:
         return [[place, *rest] for place in places if place[0] == start for rest in onwards(place[1])]
 
     return onwards(0)
+
+
+def test_an_interrupt_ends_all_searches_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = random_blocks(random.Random(0), 5)
+    deep = DeepStep(profile, find_blocks(profile.graph), 0)
+    presses, ended = [signal.SIGINT], []
+
+    def search(self: PlanSearch, points: int, seconds: float, finished: Callable[[], bool]) -> None:
+        time.sleep(0.2)  # until the main thread waits
+        with contextlib.suppress(IndexError):
+            os.kill(os.getpid(), presses.pop())
+        end = time.monotonic() + 3
+        while not finished() and time.monotonic() < end:
+            time.sleep(0.01)
+        ended.append(finished())
+
+    monkeypatch.setattr(PlanSearch, "sweep", search)
+    with pytest.raises(KeyboardInterrupt):
+        deep.sweep(1, 60.0, lambda: False)
+    assert ended
+    assert all(ended)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -119,6 +119,16 @@ def test_a_solve_waits_for_what_is_compiled_once(
     assert len(told) == 1
 
 
+def test_the_process_that_compiles_finds_modules_as_this_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "here_alone.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(compiling, "_compiling", None)
+    monkeypatch.setattr(compiling, "_COMMAND", "import here_alone")
+    assert compiling._compiler().wait() == 0
+
+
 def test_without_a_cache_it_compiles_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "cache_folder", lambda: None)
     assert compiling.ensure_compiled(0.0)

@@ -2,8 +2,12 @@
 
 import importlib.util
 import math
+import os
 import random
+import subprocess
 
+import cvxpy
+import pyscipopt
 import pytest
 from oracle import fastest
 from random_graphs import random_profile
@@ -63,6 +67,28 @@ def test_the_bound_holds_for_every_schedule(seed: int) -> None:
             solver=rng.choice(["SCIP", "HIGHS"]),
         )
         assert result.lower_bound_ms <= optimum_ms * (1 + 1e-9)
+
+
+def test_an_interrupt_that_scip_takes_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(pyscipopt.scip.Model):
+        def optimize(self) -> None:
+            subprocess.Popen(["sh", "-c", f"sleep 0.2; kill -INT {os.getpid()}"])
+            super().optimize()
+
+    monkeypatch.setattr(pyscipopt.scip, "Model", Interrupted)
+    profile = random_profile(random.Random(8), forward_operators=24)
+    peak_bytes = simulate(profile, plain_steps(profile.graph)).peak_bytes
+    with pytest.raises(KeyboardInterrupt):
+        solve_program(Problem.of(profile), int(0.6 * peak_bytes), seconds=10, passes=2)
+
+
+def test_a_solver_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise cvxpy.error.SolverError("no licence")
+
+    monkeypatch.setattr("cvxpy.reductions.solvers.solving_chain.SolvingChain.solve_via_data", fail)
+    with pytest.raises(SolverError, match="SCIP failed: no licence"):
+        solve_program(Problem.of(random_profile(random.Random(1))), 10**6, seconds=1)
 
 
 def test_unknown_and_missing_solvers() -> None:

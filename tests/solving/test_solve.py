@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from random_graphs import random_profile
@@ -14,10 +15,11 @@ from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.planning.budgets import solve_layouts
-from monetlite.solving import solve_profile
+from monetlite.solving import reserved_budget, solve_profile
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
+from monetlite.solving.solver import solve_peak
 
 
 def scaled(profile: Profile, factor: int) -> Profile:
@@ -122,6 +124,36 @@ def test_interrupt_returns_the_best_so_far() -> None:
     assert solution.status in (Status.FEASIBLE, Status.OPTIMAL)
 
 
+def test_interrupt_ends_every_part_of_a_solve_for_reserved_memory() -> None:
+    profile = replace(random_profile(random.Random(8), forward_operators=12), device="rtx-3090")
+    seen = []
+
+    def interrupt(event: Solution) -> None:
+        seen.append(event)
+        raise KeyboardInterrupt
+
+    for budget_bytes in (simulate(profile, plain_steps(profile.graph)).peak_bytes, 10**9):
+        seen.clear()
+        solve_profile(profile, budget_bytes, SolvingOptions(time_limit=2, reserved=True), progress=interrupt)
+        assert len(seen) == 1
+
+
+def test_rounds_for_reserved_memory_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = replace(scaled(random_profile(random.Random(8), forward_operators=12), 10**6), device="rtx-3090")
+    solved = []
+
+    def solve(*args: Any, **kwargs: Any) -> Solution:
+        solved.append(args)
+        return solve_peak(*args, **kwargs)
+
+    monkeypatch.setattr(reserved_budget, "solve_peak", solve)
+    monkeypatch.setattr(reserved_budget, "_best_within", lambda *_: None)
+    monkeypatch.setattr(reserved_budget, "least_limit", lambda *_: 0)
+    peak = simulate(profile, plain_steps(profile.graph)).peak_bytes
+    solve_profile(profile, peak, SolvingOptions(time_limit=0.1, reserved=True))
+    assert len(solved) <= 4
+
+
 def test_interrupt_ends_the_solves_of_all_layouts() -> None:
     profiles = [random_profile(random.Random(seed), forward_operators=12) for seed in (8, 9)]
     seen = []
@@ -133,3 +165,22 @@ def test_interrupt_ends_the_solves_of_all_layouts() -> None:
     schedule = solve_layouts(profiles, "200%", SolvingOptions(time_limit=20), progress=interrupt)
     assert schedule.fingerprint == profiles[0].graph.fingerprint
     assert len(seen) == 1
+
+
+def test_bounds_are_of_all_layouts() -> None:
+    slow, fast = (random_profile(random.Random(seed), forward_operators=4) for seed in (8, 22))
+
+    def interrupt(event: Solution) -> None:
+        if event.status is Status.OPTIMAL:
+            raise KeyboardInterrupt
+
+    options = SolvingOptions(time_limit=2)
+    schedule = solve_layouts([slow, fast], "200%", options, progress=interrupt)
+    assert schedule.fingerprint == slow.graph.fingerprint
+    assert schedule.lower_bound_ms == Problem.of(fast).least_latency_ms < schedule.latency_ms
+    assert schedule.status is Status.FEASIBLE
+
+    too_large = replace(fast, graph=replace(fast.graph, resident=Resident(parameters=10**6)))
+    schedule = solve_layouts([slow, too_large], "200%", options)
+    assert schedule.status is Status.OPTIMAL
+    assert schedule.lower_bound_ms == pytest.approx(schedule.latency_ms)

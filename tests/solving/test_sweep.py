@@ -2,12 +2,13 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from random_graphs import random_profile
 
 import monetlite
-from monetlite.core.errors import ScheduleMismatch
+from monetlite.core.errors import DeviceError, ScheduleMismatch
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
@@ -57,6 +58,20 @@ def test_a_start_is_never_lost() -> None:
         monetlite.solve(other, "100%", starts=[thorough])
 
 
+def test_starts_of_a_wider_tolerance_are_left_aside() -> None:
+    profile = random_profile(random.Random(3), forward_operators=8)
+    operators = tuple(
+        replace(item, implementations=tuple(replace(way, tolerance=1e-5) for way in item.implementations))
+        for item in profile.graph.operators
+    )
+    profile = replace(profile, graph=replace(profile.graph, operators=operators))
+    wide = monetlite.solve(profile, "200%", time_limit=0.5, tolerance=1e-5)
+    exact = monetlite.solve(profile, "200%", time_limit=0.5, starts=[wide])
+    assert wide.choices.implementations
+    assert not exact.choices.implementations
+    assert wide.latency_ms < exact.latency_ms
+
+
 def test_public_sweep_takes_what_solve_takes() -> None:
     profile = random_profile(random.Random(6), forward_operators=4)
     schedules = monetlite.sweep(profile, ["100%", 1, "90%"], time_limit=6)
@@ -67,6 +82,20 @@ def test_public_sweep_takes_what_solve_takes() -> None:
     assert full is not None
     assert full.peak_bytes <= plain.peak_bytes
     assert full.latency_ms <= plain.latency_ms
+
+
+def test_budgets_of_reserved_memory() -> None:
+    profile = replace(random_profile(random.Random(6), forward_operators=4), device="rtx-3090")
+    budget_bytes = 10**9
+    alone = monetlite.solve(profile, budget_bytes, reserved=True, time_limit=1)
+    assert alone.reserved_bytes is not None
+    schedules = monetlite.sweep(profile, [1, budget_bytes], reserved=True, time_limit=2)
+    assert schedules[1] is None
+    found = schedules[budget_bytes]
+    assert found is not None
+    assert found.reserved_bytes == alone.reserved_bytes
+    with pytest.raises(DeviceError):
+        monetlite.sweep(replace(profile, device="cpu"), [budget_bytes], reserved=True)
 
 
 def test_bounds_of_larger_budgets_serve_smaller_ones() -> None:

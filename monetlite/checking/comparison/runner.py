@@ -222,7 +222,7 @@ def _solve(
         if peer is Peer.CHECKMATE:
             return solve_budget(plain, budget_bytes, replace(exact, implementations=DEFAULT_IMPLEMENTATIONS))
         if peer is Peer.GIST:
-            schedule = solve_budget(restrict_gist(plain.within(0.0)).profile, budget_bytes, exact)
+            schedule = solve_budget(restrict_gist(plain.within(0.0)), budget_bytes, exact)
             graph = plain.graph  # the schedule serves this one, of which less may be chosen there
             return replace(schedule, fingerprint=graph.fingerprint, structure=graph.structure)
         if compiled:

@@ -300,7 +300,7 @@ def _places(graph: OperatorGraph) -> dict[int, int]:
     A derived operator (one that packs a mask) belongs to the operator that it reads from. A backward operator
     belongs to the operator of its module whose inputs or results it reads; else to that of the one before it.
     """
-    forward = [index for index, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
+    forward = graph.mandatory_forward
     sizeable = [
         index
         for index in forward

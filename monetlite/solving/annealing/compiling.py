@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numba
 
-from monetlite.core.child_processes import give_way
+from monetlite.core.child_processes import give_way, own_environment
 from monetlite.core.costs import Profile, ProfileKind
 from monetlite.core.graph import OperatorGraph, Resident
 from monetlite.solving.annealing import compiled
@@ -91,6 +91,7 @@ def _compiler() -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=own_environment(),
         )
     return _compiling
 

@@ -18,7 +18,8 @@ from functools import cached_property, lru_cache
 
 import numpy
 
-from monetlite.core.graph import Operator, OperatorGraph, Phase
+from monetlite.core.blocks import reads_of
+from monetlite.core.graph import OperatorGraph, Phase
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.solving.annealing.compiled import (
@@ -146,7 +147,7 @@ def flatten(problem: Problem) -> FlatProblem:
     readers: list[list[int]] = [[] for _ in graph.values]
     for index, operator in enumerate(graph.operators):
         if operator.phase is Phase.FORWARD:
-            for value in _reads(operator):
+            for value in reads_of(operator):
                 readers[value].append(index)
     values = [
         (value.size_bytes, int(value.held), writer.get(index, -1), *listed(readers[index]))
@@ -188,7 +189,7 @@ def _agenda(graph: OperatorGraph, writer: dict[int, int]) -> Iterator[tuple[int,
     An optional operator's early place is right after the last of its inputs is written; its late place is
     after the last mandatory operator that reads the input which is needed for the shortest time.
     """
-    forward = [i for i, op in enumerate(graph.operators) if op.phase is Phase.FORWARD and not op.optional]
+    forward = graph.mandatory_forward
     written_at = {operator: position for position, operator in enumerate(forward)}
     last_read: dict[int, int] = {}
     for position, index in enumerate(forward):
@@ -235,7 +236,7 @@ def _moves(flat: FlatProblem) -> Moves:
             if operator.phase is Phase.FORWARD and operator.rerunnable:
                 several_groups.append((index, PART_AGAIN, groups))
         if operator.phase is Phase.BACKWARD:
-            reads = {value for value in _reads(operator) if is_droppable[value]}
+            reads = {value for value in reads_of(operator) if is_droppable[value]}
             if reads:
                 anchored[int(tables.values[max(reads), VALUE_WRITER])].append(index)
     looks: dict[object, int] = {}
@@ -280,24 +281,20 @@ def _eager(graph: OperatorGraph, tables: Tables, forward: list[int]) -> list[tup
     for at, (index, when) in enumerate(tables.agenda.tolist()):
         if when == BACKWARD:
             first = min(first, at)
-            for value in _reads(graph.operators[index]):
+            for value in reads_of(graph.operators[index]):
                 read_at.setdefault(value, set()).add(at)
     pairs: list[tuple[int, int]] = []
     for index in forward:
         operator = graph.operators[index]
         if operator.optional or operator.rerunnable:
             near_inputs = {
-                at - back for value in _reads(operator) for at in read_at.get(value, ()) for back in (0, 1)
+                at - back for value in reads_of(operator) for at in read_at.get(value, ()) for back in (0, 1)
             }
             near_outputs = {
                 at - back for value in operator.writes for at in read_at.get(value, ()) for back in (2, 3)
             }
             pairs += [(index, at) for at in sorted(near_inputs | near_outputs) if at >= max(2, first)]
     return pairs
-
-
-def _reads(operator: Operator) -> set[int]:
-    return {value for item in operator.implementations for value in item.reads}
 
 
 def _groups(tables: Tables, operator: int) -> tuple[tuple[int, int], ...]:

@@ -1,26 +1,56 @@
 """Deep steps: plans for every kind of stretch, the master program, and the schedule that these make."""
 
+import logging
 import os
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
+from typing import TypeVar
 
 from monetlite.core.blocks import Block
 from monetlite.core.costs import Profile
+from monetlite.core.errors import IllegalSchedule
+from monetlite.core.simulate import Timeline
 from monetlite.core.steps import Step
 from monetlite.solving.annealing.search import THREADS
 from monetlite.solving.blocks.block_plans import Plan, PlanSearch, Stretch, Stretches
 from monetlite.solving.blocks.master_program import MasterProgram, Prices
 from monetlite.solving.clock import now
 
+_LOG = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
 MIN_BLOCKS = 4
 """Fewer blocks than this are one step to the search."""
 STAGES = ((1, 0.05), (1, 0.1), (2, 0.15), (4, 0.2))
 """Numbers of blocks in a stretch, and parts of the time left for their plans."""
+_MASTERS = 4
+"""Master programs for one budget, each for less memory, until their schedule fits."""
 _ROUNDS = 4
 """Rounds of pricing that the time for it is meant for."""
+_CORES = min(THREADS, os.cpu_count() or 1)
 POINTS = 12
 """Limits on what a stretch keeps, for each of which a plan is looked for."""
+
+
+def _for_each(
+    items: Iterable[_T], search: Callable[[_T, Callable[[], bool]], _R], finished: Callable[[], bool]
+) -> list[_R]:
+    """Search for each of some items, on as many cores as there are. Ctrl-C ends all searches."""
+    interrupted = threading.Event()
+
+    def ended() -> bool:
+        return interrupted.is_set() or finished()
+
+    with ThreadPoolExecutor(_CORES) as pool:
+        try:
+            return [*pool.map(lambda item: search(item, ended), items)]
+        except BaseException:
+            interrupted.set()
+            raise
 
 
 class DeepStep:
@@ -48,16 +78,14 @@ class DeepStep:
             if place not in self.stretches:
                 self.stretches[place] = self.cut.stretch(*place)
             kinds.setdefault(self.stretches[place].kind, self.stretches[place])
-        threads = min(THREADS, os.cpu_count() or 1)
-        share = seconds * min(threads, len(kinds)) / max(1, len(kinds))
+        share = seconds * min(_CORES, len(kinds)) / max(1, len(kinds))
 
-        def search(stretch: Stretch) -> PlanSearch:
+        def search(stretch: Stretch, ended: Callable[[], bool]) -> PlanSearch:
             found = self.searches.get(stretch.kind) or PlanSearch(stretch, self.seed)
-            found.sweep(POINTS, share, finished)
+            found.sweep(POINTS, share, ended)
             return found
 
-        with ThreadPoolExecutor(threads) as pool:
-            self.searches |= zip(kinds, pool.map(search, kinds.values()), strict=True)
+        self.searches |= zip(kinds, _for_each(kinds.values(), search, finished), strict=True)
 
     def plans(self) -> dict[tuple[int, int], list[Plan]]:
         return {
@@ -85,15 +113,47 @@ class DeepStep:
                 asked.setdefault(self.stretches[place].kind, []).append(seen)
             share = THREADS * seconds / (_ROUNDS * len(asked))
 
-            def improve(kind: Hashable, asked: dict[Hashable, list[Prices]] = asked, share: float = share) -> float:
+            def improve(
+                of: tuple[Hashable, list[Prices]], ended: Callable[[], bool], share: float = share
+            ) -> float:
                 """Look for what the middle one of equal stretches asks for: they see nearly the same prices."""
-                wanted = sorted(asked[kind], key=attrgetter("kept"))[len(asked[kind]) // 2]
-                return self.searches[kind].improve(wanted.reduced_ms, share, over)
+                kind, those = of
+                wanted = sorted(those, key=attrgetter("kept"))[len(those) // 2]
+                return self.searches[kind].improve(wanted.reduced_ms, share, ended)
 
-            with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-                better_ms = [*pool.map(improve, asked)]
-            if max(better_ms) <= 0:
+            if max(_for_each(asked.items(), improve, over)) <= 0:
                 return
+
+    def within(
+        self,
+        budget_bytes: int,
+        seconds: float,
+        gap: float,
+        timeline_of: Callable[[tuple[Step, ...]], Timeline],
+        finished: Callable[[], bool] = lambda: False,
+    ) -> tuple[Step, ...] | None:
+        """The fastest schedule that the plans make within a budget; None if they make none.
+
+        Args:
+            budget_bytes: no step may need more. seconds, gap: of each master program. finished: asked between them.
+            timeline_of: simulates steps, to which it may add.
+        """
+        asked_bytes = budget_bytes
+        for _ in range(_MASTERS):
+            chosen = self.program(asked_bytes).solve(now() + seconds, gap)
+            if chosen is None or finished():
+                return None
+            try:
+                timeline = timeline_of(self.steps(chosen))
+            except IllegalSchedule as error:
+                _LOG.warning("plans of blocks don't fit together: %s", error)
+                return None
+            # Gradients that pass several blocks are in no row.
+            excess_bytes = timeline.peak_bytes - budget_bytes
+            if excess_bytes <= 0:
+                return timeline.steps
+            asked_bytes -= excess_bytes
+        return None
 
     def steps(self, chosen: Sequence[tuple[tuple[int, int], Plan]]) -> tuple[Step, ...]:
         """The steps of the whole schedule."""

@@ -10,16 +10,15 @@ from dataclasses import replace
 
 from monetlite.core.blocks import Block, find_blocks
 from monetlite.core.costs import Profile
-from monetlite.core.errors import IllegalSchedule
 from monetlite.core.graph import DELIVERY, OperatorGraph, Phase
-from monetlite.core.simulate import simulate
+from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Step
 from monetlite.solving.baselines import layer_numbers
 from monetlite.solving.blocks.deep_step import MIN_BLOCKS, DeepStep
 from monetlite.solving.clock import now
 
-_MASTERS, _MASTER_SECONDS, _MASTER_GAP = 4, 1.0, 1e-3
-"""Programs for one budget, each for less memory until their schedule fits; the most time for each; their gap."""
+_MASTER_SECONDS, _MASTER_GAP = 1.0, 1e-3
+"""The most time for each program of a budget, and its gap."""
 _ANY_SECONDS, _ANY_GAP = 0.3, 1.0
 """The same for programs whose schedule only has to fit."""
 _SWEEPS = ((1, 0.3), (2, 0.2), (4, 0.2))
@@ -65,25 +64,10 @@ class LayerPlans:
         if self._pricing_seconds > 0:
             self.deep.price(budget_bytes, self._pricing_seconds, _over(self._pricing_seconds))
             self._pricing_seconds = 0.0
-        return self._within(budget_bytes, _MASTER_SECONDS, _MASTER_GAP)
+        return self.deep.within(budget_bytes, _MASTER_SECONDS, _MASTER_GAP, self._timeline)
 
-    def _within(self, budget_bytes: int, seconds: float, gap: float) -> tuple[Step, ...] | None:
-        assert self.deep is not None
-        asked_bytes = budget_bytes
-        for _ in range(_MASTERS):
-            chosen = self.deep.program(asked_bytes).solve(now() + seconds, gap)
-            if chosen is None:
-                return None
-            steps = tuple(self._with_deliveries(self.deep.steps(chosen)))
-            try:
-                # Gradients that pass several blocks are in no row.
-                excess_bytes = simulate(self.profile, steps).peak_bytes - budget_bytes
-            except IllegalSchedule:
-                return None
-            if excess_bytes <= 0:
-                return steps
-            asked_bytes -= excess_bytes
-        return None
+    def _timeline(self, steps: Iterable[Step]) -> Timeline:
+        return simulate(self.profile, self._with_deliveries(steps))
 
     def _with_deliveries(self, steps: Iterable[Step]) -> Iterator[Step]:
         """Steps of the whole graph, with deliveries where they stand in the order of backward operators."""
@@ -107,7 +91,7 @@ class LayerPlans:
         found, high = None, most_bytes
         while high - low > _NARROW * high:
             middle = (3 * low + high) // 4
-            steps = self._within(middle, _ANY_SECONDS, _ANY_GAP)
+            steps = self.deep.within(middle, _ANY_SECONDS, _ANY_GAP, self._timeline)
             if steps is None:
                 low = middle
             else:

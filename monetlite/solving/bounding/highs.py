@@ -9,9 +9,6 @@ from monetlite.core.errors import SolverError
 from monetlite.solving.bounding.zero_one import ZeroOneProgram
 from monetlite.solving.clock import on_the_wall
 
-_USUAL_COST = 1e4
-"""Sum that costs are scaled to, since the solver's tolerances on them are absolute."""
-
 
 def loaded(program: ZeroOneProgram, *, integer: Collection[int] = (), seconds: float) -> tuple[Any, float]:
     """HiGHS with the program, less its constant, and the ms that a unit of its objective stands for.
@@ -29,7 +26,7 @@ def loaded(program: ZeroOneProgram, *, integer: Collection[int] = (), seconds: f
     matrix = program.matrix()
     matrix.sum_duplicates()
     cost_ms, limit = np.array(program.cost_ms), np.array(program.limit)
-    unit_ms = float(np.abs(cost_ms).sum()) / _USUAL_COST or 1.0
+    unit_ms = program.unit_ms
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = columns, rows
     model.col_cost_ = cost_ms / unit_ms

@@ -14,6 +14,9 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 _ROUNDING = 1e-11
 """Part of the summed magnitudes that a floating-point bound gives up, to stay below its exact value."""
 
+_USUAL_COST = 1e4
+"""Sum that costs are scaled to for a solver, whose tolerances on them are absolute."""
+
 
 @dataclass
 class ZeroOneProgram:
@@ -29,6 +32,11 @@ class ZeroOneProgram:
     _row_of: list[int] = field(default_factory=list)
     _column_of: list[int] = field(default_factory=list)
     _entries: list[float] = field(default_factory=list)
+
+    @property
+    def unit_ms(self) -> float:
+        """Milliseconds that a unit of a solver's objective stands for."""
+        return float(np.abs(self.cost_ms).sum()) / _USUAL_COST or 1.0
 
     def column(self, cost_ms: float = 0.0) -> int:
         self.cost_ms.append(cost_ms)
