@@ -3,11 +3,7 @@
 import functools
 import io
 import json
-<<<<<<< HEAD
-from dataclasses import replace
-=======
 from dataclasses import astuple, replace
->>>>>>> 9b56e6a4563c7089697c5ca931f7218805b19879
 
 import commands
 import pytest
