@@ -174,12 +174,12 @@ def cudnn_convolution(
 ) -> tuple[Tensor | None, ...]:
     """Do a convolution, or one of its gradients, by a plan.
 
-    `first` and `second` are as for `run`; `third` is the bias or None (forward), None (input_gradient), or whether
-    the bias's gradient is wanted (weight_gradient). The results are those of PyTorch's own operator, by position:
-    of `convolution` one, of `convolution_backward` three, with None for those that it doesn't compute.
+    `first` and `second` are as for `PlannedWork`; `third` is the bias or None (forward), None (input_gradient), or
+    whether the bias's gradient is wanted (weight_gradient). The results are those of PyTorch's own operator, by
+    position: of `convolution` one, of `convolution_backward` three, with None for those that it doesn't compute.
 
     Raises:
-        ConvolutionError, DeviceError, CudnnMissing, CudnnError: as `run` does.
+        ConvolutionError, DeviceError, CudnnMissing, CudnnError: as `PlannedWork` does.
     """
     try:
         planned = _planned(plan_name, description)

@@ -209,7 +209,20 @@ class PlannedWork:
         self._made, self._dtype = work.made, getattr(torch, work.dtype)
 
     def __call__(self, first: Tensor, second: Tensor) -> Tensor:
-        """Do the work on the current CUDA stream; args, result and errors as of `run`."""
+        """Do the work on the current CUDA stream, in a workspace from torch's caching allocator.
+
+        `first` and `second` are the image and the weight (forward), the result's gradient and the weight
+        (input_gradient), or the image and the result's gradient (weight_gradient). One that is not laid out as the
+        work says is copied, with a warning.
+
+        Returns:
+            The result, the image's gradient, or the weight's gradient, laid out as the work says.
+
+        Raises:
+            ConvolutionError: a tensor has not the shape or dtype of the work.
+            DeviceError: a tensor is not on a CUDA device, or they are on two; or the device has no such plan.
+            CudnnMissing, CudnnError: cuDNN can't be used here, or failed.
+        """
         device = _common_device(first, second)
         first, second = _laid_out(first, self._first, self._dtype), _laid_out(second, self._second, self._dtype)
         with torch.cuda.device(device):
@@ -248,24 +261,6 @@ class PlannedWork:
 
     def __hash__(self) -> int:
         return self._hash
-
-
-def run(work: ConvolutionWork, plan_name: str, first: Tensor, second: Tensor) -> Tensor:
-    """Do a convolution, or one of its gradients, by the plan of that name, on the current CUDA stream.
-
-    `first` and `second` are the image and the weight (forward), the result's gradient and the weight
-    (input_gradient), or the image and the result's gradient (weight_gradient). One that is not laid out as `work`
-    says is copied, with a warning. The plan's workspace comes from torch's caching allocator.
-
-    Returns:
-        The result, the image's gradient, or the weight's gradient, laid out as `work` says.
-
-    Raises:
-        ConvolutionError: a tensor has not the shape or dtype of `work`.
-        DeviceError: a tensor is not on a CUDA device, or they are on two; or the device has no such plan.
-        CudnnMissing, CudnnError: cuDNN can't be used here, or failed.
-    """
-    return PlannedWork(work, plan_name)(first, second)
 
 
 def forget_plans() -> None:

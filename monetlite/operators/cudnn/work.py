@@ -51,7 +51,7 @@ class ConvolutionWork:
 
     @property
     def operands(self) -> tuple[Layout, Layout]:
-        """The layouts that are read, in the order of `run`'s arguments."""
+        """The layouts that are read, in the order of `PlannedWork`'s arguments."""
         first, second = OPERANDS[self.role]
         return getattr(self, first), getattr(self, second)
 
