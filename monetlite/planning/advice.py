@@ -96,6 +96,8 @@ class LeastPeak:
 
     def _smaller_inputs(self, budget_bytes: int) -> Iterator[Setting]:
         """The largest batch that fits, of halves; at batch 1, inputs of half the size."""
+        if not self.graph.resident.parameters:
+            return  # by torch.compile, parameters are among the inputs
         if self.batch == 1:
             name = "inputs half as large (--sequence-length, --input-size)"
             yield Setting(name=name, peak_bytes=self._peak(inputs=0.5))

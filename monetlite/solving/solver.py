@@ -277,21 +277,29 @@ class _PeakSolve:
             self._search(share=0.5 if with_program else max(0.0, 1 - spared / max(self.left, 1e-9)))
         if with_program and self.left > 2 and not self.should_stop():
             incumbent.phase = "solving the boolean program"
-            solver = self.options.solver.upper()
+            self._solve_program(seconds=self.left - 1 - spared)
+        if incumbent.steps is not None and self.left > 0 and not self.stopped.is_set():
+            # Not needed for this budget, but people choose the next one by it.
+            self._bracket_smallest(seconds=spared)
+
+    def _solve_program(self, *, seconds: float) -> None:
+        """Improve on the incumbent by the boolean program; what is known stays where its solver fails."""
+        incumbent, solver = self.incumbent, self.options.solver.upper()
+        try:
             exact = solve_program(
                 self.problem,
                 self.budget_bytes,
-                seconds=self.left - 1 - spared,
+                seconds=seconds,
                 passes=_PASSES,
                 cutoff_ms=incumbent.latency_ms,
                 solver=solver,
             )
-            if exact.steps is not None:
-                incumbent.offer(exact.steps, solver)
-            incumbent.raise_bound(exact.lower_bound_ms, solver)
-        if incumbent.steps is not None and self.left > 0 and not self.stopped.is_set():
-            # Not needed for this budget, but people choose the next one by it.
-            self._bracket_smallest(seconds=spared)
+        except SolverError as error:
+            warn(f"the schedule is the search's alone: {error}")
+            return
+        if exact.steps is not None:
+            incumbent.offer(exact.steps, solver)
+        incumbent.raise_bound(exact.lower_bound_ms, solver)
 
     def _search(self, *, share: float) -> None:
         """Search for a share of the time left, from the best steps known."""

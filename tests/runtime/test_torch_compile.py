@@ -98,6 +98,13 @@ def test_evaluation_and_no_grad():
         assert torch.equal(other(x), model(x))
 
 
+def test_a_budget_that_is_too_small_asks_for_no_batch():
+    """The graph's first input is a weight."""
+    with pytest.raises(Exception, match="no schedule needs less than") as refused:
+        compiled(Deep(), budget="10%", device="rtx-4090")(torch.randn(64, 256))
+    assert "batch" not in str(refused.value)
+
+
 def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
     model, x = Deep(), torch.randn(64, 256)
     file = tmp_path / "compiled.yaml"

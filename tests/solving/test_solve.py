@@ -9,17 +9,19 @@ import pytest
 from random_graphs import random_profile
 
 from monetlite.core.costs import Profile
+from monetlite.core.errors import SolverError
 from monetlite.core.graph import Resident
 from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
 from monetlite.planning.budgets import solve_layouts
-from monetlite.solving import reserved_budget, solve_profile
+from monetlite.solving import reserved_budget, solve_profile, solver
+from monetlite.solving.clock import now
 from monetlite.solving.exhaustive import exhaustive, exhaustive_smallest_peak
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
-from monetlite.solving.solver import solve_peak
+from monetlite.solving.solver import _PeakSolve, solve_peak
 
 
 def scaled(profile: Profile, factor: int) -> Profile:
@@ -184,3 +186,17 @@ def test_bounds_are_of_all_layouts() -> None:
     schedule = solve_layouts([slow, too_large], "200%", options)
     assert schedule.status is Status.OPTIMAL
     assert schedule.lower_bound_ms == pytest.approx(schedule.latency_ms)
+
+
+def test_a_failing_solver_leaves_what_the_search_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise SolverError("SCIP failed: out of memory")
+
+    monkeypatch.setattr(solver, "solve_program", fails)
+    profile = random_profile(random.Random(3), forward_operators=6)
+    plain = simulate(profile, plain_steps(profile.graph))
+    solve = _PeakSolve(profile, plain.peak_bytes, SolvingOptions(), now() + 10, None)
+    solve.incumbent.offer(plain.steps, "plain")
+    with pytest.warns(UserWarning, match="the search's alone: SCIP failed: out of memory"):
+        solve._solve_program(seconds=1)
+    assert solve.incumbent.steps == plain.steps
