@@ -130,6 +130,7 @@ class CapturedStep:
         by_size: the versions by which they run where it does, by their limits.
         last_sizes: of the last step.
         has_run: True after a step, until somebody takes note of it.
+        backward_begins: called when a backward program begins, if it is there.
         watch: called with "begin" and "end" of each backward part, if there is one.
         joint, unused: None for a graph in which nothing is differentiated.
     """
@@ -144,6 +145,7 @@ class CapturedStep:
         self.last_sizes: tuple[int, ...] = ()
         self.has_run = False
         self._sizes_at: list[int] = []  # positions of the inputs that are sizes
+        self.backward_begins: Callable[[], None] | None = None
         self.watch: Callable[[str], None] | None = None
         self.joint: Joint | None = None
         self._tangents = 0
@@ -231,6 +233,8 @@ class CapturedStep:
         self._versions[0].backward = self._compiled_backward(program, inputs, internal, self._versions[0])
 
         def run(arguments: list[Any]) -> Any:
+            if self.backward_begins is not None:
+                self.backward_begins()
             number, *sizes = arguments.pop(-1 - self._tangents).tolist()
             version = self._versions[number]
             assert version.backward is not None

@@ -4,6 +4,9 @@ Each run holds what it stored until its backward pass. A plan is of one run, so 
 P be the peak of a run's plan, and R what all runs have in common: weights, their gradients, the optimizer's state.
 A run holds at most P - R, so n runs take at most n (P - R) + R.
 
+Runs count when a backward pass begins: one whose loss is left out (`if not loss.isfinite(): continue`) may still be
+there when the next one begins, and is gone by then.
+
 A budget in percent needs no share: plain training runs as often.
 """
 
@@ -26,7 +29,8 @@ class OpenRuns:
         optimizer: whose state is counted, if any.
 
     Attributes:
-        most: the most runs that there were at one time.
+        most: the most runs that there were when a backward pass began.
+        alone: True if no other run was there when the last one began, nor ever when a backward pass did.
     """
 
     def __init__(self, model: nn.Module, budget: str | int | float | None, optimizer: str | None) -> None:
@@ -34,6 +38,7 @@ class OpenRuns:
         self._counted = 1  # in a step that plans are made for
         self._steps: list[CapturedStep] = []
         self.most = 1
+        self.alone = True
 
     @property
     def budget(self) -> str | int | float | None:
@@ -49,6 +54,13 @@ class OpenRuns:
     def keep(self, step: CapturedStep) -> None:
         """Watch a step that was captured."""
         self._steps.append(step)
+        step.backward_begins = self._backward_begins
+
+    def _open(self) -> int:
+        return sum(step.open_runs() for step in self._steps)
+
+    def _backward_begins(self) -> None:
+        self.most = max(self.most, self._open())
 
     def forget(self) -> None:
         """Watch nothing that was captured before."""
@@ -62,8 +74,8 @@ class OpenRuns:
         Args:
             schedule: the one of the last run.
         """
-        before = sum(step.open_runs() for step in self._steps)
-        self.most = max(self.most, before + 1)
+        before = self._open()
+        self.alone = before == 0 and self.most == 1
         if before > 0 or self.most == self._counted:
             return False
         self._counted = self.most
@@ -81,11 +93,12 @@ class OpenRuns:
 
     def of_share(self, error: InfeasibleBudget) -> InfeasibleBudget:
         """The error of a share of the budget that is too small, which says so; any other is the same."""
-        if not self._shared:
+        if self._whole is None or not self._shared:
             return error
+        share, whole = format_bytes(error.budget_bytes), format_bytes(parse_budget(self._whole))
         return InfeasibleBudget(
-            f"{self._several()}, so each run gets {format_bytes(error.budget_bytes)} of {self._whole}. Run its "
-            f"inputs as one batch, which is planned as a whole, or raise the budget. Of one run: {error}",
+            f"{self._several()}, so each run gets {share} of {whole}. Run its inputs as one batch, which is "
+            f"planned as a whole, or raise the budget. Of one run: {error}",
             budget_bytes=error.budget_bytes,
             proven_bytes=error.proven_bytes,
             reached_bytes=error.reached_bytes,

@@ -182,7 +182,7 @@ class ScheduledTraining:
             if any([self.plans.count_loss(), self.plans.count_runs()]):  # both are counted
                 self._forget()
             self.plans.between_steps()
-            if self.plans.runs.most == 1:
+            if self.plans.runs.alone:
                 self.plans.peak.step_begins(self.model, call, weakly(self._running))
             else:
                 self.plans.peak.drop()  # a plan's peak is of one run

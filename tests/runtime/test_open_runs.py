@@ -50,6 +50,21 @@ def test_runs_keep_to_the_budget_together(inputs):
     assert monetlite.schedule_of(trained) is schedule, "planned once"
 
 
+def test_a_run_whose_loss_is_left_out_shares_no_budget(inputs):
+    """Its loss is there until the next one takes its name."""
+    plain = network()
+    resident_bytes = own_bytes(plain, inputs[:1])
+    peak_bytes = resident_bytes + peak_growth_bytes(lambda: plain(inputs[0]).square().mean().backward())
+    trained = monetlite.within(twin(plain), budget=peak_bytes, device="cpu", time_limit=0.3, wait=True)
+    budgets = set()
+    for number in range(6):
+        loss = trained(inputs[0] if number != 2 else inputs[0] * torch.nan).square().mean()
+        if loss.isfinite():
+            loss.backward()
+        budgets.add(monetlite.schedule_of(trained).budget_bytes)
+    assert budgets == {peak_bytes}
+
+
 def test_a_share_of_plain_training_is_one_of_each_run(inputs):
     trained = monetlite.within(network(), budget="70%", device="cpu", time_limit=0.3, wait=True)
     for _ in range(3):  # after which the loss is known
