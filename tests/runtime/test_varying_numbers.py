@@ -160,3 +160,14 @@ def test_a_number_that_is_captured_at_each_step_is_warned_of(monkeypatch, recwar
     told = [str(item.message) for item in recwarn if "for 3 different steps of this model" in str(item.message)]
     assert len(told) == warned
     assert all("without compile=True, a number" in text for text in told)
+
+
+def test_a_number_that_is_whole_at_times_is_captured_for_each_kind(captures):
+    """As `bn.momentum = 0`, by which code for SAM leaves running statistics as they are."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    planned = monetlite.within(twin(model), whole=True, **PLANNING)
+    for number in (0.1, 0, 0.1, 0, 0.1):
+        planned[1].momentum = model[1].momentum = number
+        inputs = (torch.randn(4, 8),)
+        assert_same(step(planned, inputs), step(model, inputs))
+    assert len(captures) == 2

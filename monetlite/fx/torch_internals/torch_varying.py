@@ -15,7 +15,7 @@
 import types
 from collections import Counter
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
@@ -32,6 +32,8 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_symbols import marked_as_varying, unmarked
 
+_Number: TypeAlias = tuple[types.CodeType, str, type]
+"""A number of a function: its code, where it reads the number, and the number's type."""
 _MANY_SPECIALIZED = 16
 """Captures after which a number is taken to be needed by an operator. Branches on it need one for each side."""
 _wrap_float, _wrap_int = VariableBuilder.wrap_symfloat, VariableBuilder.wrap_symint
@@ -57,9 +59,9 @@ class VaryingNumbers:
 
     def __init__(self, *, fixed: bool = False, counting: bool = False) -> None:
         self.fixed, self._counting = fixed, counting
-        self._seen: dict[tuple[types.CodeType, str], float] = {}
-        self._varying: set[tuple[types.CodeType, str]] = set()
-        self._specialized: Counter[tuple[types.CodeType, str]] = Counter()
+        self._seen: dict[_Number, float] = {}
+        self._varying: set[_Number] = set()
+        self._specialized: Counter[_Number] = Counter()
         """Captures in which no tensor could stand for a number: an operator needs to know it, or a branch does."""
 
     def captured(self) -> AbstractContextManager[None]:
@@ -86,24 +88,27 @@ class VaryingNumbers:
 
     def fix(self) -> bool:
         """Have each value captured by itself from here on; tells whether that changes anything."""
-        if self._counting and any(type(self._seen[key]) is int for key in self._varying):
+        if self._counting and any(kind is int for _, _, kind in self._varying):
             self._counting = False
             return True
         changes = bool(self._varying) and not self.fixed
         self.fixed = self.fixed or changes
         return changes
 
-    def _whole(self, builder: VariableBuilder, value: int, *args: Any, **kwargs: Any) -> Any:
-        key = builder.tx.output.root_tx.f_code, builder.source.name
+    def _seen_before(self, builder: VariableBuilder, value: float) -> _Number:
+        """Note a value of a number. One that is whole at times (`momentum = 0`) is another number then."""
+        key = builder.tx.output.root_tx.f_code, builder.source.name, type(value)
         if self._seen.setdefault(key, value) != value:
             self._varying.add(key)
+        return key
+
+    def _whole(self, builder: VariableBuilder, value: int, *args: Any, **kwargs: Any) -> Any:
+        key = self._seen_before(builder, value)
         with _config.patch(assume_static_by_default=key not in self._varying, automatic_dynamic_shapes=False):
             return _wrap_int(builder, value, *args, **kwargs)
 
     def _wrapped(self, builder: VariableBuilder, value: float) -> Any:
-        key = builder.tx.output.root_tx.f_code, builder.source.name
-        if self._seen.setdefault(key, value) != value:
-            self._varying.add(key)
+        key = self._seen_before(builder, value)
         if self.fixed or key not in self._varying or self._is_constant(key):
             return _wrap_float(builder, value)
         with _config.patch(assume_static_by_default=False):
@@ -113,7 +118,7 @@ class VaryingNumbers:
             self._specialized[key] += 1
         return wrapped
 
-    def _is_constant(self, key: tuple[types.CodeType, str]) -> bool:
+    def _is_constant(self, key: _Number) -> bool:
         return self._specialized[key] >= _MANY_SPECIALIZED
 
 
