@@ -16,6 +16,7 @@ from monetlite.core.announcing import tell, warn
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, is_percentage, parse_budget
+from monetlite.core.weak_calls import weakly
 from monetlite.profiling.step_additions import optimizer_kind
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.serving import own_bytes
@@ -54,7 +55,7 @@ class OpenRuns:
     def keep(self, step: CapturedStep) -> None:
         """Watch a step that was captured."""
         self._steps.append(step)
-        step.backward_begins = self._backward_begins
+        step.backward_begins = weakly(self._backward_begins)
 
     def _open(self) -> int:
         return sum(step.open_runs() for step in self._steps)
