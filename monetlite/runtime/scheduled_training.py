@@ -26,7 +26,7 @@ from monetlite.core.steps import Step
 from monetlite.core.units import parse_budget
 from monetlite.core.weak_calls import weakly
 from monetlite.fx.torch_internals.patching import patched
-from monetlite.fx.torch_internals.torch_dispatch import is_transformed
+from monetlite.fx.torch_internals.torch_dispatch import is_transformed, is_watched
 from monetlite.fx.torch_internals.torch_dynamo import (
     REFUSALS,
     FailOnRecompileLimitHit,
@@ -130,7 +130,7 @@ class ScheduledTraining:
     def _begin(self) -> None:
         """Know nothing of steps."""
         self._pieces: ModelInPieces | None = None  # if it can't be captured whole
-        self._warned_of_shapes = False
+        self._warned_of_shapes = self._warned_of_watching = False
         self._values_changed = 0
         """Steps that were captured for another value than before, where inputs have known shapes."""
         # Schedules that are solved beforehand, and what Inductor compiles, are of graphs in which each number is a
@@ -175,6 +175,9 @@ class ScheduledTraining:
                 "backward pass is a program of its own. Transform the model itself: wrapper.model, or the model "
                 "after monetlite.release(model)"
             )
+        if is_watched():
+            self._warn_of_watching()
+            return call_itself(self.model, *args, **kwargs)
         call = Arguments(args, kwargs)
         if self._looks_at_masks:
             call = with_known_masks(self.model, call)
@@ -276,6 +279,14 @@ class ScheduledTraining:
                 warn(many_programs(kept=MANY_CAPTURING))
         self._ready.add(signature)
         return output
+
+    def _warn_of_watching(self) -> None:
+        if not self._warned_of_watching:
+            self._warned_of_watching = True
+            warn(
+                "a step in which torch.jit.trace or a TorchDispatchMode (as FlopCounterMode) sees each operator "
+                "runs as in plain training, in plain training's memory"
+            )
 
     def _warn_of_shapes(self) -> None:
         if not self._warned_of_shapes:

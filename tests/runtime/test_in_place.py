@@ -3,11 +3,13 @@
 import copy
 import inspect
 import pickle
+import warnings
 
 import pytest
 import torch
 from small_models import SmallCNN, assert_same, step, twin
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import monetlite
 
@@ -134,3 +136,25 @@ def test_a_plan_that_compile_took_off_is_said_to_be_gone(solved):
     model.compile(backend="eager")
     with pytest.raises(monetlite.MonetliteError, match=r"or model.compile\(\) took its plan off"):
         monetlite.schedule_of(model)
+
+
+@pytest.mark.parametrize("made", [monetlite.within, monetlite.MONeTWrapper])
+def test_a_step_whose_operators_are_watched_is_plain_trainings(made):
+    plain, inputs = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), (torch.randn(4, 8),)
+    counts = []
+    model = made(twin(plain), budget="100%", device="rtx-4090", time_limit=0.3)
+    for trained in (plain, model):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with FlopCounterMode(display=False) as counter:
+                    found = step(trained, inputs)
+                counts.append(counter.get_total_flops())
+            traced = torch.jit.trace(trained, inputs)
+        assert ["FlopCounterMode" in str(item.message) for item in told].count(True) == (trained is model)
+        assert torch.equal(traced(*inputs), plain(*inputs))
+    assert_same(found, step(plain, inputs))
+    assert counts[0] > 0
+    assert len(set(counts)) == 1
+    assert_same(step(model, inputs), step(plain, inputs))
+    assert (model.schedule if made is monetlite.MONeTWrapper else monetlite.schedule_of(model)) is not None

@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import random
+import warnings
 import weakref
 from dataclasses import replace
 
@@ -525,3 +526,29 @@ def test_a_new_plan_for_sizes_takes_the_place_of_an_older_one():
     for lengths in ((8, 20), (16, 1000), (32, 100), (64, 50), (128, 12), (256, 30), (256, 30), (8, 20)):
         inputs = pair(*lengths)
         assert_same(step(planned, inputs), step(model, inputs))
+
+
+class Named(nn.Module):
+    """Reads a kind of its samples, and not their name."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, batch):
+        made = self.layers(batch["x"])
+        return made * 2 if batch["kind"] == "hard" else made
+
+
+def test_names_of_samples_are_no_part_of_what_is_captured(captures):
+    model, batches = Named(), []
+    for number, (kind, length) in enumerate(
+        [("easy", 8), ("hard", 8), ("easy", 5), ("hard", 5), *[("easy", 7)] * 9]
+    ):
+        batches.append({"x": torch.randn(4, length, 8), "name": f"{number}.jpg", "kind": kind})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained = monetlite.MONeTWrapper(twin(model), **AMPLE)
+        for batch in batches:
+            assert_same(step(trained, (batch,)), step(model, (batch,)))
+    assert len(captures) == 4, "each kind, at first and where lengths vary"

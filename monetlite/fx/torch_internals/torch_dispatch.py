@@ -14,6 +14,7 @@
 | `FakeTensor`, `FakeTensorMode` | tensors without memory, on which a step is captured |
 | `"torch._subclasses.fake_tensor"` | logger of operators that fail there; a traceback would come before an error |
 | `TorchDispatchMode` | sees which operator a function calls |
+| `any_torch_dispatch_mode_on_stack` | tells modes in which TorchDynamo captures nothing; steps would fail |
 | `_disable_current_modes` | real tensors while a step is captured; measurements would be of nothing |
 | `temporarily_clear_interpreter_stack` | the same for transforms of `torch.func` |
 | `Tensor._version` | changes in place; a piece would compute again from a changed tensor |
@@ -42,7 +43,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, any_torch_dispatch_mode_on_stack
 
 from monetlite.fx.torch_internals.patching import patched
 
@@ -168,6 +169,12 @@ def change_counter(tensor: torch.Tensor) -> torch.Tensor:
 def is_transformed() -> bool:
     """True inside of a transform of `torch.func` (grad, vmap, ...)."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_watched() -> bool:
+    """True where a person's dispatch mode (a counter of FLOPs) or `torch.jit.trace` sees each operator."""
+    traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # torch has no types for it
+    return traced or any_torch_dispatch_mode_on_stack()
 
 
 def is_traced() -> bool:
