@@ -22,8 +22,10 @@ from monetlite.profiling.step_additions import with_additions
 from monetlite.tracing.attention_masks import is_known
 
 CONSTANTS = (bool, int, float, complex)
-"""Types of arguments whose values a program is compiled for. Dynamo's guards notice a change of any other. Texts are
-often names of samples, which nobody reads."""
+"""Types of arguments whose values a program is compiled for. Dynamo's guards notice a change of any other.
+
+Texts are often names of samples, which nobody reads.
+"""
 PLAIN_SHARE = 0.8
 """Share of the budget that plain training may store, for inputs that no schedule can be applied to. The rest is for
 workspace."""

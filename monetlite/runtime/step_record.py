@@ -1,6 +1,7 @@
 """The recording of a training step of a model in pieces (`monetlite.runtime.recorded_step`)."""
 
 import bisect
+import gc
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -170,6 +171,8 @@ class StepRecord:
 
     def forward_ends(self) -> None:
         """Note the end of the forward pass, with what the code between pieces has changed in place."""
+        if seconds_captured() > self._captured_before:
+            gc.collect()  # frames that TorchDynamo leaves behind hold tensors that other steps let go
         self._forward_ended = True
         self._gone[len(self._runs)] = self._expired()
         self._alive = _present(self._alive)

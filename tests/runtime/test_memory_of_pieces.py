@@ -1,6 +1,8 @@
 """Memory between pieces is counted as long as it is there: predicted peaks of steps are those that are measured."""
 
 import copy
+import gc
+import itertools
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch._dynamo import graph_break
 import monetlite
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import InfeasibleBudget
+from monetlite.runtime import step_record
 
 
 class ReadsCodes(nn.Module):
@@ -124,3 +127,41 @@ def test_the_backward_part_of_the_first_code_counts():
     small = monetlite.MONeTWrapper(copy.deepcopy(model), budget=int(0.8 * budget_bytes), **QUICK)
     with pytest.raises(InfeasibleBudget, match="outside 0, backward"):
         train(small, x)
+
+
+@torch.compiler.disable
+def left_behind(x):
+    """Held until Python's garbage collector runs, as the frames that a capture leaves behind."""
+    ring = [x]
+    ring.append(ring)
+
+
+class LeavesBehind(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            left_behind(y)
+            x = x + y
+        return x.square().mean()
+
+
+def test_what_a_capture_leaves_behind_in_the_recorded_step_is_not_counted(monkeypatch):
+    peaks = []
+    for captures in (False, True):
+        if captures:
+            monkeypatch.setattr(step_record, "seconds_captured", map(float, itertools.count()).__next__)
+        model, x = LeavesBehind(), torch.randn(512, 64)
+        gc.collect()
+        gc.disable()
+        try:
+            model = monetlite.within(model, budget="100%", **QUICK)
+            for _ in range(3):
+                model(x).backward()
+        finally:
+            gc.enable()
+        peaks.append(monetlite.schedule_of(model).plain_peak_bytes)
+    assert peaks[1] < peaks[0]
