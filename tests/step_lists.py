@@ -6,12 +6,16 @@ The step lists are built forwards from what is in memory, with none of the packa
 import random
 from collections.abc import Callable, Iterable
 
+from torch import nn
+
+import monetlite
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import OperatorGraph, Phase
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
+from monetlite.tracing import Inputs
 
 
 def free_profile(graph: OperatorGraph) -> Profile:
@@ -169,3 +173,9 @@ def schedule_of(profile: Profile, steps: Iterable[Step], budget_bytes: int | Non
         autocast=graph.autocast,
         tolerance=max((graph.operators[index].implementations[at].tolerance for index, at in steps), default=0.0),
     )
+
+
+def schedule_for(model: nn.Module, inputs: Inputs) -> Schedule:
+    """A schedule that computes everything again."""
+    graph = monetlite.trace(model, inputs)
+    return schedule_of(free_profile(graph), recompute_everything(graph))

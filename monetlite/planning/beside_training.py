@@ -165,10 +165,10 @@ class PlanningBesideTraining:
         Raises:
             Those of `monetlite.optimize`.
         """
-        self._measure()
-        self.finished = True
         from monetlite.solving.annealing.compiling import await_compiled
 
+        self._measure()
+        self.finished = True
         await_compiled(tell)
         return self._solved(self._steps(self._complete()), self._solving, starts)
 

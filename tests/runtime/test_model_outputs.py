@@ -1,11 +1,15 @@
 """Outputs beside a model's loss: small ones as ever, large ones only for those who ask."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
+from small_models import WithLoss, twin
+from step_lists import schedule_for
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutput
 
 import monetlite
@@ -117,3 +121,103 @@ def test_logits_that_nobody_gets_are_not_held(tokens):
 def test_unknown_outputs_are_refused(tokens):
     with pytest.raises(ModelError, match="neither 'loss' nor 'all'"):
         monetlite.MONeTWrapper(Tagger(), budget="100%", outputs="logits")
+
+
+def test_a_gradient_into_the_logits_of_a_model_with_a_loss_is_refused():
+    model = WithLoss()
+    inputs = {"x": torch.randn(4, 6), "labels": torch.tensor([0, 3, 1, 2])}
+    wrapper = monetlite.MONeTWrapper(model, schedule_for(model, inputs))
+    output = wrapper(**inputs)
+    assert torch.equal(output["logits"], model(**inputs)["logits"])
+    with pytest.raises(ModelError, match=r"a gradient reached output.*logits"):
+        (output["loss"] + output["logits"].mean()).backward()
+    output = wrapper(**inputs)
+    (output["loss"] + output["logits"].detach().mean()).backward()
+
+
+class OwnMapping(dict):
+    """A mapping that is made in a way of its own."""
+
+    def __init__(self, total, scores):
+        super().__init__(loss=total, logits=scores)
+        self.task = "classes"
+
+
+class BesideLoss(nn.Module):
+    """A loss, and beside it what people return: logits, a metric, a mask, the input, nested things."""
+
+    def __init__(self, made=dict):
+        super().__init__()
+        self.layer, self.made = nn.Linear(6, 4), made
+
+    def forward(self, x):
+        logits = self.layer(x).tanh()
+        loss = logits.square().mean()
+        if self.made is OwnMapping:
+            return OwnMapping(loss, logits * 2)
+        accuracy = (logits > 0).float().mean()
+        others = {"logits": logits * 2, "accuracy": accuracy, "x": x, "parts": [(logits + 1, x > 0)], 3: "three"}
+        if self.made is not dict:
+            others.pop(3)
+        return self.made({"parts": others.pop("parts"), "loss": loss, **others})
+
+
+# torch 2.11 can't trace how a mapping with a constructor of its own is made again; it is refused there.
+@pytest.mark.parametrize("made", [dict, OrderedDict, *([OwnMapping] if torch.__version__ >= "2.12" else [])])
+def test_what_stands_beside_a_loss_is_as_the_model_returns_it(made):
+    model, x = BesideLoss(made), torch.randn(4, 6)
+    expected, found = model(x), monetlite.MONeTWrapper(twin(model), schedule_for(model, (x,)))(x)
+    assert type(found) is type(expected)
+    assert list(found) == list(expected)
+    assert vars(found) == vars(expected) if made is not dict else True
+    for mine, theirs in zip(pytree.tree_leaves(dict(found)), pytree.tree_leaves(dict(expected)), strict=True):
+        if isinstance(theirs, torch.Tensor):
+            assert torch.equal(mine, theirs)
+            assert mine.requires_grad == theirs.requires_grad
+        else:
+            assert mine == theirs
+    if made is not OwnMapping:
+        assert found["x"] is x
+        assert found["accuracy"].numpy() == expected["accuracy"].numpy()
+        with pytest.raises(ModelError, match=r"a gradient reached output\['parts'\]\[0\]\[0\]"):
+            found["parts"][0][0].sum().backward(retain_graph=True)
+    found["loss"].backward()
+    with pytest.raises(ModelError, match=r"a gradient reached output\['logits'\]"):
+        found["logits"].sum().backward()
+
+
+def test_outputs_beside_a_loss_are_changed_in_place():
+    model, x = BesideLoss(), torch.randn(4, 6)
+    wrapper = monetlite.MONeTWrapper(twin(model), schedule_for(model, (x,)))
+    changed, totals = [], []
+    for owner in (model, wrapper):
+        output = owner(x)
+        output["loss"].backward()
+        output["logits"][:, 0] = -1e9
+        output["logits"].div_(2.0)
+        changed.append(output["logits"])
+        totals.append(torch.zeros(()))
+        totals[-1] += output["accuracy"]
+    assert torch.equal(*changed)
+    assert not totals[1].requires_grad
+    with pytest.raises(ModelError, match=r"a gradient reached output\['logits'\]"):
+        changed[1].sum().backward()
+
+
+def test_what_is_read_again_and_changed_before_the_backward_pass_is_an_error():
+    class Read(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x):
+            hidden = self.layer(x).tanh()
+            return {"loss": hidden.square().mean(), "hidden": hidden}
+
+    model, x = Read(), torch.randn(4, 6)
+    for owner in (model, monetlite.MONeTWrapper(twin(model), schedule_for(model, (x,)))):
+        output = owner(x)
+        with torch.no_grad():
+            output["hidden"].mul_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output["loss"].backward()

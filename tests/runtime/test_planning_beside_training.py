@@ -113,7 +113,8 @@ def test_the_first_plan_is_bettered_by_a_process(caplog, cache_folder):
     assert any(line in caplog.messages[-1] for line in ends[1:]), caplog.messages
     assert monetlite.schedule_of(model).kind == "measured"
     waited = monetlite.optimize(plain, inputs, "90%", time_limit=1.0)
-    assert monetlite.schedule_of(model).latency_ms <= 1.05 * waited.latency_ms
+    # Other programs may have slowed down one of the measurements, and plain training's with it.
+    assert monetlite.schedule_of(model).overhead <= waited.overhead + 0.05
 
 
 def test_where_plain_training_fits_it_is_the_first_plan(monkeypatch, cache_folder):
