@@ -55,8 +55,9 @@ class MeasuredPeak:
             return
         device = device_of(model, tuple(call))
         tensors = as_passed(*call)
-        shapes = tuple(sorted(tuple(item.shape) for item in tensors))
-        own = [*model.parameters(), *model.buffers(), *tensors]  # compiled graphs are passed their parameters
+        # Compiled graphs are passed their parameters, too.
+        shapes = tuple(sorted(tuple(item.shape) for item in tensors if not isinstance(item, nn.Parameter)))
+        own = [*model.parameters(), *model.buffers(), *tensors]
         gradient_bytes = gradients_of(own)
         held_bytes = own_bytes(own) + gradient_bytes + self._held_outputs()
         parameters = {item for item in own if isinstance(item, nn.Parameter) and item.requires_grad}

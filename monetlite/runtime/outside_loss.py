@@ -1,7 +1,8 @@
-"""The memory of a loss that the caller computes from a model's outputs, measured in the first training steps.
+"""The memory of a loss that the caller computes from a model's outputs, measured in some training steps.
 
 Between the forward and the backward pass of a model runs code that nobody captured. What it takes at most, and what
-it still has when the backward pass begins, is measured in a few steps and counted from then on.
+it still has when the backward pass begins, is measured in the first steps and counted from then on. A loss may grow
+later (a term that is switched on after a warm-up), so it is measured again, more and more rarely.
 """
 
 import gc
@@ -18,9 +19,9 @@ from monetlite.profiling.allocated import AllocatedGrowth
 from monetlite.profiling.step_additions import LossMemory, with_outside_loss
 from monetlite.runtime.gradient_delivery import CapturedStep
 
-MAX_RECORDS = 3
-"""Steps in which the loss is measured. On a busy CPU, a step can pass between two looks at the memory; the largest
-figures count."""
+FIRST_STEPS = 3
+"""Steps in which the loss is measured, one after the other. On a busy CPU, a step can pass between two looks at the
+memory; the largest figures count. Then it is measured in steps 4, 8, 16, and so on."""
 NOISE_BYTES, NOISE_SHARE = 2**18, 0.01
 """Memory of Python objects and the like, which doesn't count: so much, or such a share of the outputs."""
 
@@ -35,7 +36,7 @@ class OutsideLoss:
     def __init__(self) -> None:
         self.memory: LossMemory | None = None
         self._record: _Record | None = None
-        self._left = MAX_RECORDS
+        self._steps = 0
         self._planned: tuple[OperatorGraph, tuple[Step, ...]] | None = None
         self._step: CapturedStep | None = None
 
@@ -48,14 +49,16 @@ class OutsideLoss:
         self._step = step
 
     def forward_ends(self, output: Any, device: str, least_bytes: float) -> None:
-        """Begin to measure, unless that was done often enough, or the outputs are smaller than so much."""
-        if not self._left or self._step is None:
+        """Begin to measure, in the steps in which that is done, unless the outputs are smaller than so much."""
+        if self._step is None:
             return
         leaves = pytree.tree_leaves(output)
         outputs_bytes = sum(item.nbytes for item in leaves if isinstance(item, torch.Tensor) and item.requires_grad)
         if outputs_bytes < least_bytes:
             return
-        self._left -= 1
+        self._steps += 1
+        if self._steps > FIRST_STEPS and self._steps.bit_count() > 1:
+            return
         gc.collect()  # so that what the capture leaves behind is not freed meanwhile
         record = self._record = _Record(device, outputs_bytes)
         self._step.watch = lambda what: record.end() if what == "begin" else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from monetlite.core.errors import ModelError, TraceError
 from monetlite.core.graph import AS_TRACED, OperatorGraph
@@ -136,7 +136,13 @@ def compile_graph(
             built = build_graph(copied(joint), graph, (tuple(inputs), {}), layout=layout, autocast=autocast)
             # Weights may come to rule an implementation out, and torch.compile then has no other program.
             unguarded = built.graph.restricted(lambda item: item.guard is None)
-            return replace(built, graph=replace(unguarded, name="compiled"))
+            # Parameters are among the inputs of a compiled graph.
+            given = {
+                name: spec
+                for (name, spec), item in zip(built.graph.inputs.items(), as_passed(tuple(inputs), {}), strict=True)
+                if not isinstance(item, nn.Parameter)
+            }
+            return replace(built, graph=replace(unguarded, name="compiled", inputs=given))
 
         nonlocal schedule
         schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)

@@ -92,7 +92,12 @@ def tensors_in_order(
 
 
 def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
-    """Bytes of a model's parameters and buffers and of its inputs, each storage counted once."""
+    """Bytes of a step's parameters, buffers and other inputs, each storage counted once.
+
+    Parameters may be among the inputs, too.
+    """
+    inputs = list(inputs)
+    given = (item for item in inputs if isinstance(item, nn.Parameter))
     seen: set[int] = set()
 
     def total(tensors: Iterable[object]) -> int:
@@ -103,7 +108,8 @@ def resident_bytes(model: nn.Module, inputs: Iterable[object]) -> Resident:
         seen.update(new)
         return size
 
-    return Resident(parameters=total(model.parameters()), buffers=total(model.buffers()), inputs=total(inputs))
+    parameters = total([*model.parameters(), *given])
+    return Resident(parameters=parameters, buffers=total(model.buffers()), inputs=total(inputs))
 
 
 def device_of(model: nn.Module, inputs: object, meta_device: str = "cpu") -> str:

@@ -20,6 +20,7 @@ from monetlite.core.units import parse_budget
 from monetlite.profiling.allocated import MAX_LOOK_SECONDS, allocated_bytes
 from monetlite.runtime.measured_peak import over_budget
 
+pytestmark = pytest.mark.early
 THOROUGH = "MONETLITE_THOROUGH" in os.environ
 MANY = 20
 """Steps until the peak is told, at most: on a busy machine a measurement may be left out."""

@@ -110,3 +110,15 @@ def test_a_given_schedule_gives_way_to_one_that_counts_the_loss():
     measured = [peak_bytes(trained, x, cross_entropy) for _ in range(3)][-1]
     assert given not in trained._training.plans.schedules
     assert measured <= budget
+
+
+def test_a_loss_that_grows_later_is_counted():
+    x = torch.randn(ROWS, 64)
+    budget = int(0.87 * peak_bytes(model(), x, cross_entropy))
+    trained = monetlite.MONeTWrapper(model(), budget=budget, time_limit=0.3, wait=True)
+    for loss in [torch.sum] * 4 + [cross_entropy] * 5:
+        trained.zero_grad()
+        loss(trained(x)).backward()
+    counted = trained.schedule.peak_bytes
+    assert counted <= budget
+    assert 0.97 * counted <= peak_bytes(trained, x, cross_entropy) <= budget

@@ -44,6 +44,15 @@ class Deep(nn.Module):
         return self.layers(x)
 
 
+def test_parameters_count_as_in_other_plans(tmp_path):
+    model, x, file = Deep(), torch.randn(8, 256), tmp_path / "deep.yaml"
+    options = {"budget": "100%", "optimizer": "adamw", "device": "rtx-4090"}
+    compiled(model, schedule=str(file), **options)(x).sum().backward()
+    found, plan = monetlite.load_schedule(file), monetlite.optimize(model, x, **options)
+    assert found.plain_peak_bytes == pytest.approx(plan.plain_peak_bytes, rel=0.01)
+    assert [spec.shape for spec in found.inputs.values()] == [(8, 256)]
+
+
 @pytest.mark.parametrize("planned", often([monetlite.MONeTWrapper, monetlite.within], monetlite.within))
 def test_torch_compile_of_a_model_with_a_plan_leaves_the_plan(planned):
     """TorchDynamo would capture the model itself, and no budget would hold."""
