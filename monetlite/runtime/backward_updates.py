@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from monetlite.core.errors import ModelError
+from monetlite.fx.torch_internals.torch_dispatch import changes_in_place
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 _LIBRARIES = ("torch.optim.", "bitsandbytes.optim.", "torchao.optim.")
@@ -72,6 +73,8 @@ class BackwardUpdates:
         self._optimizer = optimizer
         self._lock = threading.Lock()  # each GPU's gradients arrive in a thread of their own
         self._stepping = False
+        self._used: dict[int, dict[str, Any]] = {}
+        """Settings that groups of parameters were last updated by."""
         places = enumerate(optimizer.param_groups)
         self._group_of = {item: number for number, group in places for item in group["params"]}
         for parameter in self._group_of:
@@ -100,8 +103,9 @@ class BackwardUpdates:
         _refuse_processes()
         optimizer = self._optimizer
         with self._lock:
-            groups = optimizer.param_groups
-            group = groups[self._group_of[parameter]]
+            groups, number = optimizer.param_groups, self._group_of[parameter]
+            group = groups[number]
+            self._used[number] = self._settings(group)
             alone = {**group, "params": [parameter]}
             optimizer.param_groups, self._stepping = [alone], True
             try:
@@ -125,6 +129,22 @@ class BackwardUpdates:
                 "loss.backward() and then optimizer.step()"
             )
         self._forget_gradients()
+        used, self._used = self._used, {}
+        for number, settings in used.items():
+            now = self._settings(self._optimizer.param_groups[number])
+            if changed := [name for name, value in settings.items() if now[name] != value]:
+                raise ModelError(
+                    f"{changed[0]} was changed between the backward pass, which has updated the parameters, and "
+                    "optimizer.step(); with step_in_backward, change it before the backward pass"
+                )
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The settings of a group of parameters; of one in a tensor, which tensor, and how often it was written."""
+        found = {name: group[name] for name in self._optimizer.defaults if name in group}
+        return {
+            name: (id(item), changes_in_place(item)) if isinstance(item, torch.Tensor) else item
+            for name, item in found.items()
+        }
 
     def _forget_gradients(self) -> None:
         for parameter in self._group_of:

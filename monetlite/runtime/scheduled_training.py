@@ -32,6 +32,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     FailOnRecompileLimitHit,
     allow_programs,
     left_alone,
+    switched_on,
 )
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.fx.torch_internals.torch_varying import VaryingNumbers
@@ -181,7 +182,7 @@ class ScheduledTraining:
         call = Arguments(args, kwargs)
         if self._looks_at_masks:
             call = with_known_masks(self.model, call)
-        with on_its_gpu(self.model, (args, kwargs)):
+        with on_its_gpu(self.model, (args, kwargs)), switched_on():
             if any([self.plans.count_loss(), self.plans.count_runs()]):  # both are counted
                 self._forget()
             self.plans.between_steps()

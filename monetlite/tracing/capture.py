@@ -40,6 +40,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     dynamo_settings,
     forget_programs,
     recompile_reason,
+    switched_on,
 )
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import torch_random
@@ -384,6 +385,7 @@ def capture_settings() -> Iterator[None]:
     """
     with (
         patched(),  # so that settings are read when no other thread has changed them
+        switched_on(),
         kernels_kept_whole(),
         messages_left_out(),
         failures_unlogged(),

@@ -242,6 +242,20 @@ def test_what_needs_all_gradients_at_once_is_refused(misuse):
     train(model, optimizer, x)
 
 
+@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
+def test_a_setting_that_is_changed_after_the_backward_pass_is_refused(rate):
+    model, x = mlp(16)
+    optimizer = monetlite.step_in_backward(torch.optim.AdamW(model.parameters(), lr=rate, foreach=False))
+    train(model, optimizer, x)
+    for group in optimizer.param_groups:  # between two steps, as schedulers do
+        group["lr"] *= 0.5
+    model(x).sum().backward()
+    optimizer.param_groups[0]["lr"] *= 0.5
+    with pytest.raises(ModelError, match="lr was changed between the backward pass"):
+        optimizer.step()
+    train(model, optimizer, x)
+
+
 def test_optimizers_that_look_at_several_parameters_are_refused(monkeypatch):
     model, x = mlp(16)
 

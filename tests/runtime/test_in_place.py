@@ -158,3 +158,24 @@ def test_a_step_whose_operators_are_watched_is_plain_trainings(made):
     assert len(set(counts)) == 1
     assert_same(step(model, inputs), step(plain, inputs))
     assert (model.schedule if made is monetlite.MONeTWrapper else monetlite.schedule_of(model)) is not None
+
+
+@pytest.mark.parametrize(
+    "switched_off",
+    [
+        lambda: torch.compiler.set_stance("force_eager"),
+        lambda: torch.compiler.set_stance("fail_on_recompile"),
+        lambda: torch._dynamo.config.patch(disable=True),  # TORCH_COMPILE_DISABLE=1
+        lambda: torch._dynamo.config.patch(error_on_recompile=True),
+    ],
+    ids=["stance", "no second program", "disabled", "no second capture"],
+)
+def test_plans_run_where_torch_compile_is_switched_off(switched_off):
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model = monetlite.within(twin(plain), budget="100%", device="rtx-4090", time_limit=0.3)
+    with switched_off():
+        for rows in (4, 6):
+            inputs = (torch.randn(rows, 8),)
+            assert_same(step(model, inputs), step(plain, inputs))
+            assert monetlite.schedule_of(model) is not None
+        assert monetlite.trace(twin(plain), inputs).operators

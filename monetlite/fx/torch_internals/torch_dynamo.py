@@ -3,6 +3,7 @@
 | symbol | use, and what breaks when it changes |
 | --- | --- |
 | `_dynamo.config` | what a capture needs; graphs would break, or a model's change would go unnoticed |
+| `eval_frame._stance` | says whether `torch.compile` compiles; a step would run in plain training's memory |
 | `TorchDynamoException`, `FailOnRecompileLimitHit` | refusals, told from errors of the model |
 | `GuardOnDataDependentSymNode` | the same, of a size that depends on data |
 | `real_stack` | the person's lines, noted on errors of any class that it raises; they would end training |
@@ -41,7 +42,7 @@ import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, reset_code, set_code_exec_strategy
 from torch._dynamo import config as _config
-from torch._dynamo import disable, trace_rules
+from torch._dynamo import disable, eval_frame, trace_rules
 from torch._dynamo import utils as _utils
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import RestartAnalysis, exceptions_allowed_to_be_fallback
@@ -268,6 +269,20 @@ def _only_errors() -> Iterator[None]:
         yield
     finally:
         _log.setLevel(before)
+
+
+@contextlib.contextmanager
+def switched_on() -> Iterator[None]:
+    """Have `torch.compile` compile for the time of a block, where a person has switched that off for other code.
+
+    `torch.compiler.set_stance` does so, and TORCH_COMPILE_DISABLE=1 in the environment.
+    """
+    usual: dict[str, Any] = {"disable": False, "error_on_recompile": False}
+    if eval_frame._stance.stance == "default" and not any(getattr(_config, name) for name in usual):
+        yield
+        return
+    with torch.compiler.set_stance("default"), _config.patch(usual):
+        yield
 
 
 @contextlib.contextmanager
