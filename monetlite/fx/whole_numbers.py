@@ -124,7 +124,8 @@ def _computed_from(graph: fx.GraphModule, varying: Sequence[fx.Node]) -> set[fx.
 
 
 def _tensor(number: int | float) -> torch.Tensor:
-    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64)
+    dtype = torch.float64 if isinstance(number, float) else torch.int64
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def _captured_tensor(node: fx.Node) -> torch.Tensor:

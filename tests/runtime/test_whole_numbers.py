@@ -233,3 +233,13 @@ def test_a_number_varies_beside_sizes(captures):
         assert_same(step(planned, inputs), step(model, inputs))
         counts.append(len(captures))
     assert counts[6:] == [counts[6]] * (len(counts) - 6)
+
+
+def test_numbers_and_sizes_are_on_the_cpu_whatever_device_a_person_has_tensors_made_on(captures):
+    """On a GPU, a number beside 16-bit tensors would be rounded to 16 bits, and reading sizes would wait for it."""
+    model = Called(BY_TENSORS["fraction"])
+    planned = monetlite.within(twin(model), **PLANNING)
+    with torch.device("meta"):
+        for number in range(2, 8):
+            inputs = torch.randn(3 + number % 3, 8, device="cpu"), number
+            assert_same(step(planned, inputs), step(model, inputs))
