@@ -177,7 +177,7 @@ class _Rest:
         takers = [
             node for node in graph.graph.nodes if node not in numbers and node.op not in ("placeholder", "output")
         ]
-        taken = (item for node in takers for item in node.all_input_nodes if item in numbers)
+        taken = dict.fromkeys(item for node in takers for item in node.all_input_nodes if item in numbers)
         self.taken = {item: self._made.placeholder(f"{item.name}_as_tensor") for item in taken}
         for node in takers:
             takes = not numbers.isdisjoint(node.all_input_nodes)

@@ -154,6 +154,7 @@ BY_TENSORS = {
     "whole numbers": lambda h, n: h * (torch.arange(8) * n),
     "whole numbers divided": lambda h, n: h * (torch.arange(8) / n),
     "two": lambda h, n: h * n + h * (n / 3) - (n + 1) * h.square(),
+    "one, twice": lambda h, n: h * n + h.square() * n,
 }
 """Uses of a whole number for which one program serves all its values."""
 BY_THEMSELVES = {
@@ -201,7 +202,7 @@ def captured_after(model, captures, dtype, attribute, numbers):
 @pytest.mark.parametrize("attribute", [False, True], ids=["argument", "attribute"])
 @pytest.mark.parametrize("dtype", often([torch.float32, torch.float64, torch.bfloat16], torch.float32))
 @pytest.mark.parametrize(
-    "use", often(BY_TENSORS, "fraction, number first", "fraction of a mean", "full like", "two")
+    "use", often(BY_TENSORS, "fraction, number first", "fraction of a mean", "full like", "two", "one, twice")
 )
 def test_one_program_serves_all_numbers(captures, use, dtype, attribute):
     numbers = (5, 7, 12, -3, 33, 2, 19)
