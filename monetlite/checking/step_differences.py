@@ -24,7 +24,7 @@ NEGLIGIBLE = 1e-3
 cancel to nothing (of a weight in front of a normalisation) are rounding errors in plain training too."""
 
 
-PIECE = 2**22
+PIECE = 2**18
 """Elements of a tensor that are compared at a time."""
 
 

@@ -124,7 +124,8 @@ def _computed_from(graph: fx.GraphModule, varying: Sequence[fx.Node]) -> set[fx.
 
 
 def _tensor(number: int | float) -> torch.Tensor:
-    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64)
+    dtype = torch.float64 if isinstance(number, float) else torch.int64
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def _captured_tensor(node: fx.Node) -> torch.Tensor:
@@ -176,7 +177,7 @@ class _Rest:
         takers = [
             node for node in graph.graph.nodes if node not in numbers and node.op not in ("placeholder", "output")
         ]
-        taken = (item for node in takers for item in node.all_input_nodes if item in numbers)
+        taken = dict.fromkeys(item for node in takers for item in node.all_input_nodes if item in numbers)
         self.taken = {item: self._made.placeholder(f"{item.name}_as_tensor") for item in taken}
         for node in takers:
             takes = not numbers.isdisjoint(node.all_input_nodes)

@@ -10,7 +10,7 @@ import weakref
 from functools import cache
 from typing import Any
 
-import torch
+from monetlite.profiling.gpu_peak import GpuPeak
 
 SAMPLING_SECONDS, SAMPLING_SHARE, REST = 0.0005, 0.001, 4
 """Time between two looks at the memory in use on a CPU: so much, such a part of all until then, or so many times
@@ -24,7 +24,7 @@ class AllocatedGrowth:
     """Growth of allocated memory from here on, until it is told or nobody wants it any more.
 
     On CUDA the allocator counts it. On a CPU glibc is asked, every half millisecond at first. With another C
-    library, there are no figures. Of two records at a time on CUDA, only the later one is right.
+    library, there are no figures.
 
     Attributes:
         before_bytes: allocated at the beginning, by the whole process.
@@ -35,10 +35,10 @@ class AllocatedGrowth:
     def __init__(self, device: str) -> None:
         _open.add(self)
         self._samples: _Samples | None = None
+        self._peak = GpuPeak() if device == "cuda" else None
         self.was_late = self._told = False
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            self.before_bytes = int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+        if self._peak is not None:
+            self.before_bytes, _ = self._peak.look()
             return
         self.before_bytes = allocated_bytes() or 0
         if self.before_bytes:
@@ -51,10 +51,10 @@ class AllocatedGrowth:
         told, self._told = self._told, True
         if told or not self.before_bytes:
             return None
-        if self._samples is None:
-            stats = torch.cuda.memory_stats()
-            now, most = stats["requested_bytes.all.current"], stats["requested_bytes.all.peak"]
+        if self._peak is not None:
+            now, most = self._peak.look()
             return now - self.before_bytes, most - self.before_bytes
+        assert self._samples is not None
         now = self._samples.look()
         self._samples.ended.set()
         self.was_late = self._samples.were_late

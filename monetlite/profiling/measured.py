@@ -192,6 +192,7 @@ class Measurement:
         by the bytes that they move. With `alternatives` the other implementations are run, too, but for cuDNN's
         plans; those that there is no time for are left out.
         """
+        forget_growths()  # as `run` does
         graph = self._graph
         if not self.known:
             graph = graph.restricted(lambda item: alternatives and not _is_plan(item))

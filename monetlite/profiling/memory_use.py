@@ -23,6 +23,7 @@ import torch
 from monetlite.fx.torch_internals.torch_cuda import clear_cublas_workspaces
 from monetlite.fx.torch_internals.torch_profiler import is_profiling as is_profiling
 from monetlite.fx.torch_internals.torch_profiler import marked_allocations, memory_profiler
+from monetlite.profiling.gpu_peak import GpuPeak
 
 try:
     import resource
@@ -59,20 +60,20 @@ def peak_growth_bytes(function: Callable[[], Any], device: str = "cpu") -> int:
     On CUDA these are the bytes asked for; the caching allocator's blocks may be up to a megabyte larger.
     """
     if device == "cuda":
+        _leave_open_record()
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before: int = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        peak = GpuPeak()
+        before, _ = peak.look()
         function()
         torch.cuda.synchronize()
-        peak: int = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-        return peak - before
+        _, most = peak.look()
+        return most - before
     return max(running_totals(function), default=0)
 
 
 def running_totals(function: Callable[[], Any]) -> list[int]:
     """Bytes allocated on the CPU since the start, after each allocation or free that a function makes."""
-    if (record := _open_record()) is not None:
-        record.leave()
+    _leave_open_record()
     profiler = _started_profiler()
     try:
         function()
@@ -104,8 +105,7 @@ class MemoryRecord:
         self.is_complete = False
         self.awaited = False  # somebody else wants to profile
         _recording.record = weakref.ref(self)
-        if self._profiler is None:
-            torch.cuda.reset_peak_memory_stats()
+        self._peak = GpuPeak() if self._profiler is None else None
 
     @property
     def is_open(self) -> bool:
@@ -117,14 +117,13 @@ class MemoryRecord:
             return
         self.is_complete = last
         self._times.append(time.perf_counter())
-        if self._profiler is not None:
+        if self._peak is None:
             with torch.profiler.record_function(f"{_MARK}{name}"):
                 pass
             return
-        stats = torch.cuda.memory_stats()
-        peak, live = stats["requested_bytes.all.peak"], stats["requested_bytes.all.current"]
+        live, peak = self._peak.look()
         self._marks.append(MemoryMark(name=name, live_bytes=live, peak_bytes=peak, seconds=self._times[-1]))
-        torch.cuda.reset_peak_memory_stats()
+        self._peak.begin()
 
     def leave(self) -> None:
         """End it for somebody else. Its marks are lost, unless it has the last."""
@@ -193,6 +192,12 @@ def _open_record() -> MemoryRecord | None:
     found: Callable[[], MemoryRecord | None] = getattr(_recording, "record", lambda: None)
     record = found()
     return record if record is not None and record.is_open else None
+
+
+def _leave_open_record() -> None:
+    """End this thread's record, which what is measured now is not for."""
+    if (record := _open_record()) is not None:
+        record.leave()
 
 
 def _stop_in_thread(profiler: Any, thread: int) -> bool:

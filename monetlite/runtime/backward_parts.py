@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,12 +77,18 @@ def deferred(
 
         stand_ins: list[torch.Tensor | None] = [None] * len(results)
         for at, spec in specs.items():
-            stand_in = torch.zeros((), dtype=spec.dtype, device=spec.device).expand(shape_with(values, spec))
+            stand_in = _zero(spec.dtype, spec.device).expand(shape_with(values, spec))
             setattr(stand_in, RUN, run)
             stand_ins[at] = stand_in
         return stand_ins
 
     return boxed_function(call)
+
+
+@cache
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zero that stand-ins are made of. To make one for each would be a launch for each on a GPU."""
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def results_by_part(program: fx.GraphModule) -> list[list[int]]:

@@ -94,7 +94,7 @@ class Version:
         self.limits: tuple[int, ...] = ()
         self.order = order
         with without_modes():  # of a capture, whose fake tensor would be read as slowly as one
-            self.saved = torch.tensor([number])
+            self.saved = torch.tensor([number], device="cpu")
         self.forward: Boxed | None = None
         self.backward: Boxed | None = None
 
@@ -220,7 +220,7 @@ class CapturedStep:
             version: Version = _thread.version
             assert version.forward is not None
             if self._sizes_at:
-                saved = torch.tensor([version.number, *(arguments[at] for at in self._sizes_at)])
+                saved = torch.tensor([version.number, *self.sizes(arguments)], device="cpu")
             else:
                 saved = version.saved.clone()
             self._runs, self.has_run = [*self._open(), weak_storage(saved)], True
@@ -289,7 +289,7 @@ def _captured(nodes: Iterable[fx.Node | None]) -> list[Any]:
 
 def _through_chain(arguments: list[Any], order: Order) -> list[Any]:
     """The arguments of a program, those with a gradient passed through the chain."""
-    token = torch.empty(0)
+    token = torch.empty(0, device="cpu")
     for number, positions in order:
         token, *passed = _Deliver.apply(number, token, *[arguments[position] for position in positions])  # type: ignore[no-untyped-call]  # torch has no types for it
         for position, tensor in zip(positions, passed, strict=True):

@@ -355,9 +355,10 @@ class Allocator:
         for name, answer in (
             ("synchronize", lambda: None),
             ("empty_cache", lambda: None),
+            ("current_device", lambda: 0),
             ("memory_stats", self.statistics),
             ("memory_reserved", lambda: self.allocated + 3_000),
-            ("reset_peak_memory_stats", lambda: None),
+            ("reset_peak_memory_stats", lambda _: None),
             ("max_memory_reserved", lambda: self.reserved),
         ):
             monkeypatch.setattr(torch.cuda, name, answer)
@@ -370,7 +371,7 @@ class Allocator:
         self.workspaces = 50
         self.most, self.reserved = self.allocated + self.workspaces + 650, self.allocated + 3_000 + 900
 
-    def statistics(self):
+    def statistics(self, _):
         return {
             "requested_bytes.all.current": self.allocated + self.workspaces,
             "requested_bytes.all.peak": self.most,

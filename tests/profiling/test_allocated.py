@@ -9,6 +9,7 @@ import torch
 import monetlite
 from monetlite.profiling import allocated
 from monetlite.profiling.allocated import AllocatedGrowth, allocated_bytes
+from monetlite.profiling.measured import Measurement
 
 needs_glibc = pytest.mark.skipif(allocated_bytes() is None, reason="glibc says what is allocated")
 SIZE = 2**25
@@ -48,6 +49,7 @@ def test_looks_that_take_long_are_late(monkeypatch):
 @needs_glibc
 def test_what_another_model_s_operators_take_while_they_are_measured_is_told_of_no_step():
     graph = monetlite.trace(torch.nn.Linear(8, 4), torch.randn(2, 8))
-    growth = AllocatedGrowth("cpu")
-    monetlite.profile(graph)
-    assert growth.end() is None
+    for measure in (Measurement.run, lambda measurement: measurement.rough_profile(0.0)):
+        growth = AllocatedGrowth("cpu")
+        measure(Measurement(graph, "cpu"))
+        assert growth.end() is None

@@ -370,3 +370,15 @@ def test_anomaly_detection_finds_no_nan_in_what_stands_for_gradients():
             losses(trained, x).backward()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_what_stands_for_gradients_is_filled_in_no_step():
+    """Each filling would be a launch on a GPU, of which a small step has too many."""
+    trained, x = wrapped(deep(), torch.randn(4, WIDTH)), torch.randn(4, WIDTH)
+    losses(trained, x).backward()
+    loss = losses(trained, x)
+    with torch.autograd.profiler.profile() as profiler:
+        loss.backward()
+    called = [event.name for event in profiler.function_events]
+    assert called.count("aten::mm") == 2 * LAYERS - 1
+    assert "aten::zero_" not in called

@@ -154,6 +154,7 @@ BY_TENSORS = {
     "whole numbers": lambda h, n: h * (torch.arange(8) * n),
     "whole numbers divided": lambda h, n: h * (torch.arange(8) / n),
     "two": lambda h, n: h * n + h * (n / 3) - (n + 1) * h.square(),
+    "one, twice": lambda h, n: h * n + h.square() * n,
 }
 """Uses of a whole number for which one program serves all its values."""
 BY_THEMSELVES = {
@@ -201,7 +202,7 @@ def captured_after(model, captures, dtype, attribute, numbers):
 @pytest.mark.parametrize("attribute", [False, True], ids=["argument", "attribute"])
 @pytest.mark.parametrize("dtype", often([torch.float32, torch.float64, torch.bfloat16], torch.float32))
 @pytest.mark.parametrize(
-    "use", often(BY_TENSORS, "fraction, number first", "fraction of a mean", "full like", "two")
+    "use", often(BY_TENSORS, "fraction, number first", "fraction of a mean", "full like", "two", "one, twice")
 )
 def test_one_program_serves_all_numbers(captures, use, dtype, attribute):
     numbers = (5, 7, 12, -3, 33, 2, 19)
@@ -233,3 +234,13 @@ def test_a_number_varies_beside_sizes(captures):
         assert_same(step(planned, inputs), step(model, inputs))
         counts.append(len(captures))
     assert counts[6:] == [counts[6]] * (len(counts) - 6)
+
+
+def test_numbers_and_sizes_are_on_the_cpu_whatever_device_a_person_has_tensors_made_on(captures):
+    """On a GPU, a number beside 16-bit tensors would be rounded to 16 bits, and reading sizes would wait for it."""
+    model = Called(BY_TENSORS["fraction"])
+    planned = monetlite.within(twin(model), **PLANNING)
+    with torch.device("meta"):
+        for number in range(2, 8):
+            inputs = torch.randn(3 + number % 3, 8, device="cpu"), number
+            assert_same(step(planned, inputs), step(model, inputs))
