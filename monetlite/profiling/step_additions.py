@@ -202,9 +202,7 @@ def _gradients(graph: OperatorGraph) -> list[int]:
 
 def _trained(graph: OperatorGraph) -> list[Value]:
     """The gradients of trained parameters: those that are kept, without as many as inputs have of their sizes."""
-    # By torch.compile, the parameters are among the inputs.
-    inputs = graph.inputs.values() if graph.resident.parameters else ()
-    of_inputs = Counter((spec.dtype, math.prod(spec.shape)) for spec in inputs if spec.requires_grad)
+    of_inputs = Counter((spec.dtype, math.prod(spec.shape)) for spec in graph.inputs.values() if spec.requires_grad)
     found = []
     for index in _gradients(graph):
         value = graph.values[index]
