@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from monetlite.fx.torch_internals.torch_aot import boxed_function, without_autocast
+from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.varying_sizes import input_sizes, shape_with
 from monetlite.operators.program_calls import deliver
@@ -88,7 +89,8 @@ def deferred(
 @cache
 def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A zero that stand-ins are made of. To make one for each would be a launch for each on a GPU."""
-    return torch.zeros((), dtype=dtype, device=device)
+    with without_modes():  # it is kept beyond them
+        return torch.zeros((), dtype=dtype, device=device)
 
 
 def results_by_part(program: fx.GraphModule) -> list[list[int]]:
