@@ -7,9 +7,8 @@ everything that autograd would keep is dropped. A tensor that lives on is then h
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,23 +39,24 @@ class EagerCall:
     """A kernel that the step runs.
 
     Attributes:
-        call: with its arguments; name: of the operator with its overload, as the dispatcher has it.
+        call: with its arguments; its target is the operator with its overload, as the dispatcher names it.
         block: that runs it, by position; `OUTSIDE_BLOCKS` if none does, and in the backward pass.
-        occurrence: number of calls of the same operator before it in the block.
         reads: values, and for what autograd kept the number of the `Kept`, as (value, number or None).
         writes: values. changes: values and resident tensors that it changes in place; None stands for the latter.
         draws: draws random numbers.
     """
 
-    name: str
     call: Call
     block: int
-    occurrence: int
     reads: tuple[tuple[int, int | None], ...]
     writes: tuple[int, ...]
     changes: tuple[int | None, ...]
     draws: bool
     module: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.call.target
 
 
 @dataclass(kw_only=True)
@@ -82,15 +82,15 @@ class ModuleBlock:
     Attributes:
         path: its name in the model. start, end: the calls that it makes, the latter excluded.
         inputs: values that it is called with. dispatched: operators that it calls, views among them.
-        problem: reason for which it can't be checkpointed; empty if it can.
+        called_again: the step calls it more than once, so that it can't be checkpointed.
     """
 
     path: str
-    start: int = 0
+    start: int
+    inputs: tuple[int, ...]
     end: int = 0
-    inputs: tuple[int, ...] = ()
     dispatched: int = 0
-    problem: str = "is not called in this step"
+    called_again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ def record_step(
         loss = objective(output)
         held = output if outputs == ALL_OUTPUTS else None
         del output
-        recorder.begin_backward()
+        recorder.border = len(recorder.calls)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         del loss
     del held
@@ -178,20 +178,15 @@ def record_step(
         *(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)),
     ]
     gradients = recorder.values_of(item.grad for item in leaves if item.is_leaf and item.grad is not None)
-    called = [at for at, block in enumerate(recorder.blocks) if block.end]
-    called.sort(key=lambda at: recorder.blocks[at].start)
-    place = {OUTSIDE_BLOCKS: OUTSIDE_BLOCKS, **{before: at for at, before in enumerate(called)}}
-    for item in recorder.kept:
-        item.block = place[item.block]
     return EagerStep(
-        calls=tuple(replace(call, block=place[call.block]) for call in recorder.calls),
+        calls=tuple(recorder.calls),
         border=recorder.border,
         sizes=tuple(recorder.sizes),
         specs=tuple(recorder.specs),
         kept=tuple(recorder.kept),
         held=tuple(recorder.held),
         gradients=gradients,
-        blocks=tuple(recorder.blocks[at] for at in called),
+        blocks=tuple(recorder.blocks),
         resident=resident_bytes(model, tensors),
         name=type(model).__name__,
         device=here,
@@ -207,11 +202,10 @@ def _input(tensor: torch.Tensor, contents: Contents, device: str) -> torch.Tenso
 
 
 class _Saved:
-    """Stands for a tensor that autograd keeps. It has the tensor's layout and, if that is resident, the tensor."""
+    """Stands for a tensor that autograd keeps: its layout, and a resident tensor or a copy of contents."""
 
-    def __init__(self, number: int, tensor: torch.Tensor, resident: bool, contents: torch.Tensor | None) -> None:
-        self.number = number
-        self.tensor = tensor if resident else contents
+    def __init__(self, number: int, tensor: torch.Tensor, kept: torch.Tensor | None) -> None:
+        self.number, self.tensor = number, kept
         self.layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
         self.size = tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
 
@@ -234,10 +228,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self._living: dict[int, Any] = {}
         """Weak references to those storages."""
         self._lacking: set[int] = set()
-        self._counts: list[Counter[str]] = []
-        self._inside: list[int] = []
-        self._aside = False
-        self._backward = False
+        self._block = OUTSIDE_BLOCKS
 
     @contextlib.contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
@@ -248,49 +239,45 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             yield
             self._note_deaths()
 
-    def begin_backward(self) -> None:
-        self.border = len(self.calls)
-        self._backward = True
-
     def values_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
         """Values that tensors are of."""
         keys = [storage_key(tensor) for tensor in tensors]
         return frozenset(self._value_of[key][0] for key in keys if key in self._value_of)
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        number, forward = len(self.blocks), module.forward
-        block = ModuleBlock(path=name)
-        self.blocks.append(block)
-        self._counts.append(Counter())
+        forward, number = module.forward, OUTSIDE_BLOCKS
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            nonlocal number
+            if self._block != OUTSIDE_BLOCKS:
                 return forward(*args, **kwargs)
-            if block.end:
-                block.problem = "is called more than once in a step"
-            else:
+            if number == OUTSIDE_BLOCKS:
+                number = len(self.blocks)
                 tensors = (item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
-                block.start, block.inputs, block.problem = len(self.calls), tuple(self.values_of(tensors)), ""
-            self._inside.append(number)
+                inputs = tuple(self.values_of(tensors))
+                self.blocks.append(ModuleBlock(path=name, start=len(self.calls), inputs=inputs))
+            else:
+                self.blocks[number].called_again = True
+            self._block = number
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._inside.pop()
-                block.end = max(1, len(self.calls))
+                self._block = OUTSIDE_BLOCKS
+                self.blocks[number].end = len(self.calls)
 
         module.forward = watched
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         key = storage_key(tensor)
         value = self._value_of.get(key, (None, None))[0]
-        kept = Kept(value=value, block=self._block(), made=len(self.calls))
+        kept = Kept(value=value, block=self._block, made=len(self.calls))
         contents = None
         if value is not None and key not in self._lacking:
             with without_modes():
                 layout = tensor.shape, tensor.stride()
                 contents = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)
                 contents.copy_(tensor.detach())
-        saved = _Saved(len(self.kept), tensor.detach() if value is None else tensor, value is None, contents)
+        saved = _Saved(len(self.kept), tensor, tensor.detach() if value is None else contents)
         self.kept.append(kept)
         weakref.finalize(saved, self._release, kept)
         return saved
@@ -320,9 +307,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self._value_of[key] = value, kept
         self._living[key] = weak_storage(tensor)
 
-    def _block(self) -> int:
-        return self._inside[-1] if self._inside else OUTSIDE_BLOCKS
-
     def _note_deaths(self) -> None:
         for key in [key for key, reference in self._living.items() if reference.expired()]:
             value, kept = self._value_of.pop(key)
@@ -336,8 +320,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self._note_deaths()
         if not isinstance(operator, OpOverload):
             raise TraceError(f"{operator} is no operator of the dispatcher, so the step can't be recorded")
-        if self._inside:
-            self.blocks[self._inside[-1]].dispatched += 1
+        if self._block != OUTSIDE_BLOCKS:
+            self.blocks[self._block].dispatched += 1
         result = self.contents.run(operator, args, kwargs, self._lacking)
         self._note(operator, args, kwargs, result)
         return result
@@ -351,11 +335,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         changed = self._changed(operator, args, kwargs)
         if not fresh and not changed:
             return
-        block, name = self._block(), str(operator)
-        occurrence = 0
-        if block != OUTSIDE_BLOCKS:
-            occurrence = self._counts[block][name]
-            self._counts[block][name] += 1
         reads = {self._value_of[key] for key in keys if key in self._value_of}
         outputs: list[str | None] = []
         writes: list[int] = []
@@ -372,20 +351,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             writes.append(value)
         self.calls.append(
             EagerCall(
-                name=name,
                 call=Call(
-                    target=name,
+                    target=str(operator),
                     args=tuple(map(self._encoded, args)),
                     kwargs=tuple((key, self._encoded(item)) for key, item in kwargs.items()),
                     outputs=tuple(outputs),
                 ),
-                block=block,
-                occurrence=occurrence,
+                block=self._block,
                 reads=tuple(sorted(reads, key=str)),
                 writes=tuple(writes),
                 changes=tuple(changed),
                 draws=_draws(operator, args, kwargs),
-                module=self.blocks[block].path if block != OUTSIDE_BLOCKS else "",
+                module="" if self._block == OUTSIDE_BLOCKS else self.blocks[self._block].path,
             )
         )
 

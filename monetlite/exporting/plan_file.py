@@ -163,10 +163,13 @@ def _tables(
     layers: dict[str, int] = {}
     for number, saved in plan.items():
         block = step.blocks[number]
-        counts = Counter(call.name for call in step.calls[block.start : block.end])
+        counts: Counter[str] = Counter()
         places: dict[str, list[int]] = {}
-        for at in sorted(saved):
-            places.setdefault(step.calls[at].name, []).append(step.calls[at].occurrence)
+        for at in range(block.start, block.end):
+            name = step.calls[at].name
+            if at in saved:
+                places.setdefault(name, []).append(counts[name])
+            counts[name] += 1
         kind = {name: (counts[name], tuple(of)) for name, of in sorted(places.items())}
         if kind not in kinds:
             kinds.append(kind)
