@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from monetlite.core.graph import Implementation, Phase, ValueKind
+from monetlite.core.graph import Phase, ValueKind
 from monetlite.core.step_analysis import Fate, Holding, StepAnalysis
 from monetlite.core.steps import Lifetime, Step, plain_steps
 
@@ -116,7 +116,7 @@ def peak_step_of(side: StepAnalysis) -> PeakStep:
         steps=len(timeline.steps),
         operator=operator.name,
         implementation=implementation.name,
-        again=any(earlier == index for earlier, _ in timeline.steps[:at]),
+        again=side.again[at],
         backward=at >= side.timeline.border,
         held_bytes=side.peak_bytes_of,
         own_bytes=side.peak_bytes_of[Holding.WORKSPACE] + sum(size(stay) for stay in there if stay.value in own),
@@ -179,16 +179,13 @@ def _stay(side: StepAnalysis, stay: Lifetime) -> TensorStay:
 
 def _spared(side: StepAnalysis, plain: tuple[Step, ...], value: int) -> tuple[SparedRead, ...]:
     """Operators that plain training's backward pass runs on a value, and the schedule without it."""
-    chosen: dict[int, list[Implementation]] = {}
-    for index, choice in side.timeline.steps:
-        chosen.setdefault(index, []).append(side.graph.operators[index].implementations[choice])
     found = []
     for index, choice in plain:
         operator = side.graph.operators[index]
         of_backward = operator.phase is Phase.BACKWARD or operator.optional
         if not of_backward or value not in operator.implementations[choice].reads:
             continue
-        ways = chosen.get(index, [])
+        ways = [operator.implementations[way] for ran, way in side.timeline.steps if ran == index]
         if not any(value in way.reads for way in ways):
             found.append(SparedRead(operator=operator.name, implementation=ways[0].name if ways else None))
     return tuple(found)
