@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from monetlite.core.graph import Phase, ValueKind
 from monetlite.core.step_analysis import Fate, Holding, StepAnalysis
-from monetlite.core.steps import Lifetime, Step, plain_steps
+from monetlite.core.steps import Lifetime, Step, plain_steps, step_number
 
 LARGEST_TENSORS = 10
 LARGEST_AT_PEAK = 5
@@ -26,7 +26,7 @@ class PeakStep:
     """The step that needs the most memory.
 
     Attributes:
-        memory_bytes: its memory; step: its position among `steps`.
+        memory_bytes: its memory; step: its number among `steps`.
         operator, implementation: that run there; again: the operator ran before; backward: it is past the border.
         held_bytes: `memory_bytes` by purpose.
         own_bytes: of those, the operator's own inputs, results and workspace.
@@ -50,7 +50,8 @@ class TensorStay:
     """One stay of a tensor in memory.
 
     Attributes:
-        begin, end: the step that writes it, and the last that it is there at; writer, until: their operators.
+        begin, end: numbers of the step that writes it, and of the last that it is there at; writer, until: their
+            operators.
         readers: operators that read it in between, in order.
         before: in the backward part, the next backward operator, for which it is computed.
         latency_ms: of the run at `begin`.
@@ -112,7 +113,7 @@ def peak_step_of(side: StepAnalysis) -> PeakStep:
 
     return PeakStep(
         memory_bytes=timeline.memory_bytes[at],
-        step=at,
+        step=step_number(at),
         steps=len(timeline.steps),
         operator=operator.name,
         implementation=implementation.name,
@@ -166,8 +167,8 @@ def _stay(side: StepAnalysis, stay: Lifetime) -> TensorStay:
     operators = [side.graph.operators[index] for index, _ in side.timeline.steps]
     following = (operator.name for operator in operators[stay.begin :] if operator.phase is Phase.BACKWARD)
     return TensorStay(
-        begin=stay.begin,
-        end=stay.end,
+        begin=step_number(stay.begin),
+        end=step_number(stay.end),
         writer=operators[stay.begin].name,
         until=operators[stay.end].name,
         readers=tuple(operators[at].name for at in stay.reads),
