@@ -16,7 +16,7 @@ from monetlite.cli.command_options import (
     size_options,
     time_limit_option,
 )
-from monetlite.cli.option_types import Budget, Integer
+from monetlite.cli.option_types import BUDGET, BUDGET_BYTES, Integer
 from monetlite.cli.output_names import name_from_profile, schedule_name
 from monetlite.cli.running import check_writable, command, only_for, source_of, suggested
 from monetlite.cli.subjects import load_profiles, price_layouts
@@ -63,7 +63,7 @@ _multiple_option = click.option(
     size_options(),
     click.option(
         "--budget",
-        type=Budget(),
+        type=BUDGET,
         required=True,
         help="Peak of the whole step: 6GB (10⁹ bytes), 6GiB (2³⁰), 6000MB, or 50% of plain training's peak (not "
         "with --max-batch).",
@@ -193,7 +193,7 @@ max_batch_command = command(
     model_option(),
     size_options(),
     click.option(
-        "--budget", type=Budget(percent=False), required=True, help="Peak of the whole step in bytes: 16GB, 16GiB."
+        "--budget", type=BUDGET_BYTES, required=True, help="Peak of the whole step in bytes: 16GB, 16GiB."
     ),
     pricing_options,
     options_of(SolvingOptions, "tolerance", "reserved", "seed"),
