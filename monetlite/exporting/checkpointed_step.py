@@ -156,12 +156,11 @@ class _Composer:
         step = self.step
         starting = {step.blocks[number].start: number for number in self.plan}
         due: defaultdict[int, list[int]] = defaultdict(list)
+        state_size = state_bytes("cpu") if step.device == "cpu" else 0  # the state stays in main memory
         for number in self.plan:
             due[self.recompute[number].trigger].append(number)
             self.copies[number] = self._copies_of(number)
-            self.states[number] = self._new_value(
-                self._state_bytes(), TensorSpec(shape=(), stride=(), dtype="uint8")
-            )
+            self.states[number] = self._new_value(state_size, TensorSpec(shape=(), stride=(), dtype="uint8"))
         self.held = self._held()
         for at, call in enumerate(step.calls):
             for number in due[at]:
@@ -234,9 +233,6 @@ class _Composer:
     def _new_value(self, size_bytes: int, spec: TensorSpec) -> int:
         self.values.append((size_bytes, spec))
         return len(self.values) - 1
-
-    def _state_bytes(self) -> int:
-        return state_bytes("cpu") if self.step.device == "cpu" else 0  # the state stays in main memory
 
     def _begin(self, number: int, phase: Phase) -> None:
         """Begin a block: note the generator's state the first time, and take the time of selective contexts."""

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.core.graph import ALL_OUTPUTS, LOSS_ONLY, Argument, Call, Resident, TensorRef, TensorSpec
-from monetlite.exporting.weightless_run import Contents, changed_arguments, weightless_copy
+from monetlite.core.graph import ALL_OUTPUTS, LOSS_ONLY, Call, Resident, TensorRef, TensorSpec
+from monetlite.exporting.weightless_run import Contents, changed_arguments, tensors_among, weightless_copy
 from monetlite.fx.call_encoding import encode_arguments, spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import (
@@ -173,10 +173,7 @@ def record_step(
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         del loss
     del held
-    leaves = [
-        *copied.parameters(),
-        *(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)),
-    ]
+    leaves = [*copied.parameters(), *tensors_among((args, kwargs))]
     gradients = recorder.values_of(item.grad for item in leaves if item.is_leaf and item.grad is not None)
     return EagerStep(
         calls=tuple(recorder.calls),
@@ -253,8 +250,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
                 return forward(*args, **kwargs)
             if number == OUTSIDE_BLOCKS:
                 number = len(self.blocks)
-                tensors = (item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
-                inputs = tuple(self.values_of(tensors))
+                inputs = tuple(self.values_of(tensors_among((args, kwargs))))
                 self.blocks.append(ModuleBlock(path=name, start=len(self.calls), inputs=inputs))
             else:
                 self.blocks[number].called_again = True
@@ -268,11 +264,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         module.forward = watched
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        key = storage_key(tensor)
-        value = self._value_of.get(key, (None, None))[0]
+        value = self._value(tensor)
         kept = Kept(value=value, block=self._block, made=len(self.calls))
         contents = None
-        if value is not None and key not in self._lacking:
+        if value is not None and storage_key(tensor) not in self._lacking:
             with without_modes():
                 layout = tensor.shape, tensor.stride()
                 contents = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)
@@ -302,6 +297,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self._follow(made, kept.value, saved.number)
         return made
 
+    def _value(self, tensor: torch.Tensor) -> int | None:
+        """The value that a tensor is of; None for a resident tensor."""
+        return self._value_of.get(storage_key(tensor), (None, None))[0]
+
     def _follow(self, tensor: torch.Tensor, value: int, kept: int | None) -> None:
         key = storage_key(tensor)
         self._value_of[key] = value, kept
@@ -328,18 +327,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
     def _note(self, operator: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call that makes storages or changes tensors; any other is a view, or a look at a number."""
-        operands = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-        keys = {storage_key(item) for item in operands}
-        made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
-        fresh = [item for item in made if storage_key(item) not in keys and storage_key(item) not in self._value_of]
-        changed = self._changed(operator, args, kwargs)
-        if not fresh and not changed:
-            return
+        keys = set(map(storage_key, tensors_among((args, kwargs))))
         reads = {self._value_of[key] for key in keys if key in self._value_of}
+        changed = [self._value(item) for item in tensors_among(changed_arguments(operator, args, kwargs))]
         outputs: list[str | None] = []
         writes: list[int] = []
-        for item in made:
-            if not any(item is other for other in fresh) or storage_key(item) in self._value_of:
+        for item in tensors_among(result):
+            if storage_key(item) in keys or storage_key(item) in self._value_of:
                 outputs.append(None)
                 continue
             value = len(self.sizes)
@@ -349,11 +343,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             self._follow(item, value, None)
             outputs.append(f"v{value}")
             writes.append(value)
+        if not writes and not changed:
+            return
         self.calls.append(
             EagerCall(
                 call=Call(
                     target=str(operator),
-                    args=tuple(map(self._encoded, args)),
+                    args=self._encoded(args),
                     kwargs=tuple((key, self._encoded(item)) for key, item in kwargs.items()),
                     outputs=tuple(outputs),
                 ),
@@ -366,22 +362,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             )
         )
 
-    def _changed(self, operator: OpOverload, args: Any, kwargs: Any) -> list[int | None]:
-        return [
-            self._value_of.get(storage_key(item), (None, None))[0]
-            for item in pytree.tree_leaves(changed_arguments(operator, args, kwargs))
-            if isinstance(item, torch.Tensor)
-        ]
-
-    def _encoded(self, argument: Any) -> Argument:
+    def _encoded(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
-            key = storage_key(argument)
-            value = self._value_of.get(key, (None, None))[0]
-            return TensorRef(node=f"r{key}" if value is None else f"v{value}", value=value, spec=spec_of(argument))
+            value = self._value(argument)
+            node = f"r{storage_key(argument)}" if value is None else f"v{value}"
+            return TensorRef(node=node, value=value, spec=spec_of(argument))
         if isinstance(argument, tuple | list):
             return tuple(map(self._encoded, argument))
-        encoded: Argument = encode_arguments(argument, lambda _: None)
-        return encoded
+        return encode_arguments(argument, lambda _: None)
 
 
 def _draws(operator: OpOverload, args: Any, kwargs: Any) -> bool:
