@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from monetlite.cli.command_options import (
     ModelChoice,
@@ -18,7 +17,7 @@ from monetlite.cli.command_options import (
 )
 from monetlite.cli.option_types import BUDGET, BUDGET_BYTES, Integer
 from monetlite.cli.output_names import name_from_profile, schedule_name
-from monetlite.cli.running import check_writable, command, only_for, source_of, suggested
+from monetlite.cli.running import check_writable, command, only_for, suggested, was_given
 from monetlite.cli.subjects import load_profiles, price_layouts
 from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile
@@ -106,13 +105,13 @@ def solve_command(
     solving = allowing_compiled(pricing, solving)
     if not profiles and choice.spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")
-    if source_of("solver") is ParameterSource.COMMANDLINE:
+    if was_given("solver"):
         from monetlite.solving.program import check_solver
 
         check_solver(solving.solver)
     if max_batch:
         only_for("solve without --max-batch", "profiles", "layout", "compile", "output", "force")
-        if source_of("time_limit") is ParameterSource.DEFAULT:
+        if not was_given("time_limit"):
             solving = replace(solving, time_limit=MAX_BATCH_SECONDS)
         with interrupts_kept():
             find_largest_batch(terminal, choice, budget, pricing, solving, multiple_of)
@@ -121,10 +120,9 @@ def solve_command(
     layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
     if profiles:
         only_for("solve --model", "compile")
-        given = {"model": choice.spec, **vars(choice), **vars(pricing)}
-        defaults = {"spec", "layout"}
-        defaults |= {"outputs"} if source_of("outputs") is ParameterSource.DEFAULT else set()
-        said = {name: given[name] for name in given if name not in defaults}
+        said = {"model": choice.spec, **vars(choice), **vars(pricing)}
+        for name in ("spec", "layout", *([] if was_given("outputs") else ["outputs"])):
+            del said[name]
         costs, batch, description = load_profiles(profiles, pricing.layout, said)
         target = output or name_from_profile(costs[0], batch, budget, pricing.layout, solving)
         check_writable(target)
