@@ -1,7 +1,5 @@
 """`monetlite check`."""
 
-from typing import Any
-
 import click
 
 from monetlite.cli.command_options import (
@@ -14,7 +12,7 @@ from monetlite.cli.command_options import (
     with_options,
 )
 from monetlite.cli.exits import EXIT_FAILED, CommandExit
-from monetlite.cli.option_types import Integer, Percentage
+from monetlite.cli.option_types import Integer, ReadBy, share
 from monetlite.cli.running import command, prints_aside
 from monetlite.cli.subjects import build, model_of
 from monetlite.cli.terminal import Terminal
@@ -42,16 +40,18 @@ _options = with_options(
     ),
     click.option(
         "--max-difference",
-        type=Percentage("FRACTION"),
+        type=ReadBy("FRACTION", share),
         help="Fail above this relative difference of a gradient, buffer or loss. By default 1e-6, or what the "
         "schedule's tolerance makes of this model.",
     ),
     click.option(
-        "--max-peak-error", type=Percentage(), help="Fail if the peak is further than this from the predicted."
+        "--max-peak-error",
+        type=ReadBy("PERCENT", share),
+        help="Fail if the peak is further than this from the predicted.",
     ),
     click.option(
         "--max-latency-error",
-        type=Percentage(),
+        type=ReadBy("PERCENT", share),
         help="Fail if the step time is further than this from the predicted.",
     ),
     click.option("--no-budget-check", is_flag=True, help="Pass though the peak is over the budget."),
@@ -109,7 +109,8 @@ def check(
         built = build(choice, terminal)
     model, inputs = built.model, built.example_inputs
     if torch.cuda.is_available():
-        model, inputs = model.cuda(), _to_cuda(inputs)
+        model = model.cuda()
+        inputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), inputs)
     here = "GPU" if torch.cuda.is_available() else "CPU"
     with terminal.line(f"training steps on this machine's {here}") as progress, prints_aside():
         report = verify_own(
@@ -138,11 +139,3 @@ def check(
 
 check_command = command("check", _options)(check)
 verify_command = command("verify", _options, now="check SCHEDULE")(check)
-
-
-def _to_cuda(inputs: Any) -> Any:
-    import torch
-
-    from monetlite.fx.torch_internals import torch_pytree as pytree
-
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), inputs)

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import click
 
-from monetlite.cli.option_types import DeviceName, ImageSize, Integer, ModelName, OutputFile, Seconds, choice_of
+from monetlite.cli.option_types import DEVICE_NAME, IMAGE_SIZE, MODEL_NAME, Integer, OutputFile, Seconds, choice_of
 from monetlite.core.options import PricingOptions, SolvingOptions
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -31,7 +31,7 @@ class ModelChoice:
 
 
 _TYPES: dict[str, click.ParamType[Any]] = {
-    "device": DeviceName(),
+    "device": DEVICE_NAME,
     "tolerance": click.FloatRange(min=0, max=1, max_open=True),
     "time_limit": Seconds(min=0.1),
     "seed": SEED,
@@ -73,7 +73,7 @@ def options_of(kind: type[Any], *names: str, **changes: Any) -> Decorator:
 
 
 input_options = with_options(
-    click.option("--input-size", type=ImageSize(), help="Image height and width, in pixels."),
+    click.option("--input-size", type=IMAGE_SIZE, help="Image height and width, in pixels."),
     click.option("--sequence-length", type=Integer(min=1), help="Tokens of a sequence."),
     click.option(
         "--dtype",
@@ -95,7 +95,7 @@ def model_option(*, required: bool = True) -> Decorator:
     return click.option(
         "--model",
         "spec",
-        type=ModelName(),
+        type=MODEL_NAME,
         required=required,
         help="A built-in model (resnet18, resnet50, vgg16, googlenet, mobilenet_v2, unet, …), torchvision:NAME, "
         "timm:NAME, hf:NAME, or your own: path/to/file.py:build or package.module:build.",
@@ -106,11 +106,11 @@ schedule_argument = click.argument("schedule")
 schedule_model_option = click.option(
     "--model",
     "spec",
-    type=ModelName(),
+    type=MODEL_NAME,
     help="Model of the schedule, if the file doesn't say how to build it: path/to/file.py:build.",
 )
 schedule_device_option = click.option(
-    "--device", type=DeviceName(), help=f"{ESTIMATED}; by default the schedule's own."
+    "--device", type=DEVICE_NAME, help=f"{ESTIMATED}; by default the schedule's own."
 )
 here_option = click.option("--device", type=choice_of(["cpu", "cuda"]), help="By default the GPU if there is one.")
 

@@ -81,7 +81,10 @@ def compare_command(
     defaults are quick: checkpointing, selective checkpointing, and one budget.
     """
     for output in outputs:
-        _check_output(output)
+        if output.suffix.lower() not in WRITTEN_AS:
+            known = ", ".join(WRITTEN_AS)
+            raise ModelError(f"{output} is none of {known}; a file's ending says what is written to it")
+        check_writable(output)
     from monetlite.checking.comparison.peer_runs import PEERS, named_peers
 
     chosen = PEERS if peers == "all" else named_peers(_listed(peers))
@@ -122,18 +125,6 @@ def compare_command(
 
 def _listed(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
-
-
-def _check_output(target: Path) -> None:
-    """Check that a comparison can be written to a file.
-
-    Raises:
-        ModelError: an unknown kind of file.
-        MonetliteError: there is no such folder.
-    """
-    if target.suffix.lower() not in WRITTEN_AS:
-        raise ModelError(f"{target} is none of {', '.join(WRITTEN_AS)}; a file's ending says what is written to it")
-    check_writable(target)
 
 
 def _write(comparison: "Comparison", target: Path) -> None:

@@ -13,7 +13,7 @@ from monetlite.cli.command_options import (
     schedule_model_option,
     size_options,
 )
-from monetlite.cli.option_types import DeviceName
+from monetlite.cli.option_types import DEVICE_NAME
 from monetlite.cli.running import check_writable, command
 from monetlite.cli.subjects import OpenedSchedule, open_schedule
 from monetlite.cli.terminal import Terminal
@@ -45,7 +45,7 @@ TARGETS = ("checkpoint", "transformers", "torchtitan", COMPILE)
     size_options("schedule"),
     click.option(
         "--device",
-        type=DeviceName(),
+        type=DEVICE_NAME,
         help="cpu or cuda, of the machine that trains; by default the schedule's own.",
     ),
 )

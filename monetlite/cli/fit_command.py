@@ -16,7 +16,7 @@ from monetlite.cli.command_options import (
     time_limit_option,
 )
 from monetlite.cli.exits import EXIT_INFEASIBLE, CommandExit
-from monetlite.cli.option_types import Budget, DeviceName, Integer, ModelName
+from monetlite.cli.option_types import BUDGET_BYTES, DEVICE_NAME, Integer, ReadBy
 from monetlite.cli.running import command
 from monetlite.cli.subjects import build, chosen_device
 from monetlite.cli.terminal import Terminal
@@ -24,12 +24,12 @@ from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ModelError
 from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.units import parse_budget
+from monetlite.models import check_spelling
 from monetlite.models.published import find_published
 
 if TYPE_CHECKING:
     from monetlite.models import BuiltModel
     from monetlite.planning.card_fit import CardMemory
-    from monetlite.planning.model_steps import ModelSteps
     from monetlite.reporting.fit_lines import TrainingRequest
 
 DEFAULT_LENGTHS = (2048, 1024, 512)
@@ -37,25 +37,22 @@ DEFAULT_LENGTHS = (2048, 1024, 512)
 MAX_RANK = 4096
 
 
-class FitModel(ModelName):
+def model_to_fit(text: str) -> str:
     """A model by name; also a folder or `config.json` of a transformers model, and published ones without `hf:`."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        text = str(value)
-        bare = ":" not in text or os.path.exists(text)
-        folder = os.path.isfile(os.path.join(text, "config.json"))
-        if bare and (folder or text.endswith(".json") or find_published(text)):
-            text = f"hf:{text}"
-        return super().convert(text, param, ctx)
+    bare = ":" not in text or os.path.exists(text)
+    folder = os.path.isfile(os.path.join(text, "config.json"))
+    return check_spelling(
+        f"hf:{text}" if bare and (folder or text.endswith(".json") or find_published(text)) else text
+    )
 
 
 @command(
     "fit",
-    click.argument("spec", metavar="MODEL", type=FitModel()),
+    click.argument("spec", metavar="MODEL", type=ReadBy("MODEL", model_to_fit)),
     click.option(
         "--gpu",
         "device",
-        type=DeviceName(),
+        type=DEVICE_NAME,
         help="The card: rtx-4090, a100-80gb, t4, …; cuda for the one that is here, cpu for this machine's memory. "
         f"By default the GPU if there is one, else {DEFAULT_ESTIMATE}.",
     ),
@@ -66,7 +63,7 @@ class FitModel(ModelName):
     options_of(PricingOptions, "accumulate"),
     autocast_option(),
     click.option(
-        "--budget", type=Budget(percent=False), help="Memory for the step in place of what the card has left: 20GB."
+        "--budget", type=BUDGET_BYTES, help="Memory for the step in place of what the card has left: 20GB."
     ),
     options_of(
         SolvingOptions,
@@ -95,14 +92,22 @@ def fit_command(
     choice = _adapted(choice, full, lora)
     device = chosen_device(pricing.device, terminal, DEFAULT_ESTIMATE, "name a card to estimate", option="--gpu")
     from monetlite.planning.card_fit import fit_card
+    from monetlite.planning.model_steps import ModelSteps
     from monetlite.reporting.fit_lines import lines_to_paste
     from monetlite.reporting.text_fit import fit_facts, print_fit
 
     card = _card(device, None if budget is None else parse_budget(budget))
-    model, choice = _model(choice, replace(pricing, device=device), solving, terminal)
-    request = _request(model.built, choice, pricing)
-    with terminal.line(f"fitting {model.built.name} to {card.title}") as tell:
-        description = model.built.description.partition("; input")[0]
+    built, choice = _built(choice, terminal)
+    model = ModelSteps(
+        built=built,
+        rebuild=functools.partial(_rebuilt, choice),
+        pricing=replace(pricing, device=device),
+        solving=solving,
+        autocast=choice.autocast,
+    )
+    request = _request(built, choice, pricing)
+    with terminal.line(f"fitting {built.name} to {card.title}") as tell:
+        description = built.description.partition("; input")[0]
         answer = fit_card(model, card, solving, tell)
     lines = lines_to_paste(answer, request)
     if terminal.as_json:
@@ -144,19 +149,6 @@ def _card(device: str, budget_bytes: int | None) -> "CardMemory":
             raise DeviceError("this system does not say how much memory is free; give it: --budget 16GB")
         return CardMemory.of(device, "this machine's CPU", free_bytes, budget_bytes)
     return card_memory(find_device(device), budget_bytes)
-
-
-def _model(
-    choice: ModelChoice, pricing: PricingOptions, solving: SolvingOptions, terminal: Terminal
-) -> "tuple[ModelSteps, ModelChoice]":
-    """The model on the meta device, at the sizes that were asked for or the command's own."""
-    from monetlite.planning.model_steps import ModelSteps
-
-    built, choice = _built(choice, terminal)
-
-    rebuild = functools.partial(_rebuilt, choice)
-    steps = ModelSteps(built=built, rebuild=rebuild, pricing=pricing, solving=solving, autocast=choice.autocast)
-    return steps, choice
 
 
 def _rebuilt(choice: ModelChoice, batch: int | None, length: int | None) -> "BuiltModel":
@@ -210,4 +202,6 @@ def _loaded_from(name: str) -> str:
     if path := local_path(name):
         return path if os.path.isdir(path) else os.path.dirname(path) or "."
     published = find_published(name)
-    return published.hub_name if published else name if is_cached(name) else ""
+    if published:
+        return published.hub_name if "/" in published.hub_name else ""
+    return name if is_cached(name) else ""

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from monetlite.cli.command_options import (
     repeats_option,
     size_options,
 )
-from monetlite.cli.option_types import DeviceName, Integer
+from monetlite.cli.option_types import DEVICE_NAME, Integer, ReadBy
 from monetlite.cli.running import check_writable, command, only_for, prints_aside
 from monetlite.cli.subjects import build, chosen_device, price_layouts
 from monetlite.cli.terminal import Terminal
@@ -35,24 +36,17 @@ MODES = ("inference", "training")
 FORMATS = (".md", ".json", ".csv")
 
 
-class CommaList(click.ParamType[tuple[Any, ...]]):
-    """Values with commas between, none twice."""
-
-    def __init__(self, name: str, read: Callable[[str], Any], problem: str) -> None:
-        self.name, self._read, self._problem = name, read, problem
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        found = []
-        for part in str(value).split(","):
-            item = self._read(part.strip())
-            if item is None:
-                self.fail(f"{part!r} is {self._problem}", param, ctx)
-            if item in found:
-                self.fail(f"{item} is there twice; write it once", param, ctx)
-            found.append(item)
-        return tuple(found)
+def _listed(text: str, read: Callable[[str], Any], problem: str) -> tuple[Any, ...]:
+    """Values with commas between, none twice. `read` returns None for what is no value."""
+    found = []
+    for part in text.split(","):
+        item = read(part.strip())
+        if item is None:
+            raise click.BadParameter(f"{part!r} is {problem}")
+        if item in found:
+            raise click.BadParameter(f"{item} is there twice; write it once")
+        found.append(item)
+    return tuple(found)
 
 
 def _batch(text: str) -> int | None:
@@ -60,11 +54,12 @@ def _batch(text: str) -> int | None:
     return size or None
 
 
-BATCHES = CommaList("N,N,...", _batch, "not a batch size; write positive numbers: 1,2,4")
-MODE_LIST = CommaList(
+BATCHES = ReadBy(
+    "N,N,...", partial(_listed, read=_batch, problem="not a batch size; write positive numbers: 1,2,4")
+)
+MODE_LIST = ReadBy(
     "inference,training",
-    lambda text: text if text in MODES else None,
-    "neither inference nor training",
+    partial(_listed, read=lambda text: text if text in MODES else None, problem="neither inference nor training"),
 )
 
 
@@ -84,7 +79,7 @@ _layout_option = options_of(
     input_options,
     click.option(
         "--device",
-        type=DeviceName(),
+        type=DEVICE_NAME,
         help="cpu or cuda, by default the GPU if there is one; with --operators also a device to estimate.",
     ),
     click.option(

@@ -1,71 +1,72 @@
 """Types of options. Each refuses a misspelt value at once, before torch is imported."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from monetlite.core.devices import require_device
-from monetlite.core.errors import BudgetError, DeviceError, ModelError
+from monetlite.core.errors import MonetliteError
 from monetlite.core.units import parse_budget
 from monetlite.models import check_spelling
 
+T = TypeVar("T")
 
-class ModelName(click.ParamType[str]):
-    """`resnet50`, `hf:gpt2` or `path/to/file.py:build`."""
 
-    name = "MODEL"
+class ReadBy(click.ParamType[T]):
+    """A text that a function reads; its errors are told as those of the option."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def __init__(self, name: str, read: Callable[[str], T]) -> None:
+        self.name, self._read = name, read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> T:
         try:
-            return check_spelling(str(value))
-        except ModelError as error:
+            return self._read(str(value))
+        except MonetliteError as error:
             self.fail(str(error), param, ctx)
 
 
-class DeviceName(click.ParamType[str]):
-    """`cpu`, `cuda`, or the name of a device to estimate."""
-
-    name = "DEVICE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            require_device(str(value))
-        except DeviceError as error:
-            self.fail(str(error), param, ctx)
-        return str(value)
+def _device(name: str) -> str:
+    require_device(name)
+    return name
 
 
-class Budget(click.ParamType[str]):
-    """`6GB`, and `50%` where plain training's peak is known."""
-
-    name = "SIZE"
-
-    def __init__(self, *, percent: bool = True) -> None:
-        self._plain_peak_bytes = 2**40 if percent else None
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        try:
-            parse_budget(value, self._plain_peak_bytes)
-        except BudgetError as error:
-            self.fail(str(error), param, ctx)
-        return str(value)
+def _budget(text: str, plain_peak_bytes: int | None = None) -> str:
+    parse_budget(text, plain_peak_bytes)
+    return text
 
 
-class ImageSize(click.ParamType[tuple[int, int]]):
-    """`224` or `416x608`."""
+def _image_size(text: str) -> tuple[int, int]:
+    sides = text.lower().replace("×", "x").split("x")
+    if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
+        raise click.BadParameter(f"{text!r} is not an image size; write 224 or 416x608")
+    return int(sides[0]), int(sides[-1])
 
-    name = "PIXELS|HxW"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        sides = str(value).lower().replace("×", "x").split("x")
-        if len(sides) > 2 or not all(side.isascii() and side.isdigit() and int(side) > 0 for side in sides):
-            self.fail(f"{value!r} is not an image size; write 224 or 416x608", param, ctx)
-        return int(sides[0]), int(sides[-1])
+def share(text: str) -> float:
+    """A share as people write it: `10%` or `0.1`."""
+    try:
+        number = float(text.strip().removesuffix("%")) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise click.BadParameter(f"{text!r} is not a share; write 10% or 0.1")
+    return number
+
+
+MODEL_NAME = ReadBy("MODEL", check_spelling)
+"""`resnet50`, `hf:gpt2` or `path/to/file.py:build`."""
+DEVICE_NAME = ReadBy("DEVICE", _device)
+"""`cpu`, `cuda`, or the name of a device to estimate."""
+BUDGET = ReadBy("SIZE", partial(_budget, plain_peak_bytes=2**40))
+"""`6GB`, or `50%` of plain training's peak."""
+BUDGET_BYTES = ReadBy("SIZE", _budget)
+"""`6GB`, where plain training's peak is not known."""
+IMAGE_SIZE = ReadBy("PIXELS|HxW", _image_size)
+"""`224` or `416x608`."""
 
 
 def choice_of(names: Iterable[str]) -> click.Choice[str]:
@@ -91,23 +92,6 @@ class Integer(click.IntRange):
     """An integer within a range; errors don't call it a range."""
 
     name = "integer"
-
-
-class Percentage(click.ParamType[float]):
-    """`10%` or `0.1`."""
-
-    def __init__(self, name: str = "PERCENT") -> None:
-        self.name = name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value).strip()
-        try:
-            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            share = math.nan
-        if not 0 <= share < math.inf:
-            self.fail(f"{value!r} is not a share; write 10% or 0.1", param, ctx)
-        return share
 
 
 class Seconds(click.FloatRange):

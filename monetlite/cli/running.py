@@ -56,9 +56,9 @@ class _Command(click.Command):
                     formatter.write_dl(rows)
 
 
-def source_of(name: str) -> ParameterSource | None:
-    """Source of a parameter's value: the command line, or its default."""
-    return click.get_current_context().get_parameter_source(name)
+def was_given(name: str) -> bool:
+    """True if a parameter stands on the command line."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def suggested(command: str, *, without: Collection[str] = (), **changes: object) -> str:
@@ -73,10 +73,9 @@ def suggested(command: str, *, without: Collection[str] = (), **changes: object)
     target: Any = context.find_root().command
     for name in command.split():
         target = target.commands[name]
-    given = {
-        name: value for name, value in context.params.items() if source_of(name) is ParameterSource.COMMANDLINE
-    }
-    given = {name: value for name, value in given.items() if name not in {*without, *_NOT_SUGGESTED}} | changes
+    left_out = {*without, *_NOT_SUGGESTED}
+    given = {name: value for name, value in context.params.items() if was_given(name) and name not in left_out}
+    given |= changes
     options = {
         item.opts[0].lstrip("-"): list(given[item.name]) if item.multiple else given[item.name]
         for item in target.params
@@ -93,7 +92,7 @@ def only_for(use: str, *names: str) -> None:
         UsageError: one of these parameters is given.
     """
     for item in click.get_current_context().command.params:
-        if item.name in names and source_of(item.name or "") is ParameterSource.COMMANDLINE:
+        if item.name in names and was_given(item.name):
             raise click.UsageError(f"{item.opts[0]} is for {use}")
 
 

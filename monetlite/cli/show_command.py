@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from monetlite.cli.command_options import (
     ModelChoice,
@@ -23,7 +22,7 @@ from monetlite.cli.command_options import (
     with_options,
 )
 from monetlite.cli.option_types import Integer, OutputFile
-from monetlite.cli.running import check_writable, command, only_for, source_of
+from monetlite.cli.running import check_writable, command, only_for, was_given
 from monetlite.cli.subjects import OpenedSchedule, open_schedule
 from monetlite.cli.terminal import Terminal
 from monetlite.core.errors import MonetliteError
@@ -319,7 +318,7 @@ def _draw(
             from monetlite.reporting.plots.tradeoff_plot import draw_tradeoff
             from monetlite.reporting.text_solve import print_tradeoff, tradeoff_facts, tradeoff_rows
 
-            if source_of("time_limit") is ParameterSource.DEFAULT:
+            if not was_given("time_limit"):
                 solving = replace(solving, time_limit=points * POINT_SECONDS)
             found = _traded(terminal, opened, points, solving)
             figure, rows, facts = draw_tradeoff(found, analysis), tradeoff_rows(found), tradeoff_facts(found)

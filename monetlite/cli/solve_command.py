@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-from click.core import ParameterSource
 
 from monetlite.cli.command_options import (
     ModelChoice,
@@ -16,9 +15,9 @@ from monetlite.cli.command_options import (
     size_options,
     time_limit_option,
 )
-from monetlite.cli.option_types import Budget, Integer
+from monetlite.cli.option_types import BUDGET, BUDGET_BYTES, Integer
 from monetlite.cli.output_names import name_from_profile, schedule_name
-from monetlite.cli.running import check_writable, command, only_for, source_of, suggested
+from monetlite.cli.running import check_writable, command, only_for, suggested, was_given
 from monetlite.cli.subjects import load_profiles, price_layouts
 from monetlite.cli.terminal import Terminal
 from monetlite.core.costs import Profile
@@ -63,7 +62,7 @@ _multiple_option = click.option(
     size_options(),
     click.option(
         "--budget",
-        type=Budget(),
+        type=BUDGET,
         required=True,
         help="Peak of the whole step: 6GB (10⁹ bytes), 6GiB (2³⁰), 6000MB, or 50% of plain training's peak (not "
         "with --max-batch).",
@@ -106,13 +105,13 @@ def solve_command(
     solving = allowing_compiled(pricing, solving)
     if not profiles and choice.spec is None:
         raise click.UsageError("Missing option '--model', or '--profile' in its place.")
-    if source_of("solver") is ParameterSource.COMMANDLINE:
+    if was_given("solver"):
         from monetlite.solving.program import check_solver
 
         check_solver(solving.solver)
     if max_batch:
         only_for("solve without --max-batch", "profiles", "layout", "compile", "output", "force")
-        if source_of("time_limit") is ParameterSource.DEFAULT:
+        if not was_given("time_limit"):
             solving = replace(solving, time_limit=MAX_BATCH_SECONDS)
         with interrupts_kept():
             find_largest_batch(terminal, choice, budget, pricing, solving, multiple_of)
@@ -121,10 +120,9 @@ def solve_command(
     layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
     if profiles:
         only_for("solve --model", "compile")
-        given = {"model": choice.spec, **vars(choice), **vars(pricing)}
-        defaults = {"spec", "layout"}
-        defaults |= {"outputs"} if source_of("outputs") is ParameterSource.DEFAULT else set()
-        said = {name: given[name] for name in given if name not in defaults}
+        said = {"model": choice.spec, **vars(choice), **vars(pricing)}
+        for name in ("spec", "layout", *([] if was_given("outputs") else ["outputs"])):
+            del said[name]
         costs, batch, description = load_profiles(profiles, pricing.layout, said)
         target = output or name_from_profile(costs[0], batch, budget, pricing.layout, solving)
         check_writable(target)
@@ -193,7 +191,7 @@ max_batch_command = command(
     model_option(),
     size_options(),
     click.option(
-        "--budget", type=Budget(percent=False), required=True, help="Peak of the whole step in bytes: 16GB, 16GiB."
+        "--budget", type=BUDGET_BYTES, required=True, help="Peak of the whole step in bytes: 16GB, 16GiB."
     ),
     pricing_options,
     options_of(SolvingOptions, "tolerance", "reserved", "seed"),

@@ -7,7 +7,7 @@ import click
 
 from monetlite.cli.command_options import force_option, output_option
 from monetlite.cli.exits import EXIT_FAILED, CommandExit
-from monetlite.cli.option_types import Budget, DeviceName, Integer
+from monetlite.cli.option_types import BUDGET, DEVICE_NAME, Integer
 from monetlite.cli.output_names import name_of_copy
 from monetlite.cli.running import check_writable, command
 from monetlite.cli.terminal import Terminal
@@ -35,10 +35,8 @@ def zoo_command() -> None:
 @command(
     "list",
     click.option("--model", help="gpt2, hf:gpt2, ResNet-50, ..."),
-    click.option("--device", type=DeviceName(), help="Costs of this device: p100, rtx-3090, ..."),
-    click.option(
-        "--budget", type=Budget(), help="Only what keeps within it: 6GB, or 50% of plain training's peak."
-    ),
+    click.option("--device", type=DEVICE_NAME, help="Costs of this device: p100, rtx-3090, ..."),
+    click.option("--budget", type=BUDGET, help="Only what keeps within it: 6GB, or 50% of plain training's peak."),
     click.option("--batch", type=Integer(min=1), help="Only what serves this batch."),
     _folder,
     group=zoo_command,

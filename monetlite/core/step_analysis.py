@@ -109,14 +109,20 @@ class StepAnalysis:
         }
 
     @cached_property
+    def again(self) -> tuple[bool, ...]:
+        """For each step, true if its operator ran before."""
+        ran: set[int] = set()
+        found = []
+        for index, _ in self.timeline.steps:
+            found.append(index in ran)
+            ran.add(index)
+        return tuple(found)
+
+    @cached_property
     def workspace_bytes(self) -> tuple[int, ...]:
         """Memory that each step takes beyond what it reads and writes."""
-        ran: set[int] = set()
-        taken: list[int] = []
-        for index, choice in self.timeline.steps:
-            taken.append(self.profile.costs[index][choice].of_run(again=index in ran)[1])
-            ran.add(index)
-        return tuple(taken)
+        runs = zip(self.timeline.steps, self.again, strict=True)
+        return tuple(self.profile.costs[index][choice].of_run(again=again)[1] for (index, choice), again in runs)
 
     @cached_property
     def bytes_of(self) -> Mapping[Holding, tuple[int, ...]]:

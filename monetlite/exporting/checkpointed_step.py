@@ -13,13 +13,22 @@ All of it is one operator graph, in which what runs again are operators of their
 memory and latency.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
 from monetlite.core.costs import Cost, Profile, ProfileKind
-from monetlite.core.graph import Implementation, Operator, OperatorGraph, Phase, Value, ValueKind
+from monetlite.core.graph import (
+    Implementation,
+    Operator,
+    OperatorGraph,
+    Phase,
+    TensorSpec,
+    Value,
+    ValueKind,
+)
 from monetlite.core.options import PricingOptions
 from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import plain_steps
@@ -31,7 +40,6 @@ CheckpointPlan: TypeAlias = Mapping[int, frozenset[int]]
 """For each wrapped block, the calls whose results are saved; other blocks are not wrapped."""
 HELD = "monetlite.held"
 """Family of operators that only say that values are in memory up to there."""
-_STATE = -1
 _NOTHING = Cost(latency_ms=0.0, workspace_bytes=0)
 
 
@@ -55,7 +63,7 @@ def recomputes(step: EagerStep) -> dict[int, Recompute]:
     for number, block in enumerate(step.blocks):
         kept = [item for item in step.kept if item.block == number]
         asked = [item.needed for item in kept if item.needed is not None]
-        if block.problem or not asked or not _repeats(step, number):
+        if block.called_again or not asked or not _repeats(step, number):
             continue
         found[number] = Recompute(
             stop=max(item.made for item in kept),
@@ -123,66 +131,75 @@ class CheckpointedStep:
 
 
 @dataclass(kw_only=True)
-class _Row:
-    """An operator to be: `call` is recorded, None for one that only holds."""
-
-    name: str
-    place: int
-    phase: Phase
-    call: EagerCall | None
-    cost: Cost
-    reads: set[int]
-    writes: tuple[int, ...] = ()
-
-
-@dataclass(kw_only=True)
 class _Composer:
     """Puts the operators of a plan together."""
 
     priced: PricedStep
     plan: CheckpointPlan
-    rows: list[_Row] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    """For each operator, the recorded call that it belongs to or precedes."""
     copies: dict[int, dict[int, int]] = field(default_factory=dict)
     """For each wrapped block, the values that its recomputation makes, by those that it made first."""
     states: dict[int, int] = field(default_factory=dict)
     """For each wrapped block, the value that is the generator's state."""
-    copied: list[int] = field(default_factory=list)
-    """For each value beyond the recorded ones, the one that it is made like, or `_STATE`."""
 
     def __post_init__(self) -> None:
-        self.step, self.recompute, self.costs = self.priced.step, self.priced.recompute, self.priced.costs
+        self.step, self.recompute = self.priced.step, self.priced.recompute
+        self.values = list(zip(self.step.sizes, self.step.specs, strict=True))
+        """Size and form of each value: the recorded ones first."""
+        self.block_of = {value: call.block for call in self.step.calls for value in call.writes}
 
-    def compose(self) -> list[_Row]:
+    def compose(self) -> None:
+        """Make the operators, in order."""
         step = self.step
         starting = {step.blocks[number].start: number for number in self.plan}
-        self.block_of = {value: call.block for call in step.calls for value in call.writes}
-        held: dict[int, set[int]] = {}
-        for value, at in enumerate(step.held):
-            if at is not None:
-                held.setdefault(at, set()).add(value)
-        released = self._released()
-        due: dict[int, list[int]] = {}
+        due: defaultdict[int, list[int]] = defaultdict(list)
+        state_size = state_bytes("cpu") if step.device == "cpu" else 0  # the state stays in main memory
         for number in self.plan:
-            due.setdefault(self.recompute[number].trigger, []).append(number)
+            due[self.recompute[number].trigger].append(number)
+            self.copies[number] = self._copies_of(number)
+            self.states[number] = self._new_value(state_size, TensorSpec(shape=(), stride=(), dtype="uint8"))
+        self.held = self._held()
         for at, call in enumerate(step.calls):
-            for number in due.get(at, ()):
-                self._recompute(number, held)
+            for number in due[at]:
+                self._recompute(number)
             if at in starting:
                 self._begin(starting[at], Phase.FORWARD)
             phase = Phase.FORWARD if at < step.border else Phase.BACKWARD
-            row = _Row(
-                name=f"{at}",
-                place=at,
+            reads = self.held[at] | {self._read(item) for item in call.reads}
+            self._add(f"{at}", at, phase, self.priced.costs[at], reads, call.writes, call)
+
+    def _add(
+        self,
+        name: str,
+        place: int,
+        phase: Phase,
+        cost: Cost,
+        reads: set[int],
+        writes: tuple[int, ...],
+        call: EagerCall | None = None,
+    ) -> None:
+        """Add an operator; without a recorded call it only holds what it reads."""
+        default = Implementation(
+            name="default",
+            reads=tuple(sorted(reads - set(writes))),
+            writes=writes,
+            call=None if call is None else call.call,
+        )
+        self.operators.append(
+            Operator(
+                name=name,
+                family=HELD if call is None else call.name,
                 phase=phase,
-                call=call,
-                cost=self.costs[at],
-                reads={self._read(item) for item in call.reads},
-                writes=call.writes,
+                implementations=(default,),
+                rerunnable=False,
+                module="" if call is None else call.module,
             )
-            row.reads |= held.get(at, set()) - set(call.writes)
-            row.reads |= {value for value in released.get(at, ()) if value not in call.writes}
-            self.rows.append(row)
-        return self.rows
+        )
+        self.costs.append(cost)
+        self.places.append(place)
 
     def _read(self, item: tuple[int, int | None]) -> int:
         """The value behind a read: of what autograd kept in a wrapped block, the recomputed one."""
@@ -190,24 +207,19 @@ class _Composer:
         block = OUTSIDE_BLOCKS if kept is None else self.step.kept[kept].block
         return self.copies.get(block, {}).get(value, value)
 
-    def _released(self) -> dict[int, list[int]]:
-        """Values to hold up to a call: those that autograd keeps, and the inputs of wrapped blocks."""
-        until: dict[int, list[int]] = {}
+    def _held(self) -> defaultdict[int, set[int]]:
+        """Values to hold up to a call, by the code, by autograd, or as inputs of wrapped blocks."""
+        until: defaultdict[int, set[int]] = defaultdict(set)
+        for value, last in enumerate(self.step.held):
+            if last is not None:
+                until[last].add(value)
         for number in self.plan:
-            self.copies[number] = self._copies_of(number)
-            self.states[number] = self._new_value(_STATE)
-            held = until.setdefault(self.recompute[number].release, [])
-            held += [*self.step.blocks[number].inputs, self.states[number]]
+            until[self.recompute[number].release] |= {*self.step.blocks[number].inputs, self.states[number]}
         for kept in self.step.kept:
             at = (len(self.step.calls) if kept.released is None else kept.released) - 1
-            if kept.value is None or at < self.step.border:
-                continue
-            if kept.block in self.plan:
-                if at < self.recompute[kept.block].trigger:
-                    continue
-                until.setdefault(at, []).append(self.copies[kept.block].get(kept.value, kept.value))
-            else:
-                until.setdefault(at, []).append(kept.value)
+            first = self.recompute[kept.block].trigger if kept.block in self.plan else self.step.border
+            if kept.value is not None and at >= first:
+                until[at].add(self.copies.get(kept.block, {}).get(kept.value, kept.value))
         return until
 
     def _copies_of(self, number: int) -> dict[int, int]:
@@ -215,12 +227,12 @@ class _Composer:
         for at in range(self.step.blocks[number].start, self.recompute[number].stop):
             if at not in self.plan[number]:
                 for value in self.step.calls[at].writes:
-                    copies[value] = self._new_value(value)
+                    copies[value] = self._new_value(*self.values[value])
         return copies
 
-    def _new_value(self, like: int) -> int:
-        self.copied.append(like)
-        return len(self.step.sizes) + len(self.copied) - 1
+    def _new_value(self, size_bytes: int, spec: TensorSpec) -> int:
+        self.values.append((size_bytes, spec))
+        return len(self.values) - 1
 
     def _begin(self, number: int, phase: Phase) -> None:
         """Begin a block: note the generator's state the first time, and take the time of selective contexts."""
@@ -230,77 +242,52 @@ class _Composer:
             cost = Cost(latency_ms=ms, workspace_bytes=0)
         forward = phase is Phase.FORWARD
         place = self.step.blocks[number].start if forward else self.recompute[number].trigger
-        writes = (self.states[number],) if forward else ()
-        name = f"{number}.begin.{phase}"
-        self.rows.append(
-            _Row(name=name, place=place, phase=phase, call=None, cost=cost, reads=set(), writes=writes)
-        )
+        self._add(f"{number}.begin.{phase}", place, phase, cost, set(), (self.states[number],) if forward else ())
 
-    def _recompute(self, number: int, held: Mapping[int, set[int]]) -> None:
+    def _recompute(self, number: int) -> None:
         """Add what runs again of a block."""
-        block, copies = self.step.blocks[number], self.copies[number]
+        block, place, copies = self.step.blocks[number], self.recompute[number].trigger, self.copies[number]
         self._begin(number, Phase.BACKWARD)
         for at in range(block.start, self.recompute[number].stop):
-            call, saved = self.step.calls[at], at in self.plan[number]
-            own = {value for value in held.get(at, ()) if self.block_of[value] == number} - set(call.writes)
-            reads = set(call.writes) if saved else {copies.get(value, value) for value, _ in call.reads}
-            self.rows.append(
-                _Row(
-                    name=f"{at}.{'taken' if saved else 'again'}",
-                    place=self.recompute[number].trigger,
-                    phase=Phase.BACKWARD,
-                    call=None if saved else call,
-                    cost=_NOTHING if saved else self.costs[at],
-                    reads=reads | {copies.get(value, value) for value in own},
-                    writes=() if saved else tuple(copies[value] for value in call.writes),
-                )
-            )
+            call = self.step.calls[at]
+            own = {copies.get(value, value) for value in self.held[at] if self.block_of.get(value) == number}
+            if at in self.plan[number]:
+                self._add(f"{at}.taken", place, Phase.BACKWARD, _NOTHING, own | set(call.writes), ())
+                continue
+            reads = own | {copies.get(value, value) for value, _ in call.reads}
+            writes = tuple(copies[value] for value in call.writes)
+            self._add(f"{at}.again", place, Phase.BACKWARD, self.priced.costs[at], reads, writes, call)
 
 
 def checkpointed(priced: PricedStep, plan: CheckpointPlan) -> CheckpointedStep:
     """The operator graph of a plan, with costs. It wraps only blocks that can be checkpointed."""
     step, composer = priced.step, _Composer(priced=priced, plan=plan)
-    rows = composer.compose()
-    backward = {value for row in rows if row.phase is Phase.BACKWARD for value in row.writes}
+    composer.compose()
+    backward = {
+        value for operator in composer.operators if operator.phase is Phase.BACKWARD for value in operator.writes
+    }
     values = []
-    for value, of in enumerate((*range(len(step.sizes)), *composer.copied)):
+    for value, (size_bytes, spec) in enumerate(composer.values):
         kind = ValueKind.GRADIENT if value in backward else ValueKind.ACTIVATION
         if value in step.gradients:
             kind = ValueKind.PARAM_GRAD
         elif value < len(step.sizes) and step.held[value] is None:
             kind = ValueKind.OUTPUT
-        if of == _STATE:
-            size = state_bytes("cpu") if step.device == "cpu" else 0  # the state stays in main memory
-            values.append(Value(name=f"v{value}", kind=kind, size_bytes=size, dtype="uint8"))
-            continue
-        spec = step.specs[of]
-        values.append(
-            Value(name=f"v{value}", kind=kind, size_bytes=step.sizes[of], shape=spec.shape, dtype=spec.dtype)
-        )
+        values.append(Value(name=f"v{value}", kind=kind, size_bytes=size_bytes, shape=spec.shape, dtype=spec.dtype))
     graph = OperatorGraph(
         name=step.name,
-        operators=tuple(map(_operator, rows)),
+        operators=tuple(composer.operators),
         values=tuple(values),
         resident=step.resident,
         inputs=step.inputs,
         device=step.device,
     )
     profile = Profile(
-        graph=graph, device=step.device, kind=ProfileKind.MEASURED, costs=tuple((row.cost,) for row in rows)
+        graph=graph,
+        device=step.device,
+        kind=ProfileKind.MEASURED,
+        costs=tuple((cost,) for cost in composer.costs),
     )
     profile = with_additions(profile, priced.options)
-    places = [row.place for row in rows]
-    places += [len(step.calls) - 1] * (len(profile.costs) - len(rows))
-    return CheckpointedStep(profile=profile, places=tuple(places))
-
-
-def _operator(row: _Row) -> Operator:
-    reads = tuple(sorted(row.reads - set(row.writes)))
-    default = Implementation(
-        name="default", reads=reads, writes=row.writes, call=None if row.call is None else row.call.call
-    )
-    family = HELD if row.call is None else row.call.name
-    module = "" if row.call is None else row.call.module
-    return Operator(
-        name=row.name, family=family, phase=row.phase, implementations=(default,), rerunnable=False, module=module
-    )
+    added = len(profile.costs) - len(composer.costs)
+    return CheckpointedStep(profile=profile, places=(*composer.places, *[len(step.calls) - 1] * added))

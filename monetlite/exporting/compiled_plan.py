@@ -18,13 +18,13 @@ from monetlite.core.errors import ModelError
 from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, format_ms
-from monetlite.exporting.plan_file import comments, literal, told
+from monetlite.exporting.plan_file import module_text, told
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
 from monetlite.fx.torch_internals.torch_inductor import inductor_backend
 from monetlite.fx.torch_internals.torch_messages import messages_left_out
 from monetlite.fx.torch_internals.torch_partitioner import partitioned_by
-from monetlite.planning.compile_budget import UNASKED, Backend, PartitionSolver
+from monetlite.planning.compile_budget import UNASKED, PartitionSolver
 from monetlite.tracing.capture import faked, without_meta
 from monetlite.tracing.refusals import explain, own_error
 from monetlite.tracing.step_inputs import Inputs, split_inputs
@@ -56,13 +56,12 @@ def compile_plan(
     device: str,
     *,
     outputs: str = LOSS_ONLY,
-    backend: Backend | None = None,
 ) -> CompiledPlan:
     """Find what `torch.compile`'s partitioner should compute again within a budget.
 
     Args:
         model: in training mode; on the meta device it stands for one on `device`.
-        example_inputs: as in `trace`. outputs, backend: as in `compile_within`.
+        example_inputs: as in `trace`. outputs: as in `compile_within`.
 
     Raises:
         InfeasibleBudget: no choice fits. TraceError: the model can't be captured as one graph.
@@ -74,7 +73,7 @@ def compile_plan(
         torch.Tensor, lambda tensor: faked(tensor, mode, stand_in), split_inputs(example_inputs)
     )
     solver, found = PartitionSolver(budget_bytes, outputs), list[CompiledPlan]()
-    compile_graph = backend or inductor_backend()
+    compile_graph = inductor_backend()
 
     def choose(graph: fx.Graph, node_info: Any, nodes: Sequence[fx.Node]) -> list[int]:
         again = set(solver.choose(graph, node_info, nodes))
@@ -169,21 +168,13 @@ def compiled_text(plan: CompiledPlan, schedule: Schedule, module: str = "plan") 
         "The model has to be captured as one graph. torch's partitioner asks for this answer through an interface",
         "that is there from torch 2.13 on and may change. Dropout is as torch.compile has it.",
     ]
-    data = "\n".join(
-        [
-            "# Results that the partitioner asks about, in the order of its graph.",
-            f"NODES = {literal(plan.nodes)}",
-            "",
-            "# Those of them that the backward program computes again.",
-            f"AGAIN = {literal(plan.again)}",
-            "",
-            "# Bytes.",
-            f"PREDICTED = {literal(compiled_facts(plan))}",
-            "",
-        ]
-    )
+    constants = [
+        ("Results that the partitioner asks about, in the order of its graph.", "NODES", plan.nodes),
+        ("Those of them that the backward program computes again.", "AGAIN", plan.again),
+        ("Bytes.", "PREDICTED", compiled_facts(plan)),
+    ]
     digest = hashlib.sha256(repr((plan.nodes, plan.again)).encode()).hexdigest()
-    return comments(head) + _CODE.format(data=data, digest=digest)
+    return module_text(head, constants, _CODE, digest=digest)
 
 
 def compiled_facts(plan: CompiledPlan) -> dict[str, int]:

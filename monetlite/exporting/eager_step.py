@@ -7,17 +7,16 @@ everything that autograd would keep is dropped. A tensor that lives on is then h
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.core.graph import ALL_OUTPUTS, LOSS_ONLY, Argument, Call, Resident, TensorRef, TensorSpec
-from monetlite.exporting.weightless_run import Contents, changed_arguments, weightless_copy
+from monetlite.core.graph import ALL_OUTPUTS, LOSS_ONLY, Call, Resident, TensorRef, TensorSpec
+from monetlite.exporting.weightless_run import Contents, changed_arguments, tensors_among, weightless_copy
 from monetlite.fx.call_encoding import encode_arguments, spec_of
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import (
@@ -40,23 +39,24 @@ class EagerCall:
     """A kernel that the step runs.
 
     Attributes:
-        call: with its arguments; name: of the operator with its overload, as the dispatcher has it.
+        call: with its arguments; its target is the operator with its overload, as the dispatcher names it.
         block: that runs it, by position; `OUTSIDE_BLOCKS` if none does, and in the backward pass.
-        occurrence: number of calls of the same operator before it in the block.
         reads: values, and for what autograd kept the number of the `Kept`, as (value, number or None).
         writes: values. changes: values and resident tensors that it changes in place; None stands for the latter.
         draws: draws random numbers.
     """
 
-    name: str
     call: Call
     block: int
-    occurrence: int
     reads: tuple[tuple[int, int | None], ...]
     writes: tuple[int, ...]
     changes: tuple[int | None, ...]
     draws: bool
     module: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.call.target
 
 
 @dataclass(kw_only=True)
@@ -82,15 +82,15 @@ class ModuleBlock:
     Attributes:
         path: its name in the model. start, end: the calls that it makes, the latter excluded.
         inputs: values that it is called with. dispatched: operators that it calls, views among them.
-        problem: reason for which it can't be checkpointed; empty if it can.
+        called_again: the step calls it more than once, so that it can't be checkpointed.
     """
 
     path: str
-    start: int = 0
+    start: int
+    inputs: tuple[int, ...]
     end: int = 0
-    inputs: tuple[int, ...] = ()
     dispatched: int = 0
-    problem: str = "is not called in this step"
+    called_again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,29 +169,21 @@ def record_step(
         loss = objective(output)
         held = output if outputs == ALL_OUTPUTS else None
         del output
-        recorder.begin_backward()
+        recorder.border = len(recorder.calls)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         del loss
     del held
-    leaves = [
-        *copied.parameters(),
-        *(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)),
-    ]
+    leaves = [*copied.parameters(), *tensors_among((args, kwargs))]
     gradients = recorder.values_of(item.grad for item in leaves if item.is_leaf and item.grad is not None)
-    called = [at for at, block in enumerate(recorder.blocks) if block.end]
-    called.sort(key=lambda at: recorder.blocks[at].start)
-    place = {OUTSIDE_BLOCKS: OUTSIDE_BLOCKS, **{before: at for at, before in enumerate(called)}}
-    for item in recorder.kept:
-        item.block = place[item.block]
     return EagerStep(
-        calls=tuple(replace(call, block=place[call.block]) for call in recorder.calls),
+        calls=tuple(recorder.calls),
         border=recorder.border,
         sizes=tuple(recorder.sizes),
         specs=tuple(recorder.specs),
         kept=tuple(recorder.kept),
         held=tuple(recorder.held),
         gradients=gradients,
-        blocks=tuple(recorder.blocks[at] for at in called),
+        blocks=tuple(recorder.blocks),
         resident=resident_bytes(model, tensors),
         name=type(model).__name__,
         device=here,
@@ -207,11 +199,10 @@ def _input(tensor: torch.Tensor, contents: Contents, device: str) -> torch.Tenso
 
 
 class _Saved:
-    """Stands for a tensor that autograd keeps. It has the tensor's layout and, if that is resident, the tensor."""
+    """Stands for a tensor that autograd keeps: its layout, and a resident tensor or a copy of contents."""
 
-    def __init__(self, number: int, tensor: torch.Tensor, resident: bool, contents: torch.Tensor | None) -> None:
-        self.number = number
-        self.tensor = tensor if resident else contents
+    def __init__(self, number: int, tensor: torch.Tensor, kept: torch.Tensor | None) -> None:
+        self.number, self.tensor = number, kept
         self.layout = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
         self.size = tensor.untyped_storage().nbytes() // max(1, tensor.element_size())
 
@@ -234,10 +225,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self._living: dict[int, Any] = {}
         """Weak references to those storages."""
         self._lacking: set[int] = set()
-        self._counts: list[Counter[str]] = []
-        self._inside: list[int] = []
-        self._aside = False
-        self._backward = False
+        self._block = OUTSIDE_BLOCKS
 
     @contextlib.contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
@@ -248,49 +236,43 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             yield
             self._note_deaths()
 
-    def begin_backward(self) -> None:
-        self.border = len(self.calls)
-        self._backward = True
-
     def values_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
         """Values that tensors are of."""
         keys = [storage_key(tensor) for tensor in tensors]
         return frozenset(self._value_of[key][0] for key in keys if key in self._value_of)
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        number, forward = len(self.blocks), module.forward
-        block = ModuleBlock(path=name)
-        self.blocks.append(block)
-        self._counts.append(Counter())
+        forward, number = module.forward, OUTSIDE_BLOCKS
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            nonlocal number
+            if self._block != OUTSIDE_BLOCKS:
                 return forward(*args, **kwargs)
-            if block.end:
-                block.problem = "is called more than once in a step"
+            if number == OUTSIDE_BLOCKS:
+                number = len(self.blocks)
+                inputs = tuple(self.values_of(tensors_among((args, kwargs))))
+                self.blocks.append(ModuleBlock(path=name, start=len(self.calls), inputs=inputs))
             else:
-                tensors = (item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
-                block.start, block.inputs, block.problem = len(self.calls), tuple(self.values_of(tensors)), ""
-            self._inside.append(number)
+                self.blocks[number].called_again = True
+            self._block = number
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._inside.pop()
-                block.end = max(1, len(self.calls))
+                self._block = OUTSIDE_BLOCKS
+                self.blocks[number].end = len(self.calls)
 
         module.forward = watched
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        key = storage_key(tensor)
-        value = self._value_of.get(key, (None, None))[0]
-        kept = Kept(value=value, block=self._block(), made=len(self.calls))
+        value = self._value(tensor)
+        kept = Kept(value=value, block=self._block, made=len(self.calls))
         contents = None
-        if value is not None and key not in self._lacking:
+        if value is not None and storage_key(tensor) not in self._lacking:
             with without_modes():
                 layout = tensor.shape, tensor.stride()
                 contents = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)
                 contents.copy_(tensor.detach())
-        saved = _Saved(len(self.kept), tensor.detach() if value is None else tensor, value is None, contents)
+        saved = _Saved(len(self.kept), tensor, tensor.detach() if value is None else contents)
         self.kept.append(kept)
         weakref.finalize(saved, self._release, kept)
         return saved
@@ -315,13 +297,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self._follow(made, kept.value, saved.number)
         return made
 
+    def _value(self, tensor: torch.Tensor) -> int | None:
+        """The value that a tensor is of; None for a resident tensor."""
+        return self._value_of.get(storage_key(tensor), (None, None))[0]
+
     def _follow(self, tensor: torch.Tensor, value: int, kept: int | None) -> None:
         key = storage_key(tensor)
         self._value_of[key] = value, kept
         self._living[key] = weak_storage(tensor)
-
-    def _block(self) -> int:
-        return self._inside[-1] if self._inside else OUTSIDE_BLOCKS
 
     def _note_deaths(self) -> None:
         for key in [key for key, reference in self._living.items() if reference.expired()]:
@@ -336,31 +319,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self._note_deaths()
         if not isinstance(operator, OpOverload):
             raise TraceError(f"{operator} is no operator of the dispatcher, so the step can't be recorded")
-        if self._inside:
-            self.blocks[self._inside[-1]].dispatched += 1
+        if self._block != OUTSIDE_BLOCKS:
+            self.blocks[self._block].dispatched += 1
         result = self.contents.run(operator, args, kwargs, self._lacking)
         self._note(operator, args, kwargs, result)
         return result
 
     def _note(self, operator: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call that makes storages or changes tensors; any other is a view, or a look at a number."""
-        operands = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-        keys = {storage_key(item) for item in operands}
-        made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
-        fresh = [item for item in made if storage_key(item) not in keys and storage_key(item) not in self._value_of]
-        changed = self._changed(operator, args, kwargs)
-        if not fresh and not changed:
-            return
-        block, name = self._block(), str(operator)
-        occurrence = 0
-        if block != OUTSIDE_BLOCKS:
-            occurrence = self._counts[block][name]
-            self._counts[block][name] += 1
+        keys = set(map(storage_key, tensors_among((args, kwargs))))
         reads = {self._value_of[key] for key in keys if key in self._value_of}
+        changed = [self._value(item) for item in tensors_among(changed_arguments(operator, args, kwargs))]
         outputs: list[str | None] = []
         writes: list[int] = []
-        for item in made:
-            if not any(item is other for other in fresh) or storage_key(item) in self._value_of:
+        for item in tensors_among(result):
+            if storage_key(item) in keys or storage_key(item) in self._value_of:
                 outputs.append(None)
                 continue
             value = len(self.sizes)
@@ -370,41 +343,33 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             self._follow(item, value, None)
             outputs.append(f"v{value}")
             writes.append(value)
+        if not writes and not changed:
+            return
         self.calls.append(
             EagerCall(
-                name=name,
                 call=Call(
-                    target=name,
-                    args=tuple(map(self._encoded, args)),
+                    target=str(operator),
+                    args=self._encoded(args),
                     kwargs=tuple((key, self._encoded(item)) for key, item in kwargs.items()),
                     outputs=tuple(outputs),
                 ),
-                block=block,
-                occurrence=occurrence,
+                block=self._block,
                 reads=tuple(sorted(reads, key=str)),
                 writes=tuple(writes),
                 changes=tuple(changed),
                 draws=_draws(operator, args, kwargs),
-                module=self.blocks[block].path if block != OUTSIDE_BLOCKS else "",
+                module="" if self._block == OUTSIDE_BLOCKS else self.blocks[self._block].path,
             )
         )
 
-    def _changed(self, operator: OpOverload, args: Any, kwargs: Any) -> list[int | None]:
-        return [
-            self._value_of.get(storage_key(item), (None, None))[0]
-            for item in pytree.tree_leaves(changed_arguments(operator, args, kwargs))
-            if isinstance(item, torch.Tensor)
-        ]
-
-    def _encoded(self, argument: Any) -> Argument:
+    def _encoded(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
-            key = storage_key(argument)
-            value = self._value_of.get(key, (None, None))[0]
-            return TensorRef(node=f"r{key}" if value is None else f"v{value}", value=value, spec=spec_of(argument))
+            value = self._value(argument)
+            node = f"r{storage_key(argument)}" if value is None else f"v{value}"
+            return TensorRef(node=node, value=value, spec=spec_of(argument))
         if isinstance(argument, tuple | list):
             return tuple(map(self._encoded, argument))
-        encoded: Argument = encode_arguments(argument, lambda _: None)
-        return encoded
+        return encode_arguments(argument, lambda _: None)
 
 
 def _draws(operator: OpOverload, args: Any, kwargs: Any) -> bool:

@@ -6,7 +6,7 @@ it, or escaped in a comment. Nothing that they say is run.
 
 import pprint
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -124,22 +124,14 @@ def _run(layer, forward, name, saved, *args, **kwargs):
 def plan_text(exported: ExportedPlan, schedule: Schedule, target: Target, module: str = "plan") -> str:
     """The text of a plan's file, which is imported as a module of that name."""
     layers, saved = _tables(exported.step, exported.found.plan)
-    data = "\n".join(
-        [
-            "# Layers that are wrapped, and which of SAVED each has.",
-            f"LAYERS = {literal(layers)}",
-            "",
-            "# By operator: how often a layer calls it, and which of these calls, from 0 on, are saved.",
-            "# All else is recomputed.",
-            f"SAVED = {literal(saved)}",
-            "",
-            "# Bytes and milliseconds.",
-            f"PREDICTED = {literal(predicted(exported, schedule))}",
-            "",
-        ]
-    )
+    operators = "By operator: how often a layer calls it, and which of these calls, from 0 on, are saved."
+    constants = [
+        ("Layers that are wrapped, and which of SAVED each has.", "LAYERS", layers),
+        (f"{operators}\nAll else is recomputed.", "SAVED", saved),
+        ("Bytes and milliseconds.", "PREDICTED", predicted(exported, schedule)),
+    ]
     head = [*_facts(exported, schedule), "", *_USE[target].format(module=module).splitlines(), ""]
-    return comments([*head, *_notes(exported.step, exported.found.plan)]) + _CODE.format(data=data)
+    return module_text([*head, *_notes(exported.step, exported.found.plan)], constants, _CODE)
 
 
 def predicted(exported: ExportedPlan, schedule: Schedule) -> dict[str, Any]:
@@ -163,10 +155,13 @@ def _tables(
     layers: dict[str, int] = {}
     for number, saved in plan.items():
         block = step.blocks[number]
-        counts = Counter(call.name for call in step.calls[block.start : block.end])
+        counts: Counter[str] = Counter()
         places: dict[str, list[int]] = {}
-        for at in sorted(saved):
-            places.setdefault(step.calls[at].name, []).append(step.calls[at].occurrence)
+        for at in range(block.start, block.end):
+            name = step.calls[at].name
+            if at in saved:
+                places.setdefault(name, []).append(counts[name])
+            counts[name] += 1
         kind = {name: (counts[name], tuple(of)) for name, of in sorted(places.items())}
         if kind not in kinds:
             kinds.append(kind)
@@ -219,16 +214,19 @@ def _notes(step: EagerStep, plan: CheckpointPlan) -> list[str]:
     return notes
 
 
-def comments(lines: Iterable[str]) -> str:
-    """Lines as comments."""
+def module_text(head: Iterable[str], constants: Iterable[tuple[str, str, Any]], code: str, **more: str) -> str:
+    """The text of a module: comments, and code in whose place `data` stand constants (comment, name, value)."""
+    data = [
+        f"{_comments(comment.splitlines())}{name} = {pprint.pformat(value, width=110, sort_dicts=False)}\n"
+        for comment, name, value in constants
+    ]
+    return _comments(head) + code.format(data="\n".join(data), **more)
+
+
+def _comments(lines: Iterable[str]) -> str:
     return "".join(f"# {line}".rstrip() + "\n" for line in lines)
 
 
 def told(text: str) -> str:
     """Text for a comment: on one line, without characters that a terminal acts on."""
     return "".join(item if item.isprintable() else ascii(item)[1:-1] for item in text)
-
-
-def literal(data: Mapping[str, Any] | tuple[Any, ...]) -> str:
-    """Data as Python writes it down."""
-    return pprint.pformat(data, width=110, sort_dicts=False)

@@ -43,21 +43,19 @@ class Contents:
         Raises:
             TraceError: the operator looks at contents that there are none of.
         """
-        operands = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-        unknown = any(storage_key(item) in lacking or storage_key(item) in self._empty for item in operands)
+        operands = map(storage_key, tensors_among((args, kwargs)))
+        unknown = any(key in lacking or key in self._empty for key in operands)
         if torch.Tag.inplace_view in operator.tags:
             return operator(*args, **kwargs)
         fakes, result = self._faked(operator, args, kwargs, unknown)
         schema = schema_of(operator)
         if fakes is None or (not schema.is_mutable and _only_views(result, fakes)):
             return operator(*args, **kwargs)
-        made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
-        if not unknown and sum(item.untyped_storage().nbytes() for item in made) <= COMPUTED_BYTES:
+        made_bytes = sum(item.untyped_storage().nbytes() for item in tensors_among(result))
+        if not unknown and made_bytes <= COMPUTED_BYTES:
             return operator(*args, **kwargs)
         changed = changed_arguments(operator, args, kwargs)
-        for item in pytree.tree_leaves(changed):
-            if isinstance(item, torch.Tensor):
-                lacking.add(storage_key(item))
+        lacking.update(map(storage_key, tensors_among(changed)))
         if not schema.returns:
             return None
         returned = iter(changed)
@@ -103,6 +101,11 @@ class Contents:
             return None, None
 
 
+def tensors_among(structure: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments or results."""
+    return [item for item in pytree.tree_leaves(structure) if isinstance(item, torch.Tensor)]
+
+
 def weightless_copy(model: nn.Module, contents: Contents, device: str) -> nn.Module:
     """A copy of a model whose weights have no memory. Small buffers keep their contents."""
     memo: dict[int, Any] = {}
@@ -124,7 +127,7 @@ def _untouched(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _only_views(result: Any, operands: set[int]) -> bool:
-    made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
+    made = tensors_among(result)
     return bool(made) and all(storage_key(item) in operands for item in made)
 
 

@@ -57,37 +57,6 @@ _HEADS = (
     _Head("CAUSAL_LM", "AutoModelForCausalLM"),
     _Head("SEQUENCE_CLASSIFICATION", "AutoModelForSequenceClassification", label_per_token=False),
 )
-_LARGE = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}
-_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    # Names that are no model's own. The numbers are those of the published configurations.
-    "bert-large": ("bert", _LARGE),
-    "vit-large": ("vit", _LARGE),
-    "llama-1b": (
-        "llama",
-        {
-            "vocab_size": 128_256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 131_072,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "efficientnet-b0": (
-        "efficientnet",
-        {
-            "image_size": 224,
-            "width_coefficient": 1.0,
-            "depth_coefficient": 1.0,
-            "hidden_dim": 1280,
-            "dropout_rate": 0.2,
-        },
-    ),
-}
-
 _ADAPTED = re.compile(r"(.+)\+lora([1-9][0-9]{0,3})")
 
 
@@ -129,7 +98,7 @@ def check_library_name(library: str, name: str) -> None:
     known = names_in_source(library)
     if library == "hf":
         name, _ = split_adapters(name)
-        if local_path(name) or name in _SIZES or find_published(name):
+        if local_path(name) or find_published(name):
             return
         if _looks_like_path(name):
             raise ModelError(
@@ -145,8 +114,8 @@ def check_library_name(library: str, name: str) -> None:
 def has_name(library: str, name: str) -> bool:
     """True if a library is installed and its source lists a model of this name."""
     try:
-        hf = library == "hf" and (name in _SIZES or find_published(name) is not None)
-        return hf or name in (names_in_source(library) or ())
+        published = library == "hf" and find_published(name) is not None
+        return published or name in (names_in_source(library) or ())
     except ModelError:
         return False
 
@@ -157,7 +126,6 @@ def _unknown(library: str, name: str, known: Iterable[str]) -> ModelError:
         return ModelError(f"{library} has no {kind} {name!r}{close_matches(name, known, f'{library}:')}")
     last = name.rpartition("/")[2].lower()
     hint = close_matches(last, published_models(), "hf:")
-    known = [*known, *_SIZES]
     prefixes = [kind for kind in known if last.startswith(kind)]
     if not hint:
         hint = f"; did you mean hf:{max(prefixes, key=len)}?" if prefixes else close_matches(last, known, "hf:")
@@ -277,9 +245,6 @@ def _config(transformers: Any, name: str, path: str) -> Any:
             return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         if name in known:
             return transformers.AutoConfig.for_model(name)
-        if name in _SIZES:
-            model_type, sizes = _SIZES[name]
-            return transformers.AutoConfig.for_model(model_type, **sizes)
         if published := find_published(name):
             return transformers.AutoConfig.for_model(**published.config)
         if not _looks_like_path(name):

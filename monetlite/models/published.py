@@ -15,7 +15,7 @@ class PublishedModel:
     """A published model.
 
     Attributes:
-        hub_name: its name on the hub, as `from_pretrained` takes it.
+        hub_name: its name on the hub, as `from_pretrained` takes it; without a slash, a name that only we know.
         millions: its parameters, in millions, as published.
         config: arguments of transformers' `AutoConfig.for_model`, of which the first is `model_type`.
     """

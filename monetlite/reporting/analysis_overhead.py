@@ -67,13 +67,14 @@ def overhead_shares(analysis: Analysis) -> tuple[OverheadShare, ...]:
     waiting: dict[str, tuple[int, int, float]] = {}
     for (index, choice), latency_ms in zip(plain.timeline.steps, plain.timeline.latencies_ms, strict=True):
         waiting[plain.graph.operators[index].name] = (index, choice, latency_ms)
-    again: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    ran: set[int] = set()
-    for (index, choice), latency_ms in zip(scheduled.timeline.steps, scheduled.timeline.latencies_ms, strict=True):
-        if index in ran:
-            again[index, choice].append(latency_ms)
+    repeated: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    timeline = scheduled.timeline
+    for (index, choice), latency_ms, again in zip(
+        timeline.steps, timeline.latencies_ms, scheduled.again, strict=True
+    ):
+        if again:
+            repeated[index, choice].append(latency_ms)
             continue
-        ran.add(index)
         there = waiting.pop(scheduled.graph.operators[index].name, None)
         if there is None:
             add(scheduled.profile, index, choice, Cause.ADDED, latency_ms)
@@ -81,7 +82,7 @@ def overhead_shares(analysis: Analysis) -> tuple[OverheadShare, ...]:
         extra_ms = latency_ms - there[2]
         cause = Cause.SLOWER if extra_ms > 0 else Cause.FASTER
         add(scheduled.profile, index, choice, Cause.LAYOUT if choice == there[1] else cause, extra_ms)
-    for (index, choice), latencies_ms in again.items():
+    for (index, choice), latencies_ms in repeated.items():
         add(scheduled.profile, index, choice, Cause.RECOMPUTED, math.fsum(latencies_ms), len(latencies_ms))
     for index, choice, latency_ms in waiting.values():
         add(plain.profile, index, choice, Cause.LEFT_OUT, -latency_ms)

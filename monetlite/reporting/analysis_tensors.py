@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from monetlite.core.graph import Implementation, Phase, ValueKind
+from monetlite.core.graph import Phase, ValueKind
 from monetlite.core.step_analysis import Fate, Holding, StepAnalysis
-from monetlite.core.steps import Lifetime, Step, plain_steps
+from monetlite.core.steps import Lifetime, Step, plain_steps, step_number
 
 LARGEST_TENSORS = 10
 LARGEST_AT_PEAK = 5
@@ -26,7 +26,7 @@ class PeakStep:
     """The step that needs the most memory.
 
     Attributes:
-        memory_bytes: its memory; step: its position among `steps`.
+        memory_bytes: its memory; step: its number among `steps`.
         operator, implementation: that run there; again: the operator ran before; backward: it is past the border.
         held_bytes: `memory_bytes` by purpose.
         own_bytes: of those, the operator's own inputs, results and workspace.
@@ -50,7 +50,8 @@ class TensorStay:
     """One stay of a tensor in memory.
 
     Attributes:
-        begin, end: the step that writes it, and the last that it is there at; writer, until: their operators.
+        begin, end: numbers of the step that writes it, and of the last that it is there at; writer, until: their
+            operators.
         readers: operators that read it in between, in order.
         before: in the backward part, the next backward operator, for which it is computed.
         latency_ms: of the run at `begin`.
@@ -112,11 +113,11 @@ def peak_step_of(side: StepAnalysis) -> PeakStep:
 
     return PeakStep(
         memory_bytes=timeline.memory_bytes[at],
-        step=at,
+        step=step_number(at),
         steps=len(timeline.steps),
         operator=operator.name,
         implementation=implementation.name,
-        again=any(earlier == index for earlier, _ in timeline.steps[:at]),
+        again=side.again[at],
         backward=at >= side.timeline.border,
         held_bytes=side.peak_bytes_of,
         own_bytes=side.peak_bytes_of[Holding.WORKSPACE] + sum(size(stay) for stay in there if stay.value in own),
@@ -166,8 +167,8 @@ def _stay(side: StepAnalysis, stay: Lifetime) -> TensorStay:
     operators = [side.graph.operators[index] for index, _ in side.timeline.steps]
     following = (operator.name for operator in operators[stay.begin :] if operator.phase is Phase.BACKWARD)
     return TensorStay(
-        begin=stay.begin,
-        end=stay.end,
+        begin=step_number(stay.begin),
+        end=step_number(stay.end),
         writer=operators[stay.begin].name,
         until=operators[stay.end].name,
         readers=tuple(operators[at].name for at in stay.reads),
@@ -179,16 +180,13 @@ def _stay(side: StepAnalysis, stay: Lifetime) -> TensorStay:
 
 def _spared(side: StepAnalysis, plain: tuple[Step, ...], value: int) -> tuple[SparedRead, ...]:
     """Operators that plain training's backward pass runs on a value, and the schedule without it."""
-    chosen: dict[int, list[Implementation]] = {}
-    for index, choice in side.timeline.steps:
-        chosen.setdefault(index, []).append(side.graph.operators[index].implementations[choice])
     found = []
     for index, choice in plain:
         operator = side.graph.operators[index]
         of_backward = operator.phase is Phase.BACKWARD or operator.optional
         if not of_backward or value not in operator.implementations[choice].reads:
             continue
-        ways = chosen.get(index, [])
+        ways = [operator.implementations[way] for ran, way in side.timeline.steps if ran == index]
         if not any(value in way.reads for way in ways):
             found.append(SparedRead(operator=operator.name, implementation=ways[0].name if ways else None))
     return tuple(found)

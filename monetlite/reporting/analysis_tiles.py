@@ -44,14 +44,12 @@ def tiled_runs(scheduled: StepAnalysis) -> tuple[TiledRuns, ...]:
         return taken + workspace_bytes - sum(graph.values[value].size_bytes for value in item.overwrites)
 
     groups: defaultdict[tuple[str, str, int, bool], list[tuple[int, int, bool]]] = defaultdict(list)
-    ran: set[int] = set()
-    for index, choice in scheduled.timeline.steps:
+    for (index, choice), again in zip(scheduled.timeline.steps, scheduled.again, strict=True):
         operator = graph.operators[index]
         if found := _TILES.search(operator.implementations[choice].name):
             form = _NUMBER.sub("*", operator.module)
             key = operator.family, form, int(found.group(1)), operator.phase is Phase.BACKWARD
-            groups[key].append((index, choice, index in ran))
-        ran.add(index)
+            groups[key].append((index, choice, again))
     runs = []
     for (family, form, tiles, backward), items in groups.items():
         index, choice, _ = items[0]

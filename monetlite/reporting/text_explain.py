@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -13,7 +13,6 @@ from monetlite.core.choices import DEFAULT
 from monetlite.core.graph import LAYOUTS_IN_WORDS
 from monetlite.core.schedule import Status
 from monetlite.core.step_analysis import Fate
-from monetlite.core.steps import step_in_words, step_number
 from monetlite.core.units import format_bytes, format_ms
 from monetlite.reporting.analysis import Analysis, budget_in_words
 from monetlite.reporting.analysis_alternatives import Alternative, Around, LowestPeak, StoredByOne
@@ -48,29 +47,20 @@ def explanation_facts(analysis: Analysis, around: Around) -> dict[str, Any]:
         "costs": str(scheduled.profile.kind),
         "device": scheduled.profile.device,
         "budget_bytes": schedule.budget_bytes,
-        "peak": _numbered(asdict(peak_step_of(scheduled))),
+        "peak": asdict(peak_step_of(scheduled)),
         "plain_peak_bytes": plain.peak_bytes,
         "latency_ms": scheduled.latency_ms,
         "plain_latency_ms": plain.latency_ms,
-        "tensors": [_numbered(asdict(tensor)) for tensor in largest_tensors(scheduled)],
+        "tensors": [asdict(tensor) for tensor in largest_tensors(scheduled)],
         "tiles": [asdict(runs) for runs in tiled_runs(scheduled)],
         "overhead_ms": scheduled.latency_ms - plain.latency_ms,
         "overhead": [asdict(share) for share in overhead_shares(analysis)],
         "smallest_proven_bytes": proven,
         "smallest_reached_bytes": reached,
-        "limit": around.limit and _numbered(asdict(around.limit)),
+        "limit": around.limit and asdict(around.limit),
         "more_memory": around.more and asdict(around.more),
         "less_memory": around.less and asdict(around.less),
     }
-
-
-def _numbered(facts: Any, key: str = "") -> Any:
-    """The same facts, with the numbers of steps in place of their positions."""
-    if isinstance(facts, dict):
-        return {name: _numbered(value, name) for name, value in facts.items()}
-    if isinstance(facts, list | tuple):
-        return [_numbered(value) for value in facts]
-    return step_number(facts) if key in ("step", "begin", "end") else facts
 
 
 def print_explanation(console: Console, analysis: Analysis, around: Around) -> None:
@@ -139,7 +129,7 @@ def _peak(page: ExplanationWriter, peak: PeakStep) -> None:
     page.heading("How the peak comes about")
     page.say(
         f"The peak of {format_bytes(peak.memory_bytes)} is at {_peak_operator(peak)}: "
-        f"{step_in_words(peak.step, peak.steps)}, in the {_part(peak)}. Held there:"
+        f"step {peak.step} of {peak.steps}, in the {_part(peak)}. Held there:"
     )
     _held(page, peak)
     page.say(
@@ -280,26 +270,14 @@ def _overhead(page: ExplanationWriter, analysis: Analysis) -> None:
 
 def _groups(shares: Sequence[OverheadShare]) -> list[tuple[str, list[OverheadShare]]]:
     """Shares of one cause, largest first: re-runs by module, others by family and implementation."""
-    if shares[0].cause is Cause.RECOMPUTED:
-        depth = _depth([share.module for share in shares])
-
-        def label(share: OverheadShare) -> str:
-            return ".".join(share.module.split(".")[:depth]) or "(outside of submodules)"
-    else:
-
-        def label(share: OverheadShare) -> str:
-            how = "" if share.implementation == DEFAULT else f" as {share.implementation}"
-            return f"{share.family.removeprefix('monetlite.')}{how}"
-
-    return _largest(shares, label)
-
-
-def _largest(
-    shares: Iterable[OverheadShare], label: Callable[[OverheadShare], str]
-) -> list[tuple[str, list[OverheadShare]]]:
+    depth = _depth([share.module for share in shares])
     groups: defaultdict[str, list[OverheadShare]] = defaultdict(list)
     for share in shares:
-        groups[label(share)].append(share)
+        how = "" if share.implementation == DEFAULT else f" as {share.implementation}"
+        label = f"{share.family.removeprefix('monetlite.')}{how}"
+        if share.cause is Cause.RECOMPUTED:
+            label = ".".join(share.module.split(".")[:depth]) or "(outside of submodules)"
+        groups[label].append(share)
     order = sorted(groups.items(), key=lambda item: -abs(extra_ms_of(item[1])))
     if len(order) <= MAX_ROWS:
         return order

@@ -52,9 +52,14 @@ def _way_facts(answer: CardFit, way: FitSetting) -> dict[str, Any]:
         "least_reserved_bytes": None if answer.card.name == "cpu" else way.least_reserved_bytes,
         "expandable_segments": answer.needs_expandable(way),
         "latency_ms": way.latency_ms,
-        "overhead": way.latency_ms / answer.plain.latency_ms - 1 if answer.plain.latency_ms else 0.0,
+        "overhead": _overhead_of(answer, way),
         "fits": answer.fits(way),
     }
+
+
+def _overhead_of(answer: CardFit, way: FitSetting) -> float:
+    """Step time over plain training's, less one."""
+    return way.latency_ms / answer.plain.latency_ms - 1 if answer.plain.latency_ms else 0.0
 
 
 def way_name(way: FitSetting) -> str:
@@ -90,7 +95,7 @@ def _verdict(answer: CardFit) -> str:
         return f"It fits {where} as it is."
     if fastest is None:
         return f"It does not fit {where}: {format_bytes(answer.leanest.peak_bytes)} is the least that was found."
-    slower = fastest.latency_ms / answer.plain.latency_ms - 1
+    slower = _overhead_of(answer, fastest)
     how = "by checkpointing layers" if fastest.every else "with monetlite"
     if answer.fits(answer.plain):
         return f"It fits {where} as it is; {slower:+.1%} step time {how}."
@@ -132,18 +137,16 @@ def _print_parts(console: Console, answer: CardFit) -> None:
 
 
 def _print_ways(console: Console, answer: CardFit) -> None:
-    rows = []
-    for way in answer.ways:
-        slower = way.latency_ms / answer.plain.latency_ms - 1 if answer.plain.latency_ms else 0.0
-        rows.append(
-            (
-                way_name(way),
-                "yes" if answer.fits(way) else "no",
-                format_bytes(way.peak_bytes),
-                format_ms(way.latency_ms),
-                "" if way is answer.plain else f"{slower:+.1%}",
-            )
+    rows = [
+        (
+            way_name(way),
+            "yes" if answer.fits(way) else "no",
+            format_bytes(way.peak_bytes),
+            format_ms(way.latency_ms),
+            "" if way is answer.plain else f"{_overhead_of(answer, way):+.1%}",
         )
+        for way in answer.ways
+    ]
     console.print()
     columns = ("way to train", "fits", "peak", "step", "slower")
     console.print(figures_table(columns, rows, left=("way to train", "fits")))

@@ -271,6 +271,14 @@ def tradeoff_rows(tradeoff: "Tradeoff") -> Iterator[dict[str, Any]]:
             yield row(name, point, point.budget_bytes)
 
 
+def single_points(tradeoff: "Tradeoff") -> dict[str, "TradeoffPoint"]:
+    """Points that stand alone, by name: plain training, the schedule, and baselines that take no budget."""
+    alone = {
+        name: point for name, points in tradeoff.others.items() for point in points if point.budget_bytes is None
+    }
+    return {"plain training": tradeoff.plain, "this schedule": tradeoff.own, **alone}
+
+
 def tradeoff_facts(tradeoff: "Tradeoff") -> dict[str, Any]:
     """The same for `--json`, with the smallest budget and the time limits."""
     return {
@@ -313,12 +321,11 @@ def print_tradeoff(console: Console, analysis: Analysis, tradeoff: "Tradeoff") -
     console.print(title, style="bold", markup=False)
     console.print(figures_table(*tradeoff_table(tradeoff)))
     lines = [f"plain training: {format_bytes(tradeoff.plain.peak_bytes)}, {format_ms(tradeoff.plain.latency_ms)}"]
-    for name, points in {"this schedule": (tradeoff.own,), **tradeoff.others}.items():
-        lines += [
-            f"{name}: {format_bytes(point.peak_bytes)}, {overhead_in_words(tradeoff, point)}"
-            for point in points
-            if point.budget_bytes is None
-        ]
+    lines += [
+        f"{name}: {format_bytes(point.peak_bytes)}, {overhead_in_words(tradeoff, point)}"
+        for name, point in single_points(tradeoff).items()
+        if point is not tradeoff.plain
+    ]
     console.print("\n" + "; ".join(lines))
     console.print(f"smallest budget: {smallest_in_words(tradeoff)}")
 

@@ -111,7 +111,7 @@ class Checker:
         from monetlite.profiling.estimate import estimate_profile
         from monetlite.profiling.step_additions import with_additions
 
-        layout = "as_traced" if plain else schedule.layout
+        layout = AS_TRACED if plain else schedule.layout
         priced = schedule.device if schedule.kind == "estimated" else ""
         form = (schedule.autocast, layout, priced or None, schedule.outputs)
         counted = schedule.optimizer, schedule.accumulate, schedule.step_in_backward

@@ -4,7 +4,6 @@ import json
 import os
 from xmlrpc import client
 
-import click
 import pytest
 import torch
 from commands import run
@@ -12,7 +11,7 @@ from thoroughness import often
 
 import monetlite
 import monetlite.tracing
-from monetlite.cli.fit_command import FitModel, _loaded_from, fit_command
+from monetlite.cli.fit_command import _loaded_from, model_to_fit
 from monetlite.core.child_processes import ChildFailed, begin_call
 from monetlite.core.devices import CONTEXT_BYTES, find_device
 from monetlite.core.graph import TILED_ROWS
@@ -142,8 +141,7 @@ def test_a_folder_is_the_folder_though_a_published_model_has_its_name(tmp_path, 
 def test_names_of_folders_without_a_model_are_the_models(work_folder):
     (work_folder / "gpt2").mkdir()
     for given in ("gpt2", "hf:gpt2", "HF:gpt2"):
-        context = click.Context(fit_command)
-        assert FitModel().convert(given, None, context) == "hf:gpt2"
+        assert model_to_fit(given) == "hf:gpt2"
     assert build_model("hf:gpt2", batch=1, sequence_length=8, meta=True).source.model == "hf:gpt2"
 
 

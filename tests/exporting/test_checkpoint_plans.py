@@ -315,7 +315,7 @@ def test_a_layer_that_is_called_twice_or_changes_what_it_is_given_is_not_wrapped
             return self.layers[1](self.layers[0](self.layers[0](x)))
 
     step = record_step(Twice(2).train(), (torch.randn(8, 16),), default_loss)
-    assert [block.path for block in step.blocks if not block.problem] == ["layers.1"]
+    assert [block.path for block in step.blocks if not block.called_again] == ["layers.1"]
 
     class Changes(nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

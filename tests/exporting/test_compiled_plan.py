@@ -10,12 +10,15 @@ from test_checkpoint_plans import schedule
 
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import InfeasibleBudget, TraceError
+from monetlite.exporting import compiled_plan
 from monetlite.exporting.compiled_plan import compile_plan, compiled_text
 from monetlite.fx.torch_internals.torch_inductor import partitioning_backend
 
 
 @pytest.fixture(autouse=True)
-def _forgotten():
+def _partitioned_alone(monkeypatch):
+    """Nothing is compiled behind the partitioner."""
+    monkeypatch.setattr(compiled_plan, "inductor_backend", partitioning_backend)
     yield
     torch.compiler.reset()
 
@@ -28,7 +31,7 @@ def test_a_file_answers_as_planned():
     plain = Trainee(copy.deepcopy(model), inputs, {}, default_loss, "cpu")
     plain.step()
     budget_bytes = int(0.8 * plain.memory().peak_bytes)
-    plan = compile_plan(meta, (tokens,), budget_bytes, "cpu", backend=partitioning_backend())
+    plan = compile_plan(meta, (tokens,), budget_bytes, "cpu")
     assert plan.peak_bytes <= budget_bytes
     text = compiled_text(plan, schedule('x"""\nimport os # \x1b'))
     imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -55,7 +58,7 @@ def test_a_file_answers_as_planned():
 def test_what_does_not_fit_or_is_no_graph_is_refused():
     inputs = (torch.randint(0, 50, (4, 16)),)
     with pytest.raises(InfeasibleBudget, match="smallest peak"):
-        compile_plan(Transformer(layers=1).train(), inputs, 1000, "cpu", backend=partitioning_backend())
+        compile_plan(Transformer(layers=1).train(), inputs, 1000, "cpu")
 
     class Looks(Transformer):
         def forward(self, tokens):
@@ -63,4 +66,4 @@ def test_what_does_not_fit_or_is_no_graph_is_refused():
 
     torch.compiler.reset()
     with pytest.raises(TraceError):
-        compile_plan(Looks(layers=1).train(), inputs, 10**9, "cpu", backend=partitioning_backend())
+        compile_plan(Looks(layers=1).train(), inputs, 10**9, "cpu")

@@ -9,7 +9,16 @@ from monetlite.models import build_model, check_spelling
 from monetlite.models.library_models import split_adapters
 from monetlite.models.published import find_published, published_models
 
-SMALL = ("gpt2-medium", "roberta-base", "llama-3.2-1b", "qwen3-0.6b", "qwen2.5-0.5b", "gemma-3-270m", "phi-4")
+SMALL = (
+    "gpt2-medium",
+    "bert-large",
+    "roberta-base",
+    "llama-3.2-1b",
+    "qwen3-0.6b",
+    "qwen2.5-0.5b",
+    "gemma-3-270m",
+    "phi-4",
+)
 
 
 def test_names_are_those_of_the_hub_or_their_last_part():

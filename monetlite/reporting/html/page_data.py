@@ -12,6 +12,7 @@ from monetlite.core.graph import DELIVERY, LOSS, OPTIMIZER_STEP, OperatorGraph, 
 from monetlite.core.step_analysis import Fate, Holding, StepAnalysis
 from monetlite.core.steps import step_number
 from monetlite.reporting.analysis import Analysis
+from monetlite.reporting.text_solve import OURS, single_points
 
 if TYPE_CHECKING:
     from monetlite.planning.tradeoff import Tradeoff, TradeoffPoint  # imports the search
@@ -62,7 +63,7 @@ def page_data(analysis: Analysis) -> dict[str, Any]:
         "scheduled": {"graph": 0, **_run(scheduled, kinds)},
         "plain": {"graph": 0 if same_graph else 1, **_run(plain, _kinds(plain, in_plain))},
         "fates": [fate or -1 for fate in fates],
-        "other_ways": _other_ways(scheduled, kinds),
+        "other_ways": _other_ways(scheduled),
     }
     numbered = _numbered(data, numbers)
     return {**numbered, "holdings": list(_HOLDINGS), "parts": list(_KINDS), "texts": list(numbers)}
@@ -74,19 +75,14 @@ def tradeoff_data(tradeoff: "Tradeoff") -> dict[str, Any]:
     def place(point: "TradeoffPoint") -> list[float]:
         return [point.peak_bytes, _short(tradeoff.overhead(point.latency_ms))]
 
-    found = {"monetlite": [place(item.best) for item in tradeoff.budgets if item.best is not None]}
-    curves = found | {name: [place(point) for point in points] for name, points in tradeoff.others.items()}
-    single = {"plain training": place(tradeoff.plain), "this schedule": place(tradeoff.own)}
-    single |= {
-        name: place(point)
-        for name, points in tradeoff.others.items()
-        for point in points
-        if point.budget_bytes is None
-    }
+    found = [item.best for item in tradeoff.budgets if item.best is not None]
+    curves = {OURS: found, **tradeoff.others}
     bound = [[item.budget_bytes, _short(tradeoff.overhead(item.lower_bound_ms))] for item in tradeoff.budgets]
     return {
-        "curves": [{"name": name, "points": points} for name, points in curves.items() if len(points) > 1],
-        "points": [{"name": name, "place": at} for name, at in single.items()],
+        "curves": [
+            {"name": name, "points": list(map(place, points))} for name, points in curves.items() if len(points) > 1
+        ],
+        "points": [{"name": name, "place": place(point)} for name, point in single_points(tradeoff).items()],
         "bound": bound,
         "proven_bytes": tradeoff.smallest_proven_bytes,
     }
@@ -122,12 +118,10 @@ def fate_in_words(side: StepAnalysis, value: int) -> str:
 def _kinds(side: StepAnalysis, in_plain: frozenset[str]) -> list[StepKind]:
     """The kind of each step. `in_plain` has the names of the operators that plain training runs."""
     kinds: list[StepKind] = []
-    ran: set[int] = set()
     for at, (index, _) in enumerate(side.timeline.steps):
-        operator = side.graph.operators[index]
         first = StepKind.FORWARD if at < side.timeline.border else StepKind.BACKWARD
-        kinds.append(StepKind.AGAIN if index in ran else first if operator.name in in_plain else StepKind.EXTRA)
-        ran.add(index)
+        known = side.graph.operators[index].name in in_plain
+        kinds.append(StepKind.AGAIN if side.again[at] else first if known else StepKind.EXTRA)
     return kinds
 
 
@@ -174,14 +168,14 @@ def _run(side: StepAnalysis, kinds: Sequence[StepKind]) -> dict[str, Any]:
     }
 
 
-def _other_ways(side: StepAnalysis, kinds: Sequence[StepKind]) -> dict[str, list[float]]:
+def _other_ways(side: StepAnalysis) -> dict[str, list[float]]:
     """Steps that are not run by the default implementation, and the costs of the default there."""
     found: dict[str, list[float]] = {"step": [], "default_latency_ms": [], "default_workspace_bytes": []}
     for at, (index, choice) in enumerate(side.timeline.steps):
         if choice == 0:
             continue
         cost = side.profile.costs[index][0]
-        latency_ms, workspace_bytes = cost.of_run(again=kinds[at] is StepKind.AGAIN)
+        latency_ms, workspace_bytes = cost.of_run(again=side.again[at])
         found["step"].append(at)
         found["default_latency_ms"].append(_short(latency_ms))
         found["default_workspace_bytes"].append(workspace_bytes)

@@ -62,6 +62,8 @@ def write_report(
         ScheduleFileError: the file can't be written; what was there before is unchanged.
     """
     schedule = analysis.schedule
+    explanation = HtmlWriter()
+    write_explanation(explanation, analysis, around or Around())
     batch = f", batch {schedule.source.batch}" if schedule.source else ""
     style = page_colours() + _read("style.css")
     # In one function, so that nothing is global; strict from its first statement on.
@@ -86,7 +88,7 @@ def write_report(
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
-        explanation=_explanation(analysis, around or Around()),
+        explanation=explanation.written,
         tradeoff="" if tradeoff is None else _tradeoff(tradeoff),
         data=_data(page_data(analysis) | {"tradeoff": None if tradeoff is None else tradeoff_data(tradeoff)}),
     )
@@ -138,13 +140,6 @@ def _at_peaks(analysis: Analysis) -> list[tuple[str, ...]]:
         ("at operator", *(side.peak_operator for side in sides)),
         ("step time", *(format_ms(side.latency_ms) for side in sides)),
     ]
-
-
-def _explanation(analysis: Analysis, around: Around) -> str:
-    """The sentences of `monetlite show`."""
-    writer = HtmlWriter()
-    write_explanation(writer, analysis, around)
-    return writer.written
 
 
 def _tradeoff(tradeoff: "Tradeoff") -> str:

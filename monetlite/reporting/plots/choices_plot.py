@@ -1,7 +1,7 @@
 """A schedule's choices along the model: fates of results, runs again and implementations, by operator."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -44,7 +44,7 @@ class When(StrEnum):
     BACKWARD = "backward"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Column:
     """A forward operator, or some in a row.
 
@@ -57,9 +57,9 @@ class Column:
 
     name: str
     module: str
-    bytes_of: Mapping[Fate, int] = field(default_factory=dict)
+    bytes_of: Counter[Fate] = field(default_factory=Counter)
     again: int = 0
-    ways: Mapping[tuple[str, When], int] = field(default_factory=dict)
+    ways: Counter[tuple[str, When]] = field(default_factory=Counter)
 
 
 class NamedColumns(NamedTuple):
@@ -105,10 +105,10 @@ def draw_choices(analysis: Analysis) -> Figure:
     """
     operators = columns_of(analysis.scheduled)
     columns = in_at_most(operators)
+    total = _merged(columns)
     ways: Counter[str] = Counter()
-    for column in columns:
-        for (name, _), count in column.ways.items():
-            ways[name] += count
+    for (name, _), count in total.ways.items():
+        ways[name] += count
     rows = [name for name, _ in sorted(ways.items(), key=lambda item: (-item[1], item[0]))]
     others = rows[MAX_ROWS - 1 :] if len(rows) > MAX_ROWS else []
     shown = rows[: len(rows) - len(others)]
@@ -120,7 +120,6 @@ def draw_choices(analysis: Analysis) -> Figure:
     ways_height = max(1, len(shown) + bool(others)) * _ROW_HEIGHT
     height = _TOP + _BYTES_HEIGHT + _AGAIN_HEIGHT + ways_height + 2 * _BETWEEN + bottom
     figure = new_figure(WIDTH, height)
-    runs = sum(column.again for column in columns)
     title = (
         f"{analysis.title}: what a schedule for {format_bytes(analysis.schedule.budget_bytes)} keeps and runs again"
     )
@@ -132,11 +131,11 @@ def draw_choices(analysis: Analysis) -> Figure:
     middle = add_axes(figure, _LEFT, at, width, _AGAIN_HEIGHT, share_x=lower)
     upper = add_axes(figure, _LEFT, at + _AGAIN_HEIGHT + _BETWEEN, width, _BYTES_HEIGHT, share_x=lower)
     _draw_bytes(upper, columns)
-    _draw_again(middle, columns, runs)
+    _draw_again(middle, columns, total.again)
     _draw_ways(lower, columns, shown, others, ways)
     _name_columns((upper, middle, lower), columns, named, rotation)
-    totals = {fate: sum(column.bytes_of.get(fate, 0) for column in columns) for fate in reversed(_FATES)}
-    entries = [(_FATES[fate], f"{fate}: {format_bytes(size)}") for fate, size in totals.items() if size]
+    met = [fate for fate in reversed(_FATES) if total.bytes_of[fate]]
+    entries = [(_FATES[fate], f"{fate}: {format_bytes(total.bytes_of[fate])}") for fate in met]
     _legend(upper, entries, "results of the forward pass")
     if ways:
         words = {When.FIRST: "forward (top)", When.AGAIN: "again (middle)", When.BACKWARD: "gradient (bottom)"}
@@ -146,9 +145,7 @@ def draw_choices(analysis: Analysis) -> Figure:
 
 def _draw_bytes(axes: Axes, columns: Sequence[Column]) -> None:
     edges = range(len(columns) + 1)
-    layers = (
-        (str(fate), [column.bytes_of.get(fate, 0) for column in columns], fill) for fate, fill in _FATES.items()
-    )
+    layers = ((str(fate), [column.bytes_of[fate] for column in columns], fill) for fate, fill in _FATES.items())
     top = stack_areas(axes, layers, edges, 0.5)
     axes.vlines(edges[1:-1], 0, list(map(min, top, top[1:])), color=PAPER, linewidth=0.4)
     axes.set_ylim(0, max(top, default=0) * 1.05 or 1)
@@ -262,36 +259,25 @@ def columns_of(side: StepAnalysis) -> tuple[Column, ...]:
     graph = side.graph
     place = _places(graph)
     order = sorted({at for at in place.values() if graph.operators[at].phase is Phase.FORWARD})
-    bytes_of: dict[int, Counter[Fate]] = {at: Counter() for at in order}
-    again: Counter[int] = Counter()
-    ways: dict[int, Counter[tuple[str, When]]] = {at: Counter() for at in order}
+    columns = {at: Column(graph.operators[at].name, graph.operators[at].module) for at in order}
     for value in side.stays:
         writer = graph.writer[value]
         if graph.operators[writer].phase is Phase.FORWARD and writer in place:
             fate = side.fate(value)
             # An output is stored as well, whoever holds it.
-            bytes_of[place[writer]][fate if fate in _FATES else Fate.STORED] += graph.values[value].size_bytes
+            fate = fate if fate in _FATES else Fate.STORED
+            columns[place[writer]].bytes_of[fate] += graph.values[value].size_bytes
     for step, (index, choice) in enumerate(side.timeline.steps):
-        at = place.get(index)
-        if at is None:
+        if index not in place:
             continue
-        operator = graph.operators[index]
+        operator, column = graph.operators[index], columns[place[index]]
         when = When.FIRST if step < side.timeline.border else When.AGAIN
         if operator.phase is Phase.BACKWARD:
             when = When.BACKWARD
-        again[at] += when is When.AGAIN
+        column.again += when is When.AGAIN
         if choice != 0:
-            ways[at][operator.implementations[choice].name, when] += 1
-    return tuple(
-        Column(
-            name=graph.operators[at].name,
-            module=graph.operators[at].module,
-            bytes_of=dict(bytes_of[at]),
-            again=again[at],
-            ways=dict(ways[at]),
-        )
-        for at in order
-    )
+            column.ways[operator.implementations[choice].name, when] += 1
+    return tuple(columns.values())
 
 
 def _places(graph: OperatorGraph) -> dict[int, int]:
@@ -351,18 +337,12 @@ def stretches_at(columns: Sequence[Column], depth: int) -> list[NamedColumns]:
 
 
 def _merged(columns: Sequence[Column]) -> Column:
-    bytes_of: Counter[Fate] = Counter()
-    ways: Counter[tuple[str, When]] = Counter()
+    made = Column(columns[0].name, columns[0].module)
     for column in columns:
-        bytes_of.update(column.bytes_of)
-        ways.update(column.ways)
-    return Column(
-        name=columns[0].name,
-        module=columns[0].module,
-        bytes_of=dict(bytes_of),
-        again=sum(column.again for column in columns),
-        ways=dict(ways),
-    )
+        made.bytes_of += column.bytes_of
+        made.again += column.again
+        made.ways += column.ways
+    return made
 
 
 def choices_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
@@ -375,7 +355,7 @@ def choices_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
         yield {
             "operator": column.name,
             "module": column.module,
-            **{f"{fate.name.lower()}_bytes": column.bytes_of.get(fate, 0) for fate in _FATES},
+            **{f"{fate.name.lower()}_bytes": column.bytes_of[fate] for fate in _FATES},
             "runs_again": column.again,
             **{f"{when}_implementations": ways[when] for when in When},
         }
@@ -387,7 +367,7 @@ def choices_facts(analysis: Analysis) -> dict[str, Any]:
     total = _merged(columns)
     return {
         "forward_operators": len(columns),
-        **{f"{fate.name.lower()}_bytes": total.bytes_of.get(fate, 0) for fate in _FATES},
+        **{f"{fate.name.lower()}_bytes": total.bytes_of[fate] for fate in _FATES},
         "runs_again": total.again,
         "implementations": [
             {"name": name, "when": str(when), "runs": count} for (name, when), count in sorted(total.ways.items())

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
@@ -74,17 +73,10 @@ def styled() -> Iterator[None]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """An empty figure of so many inches. Text is measured as Agg draws it: its size is the same in every format."""
     figure = Figure(figsize=(width, height), dpi=150, facecolor=PAPER)
     FigureCanvasAgg(figure)
     return figure
-
-
-def renderer_of(figure: Figure) -> RendererBase:
-    """A renderer to measure text with: a figure's size on paper is the same in every format."""
-    canvas: Any = figure.canvas
-    renderer: RendererBase = canvas.get_renderer()
-    return renderer
 
 
 def save_figure(figure: Figure, path: str | Path, title: str) -> None:
@@ -192,10 +184,9 @@ def add_note(axes: Axes, text: str, at: tuple[float, float], offset: tuple[float
 
 def fitted(figure: Figure, text: str, width: float, *, size: float, weight: str = "normal") -> str:
     """A text shortened in its middle to fit into so many inches."""
-    renderer = renderer_of(figure)
     note = figure.text(0, 0, text, size=size, weight=weight)
     most = len(text)
-    while most > 1 and note.get_window_extent(renderer).width > width * figure.dpi:
+    while most > 1 and note.get_window_extent().width > width * figure.dpi:
         most -= max(1, most // 20)
         note.set_text(elided(text, most))
     note.remove()

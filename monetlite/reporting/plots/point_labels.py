@@ -8,10 +8,8 @@ from math import cos, hypot, pi, sin
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
+from matplotlib.text import Text
 from matplotlib.transforms import Bbox
-
-from monetlite.reporting.plots.drawing import renderer_of
 
 _ANGLES = [2 * pi * (number + 0.5) / 24 for number in range(24)]
 _DISTANCES = (5, 10, 16, 24, 34, 46, 60, 80, 105)
@@ -36,7 +34,7 @@ class Label:
 
 def place_labels(
     figure: Figure, axes: Axes, labels: Sequence[Label], lines: Sequence[Sequence[tuple[float, float]]]
-) -> list[Annotation]:
+) -> None:
     """Put each label as near to its point as there is room; where there is none, where it covers least.
 
     Args:
@@ -45,8 +43,8 @@ def place_labels(
         labels: in the order in which they choose.
         lines: points, in data coordinates, that straight lines join, which no label should cover.
     """
-    renderer, scale = renderer_of(figure), figure.dpi / 72
-    panel = axes.get_window_extent(renderer)
+    scale = figure.dpi / 72
+    panel = axes.get_window_extent()
     apart = _CLEARANCE * scale
     points = axes.transData.transform([(label.x, label.y) for label in labels])
     taken = [Bbox([point - apart, point + apart]) for point in points]
@@ -55,7 +53,6 @@ def place_labels(
     for line in lines:
         for one, other in pairwise(axes.transData.transform(line) if line else ()):
             drawn += list(np.linspace(one, other, int(hypot(*(other - one)) / apart) + 2))
-    placed = []
     for number, (label, point) in enumerate(zip(labels, points, strict=True)):
         note = axes.annotate(
             label.text,
@@ -67,7 +64,7 @@ def place_labels(
             zorder=7,
             arrowprops={"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 1, "shrinkB": 4},
         )
-        size = Text.get_window_extent(note, renderer)  # without the line
+        size = Text.get_window_extent(note)  # without the line
         half = np.asarray([size.width, size.height]) / 2
         others = taken[:number] + taken[number + 1 :]
         best, chosen, joined = float("inf"), size, False
@@ -88,8 +85,6 @@ def place_labels(
         if note.arrow_patch is not None:
             note.arrow_patch.set_visible(joined)
         note.set_position(((chosen.x0 - point[0]) / scale, (chosen.y0 - point[1]) / scale))
-        placed.append(note)
-    return placed
 
 
 def _overlap(one: Bbox, other: Bbox) -> float:

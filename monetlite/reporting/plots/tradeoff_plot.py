@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from monetlite.core.units import format_bytes
-from monetlite.planning.tradeoff import BLOCKS, CHECKMATE, GIST, GREEDY, SQRT, Tradeoff, TradeoffPoint
+from monetlite.planning.tradeoff import CHECKMATE, GIST, GREEDY, Tradeoff, TradeoffPoint
 from monetlite.reporting.analysis import Analysis
 from monetlite.reporting.plots.drawing import (
     INK,
@@ -22,7 +22,7 @@ from monetlite.reporting.plots.drawing import (
     styled,
 )
 from monetlite.reporting.plots.point_labels import Label, place_labels
-from monetlite.reporting.text_solve import OURS, smallest_in_words
+from monetlite.reporting.text_solve import OURS, single_points, smallest_in_words
 
 WIDTH, HEIGHT = 10.0, 6.4
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.8, 2.4, 1.2, 0.65
@@ -90,7 +90,7 @@ def _ours(tradeoff: Tradeoff) -> tuple[TradeoffPoint, ...]:
 
 def _limit(axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[TradeoffPoint]]) -> None:
     """Set limits that show everything but baselines far above the rest."""
-    singles = _singles(tradeoff)
+    singles = single_points(tradeoff)
     points = [*singles.values(), *(point for of in curves.values() for point in of)]
     least = min(tradeoff.smallest_proven_bytes, *(point.peak_bytes for point in points))
     most = max(point.peak_bytes for point in points)
@@ -147,17 +147,11 @@ def _bound_line(tradeoff: Tradeoff) -> list[tuple[float, float]]:
     return corners
 
 
-def _singles(tradeoff: Tradeoff) -> dict[str, TradeoffPoint]:
-    """Single points by name."""
-    alone = {name: points[0] for name, points in tradeoff.others.items() if name in (SQRT, BLOCKS) and points}
-    return {"plain training": tradeoff.plain, "this schedule": tradeoff.own, **alone}
-
-
 def _label_points(
     figure: Figure, axes: Axes, tradeoff: Tradeoff, curves: Mapping[str, Sequence[TradeoffPoint]]
 ) -> None:
     labels = []
-    for (name, point), look in zip(_singles(tradeoff).items(), _SINGLES, strict=False):
+    for (name, point), look in zip(single_points(tradeoff).items(), _SINGLES, strict=False):
         overhead = tradeoff.overhead(point.latency_ms)
         axes.plot(
             [point.peak_bytes],
