@@ -131,24 +131,11 @@ class CudaMeter:
         while len(times) < MIN_RUNS or (time.perf_counter() - began < MIN_SECONDS and len(times) < MAX_RUNS):
             other.zero_()
             _touch(recent)
-            start, end = _event(), _event()
-            occupy_gpu(cycles)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
+            times.append(_gpu_ms(run, cycles))
         return statistics.median(times)
 
     def once_ms(self, run: Callable[[], Any]) -> float:
-        start, end = _event(), _event()
-        occupy_gpu(int(GPU_CYCLES_PER_SECOND * MIN_SECONDS_AHEAD))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        taken: float = start.elapsed_time(end)
-        return taken
+        return _gpu_ms(run, int(GPU_CYCLES_PER_SECOND * MIN_SECONDS_AHEAD))
 
     def _other(self) -> torch.Tensor:
         """Memory that fills the cache."""
@@ -234,8 +221,16 @@ def _cache_bytes() -> int:
     return min(max(sizes) * 5 // 4, MAX_CACHE_BYTES)
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
+def _gpu_ms(run: Callable[[], Any], cycles: int) -> float:
+    """Time that the GPU takes for a call, which waits for so many cycles before it, in ms."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch has no types for it
+    occupy_gpu(cycles)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    taken: float = start.elapsed_time(end)
+    return taken
 
 
 def _cpu_name() -> str:
