@@ -37,8 +37,8 @@ _HARDTANH, _HARDTANH_BACKWARD = "aten.hardtanh.default", "aten.hardtanh_backward
 def relu_from_input(kernel: TracedKernel) -> Iterator[Implementation]:
     """`threshold_backward` with the input of the ReLU in place of its output."""
     gradient, output, threshold = kernel.args
-    forward = None if threshold != 0 or output.value is None else kernel.writer_call(output.value)
-    if forward is None or forward.target != _RELU:
+    forward = kernel.computed_by(output)
+    if threshold != 0 or forward is None or forward.target != _RELU:
         return
     source = tensor_at(forward, 0)
     if source.value is not None and source.spec.shape == output.spec.shape:

@@ -17,7 +17,7 @@ from monetlite.core.steps import plain_steps
 from monetlite.fx.torch_internals.torch_dispatch import named_operator, schema_of
 from monetlite.operators.convolution import in_tf32
 from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
-from monetlite.operators.implementations import find_function, tensor_at
+from monetlite.operators.implementations import FUNCTIONS, tensor_at
 from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import family_of, operation_formula, traits_of
 from monetlite.profiling import roofline
@@ -116,7 +116,7 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
 
     A target without a formula is taken to be bound by memory: it reads its operands and writes its results.
     """
-    registered = find_function(call.target)
+    registered = FUNCTIONS.get(call.target)
     launches, own_bytes = 1, 0
     if registered is not None:
         launches = registered.launches(call)
