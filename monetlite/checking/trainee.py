@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from monetlite.checking.measurements import StepMemory
-from monetlite.core.errors import ModelError
+from monetlite.core.errors import ModelError, first_line
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.operators.random import forked_state, rng_state
 from monetlite.profiling.memory_use import (
@@ -287,10 +287,9 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(
             f"the model can't be copied, and steps are compared on copies: copy.deepcopy(model) raises "
-            f"{type(error).__name__}: {reason}. Old torch.nn.utils.weight_norm is a known cause; "
+            f"{type(error).__name__}: {first_line(error)}. Old torch.nn.utils.weight_norm is a known cause; "
             "torch.nn.utils.parametrizations has one for models that can be copied"
         ) from error
 
