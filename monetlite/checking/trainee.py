@@ -174,7 +174,7 @@ class Trainee:
         own_bytes = self._own_bytes()
         if self.device != "cuda":
             return StepMemory(peak_bytes=own_bytes + peak_growth_bytes(self.run), resident_bytes=own_bytes)
-        release_workspaces(self.device)
+        release_workspaces()
         torch.cuda.empty_cache()
         reserved_bytes = torch.cuda.memory_reserved()
         with self._limited():

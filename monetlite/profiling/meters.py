@@ -16,10 +16,10 @@ from monetlite.fx.torch_internals.torch_cuda import occupy_gpu
 from monetlite.operators.cudnn import tf32_allowed
 from monetlite.profiling.memory_use import (
     high_water_growth_bytes,
+    kept_bytes,
     nvidia_smi,
     page_faults,
     peak_growth_bytes,
-    release_workspaces,
 )
 
 MIN_RUNS, MAX_RUNS = 3, 7
@@ -155,14 +155,7 @@ class CudaMeter:
         return peak_growth_bytes(run, "cuda")
 
     def kept_bytes(self, runs: Sequence[Callable[[], Any]]) -> int:
-        if not runs:
-            return 0
-        release_workspaces("cuda")
-        before = torch.cuda.memory_allocated()
-        for run in runs:
-            run()
-        torch.cuda.synchronize()
-        return max(0, torch.cuda.memory_allocated() - before)
+        return kept_bytes(*runs) if runs else 0
 
     def environment(self) -> Mapping[str, str]:
         backends: Any = torch.backends
