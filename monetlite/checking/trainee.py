@@ -30,7 +30,7 @@ from monetlite.runtime.backward_updates import BackwardUpdates
 from monetlite.runtime.reserved_memory import reserved_within
 from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.tracing.model_outputs import has_loss
-from monetlite.tracing.step_inputs import resident_bytes
+from monetlite.tracing.step_inputs import autocast_to, resident_bytes
 
 STEPS_IN_A_ROW = 4
 """Steps that are timed together on a GPU: in training, the host begins a step while the GPU ends the one before."""
@@ -106,8 +106,7 @@ class Trainee:
         """Run forward and backward from cleared gradients, and return the loss."""
         self.clear()
         with torch.set_grad_enabled(self.training), self._updating():
-            dtype = getattr(torch, self.autocast or "bfloat16")
-            with torch.autocast(self.device, dtype, enabled=bool(self.autocast)):
+            with autocast_to(self.device, self.autocast):
                 output = self.model(*self.args, **self.kwargs)
                 if not self.training:
                     return torch.zeros(())

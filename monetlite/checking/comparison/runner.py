@@ -39,7 +39,7 @@ from monetlite.planning.pipeline import profile
 from monetlite.runtime import MONeTWrapper
 from monetlite.solving.baselines import restrict_gist
 from monetlite.tracing import split_inputs, trace_layouts
-from monetlite.tracing.step_inputs import Arguments, Inputs, device_of, require_module
+from monetlite.tracing.step_inputs import Arguments, Inputs, autocast_to, device_of, require_module
 
 BUDGETS = ("70%", "50%", "40%")
 TRIAL_REPEATS = 3
@@ -135,7 +135,7 @@ def compare(
         bench = Bench(model, args, kwargs, loss or default_loss, device, autocast=autocast, seed=seed)
         say("tracing the model and measuring its operators")
         example = Arguments(bench.plain.args, bench.plain.kwargs)
-        with torch.autocast(device, getattr(torch, autocast or "bfloat16"), enabled=bool(autocast)):
+        with autocast_to(device, autocast):
             graphs = trace_layouts(bench.plain.model, example, layouts)
         profiles = [profile(graph, device, tolerance=priced) for graph in graphs]
         say(f"measuring {TITLES[Peer.PLAIN]}")
