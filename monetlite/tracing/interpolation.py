@@ -37,8 +37,7 @@ def interpolated_to_any_size(keys: Sequence[DispatchKey]) -> Iterator[None]:
 
 def packets_kept_whole() -> Iterator[Any]:
     """The operators that torch would take apart; those of interpolation have an overload that computes sizes."""
-    names = (name for name, traits in TRAITS.items() if traits.kept_whole)
-    return (packet for name in names if (packet := getattr(torch.ops.aten, name, None)) is not None)
+    return (getattr(torch.ops.aten, name) for name, traits in TRAITS.items() if traits.kept_whole)
 
 
 def _called(packet: Any) -> PythonKernel:
