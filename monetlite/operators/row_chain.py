@@ -298,10 +298,9 @@ def row_chain(
     first = next(row for row in flat if row is not None)
     launches = _launches_for(steps, rows, results)
     count = first.shape[0]
-    taken: dict[int, int] = {} if over is None else {over[0]: over[1]}
     sums: dict[int, Tensor] = {}
     dtypes = {launch.step.slot: launch.dtype for launch in launches if launch.run is None}
-    made: dict[int, Tensor] = {}
+    made: dict[int, Any] = {} if over is None else {over[0]: flat[over[1]]}
     vectors = [item.reshape(-1) if item.dim() and item.dim() != 2 else item for item in wholes]
     for some in slices(count, -(-count // tiles)):
         slots = {at: row[some] for at, row in enumerate(flat) if row is not None}
@@ -328,16 +327,12 @@ def row_chain(
             if slot is None or shape is not None:
                 continue
             tile = slots[slot]
-            if position in taken:
-                target = flat[taken[position]]
-                assert target is not None
-                target[some].copy_(tile)
-            elif tiles == 1:
+            if tiles == 1 and position not in made:
                 made[position] = tile
-            else:
-                if position not in made:
-                    made[position] = torch.empty((count, tile.shape[1]), dtype=tile.dtype, device=tile.device)
-                made[position][some].copy_(tile)
+                continue
+            if position not in made:
+                made[position] = torch.empty((count, tile.shape[1]), dtype=tile.dtype, device=tile.device)
+            made[position][some].copy_(tile)
         del slots, operand
     found: list[Tensor | None] = []
     for position, (slot, like, shape) in enumerate(results):
@@ -345,8 +340,6 @@ def row_chain(
             found.append(None)
         elif shape is not None:
             found.append(sums[slot].to(dtypes[slot]).view(shape))
-        elif position in taken:
-            found.append(rows[taken[position]])
         else:
             beside = made[position] if like is None else rows[like]
             assert beside is not None
