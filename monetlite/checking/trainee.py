@@ -226,17 +226,12 @@ class Trainee:
         self, named: Sequence[tuple[str, torch.Tensor]], gradients: dict[str, torch.Tensor]
     ) -> Iterator[None]:
         """Note gradients before the optimizer takes them in the backward pass."""
-        hooks = []
-        if self.step_in_backward:
-            for name, tensor in named:
+        with contextlib.ExitStack() as hooks:
+            for name, tensor in named if self.step_in_backward else ():
                 if tensor.requires_grad:
                     note = functools.partial(_note_gradient, gradients, name)
-                    hooks.append(tensor.register_hook(note))  # type: ignore[no-untyped-call]  # torch has no types for it
-        try:
+                    hooks.enter_context(tensor.register_hook(note))  # type: ignore[no-untyped-call]  # torch has no types for it
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _limited(self) -> contextlib.AbstractContextManager[None]:
         """Keep what the allocator reserves within the limit, if there is one."""
