@@ -117,10 +117,8 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
     A target without a formula is taken to be bound by memory: it reads its operands and writes its results.
     """
     registered = FUNCTIONS.get(call.target)
-    launches, own_bytes = 1, 0
-    if registered is not None:
-        launches = registered.launches(call)
-        own_bytes = registered.workspace_bytes(call)
+    launches = 1 if registered is None else registered.launches(call)
+    own_bytes = 0 if registered is None else registered.workspace_bytes(call)
     if registered is not None and registered.like is not None:
         call, own = registered.like(call), call
         if registered.parts is not None:
@@ -130,11 +128,11 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
         kernel = _convolutions(call, device, dtype, written_bytes)
     elif operations := _operations(call):
         kernel = _matrix_product(call, device, dtype, operations, written_bytes)
+    elif registered is not None and registered.like is None:
+        moved = registered.passes * (_read_bytes(call) + written_bytes)
+        kernel = roofline.memory_bound(device, moved, getattr(device.efficiency, registered.limit))
     else:
         kernel = _memory_bound(call, device, written_bytes)
-        if registered is not None and registered.like is None:
-            moved = registered.passes * (_read_bytes(call) + written_bytes)
-            kernel = roofline.memory_bound(device, moved, getattr(device.efficiency, registered.limit))
     return replace(
         kernel,
         latency_ms=launches * device.launch_us / 1e3 + kernel.latency_ms,
