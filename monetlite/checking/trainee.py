@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from monetlite.checking.measurements import StepMemory
-from monetlite.core.errors import ModelError
+from monetlite.core.errors import ModelError, first_line
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.operators.random import forked_state, rng_state
 from monetlite.profiling.memory_use import (
@@ -30,7 +30,7 @@ from monetlite.runtime.backward_updates import BackwardUpdates
 from monetlite.runtime.reserved_memory import reserved_within
 from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.tracing.model_outputs import has_loss
-from monetlite.tracing.step_inputs import resident_bytes
+from monetlite.tracing.step_inputs import autocast_to, resident_bytes
 
 STEPS_IN_A_ROW = 4
 """Steps that are timed together on a GPU: in training, the host begins a step while the GPU ends the one before."""
@@ -106,8 +106,7 @@ class Trainee:
         """Run forward and backward from cleared gradients, and return the loss."""
         self.clear()
         with torch.set_grad_enabled(self.training), self._updating():
-            dtype = getattr(torch, self.autocast or "bfloat16")
-            with torch.autocast(self.device, dtype, enabled=bool(self.autocast)):
+            with autocast_to(self.device, self.autocast):
                 output = self.model(*self.args, **self.kwargs)
                 if not self.training:
                     return torch.zeros(())
@@ -174,7 +173,7 @@ class Trainee:
         own_bytes = self._own_bytes()
         if self.device != "cuda":
             return StepMemory(peak_bytes=own_bytes + peak_growth_bytes(self.run), resident_bytes=own_bytes)
-        release_workspaces(self.device)
+        release_workspaces()
         torch.cuda.empty_cache()
         reserved_bytes = torch.cuda.memory_reserved()
         with self._limited():
@@ -227,17 +226,12 @@ class Trainee:
         self, named: Sequence[tuple[str, torch.Tensor]], gradients: dict[str, torch.Tensor]
     ) -> Iterator[None]:
         """Note gradients before the optimizer takes them in the backward pass."""
-        hooks = []
-        if self.step_in_backward:
-            for name, tensor in named:
+        with contextlib.ExitStack() as hooks:
+            for name, tensor in named if self.step_in_backward else ():
                 if tensor.requires_grad:
                     note = functools.partial(_note_gradient, gradients, name)
-                    hooks.append(tensor.register_hook(note))  # type: ignore[no-untyped-call]  # torch has no types for it
-        try:
+                    hooks.enter_context(tensor.register_hook(note))  # type: ignore[no-untyped-call]  # torch has no types for it
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _limited(self) -> contextlib.AbstractContextManager[None]:
         """Keep what the allocator reserves within the limit, if there is one."""
@@ -287,10 +281,9 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(
             f"the model can't be copied, and steps are compared on copies: copy.deepcopy(model) raises "
-            f"{type(error).__name__}: {reason}. Old torch.nn.utils.weight_norm is a known cause; "
+            f"{type(error).__name__}: {first_line(error)}. Old torch.nn.utils.weight_norm is a known cause; "
             "torch.nn.utils.parametrizations has one for models that can be copied"
         ) from error
 

@@ -79,11 +79,10 @@ def export_command(
             "solve a schedule without these, with that much less budget"
         )
     opened = open_schedule(schedule, choice, device, terminal)
-    import torch
-
     from monetlite.exporting.exported_plan import export_plan
     from monetlite.exporting.plan_file import Target, plan_text, predicted
     from monetlite.reporting.text_export import print_exported
+    from monetlite.tracing.step_inputs import autocast_to
 
     timeline, graph = simulate(opened.profile, opened.steps), opened.profile.graph
     # At the costs of now, as the plan is.
@@ -94,10 +93,9 @@ def export_command(
     pricing = PricingOptions(
         device=graph.device, optimizer=solved.optimizer, accumulate=solved.accumulate, outputs=solved.outputs
     )
-    dtype = getattr(torch, solved.autocast or "bfloat16")
     with (
         terminal.bar("measuring operators as PyTorch runs them") as progress,
-        torch.autocast(graph.device, dtype, enabled=bool(solved.autocast)),
+        autocast_to(graph.device, solved.autocast),
     ):
         exported = export_plan(
             opened.built.model, opened.built.example_inputs, solved.budget_bytes, pricing, progress

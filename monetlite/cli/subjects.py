@@ -77,17 +77,15 @@ def price_layouts(
     Implementations that `solving` rules out are not priced.
     """
     device = chosen_device(pricing.device, terminal, DEFAULT_ESTIMATE, "name a device to estimate")
-    import torch
-
     from monetlite.planning.pipeline import price
     from monetlite.tracing import trace_layouts
+    from monetlite.tracing.step_inputs import autocast_to
 
     built = build(choice, terminal, meta=True)
     device_type = "cuda" if device == "cuda" else "cpu"
-    dtype = getattr(torch, choice.autocast or "bfloat16")
     with (
         terminal.line(f"tracing {built.description.partition('; returns')[0]}"),
-        torch.autocast(device_type, dtype, enabled=choice.autocast is not None),
+        autocast_to(device_type, choice.autocast),
     ):
         graphs = trace_layouts(
             built.model,

@@ -13,7 +13,7 @@ from torch import fx
 
 from monetlite.core.graph import Call
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload, named_operator, schema_of
-from monetlite.operators.implementations import TracedKernel, alternatives, find_function, returns_tuple
+from monetlite.operators.implementations import FUNCTIONS, TracedKernel, alternatives, returns_tuple
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -37,7 +37,7 @@ def resolve(target: str) -> Callable[..., object]:
     Raises:
         KeyError: no such function.
     """
-    registered = find_function(target)
+    registered = FUNCTIONS.get(target)
     if registered is not None:
         return registered.run
     try:
@@ -51,7 +51,7 @@ def returns_tensor(call: Call) -> bool:
     target = call.target
     if target == random.REPLAY:
         target = str(call.args[2])
-    registered = find_function(target)
+    registered = FUNCTIONS.get(target)
     if registered is not None:
         return not returns_tuple(registered.run)
     function = resolve(target)

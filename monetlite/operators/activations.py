@@ -71,7 +71,7 @@ def _from_bfloat16(
 
     `kernel` is ATen's name for it.
     """
-    run = {"gelu_backward": torch.ops.aten.gelu_backward, "silu_backward": torch.ops.aten.silu_backward}[kernel]
+    run = getattr(torch.ops.aten, kernel)
     options: dict[str, Any] = {"approximate": approximate} if kernel == "gelu_backward" else {}
     step = piece_elements(gradient.device)
 

@@ -126,7 +126,7 @@ def convolve_chunks(image: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 def multiply(image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A 1×1 convolution as a matrix product for each image."""
     result = image.new_empty(len(image), len(weight), *image.shape[2:])
-    return _products(image.flatten(2), weight, bias, result)
+    return _products(image.flatten(2), weight.flatten(1), bias, result)
 
 
 @function("convolve_unfolded")
@@ -136,12 +136,12 @@ def convolve_unfolded(
     """A convolution as a matrix product with the patches of one image at a time."""
     size = result_size(image.shape[2:], weight.shape[2:], stride, padding, dilation)
     patches = (unfold(item, weight.shape[2:], dilation, padding, stride) for item in image)
-    return _products(patches, weight, bias, image.new_empty(len(image), len(weight), *size))
+    result = image.new_empty(len(image), len(weight), *size)
+    return _products(patches, weight.flatten(1), bias, result)
 
 
-def _products(columns: Iterable[Tensor], weight: Tensor, bias: Tensor | None, result: Tensor) -> Tensor:
-    """Write the products of a weight with a matrix for each image."""
-    matrix = weight.flatten(1)
+def _products(columns: Iterable[Tensor], matrix: Tensor, bias: Tensor | None, result: Tensor) -> Tensor:
+    """Write the products of the weight's matrix with one for each image."""
     for source, target in zip(columns, result.flatten(2), strict=True):
         if bias is None:
             torch.mm(matrix, source, out=target)
@@ -179,10 +179,7 @@ def weight_gradient_chunks(
 def multiply_transposed(gradient: Tensor, weight: Tensor) -> Tensor:
     """The gradient of a 1×1 convolution for its image."""
     result = gradient.new_empty(len(gradient), weight.shape[1], *gradient.shape[2:])
-    matrix = weight.flatten(1).t()
-    for source, target in zip(gradient.flatten(2), result.flatten(2), strict=True):
-        torch.mm(matrix, source, out=target)
-    return result
+    return _products(gradient.flatten(2), weight.flatten(1).t(), None, result)
 
 
 @function("input_gradient_unfolded")

@@ -150,10 +150,11 @@ def backward_from_mask(kernel: TracedKernel) -> Iterator[Implementation]:
 def backward_from_state(kernel: TracedKernel) -> Iterator[Implementation]:
     """The gradient from a mask that is drawn again: dropout of the gradient, with the numbers of the input's."""
     gradient, kept, _ = kernel.args
-    if kept.value is None:
+    writer = None if kept.value is None else kernel.writer(kept.value)
+    if writer is None or (forward := writer.call) is None:
         return
-    forward, drawn = kernel.writer_call(kept.value), kernel.writer_again(kept.value)
-    if forward is None or drawn is None or drawn.target != REPLAY:
+    drawn = writer.again
+    if drawn is None or drawn.target != REPLAY:
         return
     if forward.target not in (_FORWARD, name_of(dropout)):
         return

@@ -35,16 +35,17 @@ def _replace(graph: fx.Graph, found: HeadAndLoss) -> None:
     steps = [step for step in found.steps if step[0] != "slice"]
     if len(steps) < len(found.steps):
         target = _ignoring(graph, found, target, ignore_index)
+    products = tuple(
+        (*product.operands[:2], math.prod(product.numbers), product.rows is not None, product.order)
+        for product in found.products
+    )
     head, *adapters = found.products
-    wanted = (head.rows is not None, head.order, head.bias is not None)
-    args: tuple[Any, ...] = (*head.operands, target, weight, reduction, ignore_index, tuple(steps), wanted, 1)
+    of_loss = (target, weight, reduction, ignore_index, tuple(steps))
+    args: tuple[Any, ...] = (products, head.operands[2], *of_loss, head.bias is not None, 1)
     if found.linear:
         args = (*args, *_of_one(graph, found, loss))
     made = [head.rows, head.matrix, head.bias]
     for adapter in adapters:
-        rows, matrix, _ = adapter.operands
-        args = (*args, *[None] * (12 - len(args)), rows, matrix, math.prod(adapter.numbers))
-        args = (*args, (adapter.rows is not None, adapter.order))
         made += [adapter.rows, adapter.matrix]
     with fake_mode(loss):
         gradients = [None if node is None else torch.empty_like(node.meta["val"]) for node in made]

@@ -80,8 +80,7 @@ class TracedKernel:
         call, default: what was traced.
         results: the layout of each result; None where nobody reads it.
         values: those of the graph, by index.
-        writer_call: the call that computes a value, if an operator does.
-        writer_again: the call that re-runs of that operator make instead.
+        writer: the default implementation of the operator that writes a value, if one does.
         reader_calls: the calls that read a value.
         references: a tensor that an operator has written, by name.
         intermediates: the small values offered to this kernel, by name.
@@ -91,8 +90,7 @@ class TracedKernel:
     default: Implementation
     results: tuple[TensorSpec | None, ...]
     values: Sequence[Value]
-    writer_call: Callable[[int], Call | None]
-    writer_again: Callable[[int], Call | None] = lambda _: None
+    writer: Callable[[int], Implementation | None]
     reader_calls: Callable[[int], Iterable[Call]] = lambda _: ()
     references: Callable[[str], TensorRef | None] = lambda _: None
     intermediates: Mapping[str, TensorRef] = field(default_factory=dict)
@@ -110,8 +108,13 @@ class TracedKernel:
         self, source: TensorRef, statistic: TensorRef, *targets: str
     ) -> tuple[Call, TensorRef] | None:
         """The same of the call that wrote a statistic. Others may normalise the tensor with other weights."""
-        call = None if statistic.value is None else self.writer_call(statistic.value)
+        call = self.computed_by(statistic)
         return self._first_of(() if call is None else (call,), source, targets)
+
+    def computed_by(self, tensor: TensorRef) -> Call | None:
+        """The call that computes a tensor, if an operator does."""
+        writer = None if tensor.value is None else self.writer(tensor.value)
+        return None if writer is None else writer.call
 
     def _first_of(
         self, calls: Iterable[Call], source: TensorRef, targets: Sequence[str]
@@ -262,11 +265,6 @@ def intermediates(node: fx.Node) -> Iterator[Intermediate]:
         yield from family(*node.args)
 
 
-def find_function(target: str) -> Function | None:
-    """The registered function behind a call's target; None for torch's own operators."""
-    return FUNCTIONS.get(target)
-
-
 def name_of(run: Callable[..., Any]) -> str:
     """The target by which calls name a registered function."""
     return _names[run]
@@ -282,9 +280,10 @@ def target_of(node: fx.Node) -> str:
     return _names.get(node.target, str(node.target)) if callable(node.target) else str(node.target)
 
 
-def reads_of(call: Call) -> tuple[int, ...]:
-    """The values that a call reads, in order."""
-    return tuple(sorted({ref.value for ref in call.tensors() if ref.value is not None}))
+def reads_of(*calls: Call | None) -> tuple[int, ...]:
+    """The values that calls read, in order."""
+    tensors = (ref for call in calls if call is not None for ref in call.tensors())
+    return tuple(sorted({ref.value for ref in tensors if ref.value is not None}))
 
 
 def tensor_at(call: Call, position: int) -> TensorRef:

@@ -7,7 +7,6 @@ the unpacked mask is never whole in memory. On a GPU with Triton, kernels of our
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -65,37 +64,26 @@ def mask_of(
     yield Intermediate(name="mask", function=run, ways=ways, shape=shape, dtype="uint8")
 
 
-@dataclass(frozen=True)
-class Outside:
-    """Elements that are at most `low`, or at least `high` if there is one. NaN is neither."""
+def pack(source: Tensor, strides: Sequence[int], *bounds: float) -> Tensor:
+    """Pack booleans, or which numbers are out of bounds, of any shape, into ⌈elements / 8⌉ bytes (uint8).
 
-    low: float
-    high: float | None = None
-
-    def __call__(self, piece: Tensor) -> Tensor:
-        below = piece <= self.low
-        return below if self.high is None else below.logical_or_(piece >= self.high)
-
-
-def pack(source: Tensor, strides: Sequence[int], predicate: Outside | None = None) -> Tensor:
-    """Pack a predicate of a tensor's elements, of any shape, into ⌈elements / 8⌉ bytes (uint8).
-
-    The bits are in the order of a dense storage with these strides. Without a predicate, the tensor is of booleans.
+    The bits are in the order of a dense storage with these strides. Out of bounds is what is at most the first, or
+    at least the second if there is one. NaN is neither.
     """
     stored = as_stored(source, strides)
     packed = torch.empty(packed_bytes(stored.numel()), dtype=torch.uint8, device=stored.device)
     if usable(stored):
-        if predicate is None:
-            launch_over_mask(triton_kernels.pack_true, packed, stored.view(torch.uint8), packed, stored.numel())
+        if bounds:
+            low_and_high = _rounded(bounds, stored.dtype)
+            launch_over_mask(triton_kernels.pack_outside, packed, stored, packed, stored.numel(), *low_and_high)
         else:
-            bounds = _rounded(predicate, stored.dtype)
-            launch_over_mask(triton_kernels.pack_outside, packed, stored, packed, stored.numel(), *bounds)
+            launch_over_mask(triton_kernels.pack_true, packed, stored.view(torch.uint8), packed, stored.numel())
         return packed
     flat = in_order(stored, strides)
     step = piece_elements(flat.device)
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
-        holds = piece.clone() if predicate is None else predicate(piece)
+        holds = _out_of_bounds(piece, *bounds) if bounds else piece.clone()
         if holds.numel() % 8:
             holds = torch.nn.functional.pad(holds, (0, -holds.numel() % 8))
         words = holds.view(torch.int64).mul(_GATHER_BITS).bitwise_right_shift_(56)
@@ -104,12 +92,16 @@ def pack(source: Tensor, strides: Sequence[int], predicate: Outside | None = Non
     return packed
 
 
+def _out_of_bounds(piece: Tensor, low: float, high: float | None = None) -> Tensor:
+    below = piece <= low
+    return below if high is None else below.logical_or_(piece >= high)
+
+
 @cache
-def _rounded(outside: Outside, dtype: torch.dtype) -> tuple[float, float]:
-    """Bounds as a type has them, which torch compares with."""
-    high = math.nan if outside.high is None else outside.high
+def _rounded(bounds: tuple[float, ...], dtype: torch.dtype) -> tuple[float, float]:
+    """Bounds as a type has them, which torch compares with; NaN for one that there isn't."""
     with without_modes(), without_transforms():
-        low, high = torch.tensor((outside.low, high), dtype=dtype).tolist()
+        low, high, *_ = torch.tensor((*bounds, math.nan), dtype=dtype).tolist()
     return low, high
 
 

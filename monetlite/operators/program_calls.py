@@ -31,13 +31,6 @@ class GuardFailed(Exception):
         self.operators = operators
 
 
-@function("require")
-def require(operators: list[str], *holds: torch.Tensor) -> None:
-    """Raise `GuardFailed` with the operators whose guard, a 0-d bool tensor each, doesn't hold."""
-    if not all(found := torch.stack(holds).tolist()):
-        raise GuardFailed([name for name, held in zip(operators, found, strict=True) if not held])
-
-
 def prepared(target: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """The function to run for a call's target: with operands in order, and with a compact result."""
     return _compacting(target, _in_order(target, run))

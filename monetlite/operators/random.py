@@ -18,7 +18,7 @@ from monetlite.fx.call_encoding import fake_mode
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import schema_of
 from monetlite.operators.changing import called_operator
-from monetlite.operators.implementations import PREFIX, find_function, function, target_of
+from monetlite.operators.implementations import FUNCTIONS, PREFIX, function, target_of
 
 STATE = PREFIX + "rng_state"
 REPLAY = PREFIX + "replay"
@@ -31,7 +31,7 @@ def is_random(node: fx.Node) -> bool:
     """
     operator = called_operator(node)
     if operator is None:
-        registered = find_function(target_of(node))
+        registered = FUNCTIONS.get(target_of(node))
         return registered is not None and registered.random
     tagged = torch.Tag.nondeterministic_seeded in operator.tags
     if tagged or operator.namespace != "aten":

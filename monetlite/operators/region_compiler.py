@@ -39,7 +39,7 @@ def compile_ahead(targets: Iterable[str]) -> None:
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(_process(texts[number::PROCESSES])) for number in range(PROCESSES)]
-        done = sum(line == DONE for process in processes for line in _lines(process))
+        done = sum(line == DONE for process in processes for line in process.stdout or ())
     tell(f"compiled {done} of {len(texts)} regions in {time.monotonic() - began:.0f} s")
 
 
@@ -73,12 +73,6 @@ def _process(texts: Sequence[str]) -> "Iterator[subprocess.Popen[str]]":
     finally:
         process.kill()
         process.wait()
-
-
-def _lines(process: "subprocess.Popen[str]") -> Iterator[str]:
-    """Lines that a process writes, until it has ended."""
-    assert process.stdout is not None
-    yield from process.stdout
 
 
 def serve() -> None:

@@ -27,7 +27,7 @@ from monetlite.operators.implementations import (
     intermediates_for,
     tensor_at,
 )
-from monetlite.operators.packing import Outside, mask_of, masked_gradient, masked_gradient_, pack, workspace_bytes
+from monetlite.operators.packing import mask_of, masked_gradient, masked_gradient_, pack, workspace_bytes
 
 _RELU, _RELU_BACKWARD = "aten.relu.default", "aten.threshold_backward.default"
 _HARDTANH, _HARDTANH_BACKWARD = "aten.hardtanh.default", "aten.hardtanh_backward.default"
@@ -37,8 +37,8 @@ _HARDTANH, _HARDTANH_BACKWARD = "aten.hardtanh.default", "aten.hardtanh_backward
 def relu_from_input(kernel: TracedKernel) -> Iterator[Implementation]:
     """`threshold_backward` with the input of the ReLU in place of its output."""
     gradient, output, threshold = kernel.args
-    forward = None if threshold != 0 or output.value is None else kernel.writer_call(output.value)
-    if forward is None or forward.target != _RELU:
+    forward = kernel.computed_by(output)
+    if threshold != 0 or forward is None or forward.target != _RELU:
         return
     source = tensor_at(forward, 0)
     if source.value is not None and source.spec.shape == output.spec.shape:
@@ -94,10 +94,10 @@ def relu_mask(source: Tensor, strides: list[int]) -> Tensor:
 
     The bits are in the order of a storage with these strides.
     """
-    return pack(source, strides, Outside(0.0))
+    return pack(source, strides, 0.0)
 
 
 @function("hardtanh_mask", workspace_bytes=workspace_bytes)
 def hardtanh_mask(source: Tensor, strides: list[int], low: float, high: float) -> Tensor:
     """The elements that stop a hardtanh's gradient, as `relu_mask` has them."""
-    return pack(source, strides, Outside(low, high))
+    return pack(source, strides, low, high)

@@ -11,7 +11,7 @@ A chain is data: the steps of a captured graph, with the operators that plain tr
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -298,10 +298,9 @@ def row_chain(
     first = next(row for row in flat if row is not None)
     launches = _launches_for(steps, rows, results)
     count = first.shape[0]
-    taken: dict[int, int] = {} if over is None else {over[0]: over[1]}
     sums: dict[int, Tensor] = {}
     dtypes = {launch.step.slot: launch.dtype for launch in launches if launch.run is None}
-    made: dict[int, Tensor] = {}
+    made: dict[int, Any] = {} if over is None else {over[0]: flat[over[1]]}
     vectors = [item.reshape(-1) if item.dim() and item.dim() != 2 else item for item in wholes]
     for some in slices(count, -(-count // tiles)):
         slots = {at: row[some] for at, row in enumerate(flat) if row is not None}
@@ -328,16 +327,12 @@ def row_chain(
             if slot is None or shape is not None:
                 continue
             tile = slots[slot]
-            if position in taken:
-                target = flat[taken[position]]
-                assert target is not None
-                target[some].copy_(tile)
-            elif tiles == 1:
+            if tiles == 1 and position not in made:
                 made[position] = tile
-            else:
-                if position not in made:
-                    made[position] = torch.empty((count, tile.shape[1]), dtype=tile.dtype, device=tile.device)
-                made[position][some].copy_(tile)
+                continue
+            if position not in made:
+                made[position] = torch.empty((count, tile.shape[1]), dtype=tile.dtype, device=tile.device)
+            made[position][some].copy_(tile)
         del slots, operand
     found: list[Tensor | None] = []
     for position, (slot, like, shape) in enumerate(results):
@@ -345,8 +340,6 @@ def row_chain(
             found.append(None)
         elif shape is not None:
             found.append(sums[slot].to(dtypes[slot]).view(shape))
-        elif position in taken:
-            found.append(rows[taken[position]])
         else:
             beside = made[position] if like is None else rows[like]
             assert beside is not None
@@ -375,49 +368,45 @@ def _add(sums: dict[int, Tensor], step: ChainStep, operands: Sequence[Tensor], t
 def in_tiles(kernel: TracedKernel) -> Iterator[Implementation]:
     """The chain with less kept of what is made on the way, in tiles, and over a gradient that comes in."""
     rows, wholes, steps, results, own, _, _ = kernel.args
-    again = [ChainStep(*item) for item in steps if item[0] < len(rows)]
-    forms: dict[str, tuple[Any, Any, bool]] = {"": (rows, results, False)}
+    by_slot = {item[0]: ChainStep(*item) for item in steps}
+    again = {slot: step for slot, step in by_slot.items() if slot < len(rows)}
+    whole = products = light = rows, results
     if again:
-        light = {step.slot for step in again if not step.kept}
-        every = {step.slot for step in again}
-        forms["products"] = (_without(rows, light), results, False)
-        forms["tiles"] = (_without(rows, every), results, True)
+        products = _without(rows, {slot for slot, step in again.items() if not step.kept}), results
+        light = _without(rows, set(again)), results
     elif own < len(results):
-        by_slot = {item[0]: ChainStep(*item) for item in steps}
-        kept = tuple(
-            item if at < own or by_slot[item[0]].kept else (None, *item[1:]) for at, item in enumerate(results)
-        )
-        none = tuple(item if at < own else (None, *item[1:]) for at, item in enumerate(results))
-        forms["products"] = (rows, kept, False)
-        forms["tiles"] = (rows, none, True)
-    else:
-        forms["tiles"] = (rows, results, True)
+        made = {at: by_slot[item[0]] for at, item in enumerate(results) if at >= own}
+        products = rows, _unwanted(results, {at for at, step in made.items() if not step.kept})
+        light = rows, _unwanted(results, set(made))
+    ways = [("", whole, 1), ("products", products, 1)]
+    ways += [(f"products_tiles_{tiles}", products, tiles) for tiles in PRODUCT_TILES if products is not whole]
+    ways += [(f"tiles_{tiles}", light, tiles) for tiles in TILES]
     seen: set[Any] = set()
     count = math.prod(next(row for row in rows if row is not None).spec.shape[:-1])
-    for form, (given, wanted, tiled) in forms.items():
-        for tiles in TILES if tiled else (1, *PRODUCT_TILES) if form else (1,):
-            if tiles > 1 and count // tiles < MIN_TILE_ROWS:
-                continue
-            name = "_".join(filter(None, (form if not tiled else "", f"tiles_{tiles}" if tiles > 1 else "")))
-            key = (given, wanted, tiles)
-            if key in seen:
-                continue
-            seen.add(key)
-            args = (given, wholes, steps, wanted, own, tiles, None)
-            outputs = tuple(
-                output if item[0] is not None else None
-                for output, item in zip(kernel.call.outputs, wanted, strict=True)
-            )
-            if name:
-                yield _offered(kernel, name, args, outputs)
-            for over, value in _overwritable(kernel, given, wanted, again):
-                own_args = (*args[:-1], over)
-                item = _offered(kernel, "_".join(filter(None, (name, "inplace"))), own_args, outputs)
-                yield replace(item, overwrites=(value,))
+    for name, (given, wanted), tiles in ways:
+        key = (given, wanted, tiles)
+        if key in seen or (tiles > 1 and count // tiles < MIN_TILE_ROWS):
+            continue
+        seen.add(key)
+        args = (given, wholes, steps, wanted, own, tiles, None)
+        outputs = tuple(
+            output if item[0] is not None else None
+            for output, item in zip(kernel.call.outputs, wanted, strict=True)
+        )
+        if name:
+            yield _offered(kernel, name, args, outputs)
+        for over, value in _overwritable(kernel, given, wanted, again):
+            own_args = (*args[:-1], over)
+            item = _offered(kernel, "_".join(filter(None, (name, "inplace"))), own_args, outputs)
+            yield replace(item, overwrites=(value,))
 
 
 def _without(rows: Any, left_out: set[int]) -> Any:
     return tuple(None if at in left_out else row for at, row in enumerate(rows))
+
+
+def _unwanted(results: Any, left_out: set[int]) -> Any:
+    return tuple((None, *item[1:]) if at in left_out else item for at, item in enumerate(results))
 
 
 def _offered(kernel: TracedKernel, name: str, args: Any, outputs: Any) -> Implementation:
@@ -426,12 +415,11 @@ def _offered(kernel: TracedKernel, name: str, args: Any, outputs: Any) -> Implem
 
 
 def _overwritable(
-    kernel: TracedKernel, rows: Any, results: Any, again: Sequence[ChainStep]
+    kernel: TracedKernel, rows: Any, results: Any, again: Collection[int]
 ) -> Iterator[tuple[tuple[int, int], int]]:
     """A result of rows and a gradient that comes in, whose memory it may take: (over, value)."""
-    made_again = {step.slot for step in again}
     for at, row in enumerate(rows):
-        if not isinstance(row, TensorRef) or row.value is None or at in made_again:
+        if not isinstance(row, TensorRef) or row.value is None or at in again:
             continue
         if kernel.values[row.value].kind is not ValueKind.GRADIENT:
             continue

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from monetlite.core.graph import TensorRef, TensorSpec, Value
+from monetlite.fx.torch_internals.torch_dispatch import suggest_memory_format
 
 
 def item_bytes(dtype: str) -> int:
@@ -62,14 +63,7 @@ def same_places(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) 
 def suggests_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Tell whether torch's kernels take an image's strides for channels-last.
 
-    PyTorch's `Tensor.suggest_memory_format` (`is_channels_last_strides` in c10). An image of one channel, or of one
-    pixel, lies in both layouts; its strides say which one it is taken for.
+    An image of one channel, or of one pixel, lies in both layouts; its strides say which one it is taken for.
     """
-    if len(shape) not in (4, 5) or stride[1] == 0 or 0 in shape:
-        return False
-    least = 0
-    for dimension in (1, *range(len(shape) - 1, 1, -1), 0):
-        if stride[dimension] < least or (dimension == 0 and least == stride[1]):
-            return False
-        least = stride[dimension] * shape[dimension]
-    return True
+    image = torch.empty_strided(shape, stride, device="meta")
+    return suggest_memory_format(image) is not torch.contiguous_format

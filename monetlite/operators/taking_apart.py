@@ -26,17 +26,8 @@ def batch_norm_statistics(
 ) -> tuple[Tensor, ...]:
     """Statistics of a batch: (mean, 1/σ, the new running mean, the new running variance), each (channels,)."""
     running = running_mean.clone(), running_variance.clone()
-    return *statistics_in_buffers(source, *running, momentum, eps), *running
-
-
-def statistics_in_buffers(
-    source: Tensor, running_mean: Tensor, running_variance: Tensor, momentum: float, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The same, with the running statistics changed in place. Returns (mean, 1/σ)."""
-    mean, variance = torch.ops.aten.batch_norm_update_stats.default(
-        source, running_mean, running_variance, momentum
-    )
-    return mean, variance.add_(eps).rsqrt_()
+    mean, variance = torch.ops.aten.batch_norm_update_stats.default(source, *running, momentum)
+    return mean, variance.add_(eps).rsqrt_(), *running
 
 
 @function("normalized", passes=1)

@@ -13,7 +13,7 @@ the largest power of two with which none can overflow. It is taken back with the
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -43,63 +43,73 @@ _ELEMENTS = 2**22
 """Numbers of a gradient in float16 that are in float32 at once."""
 
 
+class LogitsProduct(NamedTuple):
+    """A product that makes logits, and the gradients that are wanted of its operands.
+
+    Attributes:
+        rows: hidden states, of shape (rows, features); an adapter's have features of their own (its rank).
+        matrix: of shape (features, classes).
+        factor: what the product is multiplied by.
+        of_rows: a gradient is wanted for the rows.
+        order: of the matrix's gradient; None if it isn't wanted.
+    """
+
+    rows: Any
+    matrix: Any
+    factor: float
+    of_rows: bool
+    order: str | None
+
+
+def _products(call: Call) -> list[LogitsProduct]:
+    """The products of a call, of `TensorRef`s."""
+    products: Any = call.args[0]
+    return [LogitsProduct(*item) for item in products]
+
+
+def _classes(call: Call) -> int:
+    classes: int = _products(call)[0].matrix.spec.shape[1]
+    return classes
+
+
 def _like_products(call: Call) -> Call:
     """A product as large as those for logits, and for the gradients that are wanted."""
-    rows, matrix = tensor_at(call, 0), tensor_at(call, 1)
-    (count, depth), (_, classes) = rows.spec.shape, matrix.spec.shape
-    of_rows, of_weight, _ = _wanted(call)
-    depth *= 1 + of_rows + of_weight
-    if len(call.args) > 12:
-        of_rows, of_weight = _wanted_of_adapter(call)
-        depth += tensor_at(call, 12).spec.shape[1] * (1 + of_rows + of_weight)
+    products = _products(call)
+    rows, matrix, *_ = products[0]
+    depth = sum(
+        product.rows.spec.shape[1] * (1 + product.of_rows + (product.order is not None)) for product in products
+    )
+    count, classes = rows.spec.shape[0], matrix.spec.shape[1]
     left = replace(rows, spec=replace(rows.spec, shape=(count, depth), stride=(depth, 1)))
     right = replace(matrix, spec=replace(matrix.spec, shape=(depth, classes), stride=(classes, 1)))
     return Call(target="aten.mm.default", args=(left, right), outputs=("logits",))
 
 
-def _wanted(call: Call) -> tuple[bool, bool, bool]:
-    """Gradients that are wanted: of rows, matrix and bias."""
-    wanted = call.args[8]
-    assert isinstance(wanted, tuple)
-    return bool(wanted[0]), wanted[1] is not None, bool(wanted[2])
-
-
-def _wanted_of_adapter(call: Call) -> tuple[bool, bool]:
-    """Gradients that are wanted of an adapter: of rows and matrix."""
-    wanted = call.args[15]
-    assert isinstance(wanted, tuple)
-    return bool(wanted[0]), wanted[1] is not None
-
-
 def _tile_bytes(call: Call) -> int:
     """Memory for a tile: its logits, in two dtypes where one is converted, their gradient, and sums in float32."""
-    (count, features), (_, classes) = tensor_at(call, 0).spec.shape, tensor_at(call, 1).spec.shape
-    of_rows = item_bytes(tensor_at(call, 0).spec.dtype)
-    steps, tiles = call.args[7], call.args[9]
-    assert isinstance(steps, tuple)
-    assert isinstance(tiles, int)
-    sums = 4 * classes * features if of_rows < 4 and tiles > 1 and _wanted(call)[1] else 0
-    sizes, most, saved = [of_rows], of_rows, 0
-    if len(call.args) > 12:
-        rows = tensor_at(call, 12).spec
-        of_adapter = item_bytes(rows.dtype)
-        sizes, most = [max(of_rows, of_adapter)], of_rows + of_adapter
-        sums += 4 * classes * rows.shape[1] if of_adapter < 4 and tiles > 1 and _wanted_of_adapter(call)[1] else 0
-    for step in steps:
-        assert isinstance(step, tuple)
-        if step[0] == "to":
-            sizes.append(item_bytes(str(step[1])))
+    products, arguments = _products(call), cast(Any, call.args)
+    steps, tiles, smoothed = arguments[6], arguments[8], any(arguments[10:])
+    count, classes = products[0].rows.spec.shape[0], _classes(call)
+    of_products = [item_bytes(product.rows.spec.dtype) for product in products]
+    sums: int = sum(
+        4 * classes * product.rows.spec.shape[1]
+        for product, size in zip(products, of_products, strict=True)
+        if size < 4 and tiles > 1 and product.order is not None
+    )
+    sizes, most, saved = [max(of_products)], sum(of_products), 0
+    for name, value in steps:
+        if name == "to":
+            sizes.append(item_bytes(value))
             most = max(most, sum(sizes[-2:]))
-        elif step[0] == "tanh":
+        elif name == "tanh":
             saved += sizes[-1]
-    of_tile = -(-count // tiles) * classes
-    smoothed = len(call.args) > 11 and call.args[11] is not None
+    of_tile: int = -(-count // tiles) * classes
     made = of_tile if smoothed else min(of_tile, CHUNK_ELEMENTS["cuda"])
     return max(most * of_tile, sizes[-1] * (of_tile + made)) + saved * of_tile + sums
 
 
 def _launches(call: Call) -> int:
-    tiles = call.args[9]
+    tiles = call.args[8]
     assert isinstance(tiles, int)
     return 12 * tiles
 
@@ -109,55 +119,43 @@ def _launches(call: Call) -> int:
     like=_like_products,
     workspace_bytes=_tile_bytes,
     launches=_launches,
-    integers=lambda call: tensor_at(call, 1).spec.shape[1],
+    integers=_classes,
 )
 def linear_cross_entropy(
-    rows: Tensor,
-    matrix: Tensor,
+    products: Sequence[Sequence[Any]],
     bias: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
     reduction: int,
     ignore_index: int,
     steps: Iterable[tuple[str, Any]],
-    wanted: tuple[bool, str | None, bool],
+    of_bias: bool,
     tiles: int,
     slope: Tensor | None = None,
     spread: Tensor | None = None,
-    adapter_rows: Tensor | None = None,
-    adapter_matrix: Tensor | None = None,
-    adapter_factor: float = 1.0,
-    adapter_wanted: tuple[bool, str | None] = (False, None),
 ) -> tuple[Tensor | None, ...]:
     """Cross-entropy of logits, and its gradients, some rows at a time.
 
-    Logits are `rows @ matrix + bias + adapter_factor * adapter_rows @ adapter_matrix`.
-
     Args:
-        rows: hidden states, of shape (rows, features).
-        matrix: of shape (features, classes).
-        bias: of shape (classes,).
+        products: the fields of each `LogitsProduct`. Logits are their sum: the head's, and those of adapters.
+        bias: of the head, of shape (classes,).
         target: of shape (rows,), int64.
         weight, reduction, ignore_index: as `nll_loss_forward` takes them.
         steps: what is done with the logits before the loss: (`mul`, number), (`div`, number), (`tanh`, None),
             (`to`, dtype).
-        wanted: whether a gradient is wanted for rows; the order of the one for the matrix, None if it isn't
-            wanted; whether one is wanted for the bias.
+        of_bias: whether a gradient is wanted for the bias.
         tiles: number of tiles.
         slope: gradient of the loss, of its shape; by default one.
         spread: gradient of the log-probabilities' sums over classes, of shape (rows,), as label smoothing has it.
-        adapter_rows, adapter_matrix: an adapter's, as `rows` and `matrix`, with features of its own (its rank).
-        adapter_factor: what their product is multiplied by.
-        adapter_wanted: whether a gradient is wanted for its rows; the order of the one for its matrix.
 
     Returns:
-        The loss, of shape (rows,) without reduction; gradients for rows, matrix and bias, of shape (1, classes);
-        with an adapter, gradients for its rows and matrix; with `spread`, the sums, of shape (rows,); for rows in
-        float16, the number to multiply the gradients by, in float32.
+        The loss, of shape (rows,) without reduction; gradients for rows and matrix of the head, and for its bias,
+        of shape (1, classes); gradients for rows and matrix of adapters; with `spread`, the sums, of shape (rows,);
+        for rows in float16, the number to multiply the gradients by, in float32.
     """
-    of_rows, order, of_bias = wanted
-    count = rows.shape[0]
-    loss = torch.zeros((), dtype=torch.float32, device=rows.device)
+    head, *adapters = terms = [_ProductInTiles(LogitsProduct(*item), tiles) for item in products]
+    count, device = head.rows.shape[0], head.rows.device
+    loss = torch.zeros((), dtype=torch.float32, device=device)
     losses: list[Tensor] = []
     sums: list[Tensor] = []
     kept = target != ignore_index
@@ -165,19 +163,16 @@ def linear_cross_entropy(
         total = kept.sum().to(torch.float32)
     else:
         total = (weight[target.where(kept, 0)] * kept).sum()
-    products = [_ProductInTiles(rows, matrix, bias, 1.0, of_rows, order, tiles)]
-    if adapter_rows is not None and adapter_matrix is not None:
-        products.append(_ProductInTiles(adapter_rows, adapter_matrix, None, adapter_factor, *adapter_wanted, tiles))
     for_bias = None
     if slope is None:
-        slope = torch.ones((count,) if reduction == NONE else (), dtype=torch.float32, device=rows.device)
+        slope = torch.ones((count,) if reduction == NONE else (), dtype=torch.float32, device=device)
     scale = None
-    if any(product.rows.dtype == torch.float16 for product in products):
-        scale = _scale(products, weight, steps, slope / total if reduction == MEAN else slope, spread)
+    if any(term.rows.dtype == torch.float16 for term in terms):
+        scale = _scale(terms, weight, steps, slope / total if reduction == MEAN else slope, spread)
         slope, spread = slope * scale, None if spread is None else spread * scale
     for some in slices(count, -(-count // tiles)):
-        targets, logits = target[some], products[0].of(some)
-        for adapter in products[1:]:
+        targets, logits = target[some], head.of(some, bias)
+        for adapter in adapters:
             logits = _sum(logits, adapter.of(some))
         undo: list[Callable[[Tensor], Tensor]] = []
         for name, value in steps:
@@ -208,50 +203,34 @@ def linear_cross_entropy(
         while undo:
             back = undo.pop()(back)
         if of_bias:
-            summed = back.to(rows.dtype).sum(0, keepdim=True)
+            summed = back.to(head.rows.dtype).sum(0, keepdim=True)
             for_bias = summed if for_bias is None else for_bias.add_(summed)
-        for product in products:
-            product.take(some, back.to(product.rows.dtype))
+        for term in terms:
+            term.take(some, back.to(term.rows.dtype))
         del back
     if reduction == MEAN:
         loss /= total
     made_of_loss = torch.cat(losses) if reduction == NONE else loss.to(dtype)
-    gradients = [product.gradients() for product in products]
+    of_adapters = [gradient for adapter in adapters for gradient in adapter.gradients()]
     others = ([torch.cat(sums)] if sums else []) + ([] if scale is None else [1 / scale])
-    return made_of_loss, *gradients[0], for_bias, *(item for pair in gradients[1:] for item in pair), *others
+    return made_of_loss, *head.gradients(), for_bias, *of_adapters, *others
 
 
 class _ProductInTiles:
-    """A product that makes logits, and the gradients of its operands, tile by tile.
+    """A product that makes logits, and the gradients of its operands, tile by tile."""
 
-    Args:
-        rows, matrix, bias: its operands.
-        factor: what it is multiplied by.
-        of_rows: a gradient is wanted for the rows.
-        order: of the matrix's gradient; None if it isn't wanted.
-        tiles: their number.
-    """
-
-    def __init__(
-        self,
-        rows: Tensor,
-        matrix: Tensor,
-        bias: Tensor | None,
-        factor: float,
-        of_rows: bool,
-        order: str | None,
-        tiles: int,
-    ) -> None:
-        self.rows, self.matrix, self.bias, self.factor = rows, matrix, bias, factor
-        self.order, self.tiles = order, tiles
+    def __init__(self, product: LogitsProduct, tiles: int) -> None:
+        self.rows, self.matrix, self.factor, of_rows, self.order = product
+        self.tiles = tiles
+        rows = self.rows
         self.of_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if of_rows else None
         self.of_matrix: Tensor | None = None
 
-    def of(self, some: slice) -> Tensor:
+    def of(self, some: slice, bias: Tensor | None = None) -> Tensor:
         """The product of some rows."""
-        if self.bias is not None:
-            return torch.addmm(self.bias, self.rows[some], self.matrix)
-        made = self.rows[some] @ self.matrix
+        if bias is not None:
+            return torch.addmm(bias, self.rows[some], self.matrix)
+        made: Tensor = self.rows[some] @ self.matrix
         return made if self.factor == 1 else made.mul_(self.factor)
 
     def take(self, some: slice, slope: Tensor) -> None:
@@ -351,8 +330,8 @@ def scaled_in_place(kernel: TracedKernel) -> Iterator[Implementation]:
 @alternatives_for("monetlite.linear_cross_entropy")
 def in_tiles(kernel: TracedKernel) -> Iterator[Implementation]:
     """The same in several tiles."""
-    count = tensor_at(kernel.call, 0).spec.shape[0]
+    count = _products(kernel.call)[0].rows.spec.shape[0]
     for tiles in TILES:
         if count // tiles >= MIN_TILE_ROWS:
-            args: tuple[Argument, ...] = (*kernel.args[:9], tiles, *kernel.args[10:])
+            args: tuple[Argument, ...] = (*kernel.args[:8], tiles, *kernel.args[9:])
             yield kernel.implement(f"tiles_{tiles}", linear_cross_entropy, args=args)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from monetlite.core.announcing import warn
+from monetlite.core.errors import first_line
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, is_traced
 
 try:
@@ -51,10 +52,9 @@ def works(device: torch.device) -> bool:
         launch(write_one, made, (1,), made)
         return made.item() == 1
     except Exception as error:  # whatever compilers, linkers and drivers raise
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         warn(
-            f"Triton can't make a kernel for {device} here ({reason}); masks and offsets are packed by torch's "
-            "operators, which take longer"
+            f"Triton can't make a kernel for {device} here ({first_line(error)}); masks and offsets are packed by "
+            "torch's operators, which take longer"
         )
         return False
 

@@ -136,15 +136,13 @@ class ModelSteps:
     def _traced(
         self, built: "BuiltModel", inputs: Any, whole: Callable[[Profile], Profile] | None = None
     ) -> dict[str, Profile]:
-        import torch
-
         from monetlite.tracing import trace_layouts
+        from monetlite.tracing.step_inputs import autocast_to
 
         began = time.monotonic()
         device = self.pricing.device
         kind = "cuda" if device == "cuda" else "cpu"
-        dtype = getattr(torch, self.autocast or "bfloat16")
-        with torch.autocast(kind, dtype, enabled=self.autocast is not None):
+        with autocast_to(kind, self.autocast):
             graphs = trace_layouts(
                 built.model,
                 inputs,

@@ -9,7 +9,7 @@ import torch
 from monetlite.core.graph import Call, TensorRef
 from monetlite.fx.call_encoding import decode_argument
 from monetlite.operators import resolve
-from monetlite.operators.implementations import find_function
+from monetlite.operators.implementations import FUNCTIONS
 from monetlite.operators.regions import is_region
 from monetlite.operators.traits import aten_name, is_known, traits_of
 
@@ -73,7 +73,7 @@ def wide_statistics(call: Call) -> frozenset[str]:
 
 def index_bound(call: Call) -> int | None:
     """Bound of a call's integer arguments, which are below it; None where nothing says one."""
-    registered = find_function(call.target)
+    registered = FUNCTIONS.get(call.target)
     if registered is not None and registered.integers is not None:
         return registered.integers(call)
     tensors = [ref.spec for ref in call.tensors()]
@@ -128,7 +128,7 @@ def _most_true(call: Call) -> int | None:
 
 def depends_on_contents(call: Call) -> bool:
     """Tell whether an operator that nothing is known about may want certain contents: integers, or to draw by."""
-    known = find_function(call.target) is not None or is_known(call.target)
+    known = call.target in FUNCTIONS or is_known(call.target)
     operator = None if known or not call.target.startswith("aten.") else resolve(call.target)
     if operator is None:
         return False

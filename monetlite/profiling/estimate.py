@@ -17,7 +17,7 @@ from monetlite.core.steps import plain_steps
 from monetlite.fx.torch_internals.torch_dispatch import named_operator, schema_of
 from monetlite.operators.convolution import in_tf32
 from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
-from monetlite.operators.implementations import find_function, tensor_at
+from monetlite.operators.implementations import FUNCTIONS, tensor_at
 from monetlite.operators.strides import item_bytes
 from monetlite.operators.traits import family_of, operation_formula, traits_of
 from monetlite.profiling import roofline
@@ -116,11 +116,9 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
 
     A target without a formula is taken to be bound by memory: it reads its operands and writes its results.
     """
-    registered = find_function(call.target)
-    launches, own_bytes = 1, 0
-    if registered is not None:
-        launches = registered.launches(call)
-        own_bytes = registered.workspace_bytes(call)
+    registered = FUNCTIONS.get(call.target)
+    launches = 1 if registered is None else registered.launches(call)
+    own_bytes = 0 if registered is None else registered.workspace_bytes(call)
     if registered is not None and registered.like is not None:
         call, own = registered.like(call), call
         if registered.parts is not None:
@@ -130,11 +128,11 @@ def estimate_call(call: Call, device: Device, written_bytes: int) -> Cost:
         kernel = _convolutions(call, device, dtype, written_bytes)
     elif operations := _operations(call):
         kernel = _matrix_product(call, device, dtype, operations, written_bytes)
+    elif registered is not None and registered.like is None:
+        moved = registered.passes * (_read_bytes(call) + written_bytes)
+        kernel = roofline.memory_bound(device, moved, getattr(device.efficiency, registered.limit))
     else:
         kernel = _memory_bound(call, device, written_bytes)
-        if registered is not None and registered.like is None:
-            moved = registered.passes * (_read_bytes(call) + written_bytes)
-            kernel = roofline.memory_bound(device, moved, getattr(device.efficiency, registered.limit))
     return replace(
         kernel,
         latency_ms=launches * device.launch_us / 1e3 + kernel.latency_ms,

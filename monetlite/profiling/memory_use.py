@@ -254,11 +254,20 @@ def _without_stderr() -> Iterator[None]:
             os.close(kept)
 
 
-def release_workspaces(device: str) -> None:
-    """On CUDA, free the workspaces that cuBLAS keeps for each thread, so that they are allocated anew."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        clear_cublas_workspaces()
+def release_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps for each thread, so that they are allocated anew."""
+    torch.cuda.synchronize()
+    clear_cublas_workspaces()
+
+
+def kept_bytes(*functions: Callable[[], Any]) -> int:
+    """Bytes on the GPU that are kept after some functions, cuBLAS's workspaces among them."""
+    release_workspaces()
+    before_bytes = torch.cuda.memory_allocated()
+    for function in functions:
+        function()
+    torch.cuda.synchronize()
+    return max(0, torch.cuda.memory_allocated() - before_bytes)
 
 
 def workspaces_bytes(device: str) -> int:
@@ -273,17 +282,15 @@ def workspaces_bytes(device: str) -> int:
         factor = torch.zeros(16, 16, device=device)  # of a single row or column, torch calls another function
         torch.nn.functional.linear(factor @ factor, factor, factor[0])
 
-    release_workspaces(device)
-    before_bytes = torch.cuda.memory_allocated()
-    multiply()
-    with torch.enable_grad():
-        result = torch.zeros((), device=device, requires_grad=True) * 1.0
-    # It runs in the thread of the backward part.
-    result.register_hook(multiply)  # type: ignore[no-untyped-call]  # torch has no types for it
-    result.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-    torch.cuda.synchronize()
-    del result
-    return max(0, torch.cuda.memory_allocated() - before_bytes)
+    def multiply_in_both_parts() -> None:
+        multiply()
+        with torch.enable_grad():
+            result = torch.zeros((), device=device, requires_grad=True) * 1.0
+        # It runs in the thread of the backward part.
+        result.register_hook(multiply)  # type: ignore[no-untyped-call]  # torch has no types for it
+        result.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    return kept_bytes(multiply_in_both_parts)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,10 +16,10 @@ from monetlite.fx.torch_internals.torch_cuda import occupy_gpu
 from monetlite.operators.cudnn import tf32_allowed
 from monetlite.profiling.memory_use import (
     high_water_growth_bytes,
+    kept_bytes,
     nvidia_smi,
     page_faults,
     peak_growth_bytes,
-    release_workspaces,
 )
 
 MIN_RUNS, MAX_RUNS = 3, 7
@@ -131,24 +131,11 @@ class CudaMeter:
         while len(times) < MIN_RUNS or (time.perf_counter() - began < MIN_SECONDS and len(times) < MAX_RUNS):
             other.zero_()
             _touch(recent)
-            start, end = _event(), _event()
-            occupy_gpu(cycles)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
+            times.append(_gpu_ms(run, cycles))
         return statistics.median(times)
 
     def once_ms(self, run: Callable[[], Any]) -> float:
-        start, end = _event(), _event()
-        occupy_gpu(int(GPU_CYCLES_PER_SECOND * MIN_SECONDS_AHEAD))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        taken: float = start.elapsed_time(end)
-        return taken
+        return _gpu_ms(run, int(GPU_CYCLES_PER_SECOND * MIN_SECONDS_AHEAD))
 
     def _other(self) -> torch.Tensor:
         """Memory that fills the cache."""
@@ -168,14 +155,7 @@ class CudaMeter:
         return peak_growth_bytes(run, "cuda")
 
     def kept_bytes(self, runs: Sequence[Callable[[], Any]]) -> int:
-        if not runs:
-            return 0
-        release_workspaces("cuda")
-        before = torch.cuda.memory_allocated()
-        for run in runs:
-            run()
-        torch.cuda.synchronize()
-        return max(0, torch.cuda.memory_allocated() - before)
+        return kept_bytes(*runs) if runs else 0
 
     def environment(self) -> Mapping[str, str]:
         backends: Any = torch.backends
@@ -234,8 +214,16 @@ def _cache_bytes() -> int:
     return min(max(sizes) * 5 // 4, MAX_CACHE_BYTES)
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
+def _gpu_ms(run: Callable[[], Any], cycles: int) -> float:
+    """Time that the GPU takes for a call, which waits for so many cycles before it, in ms."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch has no types for it
+    occupy_gpu(cycles)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    taken: float = start.elapsed_time(end)
+    return taken
 
 
 def _cpu_name() -> str:

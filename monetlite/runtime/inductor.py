@@ -35,7 +35,6 @@ from monetlite.operators import is_random, resolve
 from monetlite.operators.changing import changed
 from monetlite.operators.implementations import PREFIX, name_of, returns_tuple
 from monetlite.operators.normalization import require_invertible
-from monetlite.operators.program_calls import require
 from monetlite.operators.random import replay, rng_state, state_bytes
 from monetlite.operators.traits import traits_of
 from monetlite.runtime.unused_outputs import no_nan_unless_given
@@ -81,7 +80,7 @@ def inductor(program: fx.GraphModule, inputs: Sequence[Any], internal: Collectio
     for node in list(program.graph.nodes):
         if node.target is no_nan_unless_given:  # it depends on the step
             program.graph.erase_node(node)
-        elif node.op == "call_function" and node.target in (require, require_invertible):
+        elif node.target is require_invertible:
             raise ModelError(
                 "the schedule runs an implementation that checks its weights first, which Inductor can't compile. "
                 "Solve with implementations='default', or run the schedule without compile=True"

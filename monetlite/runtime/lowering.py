@@ -28,7 +28,7 @@ from monetlite.operators import resolve, returns_tensor
 from monetlite.operators.batch_norm import reading_the_batch
 from monetlite.operators.implementations import name_of
 from monetlite.operators.normalization import is_invertible, require_invertible
-from monetlite.operators.program_calls import deliver, prepared, require
+from monetlite.operators.program_calls import deliver, prepared
 from monetlite.operators.region_compiler import compile_ahead
 from monetlite.tracing.operator_graph import Traced
 
@@ -177,14 +177,11 @@ class ProgramBuilder:
         }
 
     def require(self, guards: Mapping[str, Call]) -> None:
-        """Append the check that guards, by operator, hold. Guards of batch norms are checked together."""
-        alike = [name for name, guard in guards.items() if guard.target == name_of(is_invertible)]
-        if alike:
-            weights, biases = zip(*(self._arguments(guards[name].args) for name in alike), strict=True)
-            self._graph.call_function(require_invertible, (alike, list(weights), list(biases)))
-        others = [name for name in guards if name not in alike]
-        if others:
-            self._graph.call_function(require, (others, *(self._call(guards[name]) for name in others)))
+        """Append the check that guards, by operator, hold. All are of normalisations, and checked together."""
+        if guards:
+            assert {guard.target for guard in guards.values()} == {name_of(is_invertible)}
+            weights, biases = zip(*(self._arguments(guard.args) for guard in guards.values()), strict=True)
+            self._graph.call_function(require_invertible, (list(guards), list(weights), list(biases)))
 
     def _call(self, call: Call) -> fx.Node:
         arguments = self._arguments(call.args)

@@ -15,7 +15,8 @@ from monetlite.fx.torch_internals.torch_dynamo import (
 )
 from monetlite.fx.torch_internals.torch_varying import VaryingNumbers
 from monetlite.runtime.pieces import PiecewiseTraining
-from monetlite.tracing.capture import capture_settings, compile_step, masks_as_plain, training_step
+from monetlite.tracing.attention_masks import masks_as_plain
+from monetlite.tracing.capture import capture_settings, compile_step, training_step
 from monetlite.tracing.output_recorders import recorders_captured
 from monetlite.tracing.refusals import explain, own_error
 

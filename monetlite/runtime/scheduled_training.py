@@ -49,14 +49,13 @@ from monetlite.runtime.optimizer_state import watch_state
 from monetlite.runtime.pieces import PiecewiseTraining
 from monetlite.runtime.serving import TooLarge, shapes_of
 from monetlite.runtime.step_plans import StepPlans
-from monetlite.tracing.attention_masks import is_known, masks_known, with_known_masks
+from monetlite.tracing.attention_masks import is_known, masks_as_plain, masks_known, with_known_masks
 from monetlite.tracing.capture import (
     MAX_PROGRAMS,
     Compiler,
     Joint,
     compile_step,
     many_programs,
-    masks_as_plain,
     refuse_uninitialized,
     run_captured,
     training_step,

@@ -68,16 +68,16 @@ def _known(mask: Any) -> Any:
     return mask.new_empty(0).set_(mask.untyped_storage(), mask.storage_offset(), mask.shape, (0, 0))
 
 
-def masks_of_plain_training(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], caches: bool
-) -> AbstractContextManager[Any]:
+def keeps_cache(model: nn.Module) -> bool:
+    """True if a transformers model keeps keys and values by default."""
+    wanted = bool(getattr(getattr(model, "config", None), "use_cache", False))
+    return wanted and "use_cache" in inspect.signature(model.forward).parameters
+
+
+def masks_as_plain(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Have a capture of a call make the masks that plain training makes, for the time of a block.
 
     Packed sequences are looked for in positions that are given where there is neither a mask nor a cache.
-
-    Args:
-        model, args, kwargs: the call.
-        caches: the model keeps keys and values in plain training unless it is told not to.
     """
     masking = _masking()
     if masking is None:
@@ -85,7 +85,7 @@ def masks_of_plain_training(
     with contextlib.suppress(TypeError):
         given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
         kwargs = {**given, **kwargs}
-    looks = kwargs.get("position_ids") is not None and not (caches and "use_cache" not in kwargs)
+    looks = kwargs.get("position_ids") is not None and not (keeps_cache(model) and "use_cache" not in kwargs)
     results: dict[Callable[..., Any], Any] = {}
     if not looks and (find := getattr(masking, "find_packed_sequence_indices", None)) is not None:
         results[find] = None

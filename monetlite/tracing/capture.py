@@ -15,7 +15,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -47,7 +46,7 @@ from monetlite.fx.torch_internals.torch_inductor import torch_random
 from monetlite.fx.torch_internals.torch_messages import messages_left_out
 from monetlite.fx.torch_internals.torch_modules import call_itself, called_instead
 from monetlite.tracing.attention_capture import Capability, as_on_gpu
-from monetlite.tracing.attention_masks import masks_of_plain_training
+from monetlite.tracing.attention_masks import keeps_cache, masks_as_plain
 from monetlite.tracing.model_outputs import detach_all_but_loss
 from monetlite.tracing.names import source_of
 from monetlite.tracing.output_recorders import install_recorders
@@ -123,7 +122,7 @@ def training_step(model: nn.Module, outputs: str = ALL_OUTPUTS) -> Callable[...,
     A transformers model is asked not to return its key-value cache, which training does not use and which
     would keep every layer's keys and values in memory until the step ends (as gradient checkpointing does).
     """
-    without_cache = _caches(model)
+    without_cache = keeps_cache(model)
     in_place = called_instead(model) is not None
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -134,17 +133,6 @@ def training_step(model: nn.Module, outputs: str = ALL_OUTPUTS) -> Callable[...,
 
     keep_all = outputs == ALL_OUTPUTS
     return _with_own_code(run)
-
-
-def _caches(model: nn.Module) -> bool:
-    """True if a transformers model keeps keys and values by default."""
-    wanted = bool(getattr(getattr(model, "config", None), "use_cache", False))
-    return wanted and "use_cache" in inspect.signature(model.forward).parameters
-
-
-def masks_as_plain(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Have a capture of a call make the attention masks that plain training makes, for the time of a block."""
-    return masks_of_plain_training(model, args, kwargs, caches=_caches(model))
 
 
 def _with_own_code(run: Any) -> Callable[..., Any]:

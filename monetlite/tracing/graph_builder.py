@@ -1,8 +1,8 @@
 """The operators and values of a traced step, from the kernels of its joint graph."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -33,18 +33,19 @@ from monetlite.operators.implementations import (
     alternatives,
     intermediates,
     name_of,
+    reads_of,
     target_of,
 )
 from monetlite.operators.program_calls import deliver
 from monetlite.operators.random import STATE as RNG_STATE
 from monetlite.operators.random import note_state, replayed
 from monetlite.operators.regions import REGION_CALLS, implement
+from monetlite.operators.strides import same_places
 from monetlite.operators.traits import family_of, traits_of
 from monetlite.tracing.names import Namer, source_of
 
 DELIVERIES, MIN_DELIVERY_BYTES = 16, 2**20
 """Gradients are handed over to autograd when a 16th of their bytes is ready, and at least 1 MiB."""
-_NONE = Implementation(name="", reads=(), writes=())
 
 
 def least_delivery(gradient_bytes: int) -> int:
@@ -130,9 +131,11 @@ class GraphBuilder:
             ),
         )
         results = {item.name: item for item in storages.results(node) if item is not None}
-        random_state, random_device = None, ""
-        if phase is Phase.FORWARD and is_random(node) and not self._reads_mutated(node):
-            random_state, random_device = self._note_random_state(node)
+        changes = self._reads_mutated(node)
+        drawn_again: Callable[[Call], Call] | None = None
+        if phase is Phase.FORWARD and is_random(node) and not changes:
+            state, device = self._note_random_state(node)
+            drawn_again = partial(replayed, state=state, device=device)
         for suffix, part in split_backward(call):
             operator_name = self.namer.unique(node, suffix)
             used = [(position, name) for position, name in enumerate(part.outputs) if name is not None]
@@ -146,17 +149,16 @@ class GraphBuilder:
                 )
                 for position, name in used
             ]
-            changes = self._reads_mutated(node)
             rerun = None
             if changes:
                 results_of_first = tuple(self.written.get(name or "") for name in part.outputs)
                 rerun = without_running_statistics(part, results_of_first, self.device)
-            if random_state is not None:
-                rerun = replayed(part, random_state, random_device)
+            if drawn_again is not None:
+                rerun = drawn_again(part)
             self._keep(rerun, writes)
             default = Implementation(
                 name="default",
-                reads=tuple(value for value in _values(part, rerun) if value not in writes),
+                reads=tuple(value for value in reads_of(part, rerun) if value not in writes),
                 writes=tuple(writes),
                 call=part,
                 again=rerun,
@@ -168,20 +170,18 @@ class GraphBuilder:
                     None if name is None else spec_of(results[name].meta["val"]) for name in part.outputs
                 ),
                 values=self.values,
-                writer_call=lambda value: self._written_by(value).call,
-                writer_again=lambda value: self._written_by(value).again,
+                writer=self._written_by,
                 reader_calls=lambda value: self.reader_calls.get(value, ()),
                 references=self.written.get,
                 intermediates=self.intermediates.get(node, {}),
             )
-            for value in _values(part):
+            for value in reads_of(part):
                 self.reader_calls.setdefault(value, []).append(part)
             implementations = [default]
             if not _reads_a_host_number(node):
                 implementations += [*alternatives(kernel), *self._region_calls(kernel, node)]
-            if random_state is not None:
-                others = [_drawn_again(item, random_state, random_device) for item in implementations[1:]]
-                implementations[1:] = others
+            if drawn_again is not None:
+                implementations[1:] = [_with_rerun(item, drawn_again) for item in implementations[1:]]
             self.writers.update(dict.fromkeys(writes, len(self.operators)))
             self._add_operator(
                 node,
@@ -252,7 +252,7 @@ class GraphBuilder:
             for way, args in ways
         ]
         implementations = [
-            Implementation(name=way, reads=_values(call), writes=(value,), call=call) for way, call in calls
+            Implementation(name=way, reads=reads_of(call), writes=(value,), call=call) for way, call in calls
         ]
         self._add_operator(
             reader, name, family_of(target), *implementations, phase=Phase.FORWARD, optional=True, derived=True
@@ -319,10 +319,8 @@ class GraphBuilder:
     def _copy(self, gradient: fx.Node, primal: fx.Node) -> int:
         """Add the copy of a gradient that autograd makes for an input when it is handed over."""
         name = self.namer.reserve(f"{self.values[self.index_of[storages.base(gradient)]].name}.copy")
-        tensor = primal.meta["val"]
-        size, shape = tensor.numel() * tensor.element_size(), tuple(tensor.shape)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.values.append(Value(name=name, kind=ValueKind.PARAM_GRAD, size_bytes=size, shape=shape, dtype=dtype))
+        copied = _value(primal, name, ValueKind.PARAM_GRAD)
+        self.values.append(replace(copied, size_bytes=primal.meta["val"].nbytes))
         return len(self.values) - 1
 
     def value_of(self, node: fx.Node) -> int | None:
@@ -331,7 +329,7 @@ class GraphBuilder:
 
     def _keep(self, rerun: Call | None, writes: Iterable[int]) -> None:
         """Keep the results of a kernel's first run that later runs read."""
-        for value in set(writes).intersection(_values(rerun)):
+        for value in set(writes).intersection(reads_of(rerun)):
             self.values[value] = replace(self.values[value], kind=ValueKind.STATISTIC)
 
     def _reads_mutated(self, node: fx.Node) -> bool:
@@ -356,10 +354,9 @@ class GraphBuilder:
         )
         return self.index_of[node]
 
-    def _written_by(self, value: int) -> Implementation:
-        """The default implementation of the operator that writes a value; one without a call if there is none."""
+    def _written_by(self, value: int) -> Implementation | None:
         writer = self.writers.get(value)
-        return _NONE if writer is None else self.operators[writer].implementations[0]
+        return None if writer is None else self.operators[writer].implementations[0]
 
 
 def _value(node: fx.Node, name: str, kind: ValueKind, note: bool = False) -> Value:
@@ -374,19 +371,18 @@ def _value(node: fx.Node, name: str, kind: ValueKind, note: bool = False) -> Val
     )
 
 
-def _drawn_again(item: Implementation, state: TensorRef, device: str) -> Implementation:
-    """An implementation of a random kernel, whose later runs draw from a noted state."""
+def _with_rerun(item: Implementation, drawn_again: Callable[[Call], Call]) -> Implementation:
+    """An implementation of a random kernel, whose later runs draw the same numbers again."""
     assert item.call is not None
-    rerun = replayed(item.call, state, device)
-    return replace(item, reads=_values(item.call, rerun), again=rerun)
+    rerun = drawn_again(item.call)
+    return replace(item, reads=reads_of(item.call, rerun), again=rerun)
 
 
 def _is_laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
     """Torch's layout contract of gradients: a dense leaf's strides, or else contiguous."""
     if torch.empty_like(leaf).stride() != leaf.stride():  # with gaps or overlaps
         return gradient.is_contiguous()
-    pairs = zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)
-    return all(size == 1 or ours == theirs for size, ours, theirs in pairs)
+    return same_places(leaf.shape, gradient.stride(), leaf.stride())
 
 
 def _reads_a_host_number(node: fx.Node) -> bool:
@@ -397,8 +393,3 @@ def _reads_a_host_number(node: fx.Node) -> bool:
         isinstance(item, torch.Tensor) and item.is_floating_point() and device not in (None, item.device)
         for item in vals
     )
-
-
-def _values(*calls: Call | None) -> tuple[int, ...]:
-    refs = (ref for call in calls if call is not None for ref in call.tensors())
-    return tuple(sorted({ref.value for ref in refs if ref.value is not None}))

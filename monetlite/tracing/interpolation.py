@@ -27,7 +27,7 @@ from monetlite.operators.traits import TRAITS
 @contextlib.contextmanager
 def interpolated_to_any_size(keys: Sequence[DispatchKey]) -> Iterator[None]:
     """Trace interpolation as its kernels, at sizes that vary, too; `keys` are those of traced functions."""
-    packets = list(_packets())
+    packets = [packet for packet in packets_kept_whole() if "vec" in packet.overloads()]
     calls = [traced_as(packet.vec, key, _called(packet)) for packet in packets for key in keys]
     with contextlib.ExitStack() as stack:
         for change in (*calls, _faked_gradients(packets)):
@@ -35,12 +35,9 @@ def interpolated_to_any_size(keys: Sequence[DispatchKey]) -> Iterator[None]:
         yield
 
 
-def _packets() -> Iterator[Any]:
-    """The operators of interpolation, each with an overload that computes sizes."""
-    for name in (name for name, traits in TRAITS.items() if traits.kept_whole):
-        packet = getattr(torch.ops.aten, name, None)
-        if packet is not None and "vec" in packet.overloads():
-            yield packet
+def packets_kept_whole() -> Iterator[Any]:
+    """The operators that torch would take apart; those of interpolation have an overload that computes sizes."""
+    return (getattr(torch.ops.aten, name) for name, traits in TRAITS.items() if traits.kept_whole)
 
 
 def _called(packet: Any) -> PythonKernel:

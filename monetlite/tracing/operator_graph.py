@@ -37,7 +37,7 @@ from monetlite.fx.torch_internals.torch_aot import is_forward
 from monetlite.fx.torch_internals.torch_dispatch import OpOverload
 from monetlite.operators import is_random, merge, take_apart
 from monetlite.operators.head_and_loss import has_loss_of_rows, tile_loss
-from monetlite.operators.implementations import find_function, target_of
+from monetlite.operators.implementations import FUNCTIONS, target_of
 from monetlite.operators.traits import traits_of
 from monetlite.tracing.capture import Joint, capture, copied
 from monetlite.tracing.channels_last import channels_last, has_images
@@ -273,7 +273,7 @@ def _draws(graph: fx.Graph) -> frozenset[fx.Node]:
 def _refuse_unplannable(node: fx.Node) -> None:
     """Refuse a kernel that is not an operator, or whose results' storages or their sizes are not known."""
     where = source_of(node) or "the model"
-    if not isinstance(node.target, OpOverload) and find_function(target_of(node)) is None:
+    if not isinstance(node.target, OpOverload) and target_of(node) not in FUNCTIONS:
         raise TraceError(f"{where}: {node.target} can't be scheduled (not an operator)")
     made = pytree.tree_leaves(node.meta.get("val"))
     if any(isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)) for item in made):

@@ -102,19 +102,20 @@ def explain(error: Exception, advice: str = PIECES) -> TraceError:
         return ModelRaises(f"{where} fails on these inputs: {said}; check that the model runs on them as it is")
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, Exception):
-        if said := _meaning(inner):
-            return TraceError(". ".join(filter(None, (f"{where} can't be captured in one graph: {said}", advice))))
-        return TraceError(
-            f"{where} was captured, but PyTorch or monetlite failed to compile it: {first_line(inner)}. "
-            "Try another schedule, or run without compile=True, if it is set; and please report this with the model"
-        )
-    if exception := _raised(text):
+        said = _meaning(inner)
+        if said is None:
+            return TraceError(
+                f"{where} was captured, but PyTorch or monetlite failed to compile it: {first_line(inner)}. Try "
+                "another schedule, or run without compile=True, if it is set; and please report this with the model"
+            )
+    elif exception := _raised(text):
         return ModelRaises(
             f"{where} raises {exception} on these inputs; check that the model runs on them as it is. If it does, "
             "TorchDynamo misreads that line: wrap only submodules without it, MONeTWrapper(model.backbone, ...)"
         )
-    reason = next((reason for pattern, reason in _REFUSALS if re.search(pattern, text)), None)
-    said = (reason or f"{first_line(error)}. {_ON_DATA}").rstrip(".")
+    else:
+        reason = next((reason for pattern, reason in _REFUSALS if re.search(pattern, text)), None)
+        said = (reason or f"{first_line(error)}. {_ON_DATA}").rstrip(".")
     return TraceError(". ".join(filter(None, (f"{where} can't be captured in one graph: {said}", advice))))
 
 

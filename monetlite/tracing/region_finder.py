@@ -14,10 +14,11 @@ forward region can also be run from what that region was computed from.
 
 import heapq
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from graphlib import TopologicalSorter
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -58,12 +59,34 @@ def form_regions(joint: Joint, reach: storages.Reachability) -> Joint:
     return _Regions(joint, reach).rewritten()
 
 
+_Program: TypeAlias = tuple[fx.GraphModule, tuple[fx.Node, ...]]
+"""A region's program with all that it computes inside, and the tensors that it reads."""
+
+
 @dataclass(eq=False)
 class _Region:
-    """Kernels of a region, in order, and the tensors that it writes."""
+    """A region.
+
+    Attributes:
+        kernels: in order.
+        phase: of them (`_phase`).
+        writes: the tensors that it writes.
+        sources: the forward regions whose results a backward region reads.
+        program: of the region.
+        from_inputs: its program that computes large results of `sources` inside; None without them.
+    """
 
     kernels: list[fx.Node]
+    phase: int
     writes: dict[fx.Node, None] = field(default_factory=dict)
+    sources: list["_Region"] = field(default_factory=list)
+    program: _Program = field(init=False)
+    from_inputs: _Program | None = None
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The tensors that its program reads."""
+        return self.program[1]
 
 
 class _Regions:
@@ -80,6 +103,7 @@ class _Regions:
         self._regions = self._found()
         self._region_of = {kernel: item for item in self._regions for kernel in item.kernels}
         self._find_writes()
+        self._find_programs()
 
     def _is_fusible(self, node: fx.Node) -> bool:
         target = node.target
@@ -126,7 +150,8 @@ class _Regions:
 
         for node in self._kernels:
             phase, fused = self._phase(node), node in self._fused
-            before = [item for item in _producers(node) if item in depth and self._phase(item) == phase]
+            producers = map(_kernel, storages_read(node))
+            before = [item for item in producers if item in depth and self._phase(item) == phase]
             if is_random(node) or node in self._reach.effects:
                 # What has effects stays in order.
                 before += [last_effect[phase]] if phase in last_effect else []
@@ -146,7 +171,11 @@ class _Regions:
         members: dict[fx.Node, list[fx.Node]] = {}
         for node in parent:
             members.setdefault(root(node), []).append(node)
-        return [_Region(kernels=kernels) for kernels in members.values() if len(kernels) >= MIN_KERNELS]
+        return [
+            _Region(kernels=kernels, phase=self._phase(kernels[0]))
+            for kernels in members.values()
+            if len(kernels) >= MIN_KERNELS
+        ]
 
     @cached_property
     def _readers(self) -> dict[fx.Node, set[fx.Node]]:
@@ -161,13 +190,12 @@ class _Regions:
         """Note the tensors of each region that others read as they are."""
         for region in self._regions:
             own = set(region.kernels)
-            forward = self._phase(region.kernels[0]) == 0
             for kernel in region.kernels:
                 for item in storages.results(kernel):
                     if item is None or item not in self._reach.needed:
                         continue
                     others = self._readers.get(item, set()) - own
-                    if forward:
+                    if region.phase == 0:
                         others = {node for node in others if not self._reads_by_itself(node)}
                     if others or item in self._returned:
                         region.writes[item] = None
@@ -192,7 +220,7 @@ class _Regions:
                 found.add(node)
         return found
 
-    def _is_there(self, tensor: fx.Node, sources: Iterable[_Region] = ()) -> bool:
+    def _is_there(self, tensor: fx.Node, sources: Collection[_Region]) -> bool:
         """True for a tensor that a backward region reads; others it computes inside.
 
         Args:
@@ -216,11 +244,9 @@ class _Regions:
         largest = max((item.meta["val"].numel() for item in storages_read(kernel)), default=0)
         return str(kernel.target).rpartition(".")[0] in REDUCTIONS and bool(tensor.meta["val"].numel() < largest)
 
-    def _program(
-        self, region: _Region, sources: Iterable[_Region] = ()
-    ) -> tuple[fx.GraphModule, tuple[fx.Node, ...]]:
-        """A region's program with all that it computes inside, and the tensors that it reads."""
-        own, forward = set(region.kernels), self._phase(region.kernels[0]) == 0
+    def _program(self, region: _Region, sources: Collection[_Region] = ()) -> _Program:
+        """A region's program, which computes large results of `sources` inside."""
+        own, forward = set(region.kernels), region.phase == 0
         inside: set[fx.Node] = set()
         inputs: dict[fx.Node, None] = {}
         waiting = [*reversed(region.writes)]
@@ -248,20 +274,25 @@ class _Regions:
         graph.output(tuple(new[item] for item in region.writes))
         return graph_module(torch.nn.Module(), graph), tuple(inputs)
 
+    def _find_programs(self) -> None:
+        """Make the programs of all regions."""
+        # Backward regions come first: they say what small values they need of forward regions.
+        for region in sorted(self._regions, key=lambda region: -region.phase):
+            region.program = self._program(region)
+            if region.phase == 2:
+                read = (self._region_of.get(_kernel(item)) for item in region.inputs)
+                region.sources = list(dict.fromkeys(item for item in read if item is not None and item.phase == 0))
+            if region.sources:
+                region.from_inputs = self._program(region, region.sources)
+
     def rewritten(self) -> Joint:
         """The joint graph with a node for each region."""
-        # Backward regions come first: they say what small values they need of forward regions.
-        for region in self._regions:
-            if self._phase(region.kernels[0]) == 2:
-                self._program(region, self._sources(region))
-                self._program(region)
-        forms = {region: self._program(region) for region in self._regions}
         new: dict[fx.Node, fx.Node] = {}
         graph = fx.Graph()
         made: dict[_Region, fx.Node] = {}
-        for unit in self._in_order({region: inputs for region, (_, inputs) in forms.items()}):
+        for unit in self._in_order():
             if isinstance(unit, _Region):
-                program, inputs = forms[unit]
+                program, inputs = unit.program
                 node = graph.call_function(one_by_one(program), tuple(new[item] for item in inputs))
                 largest = max(unit.writes, key=lambda item: item.meta["val"].numel())
                 node.meta = {**_kernel(largest).meta, "val": tuple(item.meta["val"] for item in unit.writes)}
@@ -271,15 +302,13 @@ class _Regions:
                     new[item].meta = dict(item.meta)
             else:
                 new[unit] = graph.node_copy(unit, new.__getitem__)
-        self._negligible_bytes = NEGLIGIBLE_SHARE * sum(moved_bytes(program) for program, _ in forms.values())
+        self._negligible_bytes = NEGLIGIBLE_SHARE * sum(moved_bytes(region.program[0]) for region in self._regions)
         for region, node in made.items():
-            node.meta[REGION_CALLS] = list(self._calls(region, forms[region], new))
+            node.meta[REGION_CALLS] = list(self._calls(region, new))
         return replace(self._joint, graph=graph_module(self._joint.graph, graph))
 
-    def _calls(
-        self, region: _Region, form: tuple[fx.GraphModule, tuple[fx.Node, ...]], new: dict[fx.Node, fx.Node]
-    ) -> Iterator[RegionCall]:
-        program, inputs = form
+    def _calls(self, region: _Region, new: dict[fx.Node, fx.Node]) -> Iterator[RegionCall]:
+        program, inputs = region.program
         if moved_bytes(program) < self._negligible_bytes:
             return
         args = tuple(new[item] for item in inputs)
@@ -287,8 +316,8 @@ class _Regions:
         if (over := over_first(program, args)) is not None:
             run = compiled(program, over)
             yield RegionCall(name="compiled_inplace", run=run, args=args, tolerance=REORDERED_SUMS, over=over)
-        if sources := self._sources(region):
-            program, others = self._program(region, sources)
+        if region.from_inputs is not None:
+            program, others = region.from_inputs
             if set(others) != set(inputs):
                 args = tuple(new[item] for item in others)
                 yield RegionCall(name="from_inputs", run=one_by_one(program), args=args)
@@ -296,18 +325,7 @@ class _Regions:
                     name="compiled_from_inputs", run=compiled(program), args=args, tolerance=REORDERED_SUMS
                 )
 
-    def _sources(self, region: _Region) -> list[_Region]:
-        """The forward regions whose results a backward region reads."""
-        if self._phase(region.kernels[0]) != 2:
-            return []
-        found: dict[_Region, None] = {}
-        for item in self._program(region)[1]:
-            source = self._region_of.get(_kernel(item))
-            if source is not None and self._phase(_kernel(item)) == 0:
-                found[source] = None
-        return list(found)
-
-    def _in_order(self, inputs: dict[_Region, tuple[fx.Node, ...]]) -> Iterator["fx.Node | _Region"]:
+    def _in_order(self) -> Iterator["fx.Node | _Region"]:
         """Regions and all other nodes, each after what it reads, else in the order in which they were."""
         units: dict[fx.Node, fx.Node | _Region] = {}
         for node in self._graph.nodes:
@@ -316,7 +334,7 @@ class _Regions:
                 units[node] = node
             elif node in region.writes:
                 units[node] = region
-        alive = self._alive(inputs, units)
+        alive = self._alive(units)
         reads: dict[fx.Node | _Region, set[fx.Node | _Region]] = {}
         place: dict[fx.Node | _Region, int] = {}
         before: fx.Node | None = None
@@ -325,36 +343,27 @@ class _Regions:
             if unit is None or node not in alive:
                 continue
             place.setdefault(unit, self._order[node])
-            read = inputs[unit] if isinstance(unit, _Region) else tuple(node.all_input_nodes)
+            read = unit.inputs if isinstance(unit, _Region) else node.all_input_nodes
             reads[unit] = {units[item] for item in read}
             if storages.is_kernel(node) and (is_random(node) or node in self._reach.effects):
                 reads[unit] |= {before} if before is not None else set()
                 before = node
-        readers: dict[fx.Node | _Region, list[fx.Node | _Region]] = {}
-        for unit, needed in reads.items():
-            for item in needed:
-                readers.setdefault(item, []).append(unit)
-        waiting = {unit: len(needed) for unit, needed in reads.items()}
-        ready = [(place[unit], at, unit) for at, (unit, count) in enumerate(waiting.items()) if not count]
-        heapq.heapify(ready)
-        count = len(waiting)
-        while ready:
-            _, _, unit = heapq.heappop(ready)
+        sorter = TopologicalSorter(reads)
+        sorter.prepare()
+        ready: list[tuple[int, fx.Node | _Region]] = []
+        while sorter.is_active():
+            for unit in sorter.get_ready():
+                heapq.heappush(ready, (place[unit], unit))
+            _, unit = heapq.heappop(ready)
             yield unit
-            for reader in readers.get(unit, ()):
-                waiting[reader] -= 1
-                if not waiting[reader]:
-                    heapq.heappush(ready, (place[reader], count, reader))
-                    count += 1
+            sorter.done(unit)
 
-    def _alive(self, inputs: dict[_Region, tuple[fx.Node, ...]], units: dict[fx.Node, Any]) -> set[fx.Node]:
+    def _alive(self, units: dict[fx.Node, "fx.Node | _Region"]) -> set[fx.Node]:
         """Nodes that are still there once each region computes all that it needs."""
         alive: set[fx.Node] = set()
         waiting = [*self._graph.find_nodes(op="placeholder"), self._graph.output_node()]
         waiting += [node for node in self._kernels if node in self._reach.effects]
-        for region in self._regions:
-            for source in self._sources(region):
-                waiting += source.writes
+        waiting += [item for region in self._regions for source in region.sources for item in source.writes]
         while waiting:
             node = waiting.pop()
             if node in alive:
@@ -363,8 +372,8 @@ class _Regions:
             unit = units[node]
             if isinstance(unit, _Region):
                 alive.update(unit.writes)
-                waiting += inputs[unit]
-                waiting += self._program(unit, self._sources(unit))[1]
+                for _, read in filter(None, (unit.program, unit.from_inputs)):
+                    waiting += read
             else:
                 waiting += node.all_input_nodes
         return alive
@@ -388,9 +397,3 @@ def _kernel(node: fx.Node) -> fx.Node:
     """The kernel (or input) that writes the storage of a tensor node."""
     base = storages.base(node)
     return base.args[0] if storages.is_item(base) else base  # type: ignore[return-value]  # an item's first argument is a node
-
-
-def _producers(node: fx.Node) -> Iterator[fx.Node]:
-    """The kernels whose results a kernel reads."""
-    for item in storages_read(node):
-        yield _kernel(item)

@@ -30,9 +30,6 @@ class _Chain:
     forward: dict[fx.Node, RowKernel] = field(default_factory=dict)
     backward: dict[fx.Node, RowKernel] = field(default_factory=dict)
 
-    def find(self, node: fx.Node) -> RowKernel | None:
-        return self.forward.get(node) or self.backward.get(node)
-
 
 def has_rows(graph: fx.Graph) -> bool:
     """True if a graph may have chains: that of a language model, or one with attention."""
@@ -246,32 +243,28 @@ def _replace(graph: fx.Graph, finder: _Finder, chain: _Chain) -> bool:
         if node not in ends and any(reader in chain.backward for reader in finder.readers(node))
     ]
     made = [node for node in chain.backward if _is_read_beside(finder, node, inside)]
-    forward = _Program(chain.forward.values(), known=())
-    backward = _Program([*chain.forward.values(), *chain.backward.values()], known=[*ends, *saved])
-    results = [_results(forward, [*ends, *saved], chain), _results(backward, made, chain)]
-    places = [
-        _place(forward.operands, [*ends, *saved], finder, set(chain.forward) | set(chain.backward)),
-        _place(backward.operands, made, finder, inside),
-    ]
-    if None in results or None in places or not made or not forward.rows:
+    kernels = chain.forward | chain.backward
+    programs = (
+        _Program(chain.forward, known=(), made=[*ends, *saved], own=len(ends)),
+        _Program(kernels, known=[*ends, *saved], made=made, own=len(made)),
+    )
+    results = [program.results() for program in programs]
+    places = [_place(program, finder, inside) for program in programs]
+    if None in results or None in places or not programs[0].rows:
         return False
     calls = []
-    for program, place, outcome, own, like in (
-        (forward, places[0], results[0], len(ends), ends[0]),
-        (backward, places[1], results[1], len(made), made[0]),
-    ):
+    for program, place, outcome in zip(programs, places, results, strict=True):
         assert place is not None
         assert outcome is not None
         _hoist_views(place, program.operands)
-        args = (program.rows, program.wholes, program.steps(), outcome, own, 1, None)
+        args = (program.rows, program.wholes, program.steps(), outcome, program.own, 1, None)
         with graph.inserting_before(place):
             call = graph.call_function(row_chain, args)
-        call.meta.update(like.meta)
+        call.meta.update({**program.made[0].meta, "val": tuple(node.meta["val"] for node in program.made)})
         calls.append(call)
-    for call, nodes in zip(calls, ([*ends, *saved], made), strict=True):
-        call.meta["val"] = tuple(node.meta["val"] for node in nodes)
+    for program, call in zip(programs, calls, strict=True):
         last = call
-        for position, node in enumerate(nodes):
+        for position, node in enumerate(program.made):
             with graph.inserting_after(last):
                 last = graph.call_function(operator.getitem, (call, position))
             last.meta.update(node.meta)
@@ -284,18 +277,13 @@ def _is_read_beside(finder: _Finder, node: fx.Node, inside: set[fx.Node]) -> boo
     return any(reader not in inside for reader in finder.readers(node))
 
 
-def _place(
-    operands: Iterable[fx.Node],
-    results: Iterable[fx.Node],
-    finder: _Finder,
-    inside: set[fx.Node],
-) -> fx.Node | None:
+def _place(program: "_Program", finder: _Finder, inside: set[fx.Node]) -> fx.Node | None:
     """The first node that reads one of a kernel's results, before which it stands; None if an operand is later."""
-    users = [reader for node in results for reader in finder.readers(node) if reader not in inside]
+    users = [reader for node in program.made for reader in finder.readers(node) if reader not in inside]
     if not users:
         return None
     first = min(users)
-    return first if all(storages.base(operand) < first for operand in operands) else None
+    return first if all(storages.base(operand) < first for operand in program.operands) else None
 
 
 def _hoist_views(place: fx.Node, operands: Iterable[fx.Node]) -> None:
@@ -320,18 +308,22 @@ class _Program:
     Args:
         kernels: in order.
         known: nodes that are given as rows, though kernels make them.
+
+    Attributes:
+        made: the results. own: number of those that are the chain's (`row_chain`).
     """
 
-    def __init__(self, kernels: Iterable[RowKernel], known: Sequence[fx.Node]) -> None:
-        self.kernels = list(kernels)
-        own = {kernel.node for kernel in self.kernels}
-        read = dict.fromkeys(row for kernel in self.kernels for row in kernel.rows)
-        given = [node for node in read if node not in own]
+    def __init__(
+        self, kernels: dict[fx.Node, RowKernel], *, known: Sequence[fx.Node], made: Sequence[fx.Node], own: int
+    ) -> None:
+        self.kernels, self.made, self.own = kernels, made, own
+        read = dict.fromkeys(row for kernel in kernels.values() for row in kernel.rows)
+        given = [node for node in read if node not in kernels]
         self.rows = (*given, *(node for node in known if node in read))
-        self.wholes = tuple(dict.fromkeys(whole for kernel in self.kernels for whole in kernel.wholes))
+        self.wholes = tuple(dict.fromkeys(whole for kernel in kernels.values() for whole in kernel.wholes))
         self.slots = {node: at for at, node in enumerate(self.rows)}
-        for kernel in self.kernels:
-            self.slots.setdefault(kernel.node, len(self.slots))
+        for node in kernels:
+            self.slots.setdefault(node, len(self.slots))
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -348,7 +340,7 @@ class _Program:
                 kernel.width,
                 str(kernel.node.meta["val"].dtype).removeprefix("torch."),
             )
-            for kernel in self.kernels
+            for kernel in self.kernels.values()
         )
 
     def _encoded(self, item: Any) -> Any:
@@ -357,19 +349,17 @@ class _Program:
         kind, node, *rest = item
         return (kind, self.wholes.index(node) if kind == WHOLE else self.slots[node], *rest)
 
-
-def _results(program: _Program, nodes: Iterable[fx.Node], chain: _Chain) -> tuple[Any, ...] | None:
-    """The fields of each `ChainResult`; None if the leading dimensions of one are not those of a row."""
-    found: list[Any] = []
-    for node in nodes:
-        kernel = chain.find(node)
-        assert kernel is not None
-        shape = tuple(node.meta["val"].shape)
-        if kernel.target in (OUTER, SUM):
-            found.append((program.slots[node], None, shape))
-            continue
-        like = next((at for at, row in enumerate(program.rows) if row.meta["val"].shape[:-1] == shape[:-1]), None)
-        if like is None and len(shape) != 2:
-            return None
-        found.append((program.slots[node], like if len(shape) != 2 else None, None))
-    return tuple(found)
+    def results(self) -> tuple[Any, ...] | None:
+        """The `results` of `row_chain`; None if the leading dimensions of one are not those of a row."""
+        found: list[Any] = []
+        for node in self.made:
+            shape = tuple(node.meta["val"].shape)
+            if self.kernels[node].target in (OUTER, SUM):
+                found.append((self.slots[node], None, shape))
+                continue
+            leading = (row.meta["val"].shape[:-1] for row in self.rows)
+            like = next((at for at, its in enumerate(leading) if its == shape[:-1]), None)
+            if like is None and len(shape) != 2:
+                return None
+            found.append((self.slots[node], like if len(shape) != 2 else None, None))
+        return tuple(found)

@@ -136,6 +136,11 @@ def autocast_dtype(device: str) -> str:
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.") if on else ""
 
 
+def autocast_to(device: str, dtype: str | None) -> torch.autocast:
+    """`torch.autocast` on a device to a dtype of that name; switched off without one."""
+    return torch.autocast(device, getattr(torch, dtype or "bfloat16"), enabled=bool(dtype))
+
+
 def _first_tensor(model: nn.Module, inputs: object) -> torch.Tensor | None:
     """The first tensor of the inputs and the first parameter that is on a GPU, or else on any device.
 

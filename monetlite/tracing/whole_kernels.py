@@ -38,8 +38,8 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     without_python_kernels,
 )
 from monetlite.fx.torch_internals.torch_symbols import same_sizes
-from monetlite.operators.traits import TRAITS, traits_of
-from monetlite.tracing.interpolation import interpolated_to_any_size
+from monetlite.operators.traits import traits_of
+from monetlite.tracing.interpolation import interpolated_to_any_size, packets_kept_whole
 from monetlite.tracing.strides_of_ones import ones_laid_out_as_real
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
@@ -112,9 +112,10 @@ _LAYOUTS: Mapping[OpOverload, Layout] = {
 @contextlib.contextmanager
 def kernels_kept_whole() -> Iterator[None]:
     """Trace the operators above as the kernels they are."""
+    overloads = [getattr(packet, name) for packet in packets_kept_whole() for name in packet.overloads()]
     with (
         patched(),  # so that no other thread's changes are wrapped by these
-        without_python_kernels(list(_overloads()), _KEYS),
+        without_python_kernels(overloads, _KEYS),
         _laid_out_as_real(),
         ones_laid_out_as_real(),
         interpolated_to_any_size(_KEYS),
@@ -188,11 +189,3 @@ def _dropout_of_everything(key: DispatchKey) -> AbstractContextManager[None]:
         return made
 
     return traced_as(operator, key, dropout)
-
-
-def _overloads() -> Iterator[OpOverload]:
-    for name in (name for name, traits in TRAITS.items() if traits.kept_whole):
-        packet = getattr(torch.ops.aten, name, None)
-        if packet is not None:
-            for overload in packet.overloads():
-                yield getattr(packet, overload)

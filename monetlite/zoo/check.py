@@ -157,12 +157,11 @@ def traced(
     outputs: str = LOSS_ONLY,
 ) -> OperatorGraph:
     """Trace the training step of a model, on a named device if one is given."""
-    import torch
-
     from monetlite.tracing import trace
+    from monetlite.tracing.step_inputs import autocast_to
 
     built = build(source)
-    with torch.autocast("cpu", getattr(torch, autocast or "bfloat16"), enabled=bool(autocast)):
+    with autocast_to("cpu", autocast):
         graph = trace(built.model, built.example_inputs, device=device, layout=layout, outputs=outputs)
     return replace(graph, name=built.name)
 

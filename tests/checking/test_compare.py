@@ -221,7 +221,7 @@ def test_wrong_gradients_are_told_from_other_masks(monkeypatch):
         return [Contender(peer=Peer.SEGMENTS, setting="with masks of its own", prepare=shifted)]
 
     monkeypatch.setattr(other_ways, "SHARES", (0.1,))
-    monkeypatch.setitem(runner.METHODS, Peer.SEGMENTS, runner.Method(others))
+    monkeypatch.setitem(runner.METHODS, Peer.SEGMENTS, others)
     config = transformers.GPT2Config(
         vocab_size=90, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
     )
@@ -270,18 +270,16 @@ def test_who_fails_is_a_run_with_a_reason_and_the_model_stays_as_it_was(monkeypa
     monkeypatch.setitem(
         runner.METHODS,
         Peer.CHECKPOINT,
-        runner.Method(
-            lambda _: [
-                Contender(peer=Peer.CHECKPOINT, setting="everything", prepare=too_large),
-                Contender(peer=Peer.CHECKPOINT, setting="nothing", prepare=int),
-                Contender(peer=Peer.CHECKPOINT, setting="all", prepare=too_large),
-            ]
-        ),
+        lambda _: [
+            Contender(peer=Peer.CHECKPOINT, setting="everything", prepare=too_large),
+            Contender(peer=Peer.CHECKPOINT, setting="nothing", prepare=int),
+            Contender(peer=Peer.CHECKPOINT, setting="all", prepare=too_large),
+        ],
     )
     monkeypatch.setitem(
         runner.METHODS,
         Peer.SELECTIVE,
-        runner.Method(lambda _: [Contender(peer=Peer.SELECTIVE, setting="for a while", prepare=Tired)]),
+        lambda _: [Contender(peer=Peer.SELECTIVE, setting="for a while", prepare=Tired)],
     )
 
     class TwoInputs(nn.Module):
@@ -326,7 +324,7 @@ def test_beside_inductor_schedules_may_have_compiled_regions(monkeypatch):
     def fused(_):
         return [Contender(peer=Peer.INDUCTOR, setting="budget 0.5", prepare=lambda model: model)]
 
-    monkeypatch.setitem(runner.METHODS, Peer.INDUCTOR, runner.Method(fused))
+    monkeypatch.setitem(runner.METHODS, Peer.INDUCTOR, fused)
     monkeypatch.setattr("monetlite.checking.comparison.runner.MONeTWrapper", wrap)
     model, inputs = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8)), (torch.randn(256, 16),)
     comparison = monetlite.compare(model, inputs, ["95%"], peers=("inductor",), time_limit=0.5, repeats=1)

@@ -156,7 +156,7 @@ def test_images_in_another_layout_are_compared_with_those_of_plain_training():
 
 
 def broken(monkeypatch, name, run):
-    function = implementations.find_function(f"monetlite.{name}")
+    function = implementations.FUNCTIONS[f"monetlite.{name}"]
     run.__annotations__ = function.run.__annotations__
     monkeypatch.setitem(implementations.FUNCTIONS, f"monetlite.{name}", replace(function, run=run))
     return function.run

@@ -51,7 +51,7 @@ class Bench:
             default=default,
             results=tuple(spec_of(item) for item in results),
             values=self.values,
-            writer_call=lambda _: writer,
+            writer=lambda _: Implementation(name="default", reads=(), writes=(), call=writer),
         )
 
     def encode(self, item: Any) -> Any:

@@ -12,7 +12,6 @@ from torch import nn
 
 from monetlite.operators import resolve
 from monetlite.operators.convolution import TOLERANCE, split_backward
-from monetlite.operators.strides import suggests_channels_last
 
 
 @st.composite
@@ -124,28 +123,6 @@ def test_a_transposed_convolution_promises_the_same_bits_only_where_it_is_the_sa
         if item.name.startswith("transposed") and (not item.devices or "cpu" in item.devices)
     ]
     assert on_a_cpu == ([] if tolerance is None else [tolerance])
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides"),
-    [
-        ((8, 1, 3, 7), (21, 21, 7, 1)),
-        ((8, 1, 3, 7), (21, 1, 7, 1)),
-        ((8, 4, 1, 1), (4, 1, 1, 1)),
-        ((8, 4, 1, 1), (4, 1, 4, 4)),
-        ((1, 1, 1, 1), (1, 1, 1, 1)),
-        ((8, 4, 5), (20, 5, 1)),
-        ((8, 4, 3, 3), (36, 1, 12, 4)),
-        ((8, 4, 2, 3, 3), (72, 1, 36, 12, 4)),
-        ((0, 4, 3, 3), (36, 9, 3, 1)),
-    ],
-)
-def test_an_image_is_taken_for_what_torch_takes_it_for(shape, strides):
-    from torch._prims_common import suggest_memory_format
-
-    image = torch.empty_strided(shape, strides)
-    expected = suggest_memory_format(image) != torch.contiguous_format
-    assert suggests_channels_last(image.shape, image.stride()) == expected
 
 
 @pytest.mark.parametrize("groups", [1, 2])

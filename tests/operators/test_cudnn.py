@@ -257,7 +257,7 @@ class TestRun:
             role, image=(3, 4, 8, 7), weight=(6, 4, 3, 2), stride=2, padding=1, channels_last=channels_last
         )
         first, second = operands(work)
-        made = cudnn.PlannedWork(work, PLAN)(first, second)
+        made = cudnn.run_plan(work, PLAN, first, second)
         assert (tuple(made.shape), made.stride()) == work.made
         torch.testing.assert_close(made, same_by_autograd(work, first, second))
 
@@ -266,7 +266,7 @@ class TestRun:
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
         work = convolution(role, image=(3, 4, 9), weight=(5, 4, 3), stride=2)
         first, second = operands(work)
-        made = cudnn.PlannedWork(work, PLAN)(first, second)
+        made = cudnn.run_plan(work, PLAN, first, second)
         assert tuple(made.shape) == work.made[0]
         torch.testing.assert_close(made, same_by_autograd(work, first, second))
 
@@ -281,7 +281,7 @@ class TestRun:
         work = convolution(image=(1, 2, 4, 4), weight=(2, 2, 3, 3))
         tensors = operands(work)
         monkeypatch.setattr(torch, "empty", recording)
-        cudnn.PlannedWork(work, PLAN)(*tensors)
+        cudnn.run_plan(work, PLAN, *tensors)
         [(index, handle, stream, workspace)] = frontend.runs
         assert (index, stream, sizes) == (1, 7, [(100, torch.uint8)])
         assert handle == frontend.handles[0] == frontend.graphs[0].handle
@@ -290,20 +290,20 @@ class TestRun:
     def test_a_plan_is_built_once_for_each_work(self, frontend):
         small, large = (convolution(image=(size, 2, 4, 4), weight=(2, 2, 3, 3)) for size in (1, 2))
         for work in (small, large, small, large):
-            cudnn.PlannedWork(work, PLAN)(*operands(work))
+            cudnn.run_plan(work, PLAN, *operands(work))
         assert [graph.built for graph in frontend.graphs] == [[1], [1]]
-        cudnn.PlannedWork(small, "cudnn.engine0")(*operands(small))
+        cudnn.run_plan(small, "cudnn.engine0", *operands(small))
         assert frontend.graphs[2].built == [2]
         cudnn.forget_plans()
-        cudnn.PlannedWork(small, PLAN)(*operands(small))
+        cudnn.run_plan(small, PLAN, *operands(small))
         assert len(frontend.graphs) == 4
         assert len(frontend.handles) == 1
 
     def test_every_thread_has_its_own_handle_and_plans(self, frontend):
         work = convolution(image=(1, 2, 4, 4), weight=(2, 2, 3, 3))
         tensors = operands(work)
-        cudnn.PlannedWork(work, PLAN)(*tensors)
-        thread = threading.Thread(target=cudnn.PlannedWork(work, PLAN), args=tensors)
+        cudnn.run_plan(work, PLAN, *tensors)
+        thread = threading.Thread(target=cudnn.run_plan, args=(work, PLAN, *tensors))
         thread.start()
         thread.join()
         assert len(frontend.runs) == len(frontend.graphs) == len(set(frontend.handles)) == 2
@@ -312,14 +312,14 @@ class TestRun:
         work = convolution(image=(1, 2, 4, 4), weight=(2, 2, 3, 3))
         for name in ("cudnn.engine7.k2=1", "cudnn.engine8"):
             with pytest.raises(DeviceError, match=f"no plan {re.escape(name)} on cuda:0"):
-                cudnn.PlannedWork(work, name)(*operands(work))
+                cudnn.run_plan(work, name, *operands(work))
 
     def test_tensors_must_be_what_was_planned_for(self, frontend):
         work = convolution(image=(1, 2, 4, 4), weight=(2, 2, 3, 3))
         image, weight = operands(work)
         for pair in ((image[:, :, 1:], weight), (image.half(), weight)):
             with pytest.raises(ConvolutionError, match="and the plan is for"):
-                cudnn.PlannedWork(work, PLAN)(*pair)
+                cudnn.run_plan(work, PLAN, *pair)
 
     @pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError])
     def test_whatever_the_frontend_raises_names_the_plan(self, frontend, monkeypatch, kind):
@@ -330,12 +330,12 @@ class TestRun:
 
         monkeypatch.setattr(FakeGraph, "execute_plan_at_index", fail)
         with pytest.raises(CudnnError, match=rf"{re.escape(PLAN)} failed on cuda:0.*incompatible"):
-            cudnn.PlannedWork(work, PLAN)(*operands(work))
+            cudnn.run_plan(work, PLAN, *operands(work))
 
     def test_only_cuda_tensors_run(self):
         work = convolution(image=(1, 2, 4, 4), weight=(2, 2, 3, 3))
         with pytest.raises(DeviceError, match="cpu and cpu"):
-            cudnn.PlannedWork(work, PLAN)(*operands(work))
+            cudnn.run_plan(work, PLAN, *operands(work))
 
     @pytest.mark.parametrize(
         ("settings", "unwanted"),
@@ -362,5 +362,5 @@ def test_every_plan_agrees_with_autograd_on_a_gpu(role, channels_last):
     found = cudnn.enumerate_plans(work)
     assert found
     for plan in found:
-        made = cudnn.PlannedWork(work, plan.name)(first.cuda(), second.cuda())
+        made = cudnn.run_plan(work, plan.name, first.cuda(), second.cuda())
         torch.testing.assert_close(made.cpu(), expected, rtol=1e-3, atol=1e-3, msg=plan.name)

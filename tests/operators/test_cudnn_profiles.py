@@ -176,7 +176,7 @@ class TestMeasured:
         def fail(*_):
             raise error
 
-        monkeypatch.setattr("monetlite.operators.cudnn.execution_plans.PlannedWork.__call__", fail)
+        monkeypatch.setattr("monetlite.operators.cudnn.convolution_parts.run_plan", fail)
         told = []
         profile = monetlite.profile(block(), "cuda", progress=lambda done, total: told.append((done, total)))
         assert not any(kept(profile).values())

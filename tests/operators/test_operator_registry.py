@@ -25,7 +25,6 @@ LAYERS = (
     nn.Sequential(nn.LayerNorm([16, 6, 6]), nn.MaxPool2d(2)),
 )
 ELSEWHERE = {
-    "monetlite.require": "called when a step begins",
     "monetlite.batch_norm_by_cudnn_again": "of captures on CUDA; tests/runtime/test_batch_norm_by_cudnn.py",
     "monetlite.changed": "of other libraries' operators; tests/runtime/test_custom_kernels.py",
     "monetlite.changed_": "the same",

@@ -78,8 +78,9 @@ def test_loss_and_gradients_are_those_of_autograd(
     wanted = (wants_rows, order, biased)
     leaves = (hidden, matrix, bias, *adapter)
     inputs = [None if leaf is None else leaf.detach().clone() for leaf in leaves]
-    args = (*inputs[:3], target, weight, reduction, IGNORED, steps, wanted, tiles, slope, spread)
-    loss, *gradients = linear_cross_entropy(*args, *([*inputs[3:], 0.7, wanted[:2]] if adapted else []))
+    products = [(*inputs[:2], 1.0, *wanted[:2]), *([(*inputs[3:], 0.7, *wanted[:2])] if adapted else [])]
+    of_loss = (target, weight, reduction, IGNORED, steps)
+    loss, *gradients = linear_cross_entropy(products, inputs[2], *of_loss, biased, tiles, slope, spread)
     wanted += wanted[:2] if adapted else ()
     if smoothed:
         torch.testing.assert_close(gradients.pop(), sums.detach())
@@ -313,8 +314,9 @@ def test_gradients_in_float16_neither_vanish_nor_overflow(
     target = torch.randint(0, 1 if same else classes, (rows,), generator=generator)
     slopes = torch.full((rows,) if reduction == NONE else (), slope)
     spread = torch.full((rows,), -slope / classes) if smoothed else None
-    args = (None, target, None, reduction, IGNORED, (("to", "float32"),), (True, BY_FEATURE, True), tiles)
-    _, *gradients = linear_cross_entropy(hidden, matrix, *args, slopes, spread)
+    products = [(hidden, matrix, 1.0, True, BY_FEATURE)]
+    args = (None, target, None, reduction, IGNORED, (("to", "float32"),), True, tiles)
+    _, *gradients = linear_cross_entropy(products, *args, slopes, spread)
     assert [item.dtype for item in gradients[:3]] == [torch.float16] * 3
     leaves = [item.double().requires_grad_() for item in (hidden, matrix, torch.zeros(1, classes))]
     logits = torch.addmm(leaves[2], *leaves[:2])

@@ -50,11 +50,10 @@ for count in (0, 1, 7, 8, 9, 63, 4096, 4097, 10000):
         gradient = torch.randn(count).to(dtype)
         gradient[:: 5] = math.nan
         for bounds in ((0.0,), (-1.0, 1.0), (0.0, 6.0), (0.1,)):
-            predicate = packing.Outside(*bounds)
-            check(lambda: packing.pack(x, (1,), predicate), count, dtype, predicate)
-            packed = packing.pack(x, (1,), predicate)
-            check(lambda: packing.masked_gradient(gradient, packed, [1]), count, dtype, predicate)
-            check(lambda: packing.masked_gradient_(gradient.clone(), packed, [1]), count, dtype, predicate)
+            check(lambda: packing.pack(x, (1,), *bounds), count, dtype, bounds)
+            packed = packing.pack(x, (1,), *bounds)
+            check(lambda: packing.masked_gradient(gradient, packed, [1]), count, dtype, bounds)
+            check(lambda: packing.masked_gradient_(gradient.clone(), packed, [1]), count, dtype, bounds)
             cases += 1
     kept = torch.rand(count) < 0.5
     check(lambda: packing.pack(kept, (1,)), count)
@@ -63,9 +62,9 @@ for count in (0, 1, 7, 8, 9, 63, 4096, 4097, 10000):
     check(lambda: dropout.dropout_backward_from_mask(gradient, mask, [1], 1 / 0.7), count)
     check(lambda: dropout.dropout_backward_from_mask_(gradient.clone(), mask, [1], 1 / 0.7), count)
 strided = torch.randn(6, 5, 4).transpose(0, 2)
-check(lambda: packing.pack(strided, (30, 6, 1), packing.Outside(0.0)))
+check(lambda: packing.pack(strided, (30, 6, 1), 0.0))
 for tensor in (torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(2, 3, 4, 5)):
-    packed = packing.pack(tensor, tensor.stride(), packing.Outside(0.0))
+    packed = packing.pack(tensor, tensor.stride(), 0.0)
     for strides in (list(tensor.stride()), [60, 1, 15, 3], [60, 20, 5, 1]):
         check(lambda: packing.masked_gradient(tensor, packed, strides), strides)
         check(lambda: dropout.dropout_backward_from_mask(tensor, packed, strides, 2.0), strides)
@@ -195,11 +194,11 @@ def test_without_a_compiler_torchs_operators_pack_and_that_is_said_once(monkeypa
     try:
         x = torch.tensor([1.0, -1.0, 0.0, 2.0, -3.0, 4.0, 5.0, -6.0, 7.0])
         with pytest.warns(UserWarning, match=r"\(Failed to find C compiler\); masks and offsets are packed"):
-            packed = packing.pack(x, (1,), packing.Outside(0.0))
+            packed = packing.pack(x, (1,), 0.0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert not triton_kernels.usable(x)
     finally:
         triton_kernels.works.cache_clear()
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert torch.equal(packed, packing.pack(x, (1,), packing.Outside(0.0)))
+    assert torch.equal(packed, packing.pack(x, (1,), 0.0))

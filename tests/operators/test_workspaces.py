@@ -14,7 +14,7 @@ from monetlite.operators import (
     pooling,
     relu,
 )
-from monetlite.operators.implementations import find_function, name_of
+from monetlite.operators.implementations import FUNCTIONS, name_of
 from monetlite.profiling.memory_use import peak_growth_bytes
 
 SLACK_BYTES = 40_000
@@ -37,7 +37,7 @@ def call_of(function, *arguments):
 
 def declared_and_held(function, *arguments, result_bytes):
     held = peak_growth_bytes(lambda: function(*arguments)) - result_bytes
-    return find_function(name_of(function)).workspace_bytes(call_of(function, *arguments)), held
+    return FUNCTIONS[name_of(function)].workspace_bytes(call_of(function, *arguments)), held
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 30])

@@ -371,7 +371,7 @@ def test_a_gpu_is_timed_with_cold_operands_and_the_host_ahead(monkeypatch):
             did.append("free")
 
     meter._other = Scratch
-    monkeypatch.setattr(meters, "_event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: did.append("hold") if cycles >= 100_000 else None)
     assert meter.once_ms(lambda: did.append("call")) == 2.0

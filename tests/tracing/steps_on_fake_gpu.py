@@ -30,7 +30,6 @@ from monetlite.fx.torch_internals.torch_varying import VaryingNumbers  # noqa: E
 from monetlite.models import build_model  # noqa: E402
 from monetlite.operators import packing  # noqa: E402
 from monetlite.operators.normalization import require_invertible  # noqa: E402
-from monetlite.operators.program_calls import require  # noqa: E402
 from monetlite.runtime.fitting import Fitting  # noqa: E402
 from monetlite.runtime.lowering import lower  # noqa: E402
 from monetlite.tracing import split_inputs, trace  # noqa: E402
@@ -100,7 +99,7 @@ class Run(torch.fx.Interpreter):
 
     def call_function(self, target, args, kwargs):
         # Checks of the weights' values, which fake tensors don't have.
-        return None if target in (require, require_invertible) else super().call_function(target, args, kwargs)
+        return None if target is require_invertible else super().call_function(target, args, kwargs)
 
     def run_node(self, node):
         made, captured = super().run_node(node), node.meta.get("val")

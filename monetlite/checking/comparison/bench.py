@@ -22,7 +22,7 @@ import monetlite
 from monetlite.checking.comparison.exactness import Examiner
 from monetlite.checking.comparison.peer_runs import Peer, PeerRun
 from monetlite.checking.trainee import Trainee, copied, leaf_copies, step_times_ms
-from monetlite.core.errors import MonetliteError
+from monetlite.core.errors import MonetliteError, first_line
 from monetlite.core.schedule import Schedule
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dynamo import allow_programs
@@ -226,9 +226,9 @@ def reason(error: Exception) -> str:
     """The reason why a contender has no figures, in a line."""
     if is_out_of_memory(error):
         return OUT_OF_MEMORY
-    text = str(error).strip().partition("\n")[0].rstrip(".")
-    if not isinstance(error, (MonetliteError, Unsupported)):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text, kind = first_line(error), type(error).__name__
+    if text != kind and not isinstance(error, (MonetliteError, Unsupported)):
+        text = f"{kind}: {text}"
     return text if len(text) <= MAX_REASON_LENGTH else f"{text[: MAX_REASON_LENGTH - 1]}…"
 
 

@@ -22,6 +22,7 @@ from monetlite.checking.comparison.bench import Contender, Unsupported, copy_of
 from monetlite.checking.comparison.checkpoint_blocks import Forward, checkpointed, selective_contexts, wrap_blocks
 from monetlite.checking.comparison.peer_runs import Peer
 from monetlite.checking.trainee import Trainee
+from monetlite.core.errors import first_line
 from monetlite.fx.torch_internals.torch_aot import aot_settings
 from monetlite.fx.torch_internals.torch_inductor import inductor_backend, partitioning_backend
 from monetlite.operators.traits import aten_name, family_of, operation_formula
@@ -231,9 +232,8 @@ def cut(model: nn.Module) -> list[Forward]:
     try:
         traced = fx.symbolic_trace(model)
     except Exception as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
         raise Unsupported(
-            f"torch.fx, which would cut the model into a sequence, can't trace it: {reason}"
+            f"torch.fx, which would cut the model into a sequence, can't trace it: {first_line(error)}"
         ) from error
     piece_of: dict[fx.Node, int] = {}
     piece, crossing = 0, set(traced.graph.find_nodes(op="placeholder"))

@@ -39,7 +39,7 @@ from monetlite.planning.pipeline import profile
 from monetlite.runtime import MONeTWrapper
 from monetlite.solving.baselines import restrict_gist
 from monetlite.tracing import split_inputs, trace_layouts
-from monetlite.tracing.step_inputs import Arguments, Inputs, device_of, require_module
+from monetlite.tracing.step_inputs import Arguments, Inputs, autocast_to, device_of, require_module
 
 BUDGETS = ("70%", "50%", "40%")
 TRIAL_REPEATS = 3
@@ -50,28 +50,18 @@ RETRIES = 2
 """Number of times that a schedule whose measured peak is over the budget is solved for again, for less."""
 
 
-@dataclass(frozen=True)
-class Method:
-    """A peer's settings, and the seconds that each takes to prepare, about.
-
-    `settings` makes a contender for each setting from plain training. A contender applies it to a copy of the
-    model, with which it goes.
-    """
-
-    settings: Callable[[Trainee], list[Contender]]
-    preparing_s: float = 0.0
-
-
-METHODS: dict[Peer, Method] = {
-    Peer.CHECKPOINT: Method(by_blocks),
-    Peer.SEGMENTS: Method(segments),
-    Peer.SELECTIVE: Method(selective),
-    Peer.TILED_LOSS: Method(tiled),
-    Peer.AUTO_SAC: Method(planned_by_torch, 10.0),
-    Peer.AOT_EAGER: Method(aot_eager, 10.0),
-    Peer.INDUCTOR: Method(inductor, 60.0),
+METHODS: dict[Peer, Callable[[Trainee], list[Contender]]] = {
+    Peer.CHECKPOINT: by_blocks,
+    Peer.SEGMENTS: segments,
+    Peer.SELECTIVE: selective,
+    Peer.TILED_LOSS: tiled,
+    Peer.AUTO_SAC: planned_by_torch,
+    Peer.AOT_EAGER: aot_eager,
+    Peer.INDUCTOR: inductor,
 }
-"""Every peer that doesn't run by a schedule."""
+"""For every peer that doesn't run by a schedule, what makes a contender for each of its settings."""
+PREPARING_SECONDS = {Peer.AUTO_SAC: 10.0, Peer.AOT_EAGER: 10.0, Peer.INDUCTOR: 60.0}
+"""Time that a setting of a peer takes to prepare, about, where it is long."""
 STEPS_TO_ENTER = 8
 """Steps that a contender takes before it is timed, about: to compare, to measure its peak, and some slower ones."""
 
@@ -138,15 +128,15 @@ def compare(
     say = progress or (lambda _: None)
     # Where Inductor takes part, monetlite also compiles regions, within the tolerance of those.
     compiles = Peer.INDUCTOR in chosen
-    layouts = layouts_to_try(None, max(tolerance, REORDERED_SUMS) if compiles else tolerance, compiles)
+    priced = max(tolerance, REORDERED_SUMS) if compiles else tolerance
+    layouts = layouts_to_try(None, priced, compiles)
     with forked_state(device):
         where = environment(device)
         bench = Bench(model, args, kwargs, loss or default_loss, device, autocast=autocast, seed=seed)
         say("tracing the model and measuring its operators")
         example = Arguments(bench.plain.args, bench.plain.kwargs)
-        with torch.autocast(device, getattr(torch, autocast or "bfloat16"), enabled=bool(autocast)):
+        with autocast_to(device, autocast):
             graphs = trace_layouts(bench.plain.model, example, layouts)
-        priced = max(tolerance, REORDERED_SUMS) if compiles else tolerance
         profiles = [profile(graph, device, tolerance=priced) for graph in graphs]
         say(f"measuring {TITLES[Peer.PLAIN]}")
         plain = bench.enter(Contender(peer=Peer.PLAIN))
@@ -191,7 +181,7 @@ def compare(
 def _settings(peer: Peer, plain: Trainee) -> list[Contender]:
     """A peer's contenders; a single one that fails, where there are none for this model."""
     try:
-        return METHODS[peer].settings(plain)
+        return METHODS[peer](plain)
     except Exception as error:
         why = error
 
@@ -296,7 +286,7 @@ class _Contest:
         step_s = self.shown[0].first_ms / 1000
         by_solving = sum(peer not in METHODS for peer in self.pending) * len(self.budgets_bytes)
         settings = {peer: len(contenders) for peer, contenders in self.pending.items()}
-        preparing_s = sum(METHODS[peer].preparing_s * count for peer, count in settings.items() if count)
+        preparing_s = sum(PREPARING_SECONDS.get(peer, 0.0) * count for peer, count in settings.items())
         solves = self.to_solve
         if self.pending:
             solves = len(self.budgets_bytes) + len(self.shown) - 1 + len(self.pending)

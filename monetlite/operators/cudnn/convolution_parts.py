@@ -1,6 +1,5 @@
 """The convolutions of an operator graph as work for cuDNN, and the functions that run them by a plan."""
 
-import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from torch import Tensor
 from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef, TensorSpec
 from monetlite.operators.convolution import TF32_TOLERANCE
 from monetlite.operators.convolution_kernels import BACKWARD, FORWARD, ConvolutionCall
-from monetlite.operators.cudnn.execution_plans import PlannedWork
+from monetlite.operators.cudnn.execution_plans import run_plan
 from monetlite.operators.cudnn.work import DTYPES, MADE, OPERANDS, ConvolutionWork, Layout, Role
 from monetlite.operators.implementations import function, name_of, reads_of
 from monetlite.operators.strides import is_whole, suggests_channels_last
@@ -20,8 +19,6 @@ from monetlite.operators.strides import is_whole, suggests_channels_last
 PREFIX = "cudnn."
 PLAN_NAME = re.compile(r"cudnn\.engine[0-9]{1,6}(\.k[0-9]{1,6}=-?[0-9]{1,10}){0,64}")
 
-MAX_PLANNED = 2**14
-"""Descriptions of convolutions that are kept ready to run: reading one takes longer than launching a kernel."""
 TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 """Tolerances of plans by dtype. float32: sums in another order. Half precision: the sums are in float32 and
 rounded once, so they differ by one step of the dtype, which is 2⁻¹⁰ or 2⁻⁷ of a number at most."""
@@ -53,7 +50,7 @@ class ConvolutionPart:
         assert self.default.call is not None
         call = Call(
             target=name_of(cudnn_convolution),
-            args=(plan_name, self.first, self.second, self.third, *self.work.encoded()),
+            args=(plan_name, self.first, self.second, self.third, self.work),
             outputs=self.default.call.outputs,
         )
         rounded = self.work.tf32 and self.work.dtype == "float32"
@@ -147,8 +144,8 @@ def _made(
 
 def _like(call: Call) -> Call:
     """The convolution of PyTorch's own that does the same."""
-    _, first, second, third, *description = call.args
-    work = ConvolutionWork.decoded(description)
+    _, first, second, third, work = call.args
+    assert isinstance(work, ConvolutionWork)
     geometry = (work.stride, work.padding, work.dilation)
     rest: tuple[Argument, ...] = (False, (0,) * len(work.stride), work.groups)
     if work.role == "forward":
@@ -163,29 +160,20 @@ def _like(call: Call) -> Call:
     return Call(target=BACKWARD, args=(second, first, weight, None, *geometry, *rest, mask), outputs=call.outputs)
 
 
-@functools.lru_cache(MAX_PLANNED)
-def _planned(plan_name: str, description: tuple[Any, ...]) -> PlannedWork:
-    return PlannedWork(ConvolutionWork.decoded(description), plan_name)
-
-
 @function("cudnn_convolution", like=_like)
 def cudnn_convolution(
-    plan_name: str, first: Tensor, second: Tensor, third: Tensor | bool | None, *description: Any
+    plan_name: str, first: Tensor, second: Tensor, third: Tensor | bool | None, work: ConvolutionWork
 ) -> tuple[Tensor | None, ...]:
     """Do a convolution, or one of its gradients, by a plan.
 
-    `first` and `second` are as for `PlannedWork`; `third` is the bias or None (forward), None (input_gradient), or
+    `first` and `second` are as for `run_plan`; `third` is the bias or None (forward), None (input_gradient), or
     whether the bias's gradient is wanted (weight_gradient). The results are those of PyTorch's own operator, by
     position: of `convolution` one, of `convolution_backward` three, with None for those that it doesn't compute.
 
     Raises:
-        ConvolutionError, DeviceError, CudnnMissing, CudnnError: as `PlannedWork` does.
+        ConvolutionError, DeviceError, CudnnMissing, CudnnError: as `run_plan` does.
     """
-    try:
-        planned = _planned(plan_name, description)
-    except TypeError:  # lists, which have no hash
-        planned = PlannedWork(ConvolutionWork.decoded(description), plan_name)
-    work, made = planned.work, planned(first, second)
+    made = run_plan(work, plan_name, first, second)
     if work.role == "forward":
         if isinstance(third, Tensor):
             made.add_(third.view(-1, *[1] * len(work.stride)))

@@ -5,7 +5,6 @@ operations, a device and a version of cuDNN, and say what workspace each one nee
 be present: a description of the device is enough.
 """
 
-import functools
 import re
 import threading
 from collections.abc import Iterator
@@ -197,70 +196,53 @@ def _listed(graph: Any) -> Iterator[tuple[int, str]]:
             yield index, name
 
 
-class PlannedWork:
-    """A piece of work, and the plan to do it by. What its runs have in common is read and built once.
+def run_plan(work: ConvolutionWork, plan_name: str, first: Tensor, second: Tensor) -> Tensor:
+    """Do a piece of work by a plan, on the current CUDA stream, in a workspace from torch's caching allocator.
 
-    A plan is built at its first use by a thread and kept, since not every plan may be run by two threads.
+    A plan is built at its first use by a thread and kept, since not every plan may be run by two threads. `first`
+    and `second` are the image and the weight (forward), the result's gradient and the weight (input_gradient), or
+    the image and the result's gradient (weight_gradient). One that is not laid out as the work says is copied, with
+    a warning.
+
+    Returns:
+        The result, the image's gradient, or the weight's gradient, laid out as the work says.
+
+    Raises:
+        ConvolutionError: a tensor has not the shape or dtype of the work.
+        DeviceError: a tensor is not on a CUDA device, or they are on two; or the device has no such plan.
+        CudnnMissing, CudnnError: cuDNN can't be used here, or failed.
     """
+    device, dtype = _common_device(first, second), getattr(torch, work.dtype)
+    first, second = (
+        _laid_out(item, layout, dtype) for item, layout in zip((first, second), work.operands, strict=True)
+    )
+    with torch.cuda.device(device):
+        graph, plan, handle = _ready(work, plan_name, device)
+        made = torch.empty_strided(*work.made, dtype=first.dtype, device=first.device)
+        # Freed when this returns and taken again by what follows on the same stream, so after the kernel.
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=first.device)
+        pointers = {_FIRST: first.data_ptr(), _SECOND: second.data_ptr(), _MADE: made.data_ptr()}
+        try:
+            library.load().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+            graph.execute_plan_at_index(pointers, workspace.data_ptr(), index=plan.index, handle=handle)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise CudnnError(f"{plan_name} failed on cuda:{device}, doing {work}: {error}") from error
+    return made
 
-    def __init__(self, work: ConvolutionWork, plan_name: str) -> None:
-        self.work, self.plan_name = work, plan_name
-        self._first, self._second = work.operands
-        self._made, self._dtype = work.made, getattr(torch, work.dtype)
 
-    def __call__(self, first: Tensor, second: Tensor) -> Tensor:
-        """Do the work on the current CUDA stream, in a workspace from torch's caching allocator.
-
-        `first` and `second` are the image and the weight (forward), the result's gradient and the weight
-        (input_gradient), or the image and the result's gradient (weight_gradient). One that is not laid out as the
-        work says is copied, with a warning.
-
-        Returns:
-            The result, the image's gradient, or the weight's gradient, laid out as the work says.
-
-        Raises:
-            ConvolutionError: a tensor has not the shape or dtype of the work.
-            DeviceError: a tensor is not on a CUDA device, or they are on two; or the device has no such plan.
-            CudnnMissing, CudnnError: cuDNN can't be used here, or failed.
-        """
-        device = _common_device(first, second)
-        first, second = _laid_out(first, self._first, self._dtype), _laid_out(second, self._second, self._dtype)
-        with torch.cuda.device(device):
-            graph, plan, handle = self._ready(device)
-            made = torch.empty_strided(*self._made, dtype=first.dtype, device=first.device)
-            # Freed when this returns and taken again by what follows on the same stream, so after the kernel.
-            workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=first.device)
-            pointers = {_FIRST: first.data_ptr(), _SECOND: second.data_ptr(), _MADE: made.data_ptr()}
-            try:
-                library.load().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-                graph.execute_plan_at_index(pointers, workspace.data_ptr(), index=plan.index, handle=handle)
-            except (RuntimeError, ValueError, TypeError) as error:
-                raise CudnnError(f"{self.plan_name} failed on cuda:{device}, doing {self.work}: {error}") from error
-        return made
-
-    def _ready(self, device: int) -> tuple[Any, ExecutionPlan, Any]:
-        """The graph in which this thread has built the plan, the plan, and the thread's handle."""
-        ready: dict[tuple[int, PlannedWork], tuple[Any, ExecutionPlan, Any]]
-        ready = _local.__dict__.setdefault("ready", {})
-        if (device, self) not in ready:
-            found = find_plan(self.work, self.plan_name)
-            if found is None:
-                raise DeviceError(
-                    f"cuDNN offers no plan {self.plan_name} on cuda:{device} for {self.work}; the schedule was "
-                    "made for another device, version of cuDNN or shape: profile and solve again here"
-                )
-            ready[device, self] = (*found, library.thread_handle(device))
-        return ready[device, self]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PlannedWork) and (self.work, self.plan_name) == (other.work, other.plan_name)
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.work, self.plan_name))
-
-    def __hash__(self) -> int:
-        return self._hash
+def _ready(work: ConvolutionWork, plan_name: str, device: int) -> tuple[Any, ExecutionPlan, Any]:
+    """The graph in which this thread has built a plan, the plan, and the thread's handle."""
+    ready: dict[Any, tuple[Any, ExecutionPlan, Any]] = _local.__dict__.setdefault("ready", {})
+    key = work, plan_name, device
+    if key not in ready:
+        found = find_plan(work, plan_name)
+        if found is None:
+            raise DeviceError(
+                f"cuDNN offers no plan {plan_name} on cuda:{device} for {work}; the schedule was "
+                "made for another device, version of cuDNN or shape: profile and solve again here"
+            )
+        ready[key] = (*found, library.thread_handle(device))
+    return ready[key]
 
 
 def forget_plans() -> None:

@@ -1,11 +1,8 @@
 """The work of a convolution: shapes, layouts, dtype and the arithmetic that is allowed."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-from monetlite.core.graph import Argument
 from monetlite.operators.convolution_kernels import output_padding
 
 Role: TypeAlias = Literal["forward", "input_gradient", "weight_gradient"]
@@ -23,9 +20,10 @@ OPERANDS = {
 """The layouts that each role reads."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvolutionWork:
-    """A convolution, or one of its gradients, as cuDNN has to know it. Transposed convolutions are not covered.
+class ConvolutionWork(NamedTuple):
+    """A convolution, or one of its gradients, as cuDNN has to know it; an argument of calls.
+
+    Transposed convolutions are not covered.
 
     `image` is (batch, channels, *space), `weight` is (features, channels / groups, *kernel), and `result` is the
     forward convolution's, (batch, features, *space), or its gradient. Which two of the three are read and which one
@@ -51,7 +49,7 @@ class ConvolutionWork:
 
     @property
     def operands(self) -> tuple[Layout, Layout]:
-        """The layouts that are read, in the order of `PlannedWork`'s arguments."""
+        """The layouts that are read, in the order of `run_plan`'s arguments."""
         first, second = OPERANDS[self.role]
         return getattr(self, first), getattr(self, second)
 
@@ -76,16 +74,3 @@ class ConvolutionWork:
             and all(step > 0 or size == 1 for size, step in zip(shape, stride, strict=True))
             for shape, stride in (self.image, self.weight, self.result)
         )
-
-    def encoded(self) -> tuple[Argument, ...]:
-        """The fields in order, as arguments of a call."""
-        return tuple(getattr(self, item.name) for item in fields(self))
-
-    @classmethod
-    def decoded(cls, arguments: Sequence[Any]) -> "ConvolutionWork":
-        """The reverse of `encoded`, also of arguments that have become lists on the way."""
-        return cls(**dict(zip((item.name for item in fields(cls)), map(_as_tuple, arguments), strict=True)))
-
-
-def _as_tuple(item: Any) -> Any:
-    return tuple(map(_as_tuple, item)) if isinstance(item, (list, tuple)) else item
