@@ -65,7 +65,7 @@ class SolvingProcess:
                 cwd=self._path,
                 env=own_environment(),
             )
-        weakref.finalize(self, _end, self._process)
+        weakref.finalize(self, _end, self._process, self._folder)
         give_way(self._process)
 
     @property
@@ -93,10 +93,11 @@ def _better(folder: Path, number: int) -> Path:
     return folder / f"better_{number}.yaml"
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]", folder: "tempfile.TemporaryDirectory[str]") -> None:
     if process.poll() is None:
         process.terminate()
         process.wait()
+    folder.cleanup()
 
 
 def _solve(folder: Path) -> None:

@@ -1,7 +1,9 @@
 """The process that solves beside training: better schedules in turn, or the reason why there are none."""
 
+import gc
 import itertools
 import time
+import warnings
 
 import pytest
 import torch
@@ -56,6 +58,19 @@ def test_it_begins_from_the_schedule_that_there_is(profile: Profile):
     start = monetlite.solve(profile, "70%", time_limit=2.0)
     found = everything(SolvingProcess([profile], "70%", SolvingOptions(time_limit=0.05), None, start))
     assert found[-1].latency_ms <= start.latency_ms
+
+
+def test_it_leaves_nothing_behind(profile: Profile):
+    start = monetlite.solve(profile, "70%", time_limit=0.2)
+    process = SolvingProcess([profile], "70%", SolvingOptions(time_limit=60.0), None, start)
+    folder = process._path
+    assert folder.exists()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        del process
+        gc.collect()
+    assert not told
+    assert not folder.exists()
 
 
 def test_it_says_why_there_is_none(profile: Profile):
