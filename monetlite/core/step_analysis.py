@@ -109,16 +109,6 @@ class StepAnalysis:
         }
 
     @cached_property
-    def workspace_bytes(self) -> tuple[int, ...]:
-        """Memory that each step takes beyond what it reads and writes."""
-        ran: set[int] = set()
-        taken: list[int] = []
-        for index, choice in self.timeline.steps:
-            taken.append(self.profile.costs[index][choice].of_run(again=index in ran)[1])
-            ran.add(index)
-        return tuple(taken)
-
-    @cached_property
     def bytes_of(self) -> Mapping[Holding, tuple[int, ...]]:
         """Memory that each step holds, by purpose. Over all purposes it sums to the timeline's `memory_bytes`."""
         changes = {holding: [0] * (len(self.timeline.steps) + 1) for holding in Holding}
@@ -133,7 +123,7 @@ class StepAnalysis:
             for holding in Holding
         }
         libraries = resident[Holding.WORKSPACE]
-        return found | {Holding.WORKSPACE: tuple(libraries + taken for taken in self.workspace_bytes)}
+        return found | {Holding.WORKSPACE: tuple(libraries + taken for taken in self.timeline.workspace_bytes)}
 
     @property
     def peak_bytes_of(self) -> Mapping[Holding, int]:

@@ -33,7 +33,7 @@ def on_paper(profile: Profile, steps: tuple[Step, ...]) -> int:
     allocator = Allocator(expandable=True)
     for _ in range(3):
         blocks = {}
-        for number, size in requests_of(profile, steps):
+        for number, size in requests_of(profile.graph, simulate(profile, steps)):
             if size > SMALL:
                 blocks[number] = allocator.allocate(size)
             elif size == 0 and number in blocks:
