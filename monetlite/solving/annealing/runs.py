@@ -108,6 +108,15 @@ class Workspace:
         self.chunk = REFRESH
         self.no_others = numpy.zeros((0, keep_everything(flat).size), dtype=numpy.int64)
 
+    def iterations(self, most: float, seconds: float) -> int:
+        """Iterations of a run that takes at most so many seconds.
+
+        It is the next of 2ⁿ and 3·2ⁿ⁻¹ below: runs are then as long again where the machine is about as fast.
+        """
+        wanted = min(most, self.rate * seconds)
+        power: int = 2 ** max(6, int(math.log2(max(64.0, wanted))))
+        return power * 3 // 2 if wanted >= 1.5 * power else power
+
     def steps(self, choices: Integers, budget_bytes: int) -> tuple[Step, ...] | None:
         """The steps of choices, as fast as they can be while within the budget where that is possible."""
         return decode(self.flat, choices, self.scratch, budget_bytes, 1.0, self.flat.mean_ms * NEVER_FITS)
@@ -170,9 +179,3 @@ class Workspace:
             if elapsed < CHUNK_SECONDS / 2:
                 self.chunk *= 2
         return False
-
-
-def round_down(iterations: float) -> int:
-    """The next of 2ⁿ and 3·2ⁿ⁻¹ below: runs are then as long again where the machine is about as fast."""
-    power: int = 2 ** max(6, int(math.log2(max(64.0, iterations))))
-    return power * 3 // 2 if iterations >= 1.5 * power else power
