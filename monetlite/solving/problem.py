@@ -176,6 +176,11 @@ class Problem:
         return tuple(tuple(sorted(operators)) for operators in found)
 
     @cached_property
+    def maker(self) -> dict[int, int]:
+        """The first operator that writes each value."""
+        return {value: makers[0] for value, makers in enumerate(self.producers) if makers}
+
+    @cached_property
     def must_read(self) -> tuple[frozenset[int], ...]:
         """For each operator, the values that it reads in every implementation."""
         return tuple(_common(option.reads for option in options) for options in self.options)

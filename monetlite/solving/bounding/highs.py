@@ -38,7 +38,7 @@ def loaded(program: ZeroOneProgram, *, integer: Collection[int] = (), seconds: f
         for column in integer:
             kinds[column] = highspy.HighsVarType.kInteger
         model.integrality_ = kinds
-    highs = highspy.Highs()
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.silent()
     highs.setOptionValue("time_limit", on_the_wall(max(0.0, seconds)))
     highs.setOptionValue("threads", 1)
