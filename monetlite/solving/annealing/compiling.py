@@ -18,8 +18,9 @@ from monetlite.core.child_processes import give_way, own_environment
 from monetlite.core.costs import Profile, ProfileKind
 from monetlite.core.graph import OperatorGraph, Resident
 from monetlite.solving.annealing import compiled
+from monetlite.solving.annealing.compiled import AnnealingCost
 from monetlite.solving.annealing.flat_problem import flatten, keep_everything
-from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.annealing.runs import AnnealingRun, Workspace
 from monetlite.solving.clock import now
 from monetlite.solving.problem import Problem
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from monetlite.core.steps import Step
 from monetlite.solving import baselines
-from monetlite.solving.annealing.compiled import Integers
+from monetlite.solving.annealing.compiled import AnnealingCost, Integers
 from monetlite.solving.annealing.compiling import ensure_compiled
 from monetlite.solving.annealing.flat_problem import KEEP_ALWAYS, encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import RERUN_EVERY_TIME
-from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.annealing.runs import AnnealingRun, Workspace
 from monetlite.solving.clock import now
 from monetlite.solving.incumbent import Incumbent
 

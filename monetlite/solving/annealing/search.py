@@ -15,13 +15,12 @@ import numpy
 
 from monetlite.core.steps import Step
 from monetlite.solving import baselines
-from monetlite.solving.annealing.compiled import LATENCY, Integers
+from monetlite.solving.annealing.compiled import LATENCY, AnnealingCost, Integers
 from monetlite.solving.annealing.compiling import ensure_compiled
 from monetlite.solving.annealing.flat_problem import encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.runs import (
     CHUNK_SECONDS,
-    AnnealingCost,
     AnnealingRun,
     Workspace,
 )

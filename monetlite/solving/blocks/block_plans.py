@@ -16,9 +16,15 @@ from monetlite.core.costs import Cost, Profile
 from monetlite.core.graph import Implementation, Operator, Phase, Resident
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.solving.annealing.compiled import GROUP_OPTIONS, OPERATOR_GROUPS, OPTION_EXTRA, Integers
+from monetlite.solving.annealing.compiled import (
+    GROUP_OPTIONS,
+    OPERATOR_GROUPS,
+    OPTION_EXTRA,
+    AnnealingCost,
+    Integers,
+)
 from monetlite.solving.annealing.flat_problem import encode, flatten, keep_everything, read_least
-from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.annealing.runs import AnnealingRun, Workspace
 from monetlite.solving.baselines import keep_only, lighter_steps
 from monetlite.solving.problem import Problem
 
