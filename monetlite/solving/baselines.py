@@ -7,12 +7,12 @@ Settings of checkpointing know no budget: `simulate` says what they need. The gr
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.graph import Implementation, OperatorGraph, Phase, ValueKind
+from monetlite.core.graph import OperatorGraph, Phase, ValueKind
 from monetlite.core.simulate import Timeline, simulate
 from monetlite.core.steps import Step, plain_steps
 
@@ -255,46 +255,20 @@ def checkpointing_settings(profile: Profile) -> Iterator[tuple[Step, ...]]:
         yield segment_checkpointing(profile)
 
 
-def restrict_checkmate(profile: Profile, *, algorithms: bool = False) -> Profile:
-    """Storage and recomputation only, with default implementations (Checkmate, Jain et al., MLSys 2020).
-
-    With `algorithms`, also with those that read, write and overwrite the same values as the default: it may
-    then choose a convolution algorithm that fits.
-    """
-    return _restrict(profile, lambda default, item: algorithms and same_values(default, item))
+def restrict_checkmate(profile: Profile) -> Profile:
+    """Storage and recomputation only, with default implementations (Checkmate, Jain et al., MLSys 2020)."""
+    return profile.restricted(lambda item: False)
 
 
-def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Profile:
+def restrict_gist(profile: Profile) -> Profile:
     """Masks and other compact intermediates, but no recomputation (Gist, Jain et al., ISCA 2018).
 
     Operators that are not optional can't be run again; of the implementations only those are left that are
-    the default or read an intermediate; with `algorithms`, as for Checkmate.
+    the default or read an intermediate.
     """
     kinds = [value.kind for value in profile.graph.values]
-
-    def allowed(default: Implementation, item: Implementation) -> bool:
-        compact = any(kinds[value] is ValueKind.INTERMEDIATE for value in item.reads)
-        return compact or (algorithms and same_values(default, item))
-
-    restricted = _restrict(profile, allowed)
+    restricted = profile.restricted(
+        lambda item: any(kinds[value] is ValueKind.INTERMEDIATE for value in item.reads)
+    )
     operators = tuple(replace(op, rerunnable=False) for op in restricted.graph.operators)
     return replace(restricted, graph=replace(restricted.graph, operators=operators))
-
-
-def same_values(one: Implementation, other: Implementation) -> bool:
-    """True if two implementations read, write and overwrite the same."""
-    return (set(one.reads), one.writes, one.overwrites) == (set(other.reads), other.writes, other.overwrites)
-
-
-def _restrict(profile: Profile, allowed: Callable[[Implementation, Implementation], bool]) -> Profile:
-    """A profile with the defaults, and those implementations that are allowed beside the default."""
-    kept = [
-        [at for at, item in enumerate(ways) if at == 0 or allowed(ways[0], item)]
-        for ways in (operator.implementations for operator in profile.graph.operators)
-    ]
-    operators = tuple(
-        replace(operator, implementations=tuple(operator.implementations[at] for at in of))
-        for operator, of in zip(profile.graph.operators, kept, strict=True)
-    )
-    costs = tuple(tuple(each[at] for at in of) for each, of in zip(profile.costs, kept, strict=True))
-    return replace(profile, graph=replace(profile.graph, operators=operators), costs=costs)
