@@ -153,6 +153,3 @@ def requests_of(graph: OperatorGraph, timeline: Timeline) -> Iterator[tuple[int,
             if value in block_of:
                 yield block_of.pop(value), 0
     yield from ((block, 0) for block in block_of.values())
-
-
-__all__ = ["Reserved", "least_limit", "refuse_without_gpu", "requests_of", "reserve"]

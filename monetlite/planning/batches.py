@@ -332,7 +332,7 @@ class _Prober:
         proven = not self._possible(batch)
         needed_bytes = self.bound_bytes[batch] if proven else self.reached_bytes.get(batch, self.plain_bytes[batch])
         how = "at least, by any schedule" if proven else "by the leanest schedule found"
-        profile = self.options.allowed(self.profile(batch))
+        profile = self.profile(batch)
         steps = smallest_budget(profile, seconds=MIN_SECONDS, seed=self.options.seed).smallest_reached_steps
         least = LeastPeak(profile, plain_steps(profile.graph) if steps is None else steps)
         return InfeasibleBudget(
