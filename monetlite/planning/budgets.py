@@ -251,7 +251,7 @@ def as_schedule(profile: Profile, budget_bytes: int, solution: "Solution", toler
     timeline = simulate(profile, solution.steps, budget_bytes)
     plain = simulate(profile, plain_steps(graph))
     own: dict[str, Any] = {
-        "operators": graph.traced_count,
+        "operators": len(graph.traced),
         "choices": Choices.of_steps(graph, solution.steps),
         "budget_bytes": budget_bytes,
         "peak_bytes": timeline.peak_bytes,

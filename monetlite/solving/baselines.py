@@ -14,7 +14,7 @@ from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.graph import OperatorGraph, Phase, ValueKind
 from monetlite.core.simulate import Timeline, simulate
-from monetlite.core.steps import Step, plain_steps
+from monetlite.core.steps import Step, plain_steps, reruns
 
 _HALVINGS = 6
 """Rounds that look for how many re-runs can be left out."""
@@ -180,12 +180,7 @@ def with_fewer_reruns(profile: Profile, steps: tuple[Step, ...], budget_bytes: i
 
     Those that the backward part comes to first are left out: what they make waits the shortest time.
     """
-    ran: set[int] = set()
-    again: list[int] = []
-    for at, (index, _) in enumerate(steps):
-        if index in ran:
-            again.append(at)
-        ran.add(index)
+    again = [at for at, rerun in enumerate(reruns(steps)) if rerun]
     least, most, found = 0, len(again), steps
     for _ in range(_HALVINGS):
         count = (least + most + 1) // 2

@@ -50,11 +50,7 @@ def ensure_compiled(deadline: float, should_stop: Callable[[], bool] = lambda: F
 
     Where numba has nothing in its cache, another process compiles; it is left to itself when time is up.
     """
-    if is_cached():
-        load()
-        return True
-    if compiled.cache_folder() is None:
-        # What another process compiled could not be found.
+    if is_cached() or compiled.cache_folder() is None:  # where nothing is kept, no other process can help
         load()
         return True
     process = _compiler()

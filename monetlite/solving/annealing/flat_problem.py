@@ -22,7 +22,7 @@ import numpy
 from monetlite.core.blocks import reads_of
 from monetlite.core.graph import Operator, OperatorGraph, Phase
 from monetlite.core.simulate import simulate
-from monetlite.core.steps import Step, plain_steps
+from monetlite.core.steps import Step, plain_steps, reruns
 from monetlite.solving.annealing.compiled import (
     BACKWARD,
     EARLY,
@@ -372,12 +372,10 @@ def encode(flat: FlatProblem, steps: Sequence[Step]) -> Integers:
     droppable = set(flat.droppable.tolist())
     boundary = _end_of_forward(flat, steps)
     touches = [0] * values
-    ran: set[int] = set()
     fresh: set[int] = set()
-    for at, (operator, choice) in enumerate(steps):
+    for at, ((operator, choice), rerun) in enumerate(zip(steps, reruns(steps), strict=True)):
         implementation = graph.operators[operator].implementations[choice]
-        part = values + (PART_AGAIN if operator in ran else PART_FIRST) * operators
-        ran.add(operator)
+        part = values + (PART_AGAIN if rerun else PART_FIRST) * operators
         choices[part + operator] = flat.group_of[operator].get(choice, 0)
         if at < boundary:
             choices[values + PART_PLACE * operators + operator] = EARLY if graph.operators[operator].optional else 0
@@ -394,11 +392,9 @@ def encode(flat: FlatProblem, steps: Sequence[Step]) -> Integers:
 
 def _end_of_forward(flat: FlatProblem, steps: Sequence[Step]) -> int:
     """Number of steps before the first one that runs again, or runs a backward operator."""
-    seen: set[int] = set()
-    for at, (operator, _) in enumerate(steps):
-        if operator in seen or flat.graph.operators[operator].phase is Phase.BACKWARD:
+    for at, ((operator, _), rerun) in enumerate(zip(steps, reruns(steps), strict=True)):
+        if rerun or flat.graph.operators[operator].phase is Phase.BACKWARD:
             return at
-        seen.add(operator)
     return len(steps)
 
 
