@@ -352,13 +352,12 @@ def solve_rows(
     except cvxpy.error.SolverError:
         # What cvxpy raises when the time is up before anything is found.
         return Status.TIMEOUT, None, bound_ms
-    if stated.status == cvxpy.OPTIMAL:
-        return Status.OPTIMAL, np.asarray(x.value, dtype=np.float64), bound_ms
     if stated.status in (cvxpy.INFEASIBLE, cvxpy.INFEASIBLE_INACCURATE):
         return Status.INFEASIBLE, None, math.inf
-    if stated.status in (cvxpy.OPTIMAL_INACCURATE, cvxpy.USER_LIMIT) and x.value is not None:
-        return Status.FEASIBLE, np.asarray(x.value, dtype=np.float64), bound_ms
-    return Status.TIMEOUT, None, bound_ms
+    if x.value is None:
+        return Status.TIMEOUT, None, bound_ms
+    status = Status.OPTIMAL if stated.status == cvxpy.OPTIMAL else Status.FEASIBLE
+    return status, np.asarray(x.value, dtype=np.float64), bound_ms
 
 
 def _dual_bound(solver: str, raw: Any) -> float:

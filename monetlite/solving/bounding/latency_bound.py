@@ -107,9 +107,9 @@ def integer_bound(
     *,
     seconds: float,
     cutoff_ms: float = math.inf,
-    on_bound: Callable[[float], None] | None = None,
+    on_bound: Callable[[float], None] = lambda bound_ms: None,
     on_solution: Callable[[Floats], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
     patience_seconds: float = math.inf,
 ) -> tuple[float, bool]:
     """Tighten a relaxation's bound by branch and bound and cuts (HiGHS).
@@ -161,9 +161,8 @@ def integer_bound(
                 event.interrupt()
                 return
             bound_ms = in_ms(float(event.data_out.mip_dual_bound))
-            if on_bound is not None:
-                on_bound(rounded_down(bound_ms))
-            if stalled(bound_ms) or (should_stop is not None and should_stop()):
+            on_bound(rounded_down(bound_ms))
+            if stalled(bound_ms) or should_stop():
                 event.interrupt()
         except BaseException as error:
             # Nothing may be thrown through the solver.
