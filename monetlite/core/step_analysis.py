@@ -3,16 +3,17 @@
 Everything is derived from the `Timeline` that `simulate` makes, whose figures are split and never changed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, Self
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import OperatorGraph, ValueKind
-from monetlite.core.simulate import Timeline
-from monetlite.core.steps import Lifetime, lifetimes
+from monetlite.core.simulate import Timeline, simulate
+from monetlite.core.steps import Lifetime, Step, lifetimes
 
 
 class Holding(StrEnum):
@@ -66,14 +67,27 @@ class StepAnalysis:
     profile: Profile
     timeline: Timeline
 
+    @classmethod
+    def of_steps(cls, profile: Profile, steps: Iterable[Step], **others: Any) -> Self:
+        """The analysis of steps; `others` are fields of a subclass.
+
+        Raises:
+            IllegalSchedule: as `simulate`.
+        """
+        return cls(profile=profile, timeline=simulate(profile, steps), **others)
+
     @property
     def graph(self) -> OperatorGraph:
         return self.profile.graph
 
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return self.timeline.steps
+
     @cached_property
     def lifetimes(self) -> tuple[Lifetime, ...]:
         """Every stay of a value in memory, in the order in which they begin."""
-        return lifetimes(self.graph, self.timeline.steps)
+        return lifetimes(self.graph, self.steps)
 
     @cached_property
     def stays(self) -> dict[int, list[Lifetime]]:

@@ -318,8 +318,8 @@ def _nothing_fits(profile: Profile, budget_bytes: int, solution: "Solution") -> 
     else:
         problem = f"no schedule was found within budget {amount}, though it is not proven that there is none"
     if solution.smallest_reached_steps is not None and solution.reserved_bytes is None:
-        least = LeastPeak(profile, solution.smallest_reached_steps)
-        reached = f"{format_bytes(least.parts.peak_bytes)} ({least.parts.peak_bytes} bytes), {least.place()}"
+        least = LeastPeak.of_steps(profile, solution.smallest_reached_steps)
+        reached = f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), {least.place()}"
         problem += f"; the smallest peak reached is {reached}"
         advice = least.advice(budget_bytes)
     return InfeasibleBudget(

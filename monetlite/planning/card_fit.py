@@ -12,7 +12,6 @@ from monetlite.core.devices import CONTEXT_BYTES, Device, known_devices
 from monetlite.core.errors import MonetliteError, ScheduleMismatch
 from monetlite.core.graph import AS_TRACED, TILED_ROWS
 from monetlite.core.options import SolvingOptions
-from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes
@@ -89,31 +88,16 @@ class CardMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitSetting:
-    """One way to run the training step.
+class FitSetting(StepAnalysis):
+    """One way to run the training step on a card.
 
     Attributes:
         every: layers between those that are checkpointed; 0 for plain training, and for schedules.
         tolerance: of a schedule; None for anything else.
-        profile, steps: its costs and its steps.
     """
 
     every: int = 0
     tolerance: float | None = None
-    profile: Profile = field(repr=False)
-    steps: tuple[Step, ...] = field(repr=False)
-
-    @cached_property
-    def analysis(self) -> StepAnalysis:
-        return StepAnalysis(profile=self.profile, timeline=simulate(self.profile, self.steps))
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.analysis.peak_bytes
-
-    @property
-    def latency_ms(self) -> float:
-        return self.analysis.latency_ms
 
     @cached_property
     def reserved_bytes(self) -> int:
@@ -191,7 +175,7 @@ class CardFit:
     @cached_property
     def helpful(self) -> tuple[Setting, ...]:
         """Changes that lower the smallest peak, where nothing fits."""
-        least = LeastPeak(self.leanest.profile, self.leanest.steps)
+        least = LeastPeak(profile=self.leanest.profile, timeline=self.leanest.timeline)
         return () if self.fastest else least.settings(self.card.budget_bytes)
 
     @cached_property
@@ -204,7 +188,7 @@ class CardFit:
     @property
     def parts(self) -> Mapping[str, int]:
         """Memory at plain training's peak, by purpose."""
-        return memory_parts(self.plain.analysis)
+        return memory_parts(self.plain)
 
 
 def memory_parts(analysis: StepAnalysis) -> dict[str, int]:
@@ -258,7 +242,7 @@ def fit_card(
     exact = profiles[AS_TRACED].within(0.0)
     tolerant = profiles.get(TILED_ROWS)  # at a tolerance that allows it
     eager = _by_pytorch(exact)
-    plain = FitSetting(profile=eager, steps=plain_steps(eager.graph))
+    plain = FitSetting.of_steps(eager, plain_steps(eager.graph))
     tell("trying settings of checkpointing")
     settable = path if path and are_all_layers(model.built.model, path) else None
     checkpointed = _checkpointed(eager, settable, card.budget_bytes)
@@ -311,7 +295,7 @@ def layer_ways(profile: Profile, path: str | None, settings: Sequence[int] = EVE
     from monetlite.solving.baselines import layer_checkpointing
 
     for every in settings if path is not None else ():
-        yield FitSetting(every=every, profile=profile, steps=layer_checkpointing(profile, path or "", every))
+        yield FitSetting.of_steps(profile, layer_checkpointing(profile, path or "", every), every=every)
 
 
 def _checkpointed(profile: Profile, path: str | None, budget_bytes: int) -> FitSetting | None:
@@ -381,7 +365,7 @@ class _Search:
         return min(ways, key=lambda way: way.latency_ms, default=None), leanest
 
     def _way(self, steps: tuple[Step, ...]) -> FitSetting:
-        return FitSetting(tolerance=self.tolerance, profile=self.profile, steps=steps)
+        return FitSetting.of_steps(self.profile, steps, tolerance=self.tolerance)
 
 
 def card_memory(device: Device, budget_bytes: int | None = None) -> CardMemory:

@@ -335,7 +335,7 @@ def test_what_the_allocator_reserves_has_to_fit_too():
     built = build_model("resnet18", batch=64, meta=True)
     graph = monetlite.trace(built.model, built.example_inputs, device="rtx-4060")
     profile = monetlite.profile(graph, "rtx-4060")
-    way = FitSetting(profile=profile, steps=plain_steps(profile.graph))
+    way = FitSetting.of_steps(profile, plain_steps(profile.graph))
     assert way.peak_bytes < way.least_reserved_bytes < 1.05 * way.peak_bytes < way.reserved_bytes
 
     def answer(reservable_bytes, budget_bytes=None):
