@@ -8,6 +8,7 @@ What a smaller budget had no room for has a higher peak, so peaks rise with budg
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -153,12 +154,10 @@ class PartitionSolver:
         found = {choice.kept: choice for options in groups for choice in options}
         small = Choice(0, 0.0, frozenset())
         for whole, *_ in sorted(groups, key=lambda options: options[0].size_bytes):
-            small = Choice(
-                small.size_bytes + whole.size_bytes, small.saved_ms + whole.saved_ms, small.kept | whole.kept
-            )
+            small += whole
             found[small.kept] = small
         found |= {choice.kept: choice for choice in front_of_sums(groups, MAX_CHOICES)}
-        return sorted(found.values(), key=lambda item: (-item.saved_ms, item.size_bytes, sorted(item.kept)))
+        return sorted(found.values(), key=attrgetter("rank"))
 
 
 def _measured_ms(node: fx.Node) -> float:
