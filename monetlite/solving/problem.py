@@ -201,15 +201,6 @@ class Problem:
         return all(self.options[operator] for operator in self.main)
 
     @cached_property
-    def main_readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value, the places in the main run that read it in every implementation."""
-        found: list[list[int]] = [[] for _ in self.size_bytes]
-        for at, operator in enumerate(self.main):
-            for value in self.must_read[operator]:
-                found[value].append(at)
-        return tuple(tuple(places) for places in found)
-
-    @cached_property
     def main_least_ms(self) -> tuple[float, ...]:
         """The least latency of each main operator's one mandatory run."""
         return tuple(min((o.first_ms for o in self.options[op]), default=0.0) for op in self.main)

@@ -44,25 +44,24 @@ def certain_lifetimes(problem: Problem) -> CertainLifetimes:
     """
     count = len(problem.main)
     pinned_until = [-1] * len(problem.size_bytes)
+    forward_until = [-1] * len(problem.size_bytes)
     for at, operator in enumerate(problem.main):
         for value in problem.must_read[operator]:
             pinned_until[value] = at
+            if at < problem.forward_main:
+                forward_until[value] = at
     change = [0] * (count + 1)
     for value, makers in enumerate(problem.producers):
-        if len(makers) != 1 or makers[0] not in problem.position:
+        maker = makers[0] if len(makers) == 1 else -1
+        if maker not in problem.position or value not in problem.always_writes[maker]:
             pinned_until[value] = -1
             continue
-        maker, made_at = makers[0], problem.position[makers[0]]
-        if value not in problem.always_writes[maker]:
-            pinned_until[value] = -1
-            continue
+        made_at = problem.position[maker]
         if problem.held[value]:
             pinned_until[value] = count - 1
         elif made_at < problem.forward_main and problem.graph.operators[maker].rerunnable:
             # It can be made again in the backward part: certain only up to its last forward reader.
-            pinned_until[value] = max(
-                (at for at in problem.main_readers[value] if at < problem.forward_main), default=-1
-            )
+            pinned_until[value] = forward_until[value]
         if pinned_until[value] > made_at:
             change[made_at + 1] += problem.size_bytes[value]
             change[pinned_until[value] + 1] -= problem.size_bytes[value]

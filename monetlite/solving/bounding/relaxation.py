@@ -220,8 +220,7 @@ class Relaxation:
             for option, choice in self.chosen[at]:
                 for value in option.overwrites & stored.keys():
                     if self.maker[value] in position:
-                        terms = [(stored[value], 1.0)] + ([(choice, 1.0)] if choice >= 0 else [])
-                        self.program.row(terms, 1.0 if choice >= 0 else 0.0)
+                        self._excluded([(stored[value], 1.0)], choice)
         if problem.forward_main:
             for operator, column in self.early.items():
                 self._early_memory(operator, column, stored)
@@ -336,9 +335,12 @@ class Relaxation:
                     terms = [(live[value], 1.0)]
                     if self.maker[value] in span.once:
                         terms.append((span.once[self.maker[value]], -1.0))
-                    if choice >= 0:
-                        terms.append((choice, 1.0))
-                    self.program.row(terms, 1.0 if choice >= 0 else 0.0)
+                    self._excluded(terms, choice)
+
+    def _excluded(self, terms: list[tuple[int, float]], choice: int) -> None:
+        """Add a row: terms sum to nothing where a main operator's choice is made; −1 always is."""
+        chosen = [] if choice < 0 else [(choice, 1.0)]
+        self.program.row([*terms, *chosen], float(len(chosen)))
 
     def _memory(self, at: int, live: dict[int, int], also: Sequence[tuple[int, int]] = ()) -> None:
         """The memory of main operator `at`, with what is live before it, is within the budget.
