@@ -4,6 +4,7 @@ Settings of checkpointing know no budget: `simulate` says what they need. The gr
 `annealing.greedy`.
 """
 
+import bisect
 import contextlib
 import math
 import re
@@ -37,17 +38,15 @@ def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = Non
 
     Args:
         profile: the graph and its costs.
-        segments: positions among the mandatory forward operators where a new segment begins. If not given,
-            `module_boundaries`, or where the graph has no module paths `articulation_boundaries`.
+        segments: positions among the mandatory forward operators where a new segment begins, ascending. If not
+            given, `module_boundaries`, or where the graph has no module paths `articulation_boundaries`.
     """
     graph = profile.graph
     if segments is None:
         segments = module_boundaries(graph) or articulation_boundaries(graph)
-    segment_of: dict[int, int] = {}
-    number = 0
-    for position, index in enumerate(graph.mandatory_forward):
-        number += sum(boundary == position for boundary in segments)
-        segment_of[index] = number
+    segment_of = {
+        index: bisect.bisect_right(segments, position) for position, index in enumerate(graph.mandatory_forward)
+    }
     crossing = {
         value
         for index, segment in segment_of.items()

@@ -338,7 +338,7 @@ class Relaxation:
                     self._excluded(terms, choice)
 
     def _excluded(self, terms: list[tuple[int, float]], choice: int) -> None:
-        """Add a row: terms sum to nothing where a main operator's choice is made; −1 always is."""
+        """Add a row: the terms add up to nothing where a main operator's choice is made; −1 is always made."""
         chosen = [] if choice < 0 else [(choice, 1.0)]
         self.program.row([*terms, *chosen], float(len(chosen)))
 
