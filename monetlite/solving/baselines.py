@@ -6,6 +6,7 @@ Settings of checkpointing know no budget: `simulate` says what they need. The gr
 
 import bisect
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -113,13 +114,8 @@ def articulation_boundaries(graph: OperatorGraph) -> list[int]:
         if written is not None:
             crossing[written + 1] += 1
             crossing[last + 1] -= 1
-    boundaries: list[int] = []
-    passing = 0
-    for position in range(len(forward)):
-        passing += crossing[position]
-        if position > 0 and passing <= 1:
-            boundaries.append(position)
-    return boundaries
+    passing = enumerate(itertools.accumulate(crossing[:-1]))
+    return [position for position, values in passing if position > 0 and values <= 1]
 
 
 def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) -> Iterator[Step]:
