@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from solve_instance import GIB, instance_steps
 from monetlite.core.choices import Choices
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
+from monetlite.core.graph import Implementation
 from monetlite.core.options import SolvingOptions
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
@@ -54,6 +56,23 @@ def judged(judge: Path, instance: Path, steps: list[tuple[Any, str]], budget_gib
     return float(found[1])
 
 
+def same_values(one: Implementation, other: Implementation) -> bool:
+    """True if two implementations read, write and overwrite the same."""
+    return (set(one.reads), one.writes, one.overwrites) == (set(other.reads), other.writes, other.overwrites)
+
+
+def with_algorithms(restricted: Profile, profile: Profile) -> Profile:
+    """A restricted profile, and what differs from the defaults in nothing but its algorithm."""
+    offered = {id(item) for operator in restricted.graph.operators for item in operator.implementations}
+    for operator in profile.graph.operators:
+        default = operator.implementations[0]
+        offered |= {id(item) for item in operator.implementations if same_values(default, item)}
+    both = profile.restricted(lambda item: id(item) in offered)
+    pairs = zip(both.graph.operators, restricted.graph.operators, strict=True)
+    operators = tuple(replace(operator, rerunnable=limited.rerunnable) for operator, limited in pairs)
+    return replace(both, graph=replace(both.graph, operators=operators))
+
+
 def with_fitting_algorithms(profile: Profile, steps: Sequence[Step], budget_bytes: int) -> tuple[Step, ...]:
     """The same steps, each with the fastest implementation that fits of those that differ in nothing else."""
     memory_bytes = simulate(profile, steps).memory_bytes
@@ -68,7 +87,7 @@ def with_fitting_algorithms(profile: Profile, steps: Sequence[Step], budget_byte
         same = [
             (max(0, costs[other][1] - room_bytes), costs[other][0], other)
             for other in range(len(costs))
-            if baselines.same_values(implementations[choice], implementations[other])
+            if same_values(implementations[choice], implementations[other])
         ]
         chosen.append((operator, min(same)[2]))
     return tuple(chosen)
@@ -95,8 +114,8 @@ def baseline_objectives(
         "greedy": fits(Greedy(flatten(Problem.of(profile)), budget_bytes).best()),
     }
     for name, restricted in (
-        ("Checkmate", baselines.restrict_checkmate(profile, algorithms=True)),
-        ("Gist", baselines.restrict_gist(profile, algorithms=True)),
+        ("Checkmate", with_algorithms(baselines.restrict_checkmate(profile), profile)),
+        ("Gist", with_algorithms(baselines.restrict_gist(profile), profile)),
     ):
         found = Incumbent(Problem.of(restricted), budget_bytes)
         search(found, seconds=seconds)

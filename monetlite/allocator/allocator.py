@@ -245,6 +245,3 @@ def _segment_bytes(size: int) -> int:
 
 def _rounded(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-__all__ = ["PAGE_BYTES", "Allocator"]

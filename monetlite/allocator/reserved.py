@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from monetlite.allocator.allocator import PAGE_BYTES, Allocator
 from monetlite.core.costs import Profile
 from monetlite.core.errors import DeviceError
+from monetlite.core.graph import OperatorGraph
 from monetlite.core.schedule import Schedule
-from monetlite.core.simulate import simulate
-from monetlite.core.steps import Step, deaths
+from monetlite.core.simulate import Timeline, simulate
+from monetlite.core.steps import Step
 
 _STEPS = 3
 """Training steps that are run: the second finds the memory that the first reserved, and may reserve more."""
@@ -73,7 +74,7 @@ def reserve(
         IllegalSchedule: as `simulate`.
     """
     timeline = simulate(profile, schedule)
-    return _run(list(requests_of(profile, timeline.steps)), timeline.resident_bytes, expandable, limit_bytes)
+    return _run(list(requests_of(profile.graph, timeline)), timeline.resident_bytes, expandable, limit_bytes)
 
 
 def least_limit(profile: Profile, schedule: Schedule | Iterable[Step]) -> int:
@@ -82,7 +83,7 @@ def least_limit(profile: Profile, schedule: Schedule | Iterable[Step]) -> int:
     To within 0.2% of the peak, from above. What runs within a limit runs within most larger ones, not by a law.
     """
     timeline = simulate(profile, schedule)
-    requests = list(requests_of(profile, timeline.steps))
+    requests = list(requests_of(profile.graph, timeline))
 
     def fits(limit_bytes: int) -> bool:
         return _run(requests, timeline.resident_bytes, True, limit_bytes).fits
@@ -122,17 +123,16 @@ def _run(
     )
 
 
-def requests_of(profile: Profile, steps: Sequence[Step]) -> Iterator[tuple[int, int]]:
+def requests_of(graph: OperatorGraph, timeline: Timeline) -> Iterator[tuple[int, int]]:
     """(number of a request, bytes asked for) of a step in order; 0 bytes where what was asked for is freed.
 
     A result in the memory of an operand that dies has that operand's block from there on.
     """
     numbers = itertools.count()
-    graph = profile.graph
     size = [value.size_bytes for value in graph.values]
     block_of: dict[int, int] = {}
-    ran: set[int] = set()
-    for (index, choice), frees in zip(steps, deaths(graph, steps), strict=True):
+    steps = zip(timeline.steps, timeline.workspace_bytes, timeline.frees, strict=True)
+    for (index, choice), workspace_bytes, frees in steps:
         implementation = graph.operators[index].implementations[choice]
         overwritten = list(implementation.overwrites)
         for value in implementation.writes:
@@ -145,8 +145,6 @@ def requests_of(profile: Profile, steps: Sequence[Step]) -> Iterator[tuple[int, 
             else:
                 overwritten.remove(taken)
                 block_of[value] = block_of.pop(taken)
-        _, workspace_bytes = profile.costs[index][choice].of_run(again=index in ran)
-        ran.add(index)
         if workspace_bytes > 0:
             workspace = next(numbers)
             yield workspace, workspace_bytes
@@ -155,6 +153,3 @@ def requests_of(profile: Profile, steps: Sequence[Step]) -> Iterator[tuple[int, 
             if value in block_of:
                 yield block_of.pop(value), 0
     yield from ((block, 0) for block in block_of.values())
-
-
-__all__ = ["Reserved", "least_limit", "refuse_without_gpu", "requests_of", "reserve"]

@@ -140,14 +140,14 @@ def _card(device: str, budget_bytes: int | None) -> "CardMemory":
         import torch
 
         total_bytes = torch.cuda.get_device_properties(0).total_memory
-        return CardMemory.of(device, torch.cuda.get_device_name(0), total_bytes, budget_bytes)
+        return CardMemory(device, torch.cuda.get_device_name(0), total_bytes, budget_bytes)
     if device == "cpu":
         from monetlite.profiling.memory_use import available_bytes
 
         free_bytes = available_bytes() or budget_bytes
         if free_bytes is None:
             raise DeviceError("this system does not say how much memory is free; give it: --budget 16GB")
-        return CardMemory.of(device, "this machine's CPU", free_bytes, budget_bytes)
+        return CardMemory(device, "this machine's CPU", free_bytes, budget_bytes)
     return card_memory(find_device(device), budget_bytes)
 
 

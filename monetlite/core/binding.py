@@ -28,7 +28,7 @@ def bind(schedule: Schedule, graph: OperatorGraph) -> tuple[Step, ...]:
     if schedule.structure != graph.structure:
         raise ScheduleMismatch(
             f"the schedule was solved for {schedule.name} with {schedule.operators} operators (structure "
-            f"{schedule.structure}); this model has {graph.traced_count} (structure {graph.structure}). "
+            f"{schedule.structure}); this model has {len(graph.traced)} (structure {graph.structure}). "
             f"{first_difference(schedule, graph)} Solve a schedule for this model as it is: which parameters are "
             "frozen, which submodules are in evaluation mode, and the device all matter"
         )

@@ -71,18 +71,17 @@ class Choices:
             if name not in known:
                 raise ScheduleMismatch(f"the schedule names operator {name!r}, {_UNKNOWN}")
         steps: list[Step] = []
-        for index, operator in enumerate(graph.operators):
+        for operator in graph.operators:
             if operator.optional:
                 continue
             for name, implementation in self.before.get(operator.name, ()):
                 steps.append(_step(graph, name, implementation))
-            steps.append(_step(graph, operator.name, self.implementations.get(operator.name), index))
+            steps.append(_step(graph, operator.name, self.implementations.get(operator.name)))
         return tuple(steps)
 
 
-def _step(graph: OperatorGraph, name: str, implementation: str | None, index: int | None = None) -> Step:
-    if index is None:
-        index = graph.by_name.get(name)
+def _step(graph: OperatorGraph, name: str, implementation: str | None) -> Step:
+    index = graph.by_name.get(name)
     if index is None:
         raise ScheduleMismatch(f"the schedule runs operator {name!r}, {_UNKNOWN}")
     if implementation is None:

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from monetlite.core.files.atomic import write_atomically
-from monetlite.core.files.documents import Document, common_fields, kind_of, plain_data, read_document
-from monetlite.core.files.plain_data import PlainData, load_json
+from monetlite.core.files.documents import common_fields, plain_data, read_document
+from monetlite.core.files.plain_data import Document, PlainData, load_json
 from monetlite.core.graph import (
     ALL_OUTPUTS,
     AS_TRACED,
@@ -274,7 +274,7 @@ def load_profile(path: str | PathLike[str]) -> Profile:
     Raises:
         ScheduleFileError: the file is missing, truncated, malformed, or of another version; says where.
     """
-    data = load_json(path, kind_of(ProfileFile))
+    data = load_json(path, ProfileFile)
     file = read_document(data, ProfileFile)
     _check_rows(data, file)
     graph = OperatorGraph(

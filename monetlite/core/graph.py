@@ -329,11 +329,6 @@ class OperatorGraph:
         )
 
     @cached_property
-    def traced_count(self) -> int:
-        """Number of the model's own operators."""
-        return len(self.traced)
-
-    @cached_property
     def fingerprint(self) -> str:
         """Ties a schedule to what it was solved for: operators, edges, and every value's size and dtype."""
         values = [self.values[value] for operator in self.traced for value in operator.writes]
@@ -359,6 +354,7 @@ class OperatorGraph:
 
     @cached_property
     def traced(self) -> tuple[Operator, ...]:
+        """The model's own operators."""
         return tuple(op for op in self.operators if op.family not in (DELIVERY, OPTIMIZER_STEP) and not op.derived)
 
     def _structure(self) -> list[Any]:

@@ -9,6 +9,7 @@ Each piece has its own autograd node. So its operators are re-run in its own bac
 it hands on stays in memory until the code behind it has been through its backward part.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -101,12 +102,12 @@ class Piece:
 class JoinedStep:
     """A step of several pieces as one profile.
 
-    `origin` has the piece of each operator and its index there; None for code outside.
+    `origin` has the piece of each operator and its index there; nothing for code outside.
     """
 
     profile: Profile
     pieces: int
-    origin: tuple[tuple[int, int] | None, ...]
+    origin: Mapping[int, tuple[int, int]]
 
     def in_order(self, steps: Sequence[Step]) -> tuple[Step, ...]:
         """The order in which pieces run the steps of a schedule, each in its own parts.
@@ -116,8 +117,8 @@ class JoinedStep:
         is not overwritten before.
         """
         graph, turn = self.profile.graph, border(self.profile.graph, steps)
-        early: dict[int, list[Step]] = {piece: [] for piece in range(self.pieces)}
-        late: dict[int, list[Step]] = {piece: [] for piece in range(self.pieces)}
+        early: defaultdict[int | None, list[Step]] = defaultdict(list)
+        late: defaultdict[int | None, list[Step]] = defaultdict(list)
         begun: set[int] = set()
         ran = {index for index, _ in steps[:turn]}
         kept: list[Step] = []
@@ -130,14 +131,13 @@ class JoinedStep:
             else:
                 (late if step[0] in ran else early)[piece].append(step)
                 ran.add(step[0])
-        last = {piece: step for step in kept[:turn] if (piece := self._piece(step)) is not None}
-        ends = {at: piece for at, step in enumerate(kept) for piece in last if step is last[piece] and at < turn}
+        ends = {self._piece(step): at for at, step in enumerate(kept[:turn])}
         ordered: list[Step] = []
         for at, step in enumerate(kept):
-            ordered.append(step)
-            if at in ends:
-                ordered += early[ends[at]]
             piece = self._piece(step)
+            ordered.append(step)
+            if at == ends.get(piece):
+                ordered += early[piece]
             if piece is not None and graph.operators[step[0]].family == LOSS:
                 ordered += late[piece]
         return _sparing(graph, ordered)
@@ -146,14 +146,13 @@ class JoinedStep:
         """The steps of each piece, of steps that are `in_order`."""
         parts: list[list[Step]] = [[] for _ in range(self.pieces)]
         for index, choice in steps:
-            origin = self.origin[index] if index < len(self.origin) else None
-            if origin is not None:
-                parts[origin[0]].append((origin[1], choice))
+            if index in self.origin:
+                piece, own = self.origin[index]
+                parts[piece].append((own, choice))
         return [tuple(part) for part in parts]
 
     def _piece(self, step: Step) -> int | None:
-        origin = self.origin[step[0]] if step[0] < len(self.origin) else None
-        return None if origin is None else origin[0]
+        return self.origin[step[0]][0] if step[0] in self.origin else None
 
 
 def join(
@@ -183,7 +182,7 @@ class _Joiner:
         self.pieces, self.outside, self.keeps_gradients = pieces, outside, keeps_gradients
         self.operators: list[Operator] = []
         self.costs: list[tuple[Cost, ...]] = []
-        self.origin: list[tuple[int, int] | None] = []
+        self.origin: dict[int, tuple[int, int]] = {}
         self.values: list[Value] = []
         self.first: list[int] = []
         """Position of each piece's values among all."""
@@ -242,7 +241,7 @@ class _Joiner:
             cost = Cost(latency_ms=of.forward_ms, workspace_bytes=workspace_bytes)
             reads = tuple(self.let_go[number])
             writes = (self.kept[number], self.passed[number], *self.released[number], *self.handed[number])
-            self._add_outside(f"outside {number}", cost, Phase.FORWARD, reads=reads, writes=writes)
+            self._add_outside(f"outside {number}", cost, Phase.FORWARD, reads, writes)
             if number < len(self.pieces):
                 self._add(number, Phase.FORWARD)
         for number in reversed(range(len(self.pieces))):
@@ -251,7 +250,7 @@ class _Joiner:
         workspace_bytes = max(0, first.backward_bytes - first.gradient_bytes)
         cost = Cost(latency_ms=first.backward_ms, workspace_bytes=workspace_bytes)
         reads = (self.kept[0], *self._given_back(0), *self.left)
-        self._add_outside("outside 0, backward", cost, Phase.BACKWARD, reads=reads, writes=(self.gradients[0],))
+        self._add_outside("outside 0, backward", cost, Phase.BACKWARD, reads, (self.gradients[0],))
         first_piece = self.pieces[0].profile
         graph = OperatorGraph(
             name=name,
@@ -263,7 +262,7 @@ class _Joiner:
             autocast=first_piece.graph.autocast,
         )
         profile = replace(first_piece, graph=graph, costs=tuple(self.costs))
-        return JoinedStep(profile=profile, pieces=len(self.pieces), origin=tuple(self.origin))
+        return JoinedStep(profile=profile, pieces=len(self.pieces), origin=self.origin)
 
     def _lasts(self, value: int, lasts: LetGo) -> None:
         self.let_go[lasts.until].append(value)
@@ -274,14 +273,13 @@ class _Joiner:
         return len(self.values) - 1
 
     def _add_outside(
-        self, name: str, cost: Cost, phase: Phase, *, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()
+        self, name: str, cost: Cost, phase: Phase, reads: tuple[int, ...], writes: tuple[int, ...]
     ) -> None:
         ways = (Implementation(name="default", reads=tuple(sorted(reads)), writes=writes),)
         self.operators.append(
             Operator(name=name, family=OUTSIDE, phase=phase, implementations=ways, rerunnable=False)
         )
         self.costs.append((cost,))
-        self.origin.append(None)
 
     def _add(self, number: int, phase: Phase) -> None:
         """Add one part of a piece; the code behind it stands where its loss does."""
@@ -304,6 +302,7 @@ class _Joiner:
                 if deliveries < 2 and self.keeps_gradients:  # the first of a chain of nodes returns at once
                     held.update(value + self.first[number] for value in tangents)
                 ways = tuple(replace(item, reads=tuple(sorted(held.union(item.reads)))) for item in ways)
+            self.origin[len(self.operators)] = number, index
             self.operators.append(
                 replace(
                     operator,
@@ -319,7 +318,6 @@ class _Joiner:
                     for item, cost in zip(ways, costs, strict=True)
                 )
             )
-            self.origin.append((number, index))
 
     def _behind(self, number: int, loss: Implementation) -> Implementation:
         """The backward part of the code behind a piece: it takes gradients of the pieces after it."""

@@ -14,15 +14,13 @@ from monetlite.core.choices import DEFAULT, Choices, Run
 from monetlite.core.costs import CostSource
 from monetlite.core.files.atomic import write_atomically
 from monetlite.core.files.documents import (
-    Document,
     common_fields,
     json_schema,
-    kind_of,
     plain_data,
     read_document,
     unknown_fields,
 )
-from monetlite.core.files.plain_data import dump_yaml, load_yaml
+from monetlite.core.files.plain_data import Document, dump_yaml, load_yaml
 from monetlite.core.graph import ALL_OUTPUTS, AS_TRACED, Layout, OperatorGraph, TensorSpec
 from monetlite.core.source import ModelSource
 from monetlite.core.steps import Step
@@ -242,7 +240,7 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
     Raises:
         ScheduleFileError: the file is missing, truncated, malformed, or of another version; says where.
     """
-    file = read_document(load_yaml(path, kind_of(ScheduleFile)), ScheduleFile)
+    file = read_document(load_yaml(path, ScheduleFile), ScheduleFile)
     return Schedule(
         **common_fields(Schedule, file, file.costs, file.predicted, file.solve)
         | {
@@ -266,7 +264,7 @@ def schedule_problems(path: str | PathLike[str]) -> tuple[str, ...]:
     Raises:
         ScheduleFileError: it is not YAML of our kind at all.
     """
-    data = load_yaml(path, kind_of(ScheduleFile)).data
+    data = load_yaml(path, ScheduleFile).data
     return tuple(f"{place} is not a field of a schedule" for place in unknown_fields(data, ScheduleFile))
 
 

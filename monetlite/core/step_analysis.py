@@ -3,16 +3,17 @@
 Everything is derived from the `Timeline` that `simulate` makes, whose figures are split and never changed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, Self
 
 from monetlite.core.costs import Profile
 from monetlite.core.graph import OperatorGraph, ValueKind
-from monetlite.core.simulate import Timeline
-from monetlite.core.steps import Lifetime, lifetimes
+from monetlite.core.simulate import Timeline, simulate
+from monetlite.core.steps import Lifetime, Step, lifetimes, reruns
 
 
 class Holding(StrEnum):
@@ -66,14 +67,27 @@ class StepAnalysis:
     profile: Profile
     timeline: Timeline
 
+    @classmethod
+    def of_steps(cls, profile: Profile, steps: Iterable[Step], **others: Any) -> Self:
+        """The analysis of steps; `others` are fields of a subclass.
+
+        Raises:
+            IllegalSchedule: as `simulate`.
+        """
+        return cls(profile=profile, timeline=simulate(profile, steps), **others)
+
     @property
     def graph(self) -> OperatorGraph:
         return self.profile.graph
 
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return self.timeline.steps
+
     @cached_property
     def lifetimes(self) -> tuple[Lifetime, ...]:
         """Every stay of a value in memory, in the order in which they begin."""
-        return lifetimes(self.graph, self.timeline.steps)
+        return lifetimes(self.graph, self.steps)
 
     @cached_property
     def stays(self) -> dict[int, list[Lifetime]]:
@@ -110,19 +124,8 @@ class StepAnalysis:
 
     @cached_property
     def again(self) -> tuple[bool, ...]:
-        """For each step, true if its operator ran before."""
-        ran: set[int] = set()
-        found = []
-        for index, _ in self.timeline.steps:
-            found.append(index in ran)
-            ran.add(index)
-        return tuple(found)
-
-    @cached_property
-    def workspace_bytes(self) -> tuple[int, ...]:
-        """Memory that each step takes beyond what it reads and writes."""
-        runs = zip(self.timeline.steps, self.again, strict=True)
-        return tuple(self.profile.costs[index][choice].of_run(again=again)[1] for (index, choice), again in runs)
+        """For each step, True if its operator ran before."""
+        return tuple(reruns(self.timeline.steps))
 
     @cached_property
     def bytes_of(self) -> Mapping[Holding, tuple[int, ...]]:
@@ -139,7 +142,7 @@ class StepAnalysis:
             for holding in Holding
         }
         libraries = resident[Holding.WORKSPACE]
-        return found | {Holding.WORKSPACE: tuple(libraries + taken for taken in self.workspace_bytes)}
+        return found | {Holding.WORKSPACE: tuple(libraries + taken for taken in self.timeline.workspace_bytes)}
 
     @property
     def peak_bytes_of(self) -> Mapping[Holding, int]:

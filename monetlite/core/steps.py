@@ -12,7 +12,7 @@ A version of a value dies at its last read before it is next written. A value th
 training step (an output, a gradient of a weight) never dies.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -52,6 +52,14 @@ class Lifetime:
     reads: tuple[int, ...]
     backward: bool
     overwritten: bool
+
+
+def reruns(steps: Iterable[Step]) -> Iterator[bool]:
+    """For each step, True if its operator ran before."""
+    ran: set[int] = set()
+    for index, _ in steps:
+        yield index in ran
+        ran.add(index)
 
 
 def border(graph: OperatorGraph, steps: Iterable[Step]) -> int:

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from monetlite.core.costs import Cost, Profile
-from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, OperatorGraph, Phase, Value, ValueKind
+from monetlite.core.costs import Cost
+from monetlite.core.graph import DELIVERY, OPTIMIZER_STEP, Phase, Value, ValueKind
 from monetlite.core.simulate import simulate
 from monetlite.core.source import batch_of
 from monetlite.core.step_analysis import StepAnalysis
-from monetlite.core.steps import Step, step_in_words
+from monetlite.core.steps import step_in_words
 from monetlite.core.units import format_bytes
 
 MOST_SETTINGS = 4
@@ -33,50 +33,36 @@ class Setting:
     peak_bytes: int
 
 
-@dataclass(frozen=True)
-class LeastPeak:
+class LeastPeak(StepAnalysis):
     """The leanest schedule known of a step: what fills memory at its peak, and settings that lower the peak.
 
     Settings are priced on the same steps with other sizes. The smallest peak with a setting is at most that.
     """
 
-    profile: Profile
-    steps: tuple[Step, ...]
-
-    @cached_property
-    def parts(self) -> StepAnalysis:
-        return StepAnalysis(profile=self.profile, timeline=simulate(self.profile, self.steps))
-
-    @property
-    def graph(self) -> OperatorGraph:
-        return self.profile.graph
-
     def advice(self, budget_bytes: int) -> str:
         """Sentences on what fills the peak, and lines on what would help."""
-        peak_bytes = self.parts.peak_bytes
-        named = sorted(self.parts.peak_bytes_of.items(), key=lambda item: -item[1])
-        filled = [f"{format_bytes(size)} {what}" for what, size in named if size >= NAMED_PART * peak_bytes]
+        named = sorted(self.peak_bytes_of.items(), key=lambda item: -item[1])
+        filled = [f"{format_bytes(size)} {what}" for what, size in named if size >= NAMED_PART * self.peak_bytes]
         lines = [f"That peak holds {', '.join(filled)}.{self._largest_tensor()}"]
         helpful = self.settings(budget_bytes)
         if not helpful:
             return f"{lines[0]} Raise the budget"
         lines.append("Raise the budget, or change what fills it:")
         for item in helpful:
-            saved = format_bytes(peak_bytes - item.peak_bytes)
+            saved = format_bytes(self.peak_bytes - item.peak_bytes)
             lines.append(f"  {item.name}: about −{saved}, to {format_bytes(item.peak_bytes)}")
         return "\n".join(lines)
 
     def settings(self, budget_bytes: int) -> tuple[Setting, ...]:
         """Settings that save a part of what is missing that matters; those that save most first."""
-        peak_bytes = self.parts.peak_bytes
-        least_bytes = max(1, MIN_SHARE * (peak_bytes - budget_bytes))
-        found = [item for item in self._settings(budget_bytes) if peak_bytes - item.peak_bytes >= least_bytes]
+        least_bytes = max(1, MIN_SHARE * (self.peak_bytes - budget_bytes))
+        found = [item for item in self._settings(budget_bytes) if self.peak_bytes - item.peak_bytes >= least_bytes]
         return tuple(sorted(found, key=lambda item: item.peak_bytes)[:MOST_SETTINGS])
 
     def _largest_tensor(self) -> str:
-        held = self.parts.held_at(self.parts.timeline.peak_step)
+        held = self.held_at(self.timeline.peak_step)
         value = max((stay.value for stay in held), key=lambda at: self.graph.values[at].size_bytes, default=None)
-        if value is None or self.graph.values[value].size_bytes < NAMED_TENSOR * self.parts.peak_bytes:
+        if value is None or self.graph.values[value].size_bytes < NAMED_TENSOR * self.peak_bytes:
             return ""
         largest, writer = self.graph.values[value], self.graph.operators[self.graph.writer[value]].name
         kind = f"{'×'.join(map(str, largest.shape))} {largest.dtype}, " if largest.shape else ""
@@ -239,5 +225,4 @@ class LeastPeak:
 
     def place(self) -> str:
         """The operator and the step at the peak."""
-        timeline = self.parts.timeline
-        return f"at {self.parts.peak_operator}, {step_in_words(timeline.peak_step, len(timeline.steps))}"
+        return f"at {self.peak_operator}, {step_in_words(self.timeline.peak_step, len(self.steps))}"

@@ -332,12 +332,12 @@ class _Prober:
         proven = not self._possible(batch)
         needed_bytes = self.bound_bytes[batch] if proven else self.reached_bytes.get(batch, self.plain_bytes[batch])
         how = "at least, by any schedule" if proven else "by the leanest schedule found"
-        profile = self.options.allowed(self.profile(batch))
+        profile = self.profile(batch)
         steps = smallest_budget(profile, seconds=MIN_SECONDS, seed=self.options.seed).smallest_reached_steps
-        least = LeastPeak(profile, plain_steps(profile.graph) if steps is None else steps)
+        least = LeastPeak.of_steps(profile, plain_steps(profile.graph) if steps is None else steps)
         return InfeasibleBudget(
             f"a batch of {batch} needs {needed_bytes} bytes {how}, more than the budget of {self.budget_bytes}; "
-            f"the smallest peak reached is {format_bytes(least.parts.peak_bytes)}, {least.place()}.\n"
+            f"the smallest peak reached is {format_bytes(least.peak_bytes)}, {least.place()}.\n"
             f"{least.advice(self.budget_bytes)}",
             budget_bytes=self.budget_bytes,
             proven_bytes=needed_bytes if proven else 0,

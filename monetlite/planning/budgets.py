@@ -251,7 +251,7 @@ def as_schedule(profile: Profile, budget_bytes: int, solution: "Solution", toler
     timeline = simulate(profile, solution.steps, budget_bytes)
     plain = simulate(profile, plain_steps(graph))
     own: dict[str, Any] = {
-        "operators": graph.traced_count,
+        "operators": len(graph.traced),
         "choices": Choices.of_steps(graph, solution.steps),
         "budget_bytes": budget_bytes,
         "peak_bytes": timeline.peak_bytes,
@@ -304,8 +304,7 @@ def rescale(schedule: Schedule, profile: Profile, plain: Profile) -> Schedule:
 
 def _nothing_fits(profile: Profile, budget_bytes: int, solution: "Solution") -> InfeasibleBudget:
     proven_bytes, reached_bytes = solution.smallest_proven_bytes, solution.smallest_reached_bytes
-    steps = solution.smallest_reached_steps
-    least = None if steps is None else LeastPeak(profile, steps)
+    advice = "Raise the budget, or lower the batch or the input size"
     amount = f"{format_bytes(budget_bytes)} ({budget_bytes} bytes)"
     if solution.reserved_bytes is not None:
         reached_bytes = solution.reserved_bytes
@@ -313,18 +312,16 @@ def _nothing_fits(profile: Profile, budget_bytes: int, solution: "Solution") -> 
             f"no schedule was found for a budget of {amount} of reserved memory, though peaks are within it; the "
             f"least that a schedule was found for is {format_bytes(reached_bytes)}"
         )
-        least = None
     elif solution.status is Status.INFEASIBLE:
         needed = f"{format_bytes(proven_bytes)} ({proven_bytes} bytes)"
         problem = f"budget {amount} is too small: no schedule needs less than {needed}"
     else:
         problem = f"no schedule was found within budget {amount}, though it is not proven that there is none"
-    if least is not None and reached_bytes is not None:
-        reached = f"{format_bytes(reached_bytes)} ({reached_bytes} bytes), {least.place()}"
+    if solution.smallest_reached_steps is not None and solution.reserved_bytes is None:
+        least = LeastPeak.of_steps(profile, solution.smallest_reached_steps)
+        reached = f"{format_bytes(least.peak_bytes)} ({least.peak_bytes} bytes), {least.place()}"
         problem += f"; the smallest peak reached is {reached}"
-    advice = (
-        "Raise the budget, or lower the batch or the input size" if least is None else least.advice(budget_bytes)
-    )
+        advice = least.advice(budget_bytes)
     return InfeasibleBudget(
         f"{problem}.\n{advice}", budget_bytes=budget_bytes, proven_bytes=proven_bytes, reached_bytes=reached_bytes
     )

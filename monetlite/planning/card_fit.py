@@ -12,7 +12,6 @@ from monetlite.core.devices import CONTEXT_BYTES, Device, known_devices
 from monetlite.core.errors import MonetliteError, ScheduleMismatch
 from monetlite.core.graph import AS_TRACED, TILED_ROWS
 from monetlite.core.options import SolvingOptions
-from monetlite.core.simulate import simulate
 from monetlite.core.step_analysis import Holding, StepAnalysis
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes
@@ -42,37 +41,35 @@ WORTH = 0.01
 LOGITS = "logits and loss"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CardMemory:
     """Memory of a card, and the budget that is left of it.
 
     Attributes:
-        name, title: of the card.
-        total_bytes: of the card. context_bytes: of CUDA itself. gaps_bytes: of gaps between tensors.
-        budget_bytes: for the training step, as given or what is left.
+        name, title: of the card; a machine's memory has the name `cpu`.
+        total_bytes: of the card.
+        given_bytes: the budget, if one was given.
     """
 
     name: str
     title: str
     total_bytes: int
-    context_bytes: int
-    gaps_bytes: int
-    budget_bytes: int
+    given_bytes: int | None = None
 
-    @classmethod
-    def of(cls, name: str, title: str, total_bytes: int, budget_bytes: int | None = None) -> "CardMemory":
-        """The memory of a card, or of a machine where the name is `cpu`."""
-        context_bytes = 0 if name == "cpu" else CONTEXT_BYTES
-        gaps_bytes = int(GAPS_SHARE * total_bytes)
-        left = total_bytes - context_bytes - gaps_bytes
-        return cls(
-            name=name,
-            title=title,
-            total_bytes=total_bytes,
-            context_bytes=context_bytes,
-            gaps_bytes=gaps_bytes,
-            budget_bytes=budget_bytes or left,
-        )
+    @property
+    def context_bytes(self) -> int:
+        """Memory of CUDA itself."""
+        return 0 if self.name == "cpu" else CONTEXT_BYTES
+
+    @property
+    def gaps_bytes(self) -> int:
+        """Memory of gaps between tensors."""
+        return int(GAPS_SHARE * self.total_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory for the training step, as given or what is left."""
+        return self.given_bytes or self.left_bytes
 
     @property
     def left_bytes(self) -> int:
@@ -91,31 +88,16 @@ class CardMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitSetting:
-    """One way to run the training step.
+class FitSetting(StepAnalysis):
+    """One way to run the training step on a card.
 
     Attributes:
         every: layers between those that are checkpointed; 0 for plain training, and for schedules.
         tolerance: of a schedule; None for anything else.
-        profile, steps: its costs and its steps.
     """
 
     every: int = 0
     tolerance: float | None = None
-    profile: Profile = field(repr=False)
-    steps: tuple[Step, ...] = field(repr=False)
-
-    @cached_property
-    def analysis(self) -> StepAnalysis:
-        return StepAnalysis(profile=self.profile, timeline=simulate(self.profile, self.steps))
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.analysis.peak_bytes
-
-    @property
-    def latency_ms(self) -> float:
-        return self.analysis.latency_ms
 
     @cached_property
     def reserved_bytes(self) -> int:
@@ -157,8 +139,6 @@ class CardFit:
             fits, those that are faster.
         proven_bytes: no schedule of either kind needs less.
         leanest: the way with the smallest peak that is known.
-        helpful: changes that lower the smallest peak, where nothing fits.
-        larger_card: the smallest known card on which the leanest way fits, where nothing fits here; or None.
         limits: the largest batch and length, by way to train; nothing where they are not known.
     """
 
@@ -170,8 +150,6 @@ class CardFit:
     planned: tuple[FitSetting, ...]
     proven_bytes: int
     leanest: FitSetting
-    helpful: tuple[Setting, ...]
-    larger_card: CardMemory | None
     limits: Mapping[str, SizeLimits] = field(default_factory=dict)
 
     def fits(self, way: FitSetting) -> bool:
@@ -189,15 +167,28 @@ class CardFit:
     def ways(self) -> tuple[FitSetting, ...]:
         return (self.plain, *([self.checkpointed] if self.checkpointed else []), *self.planned)
 
-    @property
+    @cached_property
     def fastest(self) -> FitSetting | None:
         """The fastest way that fits; the simplest of equally fast ones."""
         return min(filter(self.fits, self.ways), key=lambda way: way.latency_ms, default=None)
 
+    @cached_property
+    def helpful(self) -> tuple[Setting, ...]:
+        """Changes that lower the smallest peak, where nothing fits."""
+        least = LeastPeak(profile=self.leanest.profile, timeline=self.leanest.timeline)
+        return () if self.fastest else least.settings(self.card.budget_bytes)
+
+    @cached_property
+    def larger_card(self) -> CardMemory | None:
+        """The smallest known card on which the leanest way fits, where nothing fits here; or None."""
+        cards = [] if self.fastest else [card_memory(device) for device in known_devices().values()]
+        fitting = [card for card in cards if card.budget_bytes >= self.leanest.peak_bytes]
+        return min(fitting, key=lambda card: card.total_bytes, default=None)
+
     @property
     def parts(self) -> Mapping[str, int]:
         """Memory at plain training's peak, by purpose."""
-        return memory_parts(self.plain.analysis)
+        return memory_parts(self.plain)
 
 
 def memory_parts(analysis: StepAnalysis) -> dict[str, int]:
@@ -251,7 +242,7 @@ def fit_card(
     exact = profiles[AS_TRACED].within(0.0)
     tolerant = profiles.get(TILED_ROWS)  # at a tolerance that allows it
     eager = _by_pytorch(exact)
-    plain = FitSetting(profile=eager, steps=plain_steps(eager.graph))
+    plain = FitSetting.of_steps(eager, plain_steps(eager.graph))
     tell("trying settings of checkpointing")
     settable = path if path and are_all_layers(model.built.model, path) else None
     checkpointed = _checkpointed(eager, settable, card.budget_bytes)
@@ -271,8 +262,10 @@ def fit_card(
         found, least = search.run(seconds if search.possible else MIN_SECONDS, wanted=search.possible, lean=last)
         lean.append(least)
         planned += [found] if found and found.latency_ms < most_ms else []
-    leanest = min(lean, key=lambda way: way.peak_bytes)
-    answer = CardFit(
+    tell("looking for the largest batch and length")
+    wrapped = list(layer_ways(exact, settable, (1,)))
+    kinds = {PLAINLY: [plain], CHECKPOINTED: wrapped, PLANNED: lean[-len(searches) :]}
+    return CardFit(
         card=card,
         batch=model.batch,
         length=model.length,
@@ -280,20 +273,9 @@ def fit_card(
         checkpointed=checkpointed,
         planned=tuple(planned),
         proven_bytes=proven_bytes,
-        leanest=leanest,
-        helpful=(),
-        larger_card=None,
+        leanest=min(lean, key=lambda way: way.peak_bytes),
+        limits=_limits(card.budget_bytes, model, sized_steps(), kinds),
     )
-    if answer.fastest is None:
-        answer = replace(
-            answer,
-            helpful=LeastPeak(leanest.profile, leanest.steps).settings(card.budget_bytes),
-            larger_card=_larger_card(leanest.peak_bytes),
-        )
-    tell("looking for the largest batch and length")
-    wrapped = list(layer_ways(exact, settable, (1,)))
-    kinds = {PLAINLY: [plain], CHECKPOINTED: wrapped, PLANNED: lean[-len(searches) :]}
-    return replace(answer, limits=_limits(answer, model, sized_steps(), kinds))
 
 
 def _by_pytorch(profile: Profile) -> Profile:
@@ -313,7 +295,7 @@ def layer_ways(profile: Profile, path: str | None, settings: Sequence[int] = EVE
     from monetlite.solving.baselines import layer_checkpointing
 
     for every in settings if path is not None else ():
-        yield FitSetting(every=every, profile=profile, steps=layer_checkpointing(profile, path or "", every))
+        yield FitSetting.of_steps(profile, layer_checkpointing(profile, path or "", every), every=every)
 
 
 def _checkpointed(profile: Profile, path: str | None, budget_bytes: int) -> FitSetting | None:
@@ -328,24 +310,23 @@ def _checkpointed(profile: Profile, path: str | None, budget_bytes: int) -> FitS
     return found
 
 
+@dataclass(frozen=True)
 class _Search:
     """Schedules of one layout of the step, never slower than the setting `every` of checkpointing layers."""
 
-    def __init__(
-        self,
-        profile: Profile,
-        tolerance: float,
-        path: str | None,
-        every: int,
-        solving: SolvingOptions,
-        budget_bytes: int,
-    ) -> None:
+    profile: Profile
+    tolerance: float
+    path: str | None
+    every: int
+    solving: SolvingOptions
+    budget_bytes: int
+
+    @cached_property
+    def proven_bytes(self) -> int:
         from monetlite.solving.bounding.peak_bound import smallest_budget_bound
         from monetlite.solving.problem import Problem
 
-        self.profile, self.tolerance, self.path, self.every = profile, tolerance, path, every
-        self.solving, self.budget_bytes = replace(solving, tolerance=tolerance), budget_bytes
-        self.proven_bytes = smallest_budget_bound(Problem.of(profile))
+        return smallest_budget_bound(Problem.of(self.profile))
 
     @property
     def possible(self) -> bool:
@@ -375,7 +356,7 @@ class _Search:
             fitting += filter(None, [plans.within(self.budget_bytes) if wanted else None])
             known += filter(None, [plans.leanest(self.proven_bytes, lean_bytes) if lean else None])
         if not fitting and not planned and (wanted or lean):
-            options = replace(self.solving, time_limit=max(MIN_SECONDS, seconds))
+            options = replace(self.solving, tolerance=self.tolerance, time_limit=max(MIN_SECONDS, seconds))
             found = solve_profile(self.profile, self.budget_bytes, options, starts=known)
             fitting += filter(None, [found.steps])
             known += filter(None, [found.smallest_reached_steps])
@@ -384,26 +365,19 @@ class _Search:
         return min(ways, key=lambda way: way.latency_ms, default=None), leanest
 
     def _way(self, steps: tuple[Step, ...]) -> FitSetting:
-        return FitSetting(tolerance=self.tolerance, profile=self.profile, steps=steps)
-
-
-def _larger_card(peak_bytes: int) -> CardMemory | None:
-    """The smallest known card on which a peak fits."""
-    cards = [card_memory(device) for device in known_devices().values()]
-    fitting = [card for card in cards if card.budget_bytes >= peak_bytes]
-    return min(fitting, key=lambda card: card.total_bytes, default=None)
+        return FitSetting.of_steps(self.profile, steps, tolerance=self.tolerance)
 
 
 def card_memory(device: Device, budget_bytes: int | None = None) -> CardMemory:
     """Memory of a known card."""
-    return CardMemory.of(device.name, device.title, device.memory_bytes, budget_bytes)
+    return CardMemory(device.name, device.title, device.memory_bytes, budget_bytes)
 
 
 def _limits(
-    answer: CardFit, model: ModelSteps, steps: Mapping[str, SizedStep], kinds: Mapping[str, Sequence[FitSetting]]
+    budget_bytes: int, model: ModelSteps, steps: Mapping[str, SizedStep], kinds: Mapping[str, Sequence[FitSetting]]
 ) -> dict[str, SizeLimits]:
     """The largest batch and length of each kind of way, by any of its ways."""
-    budget_bytes, length = answer.card.budget_bytes, answer.length or 0
+    batch, length = model.batch, model.length or 0
     config = getattr(model.built.model, "config", None)
     longest = getattr(config, "max_position_embeddings", None) or MAX_LENGTH
     window = getattr(config, "sliding_window", None)
@@ -417,15 +391,15 @@ def _limits(
             peak = sized.peak(Choices.of_steps(way.profile.graph, way.steps).steps(sized.profile.graph))
         except ScheduleMismatch:  # other operators run at the telling sizes
             return None
-        if abs(peak(answer.batch, length) - way.peak_bytes) > MAX_MISS * way.peak_bytes:
+        if abs(peak(batch, length) - way.peak_bytes) > MAX_MISS * way.peak_bytes:
             return None
-        batch = largest(lambda count: peak(count, length) <= budget_bytes, MAX_BATCH)
+        most = largest(lambda count: peak(count, length) <= budget_bytes, MAX_BATCH)
         if not sized.sizes.length:
-            return SizeLimits(batch=batch, length=None)
-        count = largest(lambda count: peak(answer.batch, count * unit) <= budget_bytes, longest // unit)
+            return SizeLimits(batch=most, length=None)
+        count = largest(lambda count: peak(batch, count * unit) <= budget_bytes, longest // unit)
         # From a sliding window's length on, attention has a mask, and another kernel.
         known = window is None or length >= window or count * unit < window
-        return SizeLimits(batch=batch, length=count * unit if known else None)
+        return SizeLimits(batch=most, length=count * unit if known else None)
 
     found = {}
     for kind, ways in kinds.items():

@@ -8,13 +8,13 @@ What a smaller budget had no room for has a higher peak, so peaks rise with budg
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from monetlite.core.announcing import warn
-from monetlite.core.costs import Cost
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.graph import LOSS_ONLY, Call, Implementation, Operator, OperatorGraph, Phase, Resident
 from monetlite.core.options import PricingOptions
@@ -38,8 +38,8 @@ DISTANCES = (1, 2, 4)
 UNASKED = (
     "torch's partitioner has nothing to choose in this step, whose results take little memory beside what it reads"
 )
-_costs: dict[tuple[str, str], Cost] = {}
-"""Measured costs by device and call: the same for every budget of a process."""
+_times_ms: dict[tuple[str, str], float] = {}
+"""Measured times by device and call: the same for every budget of a process."""
 Backend = Callable[[fx.GraphModule, list[torch.Tensor]], Any]
 
 
@@ -104,11 +104,12 @@ class PartitionSolver:
         self.budget_bytes, self.outputs = budget_bytes, outputs
         self.peak_bytes: int | None = None
         self._order: dict[fx.Node, int] = {}
-        self._costs: dict[fx.Node, Cost] = {}
 
     def estimate_ms(self, node: fx.Node) -> float:
-        """Measured time of a node, in ms."""
-        return self._cost(node).latency_ms
+        """Measured time of a node; of one of several results, that of making them all; of a view, nothing."""
+        if storages.is_item(node):
+            node = node.all_input_nodes[0]
+        return _measured_ms(node) if storages.is_kernel(node) else 0.0
 
     def choose(self, joint_graph: fx.Graph, node_info: Any, nodes: Sequence[fx.Node]) -> list[int]:
         """Positions of the nodes that are computed again: of the fastest choice within the budget.
@@ -153,40 +154,27 @@ class PartitionSolver:
         found = {choice.kept: choice for options in groups for choice in options}
         small = Choice(0, 0.0, frozenset())
         for whole, *_ in sorted(groups, key=lambda options: options[0].size_bytes):
-            small = Choice(
-                small.size_bytes + whole.size_bytes, small.saved_ms + whole.saved_ms, small.kept | whole.kept
-            )
+            small += whole
             found[small.kept] = small
         found |= {choice.kept: choice for choice in front_of_sums(groups, MAX_CHOICES)}
-        return sorted(found.values(), key=lambda item: (-item.saved_ms, item.size_bytes, sorted(item.kept)))
+        return sorted(found.values(), key=attrgetter("rank"))
 
-    def _cost(self, node: fx.Node) -> Cost:
-        """Cost of a node; of one of several results, that of making them all; of a view, nothing."""
-        if storages.is_item(node):
-            node = node.all_input_nodes[0]
-        if not storages.is_kernel(node):
-            return Cost(latency_ms=0.0, workspace_bytes=0)
-        if node not in self._costs:
-            self._costs[node] = self._measured(node)
-        return self._costs[node]
 
-    def _measured(self, node: fx.Node) -> Cost:
-        results = storages.results(node)
-        call = Call(
-            target=target_of(node),
-            args=encode_arguments(node.args, lambda _: None),
-            kwargs=tuple((name, encode_arguments(value, lambda _: None)) for name, value in node.kwargs.items()),
-            outputs=tuple(None if item is None else item.name for item in results),
-        )
-        device = next(item.meta["val"].device.type for item in results if item is not None)
-        key = device, call.signature
-        if key not in _costs:
-            way = Implementation(name="default", reads=(), writes=(), call=call)
-            operator = Operator(name=node.name, family=target_of(node), phase=Phase.FORWARD, implementations=(way,))
-            graph = OperatorGraph(
-                name=node.name, operators=(operator,), values=(), resident=Resident(), device=device
-            )
-            with without_modes():
-                ((cost,),) = price(graph, PricingOptions()).costs
-            _costs[key] = cost
-        return _costs[key]
+def _measured_ms(node: fx.Node) -> float:
+    results = storages.results(node)
+    call = Call(
+        target=target_of(node),
+        args=encode_arguments(node.args, lambda _: None),
+        kwargs=tuple((name, encode_arguments(value, lambda _: None)) for name, value in node.kwargs.items()),
+        outputs=tuple(None if item is None else item.name for item in results),
+    )
+    device = next(item.meta["val"].device.type for item in results if item is not None)
+    key = device, call.signature
+    if key not in _times_ms:
+        way = Implementation(name="default", reads=(), writes=(), call=call)
+        operator = Operator(name=node.name, family=target_of(node), phase=Phase.FORWARD, implementations=(way,))
+        graph = OperatorGraph(name=node.name, operators=(operator,), values=(), resident=Resident(), device=device)
+        with without_modes():
+            ((cost,),) = price(graph, PricingOptions()).costs
+        _times_ms[key] = cost.latency_ms
+    return _times_ms[key]

@@ -79,9 +79,7 @@ class ModelSteps:
             except Unlike:
                 self.layers = None
                 self.built = self.rebuild(None, None)
-        if batch is None and length is None:
-            return self._traced(self.built, self.built.example_inputs)
-        built = self.rebuild(batch, length)
+        built = self.built if batch is None and length is None else self.rebuild(batch, length)
         return self._traced(built, built.example_inputs)
 
     def begin_priced(self, batch: int, length: int | None) -> Callable[[], dict[str, Profile]]:
@@ -90,9 +88,9 @@ class ModelSteps:
         Returns:
             Waits for the costs. Raises what `priced` raises.
         """
-        if self.pricing.device in ("cpu", "cuda") or self._seconds < WORTH_A_PROCESS:
-            return functools.partial(self.priced, batch, length)
         alone = functools.partial(self.priced, batch, length)
+        if self.pricing.device in ("cpu", "cuda") or self._seconds < WORTH_A_PROCESS:
+            return alone
         try:
             begun = begin_call(_priced_anew, self.rebuild, self.pricing, self.solving, self.autocast, batch, length)
         except OSError:  # two processes need more than there is

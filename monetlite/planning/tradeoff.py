@@ -120,17 +120,22 @@ def trade_off(
     seed = options.seed
     own = TradeoffPoint.of_steps(allowed, Choices.of_steps(profile.graph, steps).steps(allowed.graph))
     plain_point = TradeoffPoint.of_steps(plain, plain_steps(plain.graph))
-    work = _Work(progress, total=2 + 4 * points)
+
+    def begin(what: str, done: int) -> None:
+        """Tell what is next, and how many pieces of work, of about the same length, are done."""
+        if progress is not None:
+            progress(what, done, 2 + 4 * points)
+
     if not is_cached():
         # No budget's time should go into this, nor its result depend on it.
-        work.begin("compiling the search, once on this machine")
+        begin("compiling the search, once on this machine", 0)
         ensure_compiled(now() + _COMPILING_SECONDS)
-    work.begin("the smallest feasible budget")
+    begin("the smallest feasible budget", 0)
     smallest = smallest_budget(allowed, seconds=time_limit, seed=seed, starts=[own.steps])
     assert smallest.smallest_reached_steps is not None
     leanest = TradeoffPoint.of_steps(allowed, smallest.smallest_reached_steps)
     budgets = _between(leanest.peak_bytes, plain_point.peak_bytes, points, own.peak_bytes)
-    others = _baselines(plain, budgets, BASELINE_SHARE * time_limit, seed, work)
+    others = _baselines(plain, budgets, BASELINE_SHARE * time_limit, seed, begin)
     starts = [leanest, own]
     if plain.graph.fingerprint == allowed.graph.fingerprint:
         # A baseline's steps are a schedule too: none may be faster than the one that is solved for.
@@ -138,7 +143,7 @@ def trade_off(
 
     def solving(budget_bytes: int, _: Solution) -> None:
         at = budgets.index(budget_bytes)
-        work.begin(f"budget {at + 1} of {len(budgets)}", done=2 + 3 * points + at)
+        begin(f"budget {at + 1} of {len(budgets)}", 2 + 3 * points + at)
 
     solutions = sweep_profile(
         allowed,
@@ -174,19 +179,6 @@ def trade_off(
     )
 
 
-class _Work:
-    """Counts pieces of work, of about the same length, for a progress bar."""
-
-    def __init__(self, progress: Callable[[str, int, int], None] | None, *, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def begin(self, what: str, done: int | None = None) -> None:
-        """Tell what is next, and how many pieces are done; by default none since the last time."""
-        self._done = self._done if done is None else done
-        if self._progress is not None:
-            self._progress(what, self._done, self._total)
-
-
 def _between(least_bytes: int, most_bytes: int, points: int, own_bytes: int) -> list[int]:
     """Budgets about the same factor apart, both ends included, and a schedule's own peak in place of the nearest.
 
@@ -203,10 +195,10 @@ def _between(least_bytes: int, most_bytes: int, points: int, own_bytes: int) -> 
 
 
 def _baselines(
-    plain: Profile, budgets: Sequence[int], seconds: float, seed: int, work: _Work
+    plain: Profile, budgets: Sequence[int], seconds: float, seed: int, begin: Callable[[str, int], None]
 ) -> dict[str, tuple[TradeoffPoint, ...]]:
     """Points of each baseline, in the order of the budgets."""
-    work.begin("checkpointing", done=1)
+    begin("checkpointing", 1)
     found: dict[str, tuple[TradeoffPoint, ...]] = {
         SQRT: (TradeoffPoint.of_steps(plain, baselines.sqrt_checkpointing(plain)),),
         BLOCKS: (_block_checkpointing(plain),),
@@ -219,7 +211,7 @@ def _baselines(
         descending: list[TradeoffPoint] = []
         # From the largest budget down: below the first that nothing fits, nothing is searched for.
         for at, budget_bytes in enumerate(reversed(budgets)):
-            work.begin(name, done=done + at)
+            begin(name, done + at)
             best = Incumbent(Problem.of(restricted), budget_bytes)
             search(best, seconds=seconds, seed=seed)
             if best.steps is None:
@@ -231,7 +223,7 @@ def _baselines(
     greedy: list[TradeoffPoint] = []
     flat = flatten(Problem.of(plain))
     for at, budget_bytes in enumerate(budgets):
-        work.begin(GREEDY, done=done + at)
+        begin(GREEDY, done + at)
         steps = Greedy(flat, budget_bytes).best()
         if steps is not None:
             greedy.append(TradeoffPoint.of_steps(plain, steps, budget_bytes))

@@ -262,7 +262,7 @@ def print_profile(console: Console, profile: Profile, top: int) -> None:
     graph = profile.graph
     plain = StepAnalysis(profile=profile, timeline=simulate(profile, plain_steps(graph)))
     console.print(
-        f"{graph.traced_count} operators, costs {cost_source(profile)}; plain training: step "
+        f"{len(graph.traced)} operators, costs {cost_source(profile)}; plain training: step "
         f"{format_ms(plain.latency_ms)}, peak {format_bytes(plain.peak_bytes)} at {plain.peak_operator}"
     )
     default = [

@@ -69,7 +69,7 @@ def print_schedule(console: Console, profile: Profile, schedule: Schedule, timel
     rows = [
         (
             "graph",
-            f"{graph.traced_count} operators, {len(graph.values)} values{autocast}; always in memory: {kept}",
+            f"{len(graph.traced)} operators, {len(graph.values)} values{autocast}; always in memory: {kept}",
         ),
         ("costs", cost_source(schedule)),
         *schedule_rows(schedule, f" (at {peak_operator})"),

@@ -331,7 +331,7 @@ class StepPlans:
         # draws random numbers; the step that waits for it must not notice.
         with without_modes(), forked_state(device_of(self.model, tuple(call))), interrupts_kept():
             if self._example is not None:
-                tell(f"captured {graphs[0].traced_count} operators in {self._clock.seconds:.1f} s; planning")
+                tell(f"captured {len(graphs[0].traced)} operators in {self._clock.seconds:.1f} s; planning")
 
             def whole(profiles: list[Profile]) -> list[Profile]:
                 return [self.outside.counted(of_any_size(item) if limits else item) for item in profiles]

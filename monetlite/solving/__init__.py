@@ -16,6 +16,7 @@
 | `smallest.py` | the smallest feasible budget: proven, and reached |
 | `sweep.py` | several budgets, each with what the others know |
 | `clock.py` | the clock of time limits and deadlines |
+| `side_by_side.py` | searches in threads |
 | `bounding/highs.py` | HiGHS with a program, for the bounds and the master program |
 | `bounding/zero_one.py` | rows of 0-1 programs, and their Lagrangian bound |
 | `bounding/peak_bound.py` | values that are live in every schedule: a bound on the peak |

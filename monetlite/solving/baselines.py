@@ -4,17 +4,19 @@ Settings of checkpointing know no budget: `simulate` says what they need. The gr
 `annealing.greedy`.
 """
 
+import bisect
 import contextlib
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
-from monetlite.core.graph import Implementation, OperatorGraph, Phase, ValueKind
+from monetlite.core.graph import OperatorGraph, Phase, ValueKind
 from monetlite.core.simulate import Timeline, simulate
-from monetlite.core.steps import Step, plain_steps
+from monetlite.core.steps import Step, plain_steps, reruns
 
 _HALVINGS = 6
 """Rounds that look for how many re-runs can be left out."""
@@ -37,17 +39,15 @@ def segment_checkpointing(profile: Profile, segments: Sequence[int] | None = Non
 
     Args:
         profile: the graph and its costs.
-        segments: positions among the mandatory forward operators where a new segment begins. If not given,
-            `module_boundaries`, or where the graph has no module paths `articulation_boundaries`.
+        segments: positions among the mandatory forward operators where a new segment begins, ascending. If not
+            given, `module_boundaries`, or where the graph has no module paths `articulation_boundaries`.
     """
     graph = profile.graph
     if segments is None:
         segments = module_boundaries(graph) or articulation_boundaries(graph)
-    segment_of: dict[int, int] = {}
-    number = 0
-    for position, index in enumerate(graph.mandatory_forward):
-        number += sum(boundary == position for boundary in segments)
-        segment_of[index] = number
+    segment_of = {
+        index: bisect.bisect_right(segments, position) for position, index in enumerate(graph.mandatory_forward)
+    }
     crossing = {
         value
         for index, segment in segment_of.items()
@@ -114,13 +114,8 @@ def articulation_boundaries(graph: OperatorGraph) -> list[int]:
         if written is not None:
             crossing[written + 1] += 1
             crossing[last + 1] -= 1
-    boundaries: list[int] = []
-    passing = 0
-    for position in range(len(forward)):
-        passing += crossing[position]
-        if position > 0 and passing <= 1:
-            boundaries.append(position)
-    return boundaries
+    passing = enumerate(itertools.accumulate(crossing[:-1]))
+    return [position for position, values in passing if position > 0 and values <= 1]
 
 
 def _replayed(graph: OperatorGraph, segment_of: dict[int, int], kept: set[int]) -> Iterator[Step]:
@@ -180,12 +175,7 @@ def with_fewer_reruns(profile: Profile, steps: tuple[Step, ...], budget_bytes: i
 
     Those that the backward part comes to first are left out: what they make waits the shortest time.
     """
-    ran: set[int] = set()
-    again: list[int] = []
-    for at, (index, _) in enumerate(steps):
-        if index in ran:
-            again.append(at)
-        ran.add(index)
+    again = [at for at, rerun in enumerate(reruns(steps)) if rerun]
     least, most, found = 0, len(again), steps
     for _ in range(_HALVINGS):
         count = (least + most + 1) // 2
@@ -255,46 +245,20 @@ def checkpointing_settings(profile: Profile) -> Iterator[tuple[Step, ...]]:
         yield segment_checkpointing(profile)
 
 
-def restrict_checkmate(profile: Profile, *, algorithms: bool = False) -> Profile:
-    """Storage and recomputation only, with default implementations (Checkmate, Jain et al., MLSys 2020).
-
-    With `algorithms`, also with those that read, write and overwrite the same values as the default: it may
-    then choose a convolution algorithm that fits.
-    """
-    return _restrict(profile, lambda default, item: algorithms and same_values(default, item))
+def restrict_checkmate(profile: Profile) -> Profile:
+    """Storage and recomputation only, with default implementations (Checkmate, Jain et al., MLSys 2020)."""
+    return profile.restricted(lambda item: False)
 
 
-def restrict_gist(profile: Profile, *, algorithms: bool = False) -> Profile:
+def restrict_gist(profile: Profile) -> Profile:
     """Masks and other compact intermediates, but no recomputation (Gist, Jain et al., ISCA 2018).
 
     Operators that are not optional can't be run again; of the implementations only those are left that are
-    the default or read an intermediate; with `algorithms`, as for Checkmate.
+    the default or read an intermediate.
     """
     kinds = [value.kind for value in profile.graph.values]
-
-    def allowed(default: Implementation, item: Implementation) -> bool:
-        compact = any(kinds[value] is ValueKind.INTERMEDIATE for value in item.reads)
-        return compact or (algorithms and same_values(default, item))
-
-    restricted = _restrict(profile, allowed)
+    restricted = profile.restricted(
+        lambda item: any(kinds[value] is ValueKind.INTERMEDIATE for value in item.reads)
+    )
     operators = tuple(replace(op, rerunnable=False) for op in restricted.graph.operators)
     return replace(restricted, graph=replace(restricted.graph, operators=operators))
-
-
-def same_values(one: Implementation, other: Implementation) -> bool:
-    """True if two implementations read, write and overwrite the same."""
-    return (set(one.reads), one.writes, one.overwrites) == (set(other.reads), other.writes, other.overwrites)
-
-
-def _restrict(profile: Profile, allowed: Callable[[Implementation, Implementation], bool]) -> Profile:
-    """A profile with the defaults, and those implementations that are allowed beside the default."""
-    kept = [
-        [at for at, item in enumerate(ways) if at == 0 or allowed(ways[0], item)]
-        for ways in (operator.implementations for operator in profile.graph.operators)
-    ]
-    operators = tuple(
-        replace(operator, implementations=tuple(operator.implementations[at] for at in of))
-        for operator, of in zip(profile.graph.operators, kept, strict=True)
-    )
-    costs = tuple(tuple(each[at] for at in of) for each, of in zip(profile.costs, kept, strict=True))
-    return replace(profile, graph=replace(profile.graph, operators=operators), costs=costs)

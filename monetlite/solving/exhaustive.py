@@ -143,9 +143,8 @@ class _Space:
             return
         candidates = [v for v in _bits(live & ~run.reads & ~self.held) if self.size[v] > 0]
         candidates.sort(key=lambda value: -self.size[value])
-        left = [0] * (len(candidates) + 1)
-        for at in range(len(candidates) - 1, -1, -1):
-            left[at] = left[at + 1] + self.size[candidates[at]]
+        sizes = [self.size[value] for value in candidates]
+        left = [sum(sizes[at:]) for at in range(len(sizes) + 1)]
 
         def choose(at: int, excess: int, dropped: int, smallest: int) -> Iterator[int]:
             if excess <= 0:
@@ -159,8 +158,7 @@ class _Space:
             yield from choose(at + 1, excess - self.size[value], dropped | 1 << value, self.size[value])
             yield from choose(at + 1, excess, dropped, smallest)
 
-        if left[0] >= excess:
-            yield from choose(0, excess, 0, 0)
+        yield from choose(0, excess, 0, 0)
 
 
 def exhaustive(

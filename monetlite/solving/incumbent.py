@@ -191,6 +191,3 @@ class Incumbent:
             self._methods.append(method)
         if self._report is not None:
             self._report(self.solution())
-
-
-__all__ = ["PROVEN_GAP", "Incumbent", "Solution"]

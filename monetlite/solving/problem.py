@@ -176,6 +176,11 @@ class Problem:
         return tuple(tuple(sorted(operators)) for operators in found)
 
     @cached_property
+    def maker(self) -> dict[int, int]:
+        """The first operator that writes each value."""
+        return {value: makers[0] for value, makers in enumerate(self.producers) if makers}
+
+    @cached_property
     def must_read(self) -> tuple[frozenset[int], ...]:
         """For each operator, the values that it reads in every implementation."""
         return tuple(_common(option.reads for option in options) for options in self.options)
@@ -194,15 +199,6 @@ class Problem:
     def runnable(self) -> bool:
         """True if every main operator has a legal implementation."""
         return all(self.options[operator] for operator in self.main)
-
-    @cached_property
-    def main_readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value, the places in the main run that read it in every implementation."""
-        found: list[list[int]] = [[] for _ in self.size_bytes]
-        for at, operator in enumerate(self.main):
-            for value in self.must_read[operator]:
-                found[value].append(at)
-        return tuple(tuple(places) for places in found)
 
     @cached_property
     def main_least_ms(self) -> tuple[float, ...]:

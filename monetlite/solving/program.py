@@ -33,8 +33,7 @@ cutoff. A template with fewer candidates, or a budget lowered for the solver's t
 import importlib.util
 import math
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +49,11 @@ from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Option, Problem
 
 SOLVERS = ("SCIP", "HIGHS", "GUROBI")
-_PACKAGES = {"SCIP": "pyscipopt", "HIGHS": "highspy", "GUROBI": "gurobipy"}
 _TOLERANCE = 3e-6
 """Solvers accept rows violated by 1e-6; where that exceeds the budget, this much is held back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A place for one run of an operator; a `main` one must run."""
 
     operator: int
@@ -90,10 +87,8 @@ def check_solver(solver: str) -> str:
     name = solver.upper()
     if name not in SOLVERS:
         raise SolverError(f"unknown solver {solver!r}; choose one of {', '.join(SOLVERS)}")
-    installed = [other for other in SOLVERS if importlib.util.find_spec(_PACKAGES[other]) is not None]
-    if name not in installed:
-        choice = f", or choose {' or '.join(installed)}" if installed else ""
-        raise SolverError(f"the {name} solver is not installed; pip install {_PACKAGES[name]}{choice}")
+    if name == "GUROBI" and importlib.util.find_spec("gurobipy") is None:
+        raise SolverError("the GUROBI solver is not installed; pip install gurobipy, or choose SCIP or HIGHS")
     return name
 
 
@@ -355,13 +350,12 @@ def solve_rows(
     except cvxpy.error.SolverError:
         # What cvxpy raises when the time is up before anything is found.
         return Status.TIMEOUT, None, bound_ms
-    if stated.status == cvxpy.OPTIMAL:
-        return Status.OPTIMAL, np.asarray(x.value, dtype=np.float64), bound_ms
     if stated.status in (cvxpy.INFEASIBLE, cvxpy.INFEASIBLE_INACCURATE):
         return Status.INFEASIBLE, None, math.inf
-    if stated.status in (cvxpy.OPTIMAL_INACCURATE, cvxpy.USER_LIMIT) and x.value is not None:
-        return Status.FEASIBLE, np.asarray(x.value, dtype=np.float64), bound_ms
-    return Status.TIMEOUT, None, bound_ms
+    if x.value is None:
+        return Status.TIMEOUT, None, bound_ms
+    status = Status.OPTIMAL if stated.status == cvxpy.OPTIMAL else Status.FEASIBLE
+    return status, np.asarray(x.value, dtype=np.float64), bound_ms
 
 
 def _dual_bound(solver: str, raw: Any) -> float:

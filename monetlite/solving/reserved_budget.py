@@ -23,10 +23,10 @@ from monetlite.core.options import SolvingOptions
 from monetlite.core.schedule import Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.solving.annealing.compiled import REFRESH, Integers
+from monetlite.solving.annealing.compiled import REFRESH, AnnealingCost, Integers
 from monetlite.solving.annealing.compiling import ensure_compiled
 from monetlite.solving.annealing.flat_problem import encode, flatten
-from monetlite.solving.annealing.runs import NEVER_FITS, AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.annealing.runs import NEVER_FITS, AnnealingRun, Workspace
 from monetlite.solving.clock import now
 from monetlite.solving.incumbent import Solution
 from monetlite.solving.problem import Problem
@@ -258,11 +258,15 @@ class _Arrangement:
         self, start: Integers, share: float, heat: tuple[float, float, float], step_ms: float, iterations: int
     ) -> AnnealingRun:
         hottest, cheapest, dearest = heat
-        cost = AnnealingCost(budget_bytes=int(self.limit_bytes * share), reserved=True, room_bytes=self.room_bytes)
+        cost = AnnealingCost(
+            budget_bytes=int(self.limit_bytes * share),
+            reserved=True,
+            room_bytes=self.room_bytes,
+            strict_penalty=NEVER_FITS * self.flat.mean_ms,
+        )
         temperatures = hottest * step_ms, _COLDEST * step_ms
         penalties = cheapest * step_ms / self.limit_bytes, dearest * step_ms / self.limit_bytes
-        strict = NEVER_FITS * self.flat.mean_ms
-        return AnnealingRun(start, cost, temperatures, penalties, max(REFRESH, iterations), strict)
+        return AnnealingRun(start, cost, temperatures, penalties, max(REFRESH, iterations))
 
     def _advance(self, run: AnnealingRun, until: float) -> None:
         """Anneal, and look now and then if the best so far keeps to the limit."""
@@ -277,7 +281,7 @@ class _Arrangement:
             else:
                 # Small requests need room too.
                 self.room_bytes -= SMALL_PAGE
-                run.cost = replace(run.cost, room_bytes=self.room_bytes)
+                run.cost = run.cost._replace(room_bytes=self.room_bytes)
                 run.forget_best()
             checked_ms = run.best_ms
 

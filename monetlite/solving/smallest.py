@@ -1,9 +1,7 @@
 """The smallest feasible budget: a bound proven for every schedule, and a peak that a known one reaches."""
 
-import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 from monetlite.core.costs import Profile
 from monetlite.core.steps import Step
@@ -12,10 +10,10 @@ from monetlite.solving.clock import now
 from monetlite.solving.exhaustive import exhaustive_smallest_peak
 from monetlite.solving.incumbent import Incumbent, Solution
 from monetlite.solving.problem import Problem
+from monetlite.solving.side_by_side import CORES, THREADS, side_by_side
 
 SMALL_OPERATORS = 40
 """Graphs of at most so many operators are tried exhaustively; larger ones have too many states."""
-THREADS = 2
 _NOTHING_FITS = -1
 """A budget for an incumbent that is about the smallest peak alone."""
 
@@ -95,7 +93,7 @@ def _lower_in_threads(
 
     enough = threading.Event()
 
-    def lower(number: int) -> Incumbent:
+    def lower(number: int, ended: Callable[[], bool]) -> Incumbent:
         own = Incumbent(incumbent.problem, incumbent.budget_bytes)
         if incumbent.smallest_steps is not None:
             own.offer(incumbent.smallest_steps, "start")
@@ -103,19 +101,14 @@ def _lower_in_threads(
             own,
             seconds=seconds,
             seed=THREADS * seed + number,
-            should_stop=lambda: should_stop() or enough.is_set(),
+            should_stop=ended,
             enough_bytes=enough_bytes,
         )
         if own.smallest_bytes is not None and own.smallest_bytes <= enough_bytes:
             enough.set()
         return own
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        try:
-            lowered = list(pool.map(lower, range(min(THREADS, os.cpu_count() or 1))))
-        finally:
-            enough.set()
-    for own in lowered:
+    for own in side_by_side(range(CORES), lower, lambda: should_stop() or enough.is_set()):
         for steps in (own.smallest_steps, own.steps):
             if steps is not None:
                 incumbent.offer(steps, "smallest")

@@ -1,7 +1,6 @@
 """The order of methods in a solve: anytime, within a time limit, and honest about what is proven."""
 
 import atexit
-import logging
 import math
 import threading
 from collections.abc import Callable, Iterable
@@ -38,8 +37,6 @@ from monetlite.solving.incumbent import Incumbent, Solution
 from monetlite.solving.problem import Problem
 from monetlite.solving.program import check_solver, full_template, solve_program
 from monetlite.solving.smallest import SMALL_OPERATORS, bracket_smallest
-
-_LOG = logging.getLogger(__name__)
 
 _PROBE_SHARE = 0.1
 """Part of the time for the first search, while it is open whether anything fits."""
@@ -346,9 +343,6 @@ class _PeakSolve:
         """Raise the bound beside the search, in a thread."""
         try:
             self._raise_bound()
-        except SolverError as error:
-            # Without its solver there is only the simple bound: the schedule itself does not depend on it.
-            _LOG.warning("no better bound: %s", error)
         except BaseException as error:
             self.failure = error
             self.stopped.set()
@@ -365,7 +359,7 @@ class _PeakSolve:
         linear: list[LatencyBound] = []
         for bound in latency_bounds(self.problem, self.budget_bytes, seconds=_LINEAR_SHARE * self.left):
             self.incumbent.raise_bound(bound.lower_bound_ms, _HIGHS)
-            if bound.relaxation is None or self.should_stop():
+            if self.should_stop():
                 return
             linear.append(bound)
         finest = linear[-1]
@@ -382,9 +376,9 @@ class _PeakSolve:
         else:
             self._branch(finest, guides=True)
 
-    def _guide(self, relaxation: Relaxation | None, solution: Floats) -> None:
+    def _guide(self, relaxation: Relaxation, solution: Floats) -> None:
         """Let the search begin from the steps that a solution of a relaxation suggests."""
-        steps = None if relaxation is None else guided_steps(relaxation, solution)
+        steps = guided_steps(relaxation, solution)
         if steps is not None:
             self.guides.append(steps)
 
@@ -401,7 +395,7 @@ class _PeakSolve:
         With `guides`, its solutions guide the search.
         """
         incumbent, relaxation = self.incumbent, linear.relaxation
-        if relaxation is None or self.should_stop():
+        if self.should_stop():
             return linear.lower_bound_ms, True
         bound_ms, solved = integer_bound(
             relaxation.program,

@@ -21,6 +21,14 @@ class Choice:
     saved_ms: float
     kept: frozenset[int]
 
+    def __add__(self, other: "Choice") -> "Choice":
+        return Choice(self.size_bytes + other.size_bytes, self.saved_ms + other.saved_ms, self.kept | other.kept)
+
+    @property
+    def rank(self) -> tuple[float, int, list[int]]:
+        """Less for what saves more time, or as much with fewer bytes."""
+        return -self.saved_ms, self.size_bytes, sorted(self.kept)
+
 
 def front_of_sums(groups: Iterable[Sequence[Choice]], points: int) -> list[Choice]:
     """The front of choices of at most one option of each group, from nothing kept on.
@@ -34,13 +42,9 @@ def front_of_sums(groups: Iterable[Sequence[Choice]], points: int) -> list[Choic
     for options in listed:
         for known in list(best.values()):
             for option in options:
-                made = Choice(
-                    known.size_bytes + option.size_bytes,
-                    known.saved_ms + option.saved_ms,
-                    known.kept | option.kept,
-                )
+                made = known + option
                 part = made.size_bytes * PARTS // total
-                if part not in best or _better(made, best[part]):
+                if part not in best or made.rank < best[part].rank:
                     best[part] = made
     front: list[Choice] = []
     for choice in sorted(best.values(), key=lambda item: (item.size_bytes, -item.saved_ms)):
@@ -48,11 +52,3 @@ def front_of_sums(groups: Iterable[Sequence[Choice]], points: int) -> list[Choic
             front.append(choice)
     every = math.ceil(len(front) / points)
     return [choice for at, choice in enumerate(front) if at % every == 0 or at == len(front) - 1]
-
-
-def _better(one: Choice, other: Choice) -> bool:
-    return (-one.saved_ms, one.size_bytes, sorted(one.kept)) < (
-        -other.saved_ms,
-        other.size_bytes,
-        sorted(other.kept),
-    )

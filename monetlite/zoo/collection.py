@@ -20,8 +20,8 @@ from monetlite.core.costs import ProfileKind
 from monetlite.core.devices import find_device
 from monetlite.core.errors import DeviceError, ScheduleFileError
 from monetlite.core.files.atomic import write_atomically
-from monetlite.core.files.documents import Document, common_fields, kind_of, plain_data, read_document
-from monetlite.core.files.plain_data import dump_yaml, load_yaml
+from monetlite.core.files.documents import common_fields, plain_data, read_document
+from monetlite.core.files.plain_data import Document, dump_yaml, load_yaml
 from monetlite.core.schedule import Schedule, read_schedule
 from monetlite.core.source import ModelSource
 from monetlite.core.spelling import close_matches
@@ -154,7 +154,7 @@ class Shelf:
         Raises:
             ScheduleFileError: the index is missing or malformed.
         """
-        return read_document(load_yaml(self.folder / INDEX, kind_of(ZooIndex)), ZooIndex).entries
+        return read_document(load_yaml(self.folder / INDEX, ZooIndex), ZooIndex).entries
 
     def load(self, entry: ZooEntry) -> Schedule:
         """Read the schedule of an entry; errors as in `monetlite.load_schedule`."""

@@ -17,7 +17,6 @@ from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.models import build_model
 from monetlite.solving.annealing.compiled import (
-    OPERATOR_GROUPS,
     PART_AGAIN,
     PART_FIRST,
     new_scratch,
@@ -33,7 +32,7 @@ def on_paper(profile: Profile, steps: tuple[Step, ...]) -> int:
     allocator = Allocator(expandable=True)
     for _ in range(3):
         blocks = {}
-        for number, size in requests_of(profile, steps):
+        for number, size in requests_of(profile.graph, simulate(profile, steps)):
             if size > SMALL:
                 blocks[number] = allocator.allocate(size)
             elif size == 0 and number in blocks:
@@ -52,10 +51,9 @@ def test_compiled_as_on_paper(seed: int, block: int) -> None:
     choices[flat.droppable] = [rng.randrange(16) for _ in flat.droppable]
     for part in (PART_FIRST, PART_AGAIN):
         for operator, groups in enumerate(flat.group_of):
-            if max(groups) >= 0:
-                chosen = rng.choice([group for group in groups if group >= 0])
-                start = flat.tables.operators[operator, OPERATOR_GROUPS]
-                choices[flat.value_count + part * flat.operator_count + operator] = chosen - start
+            if groups:
+                chosen = rng.choice(list(groups.values()))
+                choices[flat.value_count + part * flat.operator_count + operator] = chosen
     budget_bytes = rng.randint(1, 2 * flat.plain_peak_bytes)
     steps = decode(flat, choices, scratch, budget_bytes, 1.0, rng.choice([0.001, 1e6]))
     if steps is not None:

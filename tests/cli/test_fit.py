@@ -325,7 +325,7 @@ def test_the_budget_is_what_the_card_has_left():
     card = card_memory(find_device("rtx-4090"))
     assert card.budget_bytes == card.total_bytes - card.context_bytes - card.gaps_bytes < 24 * 2**30
     assert card_memory(find_device("rtx-4090"), 10**9).budget_bytes == 10**9
-    assert CardMemory.of("cpu", "CPU", 10**9).context_bytes == 0
+    assert CardMemory("cpu", "CPU", 10**9).context_bytes == 0
 
 
 def test_what_the_allocator_reserves_has_to_fit_too():
@@ -333,12 +333,12 @@ def test_what_the_allocator_reserves_has_to_fit_too():
     built = build_model("resnet18", batch=64, meta=True)
     graph = monetlite.trace(built.model, built.example_inputs, device="rtx-4060")
     profile = monetlite.profile(graph, "rtx-4060")
-    way = FitSetting(profile=profile, steps=plain_steps(profile.graph))
+    way = FitSetting.of_steps(profile, plain_steps(profile.graph))
     assert way.peak_bytes < way.least_reserved_bytes < 1.05 * way.peak_bytes < way.reserved_bytes
 
     def answer(reservable_bytes, budget_bytes=None):
-        card = CardMemory.of("rtx-4060", "a card", int(reservable_bytes) + CONTEXT_BYTES, budget_bytes)
-        nothing = {"checkpointed": None, "planned": (), "proven_bytes": 0, "helpful": (), "larger_card": None}
+        card = CardMemory("rtx-4060", "a card", int(reservable_bytes) + CONTEXT_BYTES, budget_bytes)
+        nothing = {"checkpointed": None, "planned": (), "proven_bytes": 0}
         return CardFit(card=card, batch=64, length=None, plain=way, leanest=way, **nothing)
 
     least, default = way.least_reserved_bytes, way.reserved_bytes

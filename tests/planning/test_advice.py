@@ -68,7 +68,7 @@ def plain_peak(profile):
 
 def advised(profile, budget_bytes):
     """Peaks that settings promise, by their names."""
-    least = LeastPeak(profile, plain_steps(profile.graph))
+    least = LeastPeak.of_steps(profile, plain_steps(profile.graph))
     return {item.name: item.peak_bytes for item in least.settings(budget_bytes)}
 
 
@@ -79,10 +79,10 @@ def named(settings, word):
 @pytest.mark.parametrize("seed", range(30))
 def test_the_parts_are_the_peak_and_settings_lower_it(seed):
     profile = random_profile(random.Random(seed))
-    least = LeastPeak(profile, plain_steps(profile.graph))
+    least = LeastPeak.of_steps(profile, plain_steps(profile.graph))
     peak_bytes = plain_peak(profile)
     budget_bytes = peak_bytes // 2
-    assert sum(least.parts.peak_bytes_of.values()) == peak_bytes
+    assert sum(least.peak_bytes_of.values()) == peak_bytes
     settings = least.settings(budget_bytes)
     saved = [peak_bytes - item.peak_bytes for item in settings]
     assert saved == sorted(saved, reverse=True)
@@ -90,7 +90,7 @@ def test_the_parts_are_the_peak_and_settings_lower_it(seed):
     assert all(size >= MIN_SHARE * (peak_bytes - budget_bytes) for size in saved)
     text = least.advice(budget_bytes)
     assert ":  " not in text  # a value of unknown shape has none
-    held = {str(holding): size for holding, size in least.parts.peak_bytes_of.items()}
+    held = {str(holding): size for holding, size in least.peak_bytes_of.items()}
     told = re.findall(r"([\d.]+ \w?B) (weights|inputs|weight gradients|stored|recomputed|workspace)", text)
     assert all(format_bytes(held[what]) == size for size, what in told)
 
@@ -115,7 +115,7 @@ def close_and_not_below(peak_bytes, true_bytes):
 def test_a_smaller_batch_saves_what_is_said(build, options):
     profile = build(**options)
     small = build(batch=2, **options)
-    peak_bytes = LeastPeak(profile, plain_steps(profile.graph))._peak(inputs=0.25)
+    peak_bytes = LeastPeak.of_steps(profile, plain_steps(profile.graph))._peak(inputs=0.25)
     assert close_and_not_below(peak_bytes, plain_peak(small))
 
 
@@ -151,7 +151,7 @@ def test_what_is_small_is_not_advised():
 
 def test_the_batch_is_the_largest_half_that_fits():
     profile = convnet(batch=64)
-    quarter = LeastPeak(profile, plain_steps(profile.graph))._peak(inputs=0.25)
+    quarter = LeastPeak.of_steps(profile, plain_steps(profile.graph))._peak(inputs=0.25)
     assert "batch 16 instead of 64 (--batch)" in advised(profile, quarter)
     assert "batch 8 instead of 64 (--batch)" in advised(profile, quarter - 1)
 

@@ -63,7 +63,7 @@ def check_panel(panel, graph, breakdown, step):
     assert panel["facts"]["Module"] == (operator.module or "the model itself")
     assert panel["facts"]["Implementation"] == operator.implementations[way].name
     assert panel["facts"]["Latency"] == format_ms(timeline.latencies_ms[step])
-    assert panel["facts"]["Workspace"] == format_bytes(breakdown.workspace_bytes[step])
+    assert panel["facts"]["Workspace"] == format_bytes(timeline.workspace_bytes[step])
     again = index in [earlier for earlier, _ in timeline.steps[:step]]
     assert panel["facts"]["Pass"].startswith("run again") == again
     taken_over = [stay for stay in breakdown.lifetimes if stay.overwritten and stay.end == step]

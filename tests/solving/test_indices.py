@@ -9,9 +9,10 @@ PROGRAM = """
 import random
 import numpy
 from random_graphs import random_profile
+from monetlite.solving.annealing.compiled import AnnealingCost
 from monetlite.solving.annealing.flat_problem import keep_everything
 from monetlite.solving.annealing.flat_problem import flatten
-from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.annealing.runs import AnnealingRun, Workspace
 from monetlite.solving.problem import Problem
 
 numpy.seterr(all="ignore")

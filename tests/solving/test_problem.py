@@ -121,7 +121,7 @@ def test_in_place_stays_beside_what_beats_it_only_where_memory_is_plenty() -> No
 def test_overwriting_what_is_not_read_or_held_is_never_legal() -> None:
     profile = two_operators([implementation("a", 9.0, 0), implementation("b", 1.0, 0, reads=(), overwrites=(0,))])
     assert offered(profile, 1) == [{"a"}]
-    assert flatten(Problem.of(profile)).group_of[1] == (1, -1)
+    assert flatten(Problem.of(profile)).group_of[1] == {0: 0}
 
 
 def test_costs_of_first_runs_and_later_ones_are_apart() -> None:
@@ -247,14 +247,11 @@ def test_what_reads_least_is_legal_and_reads_no_more_than_any_other_that_is_abou
             costs = profile.costs[operator]
             groups = problem.group_of[operator]
             fastest = {
-                group: min(cost.latency_ms for cost, of in zip(costs, groups, strict=True) if of == group)
-                for group in set(groups)
-                if group >= 0
+                group: min(costs[other].latency_ms for other, of in groups.items() if of == group)
+                for group in set(groups.values())
             }
             near = [
-                other
-                for other, group in enumerate(groups)
-                if group >= 0 and fastest[group] <= LEAN_FACTOR * min(fastest.values())
+                other for other, group in groups.items() if fastest[group] <= LEAN_FACTOR * min(fastest.values())
             ]
             least = min(read_bytes(operator, other) for other in near)
             assert read_bytes(operator, choice) == least

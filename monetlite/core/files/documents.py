@@ -7,35 +7,13 @@ import dataclasses
 import types
 from collections.abc import Iterator
 from enum import Enum
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from monetlite.core.files.plain_data import FileKind, Place, PlainData, shown
-
-
-class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="format"):
-    """Base of the descriptions. A subclass's tag is what its files have as `format`.
-
-    A version that only adds optional fields is read like the newest one.
-    """
-
-    VERSIONS: ClassVar[range] = range(0)
-    """Versions that can be read; empty for a kind without versions."""
-    REMEDY: ClassVar[str] = ""
-    """Advice for a person whose file has another version."""
-    CALLED: ClassVar[str] = ""
-    """Name for people."""
-    MADE_BY: ClassVar[str] = ""
-    """Command that makes such a file."""
-
+from monetlite.core.files.plain_data import Document, Place, PlainData, shown
 
 AnyDocument = TypeVar("AnyDocument", bound=Document)
-
-
-def kind_of(document: type[Document]) -> FileKind:
-    """The kind of file that a description describes."""
-    return FileKind(tag=str(document.__struct_config__.tag), called=document.CALLED, made_by=document.MADE_BY)
 
 
 def read_document(file: PlainData, kind: type[AnyDocument]) -> AnyDocument:

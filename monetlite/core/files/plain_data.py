@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import yaml
 
 from monetlite.core.errors import ScheduleFileError
@@ -30,35 +31,38 @@ Place = tuple[str | int, ...]
 _BASE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileKind:
-    """A kind of file, by which another is recognised.
+class Document(msgspec.Struct, frozen=True, kw_only=True, tag_field="format"):
+    """Base of the descriptions of kinds of files. A subclass's tag is what its files have as `format`.
 
-    Attributes:
-        tag: its `format`.
-        called: its name for people: a schedule file.
-        made_by: the command that makes one.
+    A version that only adds optional fields is read like the newest one.
     """
 
-    tag: str
-    called: str
-    made_by: str
+    VERSIONS: ClassVar[range] = range(0)
+    """Versions that can be read; empty for a kind without versions."""
+    REMEDY: ClassVar[str] = ""
+    """Advice for a person whose file has another version."""
+    CALLED: ClassVar[str] = ""
+    """Name for people."""
+    MADE_BY: ClassVar[str] = ""
+    """Command that makes such a file."""
 
-    def check(self, raw: bytes, path: object) -> None:
+    @classmethod
+    def refuse_others(cls, raw: bytes, path: object) -> None:
         """Refuse the contents of a file of another kind.
 
         Raises:
             ScheduleFileError: the format is nowhere in it.
         """
-        if re.search(rb"format[\"']?\s*:\s*[^\n]*" + self.tag.encode(), raw):
+        tag = str(cls.__struct_config__.tag)
+        if re.search(rb"format[\"']?\s*:\s*[^\n]*" + tag.encode(), raw):
             return
         other = re.search(rb"format[\"']?\s*:\s*[\"']?(monetlite-[a-z]+)", raw)
-        what = f"its format is {other[1].decode()}" if other else f"it has no line `format: {self.tag}`"
+        what = f"its format is {other[1].decode()}" if other else f"it has no line `format: {tag}`"
         if not raw.strip():
             what = "it is empty"
         elif b"\0" in raw[:1024]:
             what = "it is binary"
-        raise ScheduleFileError(f"{path} is not a {self.called}: {what}. {self.made_by} makes one")
+        raise ScheduleFileError(f"{path} is not a {cls.CALLED}: {what}. {cls.MADE_BY} makes one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +98,15 @@ class PlainData:
         return int(line)
 
 
-def load_yaml(path: str | PathLike[str], kind: FileKind) -> PlainData:
+def load_yaml(path: str | PathLike[str], kind: type[Document]) -> PlainData:
     """Read a YAML file.
 
     Raises:
         ScheduleFileError: the file can't be read, is of another kind, too large or too deeply nested, not YAML, or
             uses tags, anchors, aliases, merge keys, control characters or whole numbers beyond 2⁶².
     """
-    raw = read_bounded(path, MAX_YAML_BYTES, kind.called)
-    kind.check(raw, path)
+    raw = read_bounded(path, MAX_YAML_BYTES, kind.CALLED)
+    kind.refuse_others(raw, path)
     try:
         text = raw.decode("utf-8")
         _check_events(text, path)
@@ -114,15 +118,15 @@ def load_yaml(path: str | PathLike[str], kind: FileKind) -> PlainData:
         raise ScheduleFileError(f"{path} is not a complete YAML file: {reason}") from error
 
 
-def load_json(path: str | PathLike[str], kind: FileKind) -> PlainData:
+def load_json(path: str | PathLike[str], kind: type[Document]) -> PlainData:
     """Read a JSON file.
 
     Raises:
         ScheduleFileError: the file can't be read, is of another kind, too large, not JSON, or has a name twice in
             one object, control characters or a number that is none.
     """
-    raw = read_bounded(path, MAX_JSON_BYTES, kind.called)
-    kind.check(raw, path)
+    raw = read_bounded(path, MAX_JSON_BYTES, kind.CALLED)
+    kind.refuse_others(raw, path)
     try:
         loaded = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:

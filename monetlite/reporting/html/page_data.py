@@ -153,7 +153,7 @@ def _run(side: StepAnalysis, kinds: Sequence[StepKind]) -> dict[str, Any]:
         ],
         "part": [_KINDS.index(kind) for kind in kinds],
         "latency_ms": [_short(latency_ms) for latency_ms in timeline.latencies_ms],
-        "workspace_bytes": side.workspace_bytes,
+        "workspace_bytes": timeline.workspace_bytes,
         "backward_begins": side.timeline.border,
         "peak_step": timeline.peak_step,
         "always_bytes": [side.resident_bytes[holding] for holding in _HOLDINGS],

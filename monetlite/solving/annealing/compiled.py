@@ -95,9 +95,8 @@ recomputed."""
 LEAST_LATENCY, LATENCY, OVERFLOW, PEAK, STEPS = range(5)
 """Entries of `Scratch.totals`."""
 
-TEMPERATURE_START, TEMPERATURE_END, PENALTY_START, PENALTY_END, WEIGHT, STRICT_PENALTY = range(6)
-"""Entries of `schedule`: temperatures in cost, penalties in cost per byte, the weight in cost per ms; and the
-penalty that implementations are chosen by in runs that price reserved memory, in ms per byte."""
+TEMPERATURE_START, TEMPERATURE_END, PENALTY_START, PENALTY_END = range(4)
+"""Entries of `schedule`: temperatures in cost, penalties in cost per byte."""
 
 BEST_LATENCY, PRESSURE, RECENT_COST = range(3)
 """Entries of `record`: the latency of the best choices that fit; a factor on the penalty, which grows while nothing
@@ -137,6 +136,21 @@ def new_scratch(values: int, operators: int, most_steps: int) -> Scratch:
         steps=numpy.zeros((most_steps, 4), dtype=numpy.int64),
         totals=numpy.zeros(5, dtype=numpy.float64),
     )
+
+
+class AnnealingCost(NamedTuple):
+    """The cost that a run lowers: weight · latency + penalty · overflow.
+
+    The overflow is of allocated memory: bytes beyond `budget_bytes`, summed over steps. If `reserved`, it is of
+    reserved memory: bytes of the allocator's segment beyond `room_bytes`; implementations are chosen for a peak
+    of `budget_bytes`, by a penalty of `strict_penalty` ms per byte.
+    """
+
+    budget_bytes: int
+    weight: float = 1.0
+    reserved: bool = False
+    room_bytes: int = 0
+    strict_penalty: float = 1e9
 
 
 UNDO_LENGTH = 4096
@@ -204,6 +218,17 @@ def inner(function: _Function) -> _Function:
 
 
 @inner
+def _reads(tables: Tables, group: int) -> Integers:
+    """The values that a group reads; a slice takes too long where schedules are evaluated."""
+    return tables.lists[tables.groups[group, GROUP_READS] : tables.groups[group, GROUP_READS_END]]
+
+
+@inner
+def _writes(tables: Tables, group: int) -> Integers:
+    return tables.lists[tables.groups[group, GROUP_WRITES] : tables.groups[group, GROUP_WRITES_END]]
+
+
+@inner
 def _run_eagerly(tables: Tables, choices: Integers, scratch: Scratch, operator: int, count: int) -> int:
     """Run an operator if all it reads is there and something it writes is not; the number of steps then."""
     again = scratch.ran[operator]
@@ -213,16 +238,16 @@ def _run_eagerly(tables: Tables, choices: Integers, scratch: Scratch, operator: 
     group = tables.operators[operator, OPERATOR_GROUPS] + choices[part + operator]
     if group >= tables.operators[operator, OPERATOR_GROUPS_END] or count >= scratch.steps.shape[0]:
         return count
-    for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
-        if scratch.values[tables.lists[i], AVAILABLE] == 0:
+    for value in _reads(tables, group):
+        if scratch.values[value, AVAILABLE] == 0:
             return count
     useful = False
-    for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
-        useful = useful or scratch.values[tables.lists[i], AVAILABLE] == 0
+    for value in _writes(tables, group):
+        useful = useful or scratch.values[value, AVAILABLE] == 0
     if not useful:
         return count
-    for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
-        scratch.values[tables.lists[i], AVAILABLE] = 1
+    for value in _writes(tables, group):
+        scratch.values[value, AVAILABLE] = 1
     scratch.steps[count, STEP_OPERATOR] = operator
     scratch.steps[count, STEP_GROUP] = group
     scratch.steps[count, STEP_AGAIN] = again
@@ -588,13 +613,11 @@ def propose(
         _set(choices, undo, index, named)
         group = tables.operators[operator, OPERATOR_GROUPS] + named
         if draw(random) < 0.6:
-            for i in range(tables.groups[old_group, GROUP_READS], tables.groups[old_group, GROUP_READS_END]):
-                value = tables.lists[i]
+            for value in _reads(tables, old_group):
                 if moves.is_droppable[value] != 0 and draw(random) < 0.7:
                     _set(choices, undo, value, choices[value] & ~1)
         if draw(random) < 0.7:
-            for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
-                value = tables.lists[i]
+            for value in _reads(tables, group):
                 if moves.is_droppable[value] != 0:
                     _set(choices, undo, value, choices[value] | 1)
                     writer = tables.values[value, VALUE_WRITER]
@@ -605,8 +628,7 @@ def propose(
         where = (choices[place + operator] + 1 + _below(random, 2)) % 3
         _set(choices, undo, place + operator, where)
         group = tables.operators[operator, OPERATOR_GROUPS]
-        for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
-            value = tables.lists[i]
+        for value in _writes(tables, group):
             if moves.is_droppable[value] != 0 and draw(random) < 0.5:
                 _set(choices, undo, value, choices[value] | 1 if where != 0 else choices[value] & ~1)
     elif kind < 0.85 and moves.alike.size > 0:
@@ -629,13 +651,11 @@ def propose(
         _set(choices, undo, index, moves.eager[chosen, 1] if choices[index] <= AS_INPUTS_DROP else NEVER)
         group = tables.operators[operator, OPERATOR_GROUPS]
         if draw(random) < 0.5:
-            for i in range(tables.groups[group, GROUP_READS], tables.groups[group, GROUP_READS_END]):
-                value = tables.lists[i]
+            for value in _reads(tables, group):
                 if moves.is_droppable[value] != 0:
                     bit = _below(random, max(1, min(scratch.values[value, TOUCHES], LAST_BIT)))
                     _set(choices, undo, value, choices[value] | (1 << bit))
-            for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
-                value = tables.lists[i]
+            for value in _writes(tables, group):
                 if moves.is_droppable[value] != 0:
                     _set(choices, undo, value, choices[value] & ~1)
 
@@ -729,8 +749,7 @@ def _redo_block(
     share = draw(random)
     for at in range(first, min(first + length, moves.forward)):
         group = tables.operators[at, OPERATOR_GROUPS]
-        for i in range(tables.groups[group, GROUP_WRITES], tables.groups[group, GROUP_WRITES_END]):
-            value = tables.lists[i]
+        for value in _writes(tables, group):
             if moves.is_droppable[value] != 0:
                 if segment:
                     _set(choices, undo, value, whole)
@@ -753,16 +772,14 @@ def reserved_bytes(tables: Tables, scratch: Scratch) -> int:
     needed = tables.values[:, VALUE_HELD].copy()
     most = 0
     for at in range(count):
-        group = steps[at, STEP_GROUP]
-        most += groups[group, GROUP_READS_END] - groups[group, GROUP_READS]
-        most += groups[group, GROUP_WRITES_END] - groups[group, GROUP_WRITES]
+        most += _reads(tables, steps[at, STEP_GROUP]).size + _writes(tables, steps[at, STEP_GROUP]).size
     dying = numpy.empty(most, dtype=numpy.int64)
     deaths = numpy.zeros(count + 1, dtype=numpy.int64)
     deaths[count] = most
     left = most
     for at in range(count - 1, -1, -1):
         group = steps[at, STEP_GROUP]
-        writes = lists[groups[group, GROUP_WRITES] : groups[group, GROUP_WRITES_END]]
+        writes = _writes(tables, group)
         for value in writes:
             if not needed[value]:
                 left -= 1
@@ -770,7 +787,7 @@ def reserved_bytes(tables: Tables, scratch: Scratch) -> int:
         for value in writes:
             if tables.values[value, VALUE_HELD] == 0:
                 needed[value] = 0
-        for value in lists[groups[group, GROUP_READS] : groups[group, GROUP_READS_END]]:
+        for value in _reads(tables, group):
             if not needed[value]:
                 needed[value] = 1
                 left -= 1
@@ -857,25 +874,21 @@ def _cost(
     tables: Tables,
     choices: Integers,
     scratch: Scratch,
-    schedule: Floats,
-    budget_bytes: int,
-    reserved: bool,
-    room_bytes: int,
+    aim: AnnealingCost,
     penalty: float,
     bound: float,
 ) -> float:
     """Weight · latency + penalty · overflow, of reserved memory where that is priced."""
-    if not reserved:
-        allocated: float = evaluate(tables, choices, scratch, budget_bytes, schedule[WEIGHT], penalty, bound)
+    if not aim.reserved:
+        allocated: float = evaluate(tables, choices, scratch, aim.budget_bytes, aim.weight, penalty, bound)
         return allocated
     # Implementations are chosen for the peak alone.
-    strict = schedule[STRICT_PENALTY]
-    if evaluate(tables, choices, scratch, budget_bytes, 1.0, strict, numpy.inf) == numpy.inf:
+    if evaluate(tables, choices, scratch, aim.budget_bytes, 1.0, aim.strict_penalty, numpy.inf) == numpy.inf:
         return numpy.inf
-    cost: float = schedule[WEIGHT] * scratch.totals[LATENCY]
+    cost: float = aim.weight * scratch.totals[LATENCY]
     if cost > bound:
         return numpy.inf
-    scratch.totals[OVERFLOW] = max(0, reserved_bytes(tables, scratch) - room_bytes)
+    scratch.totals[OVERFLOW] = max(0, reserved_bytes(tables, scratch) - aim.room_bytes)
     return cost + penalty * float(scratch.totals[OVERFLOW])
 
 
@@ -891,9 +904,7 @@ def anneal(
     others: Integers,
     record: Floats,
     schedule: Floats,
-    budget_bytes: int,
-    reserved: bool,
-    room_bytes: int,
+    aim: AnnealingCost,
     begin: int,
     end: int,
     total: int,
@@ -907,7 +918,7 @@ def anneal(
         scratch, undo, random: working memory, and the state of the random numbers.
         others: choices that moves may copy from, one a row.
         record, schedule: their entries are named above.
-        budget_bytes, reserved, room_bytes: see `runs.AnnealingCost`.
+        aim: the cost to lower.
         stop_when_fits: stop at the first choices without overflow.
     """
     temperature = schedule[TEMPERATURE_START]
@@ -923,7 +934,7 @@ def anneal(
                 1.0, share / 0.85
             )
             penalty *= record[PRESSURE]
-            cost = _cost(tables, choices, scratch, schedule, budget_bytes, reserved, room_bytes, penalty, numpy.inf)
+            cost = _cost(tables, choices, scratch, aim, penalty, numpy.inf)
             if cost < numpy.inf:
                 if scratch.totals[OVERFLOW] > 0 and share > 0.6:
                     record[PRESSURE] *= 1.05
@@ -935,7 +946,7 @@ def anneal(
         if undo[0, 0] == 0:
             continue
         bound = cost - temperature * math.log(1.0 - draw(random))
-        after = _cost(tables, choices, scratch, schedule, budget_bytes, reserved, room_bytes, penalty, bound)
+        after = _cost(tables, choices, scratch, aim, penalty, bound)
         if after > bound or after == numpy.inf:
             take_back(choices, undo)
             continue

@@ -18,8 +18,9 @@ from monetlite.core.child_processes import give_way, own_environment
 from monetlite.core.costs import Profile, ProfileKind
 from monetlite.core.graph import OperatorGraph, Resident
 from monetlite.solving.annealing import compiled
+from monetlite.solving.annealing.compiled import AnnealingCost
 from monetlite.solving.annealing.flat_problem import flatten, keep_everything
-from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace
+from monetlite.solving.annealing.runs import AnnealingRun, Workspace
 from monetlite.solving.clock import now
 from monetlite.solving.problem import Problem
 
@@ -49,11 +50,7 @@ def ensure_compiled(deadline: float, should_stop: Callable[[], bool] = lambda: F
 
     Where numba has nothing in its cache, another process compiles; it is left to itself when time is up.
     """
-    if is_cached():
-        load()
-        return True
-    if compiled.cache_folder() is None:
-        # What another process compiled could not be found.
+    if is_cached() or compiled.cache_folder() is None:  # where nothing is kept, no other process can help
         load()
         return True
     process = _compiler()

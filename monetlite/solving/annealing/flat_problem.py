@@ -15,26 +15,20 @@ overwrite. Only the step itself feels that, so the best entry of a step follows 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy
 
 from monetlite.core.blocks import reads_of
-from monetlite.core.graph import OperatorGraph, Phase
+from monetlite.core.graph import Operator, OperatorGraph, Phase
 from monetlite.core.simulate import simulate
-from monetlite.core.steps import Step, plain_steps
+from monetlite.core.steps import Step, plain_steps, reruns
 from monetlite.solving.annealing.compiled import (
     BACKWARD,
     EARLY,
     FORWARD,
-    GROUP_OPTIONS,
-    GROUP_READS,
-    GROUP_READS_END,
-    GROUP_WRITES,
-    GROUP_WRITES_END,
     LAST_BIT,
     LATE,
-    OPERATOR_GROUPS,
-    OPERATOR_GROUPS_END,
     OPTION_IMPLEMENTATION,
     PART_AGAIN,
     PART_FIRST,
@@ -43,8 +37,6 @@ from monetlite.solving.annealing.compiled import (
     STEP_OPERATOR,
     STEP_OPTION,
     STEPS,
-    VALUE_BYTES,
-    VALUE_WRITER,
     Integers,
     Moves,
     Scratch,
@@ -64,6 +56,20 @@ MAX_ALIKE = 24
 """Alike operators that moves may copy from: enough of them, and few enough for graphs of thousands."""
 
 
+class Group(NamedTuple):
+    """Implementations of an operator that read and write the same values."""
+
+    reads: tuple[int, ...]
+    """Ascending."""
+    writes: tuple[int, ...]
+    options: tuple[Option, ...]
+
+    @property
+    def least_ms(self) -> float:
+        """Of a first run."""
+        return min(option.first_ms for option in self.options)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatProblem:
     """A problem as arrays.
@@ -73,14 +79,14 @@ class FlatProblem:
         tables: the same as arrays.
         droppable: forward values that may be dropped and computed again: not held to the end of the step, not
             written by an operator that can't be run again, not tiny beside the plain peak.
-        group_of: for each operator, the group of each of its implementations; −1 if it can never run legally.
+        groups: of each operator, in the order in which choices number them.
         plain_peak_bytes: of plain training.
     """
 
     problem: Problem
     tables: Tables
     droppable: Integers
-    group_of: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[Group, ...], ...]
     plain_peak_bytes: int
 
     @property
@@ -94,6 +100,14 @@ class FlatProblem:
     @property
     def operator_count(self) -> int:
         return len(self.graph.operators)
+
+    @cached_property
+    def group_of(self) -> tuple[dict[int, int], ...]:
+        """For each operator, the group of each of its implementations that can run legally."""
+        return tuple(
+            {option.choice: number for number, group in enumerate(groups) for option in group.options}
+            for groups in self.groups
+        )
 
     @cached_property
     def mean_ms(self) -> float:
@@ -111,46 +125,37 @@ def flatten(problem: Problem) -> FlatProblem:
     """Lay a problem out as arrays."""
     graph = problem.graph
     plain = simulate(problem.profile, plain_steps(graph))
-    writer = {value: makers[0] for value, makers in enumerate(problem.producers) if makers}
+    groups_of = tuple(map(_groups, graph.operators, problem.legal_options))
     operators: list[tuple[int, ...]] = []
     groups: list[tuple[int, ...]] = []
     options: list[tuple[int, ...]] = []
     latency_ms: list[float] = []
     lists: list[int] = []
-    group_of: list[tuple[int, ...]] = []
 
     def listed(items: Iterable[int]) -> tuple[int, int]:
         start = len(lists)
         lists.extend(items)
         return start, len(lists)
 
-    for operator, legal in zip(graph.operators, problem.legal_options, strict=True):
-        members: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Option]] = {}
-        for option in legal:
-            writes = tuple(dict.fromkeys(operator.implementations[option.choice].writes))
-            members.setdefault((tuple(sorted(option.reads)), writes), []).append(option)
-        group_of_choice = [-1] * len(operator.implementations)
-        for group, ((reads, writes), of) in enumerate(members.items(), len(groups)):
+    for operator, own in zip(graph.operators, groups_of, strict=True):
+        operators.append((len(groups), len(groups) + len(own), int(operator.rerunnable)))
+        for group in own:
             starts = [len(options)]
             for again in (False, True):
-                for option in _pareto(of, again):
+                for option in _pareto(group.options, again):
                     option_ms, extra_bytes = option.of_run(again)
                     overwrites = operator.implementations[option.choice].overwrites
                     options.append((extra_bytes, *listed(overwrites), option.choice))
                     latency_ms.append(option_ms)
                 starts.append(len(options))
-            for option in of:
-                group_of_choice[option.choice] = group
-            groups.append((*listed(reads), *listed(writes), *starts))
-        operators.append((len(groups) - len(members), len(groups), int(operator.rerunnable)))
-        group_of.append(tuple(group_of_choice))
+            groups.append((*listed(group.reads), *listed(group.writes), *starts))
     readers: list[list[int]] = [[] for _ in graph.values]
     for index, operator in enumerate(graph.operators):
         if operator.phase is Phase.FORWARD:
             for value in reads_of(operator):
                 readers[value].append(index)
     values = [
-        (value.size_bytes, int(value.held), writer.get(index, -1), *listed(readers[index]))
+        (value.size_bytes, int(value.held), problem.maker.get(index, -1), *listed(readers[index]))
         for index, value in enumerate(graph.values)
     ]
     return FlatProblem(
@@ -162,13 +167,22 @@ def flatten(problem: Problem) -> FlatProblem:
             options=_rows(options, 4),
             latency_ms=numpy.array(latency_ms, dtype=numpy.float64),
             lists=_integers(lists),
-            agenda=_rows(list(_agenda(graph, writer)), 2),
+            agenda=_rows(list(_agenda(graph, problem.maker)), 2),
             resident_bytes=graph.resident.total,
         ),
-        droppable=_droppable(graph, writer, plain.peak_bytes // TINY_FRACTION),
-        group_of=tuple(group_of),
+        droppable=_droppable(graph, problem.maker, plain.peak_bytes // TINY_FRACTION),
+        groups=groups_of,
         plain_peak_bytes=plain.peak_bytes,
     )
+
+
+def _groups(operator: Operator, legal: Iterable[Option]) -> tuple[Group, ...]:
+    """The groups of an operator, in the order of their first options."""
+    members: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Option]] = {}
+    for option in legal:
+        writes = tuple(dict.fromkeys(operator.implementations[option.choice].writes))
+        members.setdefault((tuple(sorted(option.reads)), writes), []).append(option)
+    return tuple(Group(reads, writes, tuple(options)) for (reads, writes), options in members.items())
 
 
 def _pareto(options: Iterable[Option], again: bool) -> list[Option]:
@@ -224,13 +238,13 @@ def _droppable(graph: OperatorGraph, writer: dict[int, int], tiny_bytes: int) ->
 
 
 def _moves(flat: FlatProblem) -> Moves:
-    graph, tables = flat.graph, flat.tables
+    graph = flat.graph
     is_droppable = numpy.zeros(flat.value_count, dtype=numpy.int64)
     is_droppable[flat.droppable] = 1
     several_groups: list[tuple[int, int, int]] = []
     anchored: list[list[int]] = [[] for _ in graph.operators]
     for index, operator in enumerate(graph.operators):
-        groups = int(tables.operators[index, OPERATOR_GROUPS_END] - tables.operators[index, OPERATOR_GROUPS])
+        groups = len(flat.groups[index])
         if groups > 1:
             several_groups.append((index, PART_FIRST, groups))
             if operator.phase is Phase.FORWARD and operator.rerunnable:
@@ -238,15 +252,14 @@ def _moves(flat: FlatProblem) -> Moves:
         if operator.phase is Phase.BACKWARD:
             reads = {value for value in reads_of(operator) if is_droppable[value]}
             if reads:
-                anchored[int(tables.values[max(reads), VALUE_WRITER])].append(index)
+                anchored[flat.problem.maker[max(reads)]].append(index)
     looks: dict[object, int] = {}
-    look = [
-        looks.setdefault(
-            (op.family, op.phase, op.optional, op.rerunnable, *_groups(tables, index)),
-            len(looks),
-        )
-        for index, op in enumerate(graph.operators)
-    ]
+    look: list[int] = []
+    for operator, groups_of in zip(graph.operators, flat.groups, strict=True):
+        # Choices are group numbers: operators are alike only if each number means the same for both.
+        counts = tuple((len(group.reads), len(group.writes)) for group in groups_of)
+        facts = operator.family, operator.phase, operator.optional, operator.rerunnable, counts
+        look.append(looks.setdefault(facts, len(looks)))
     forward = [index for index, operator in enumerate(graph.operators) if operator.phase is Phase.FORWARD]
     by_look: dict[int, list[int]] = {}
     for index in forward:
@@ -259,7 +272,7 @@ def _moves(flat: FlatProblem) -> Moves:
         is_droppable=is_droppable,
         groups=_rows(several_groups, 3),
         optional=_integers(index for index in forward if graph.operators[index].optional),
-        eager=_rows(_eager(graph, tables, forward), 2),
+        eager=_rows(_eager(graph, flat.tables.agenda, forward), 2),
         several=_integers(
             index
             for index, operator in enumerate(graph.operators)
@@ -274,11 +287,11 @@ def _moves(flat: FlatProblem) -> Moves:
     )
 
 
-def _eager(graph: OperatorGraph, tables: Tables, forward: list[int]) -> list[tuple[int, int]]:
+def _eager(graph: OperatorGraph, agenda: Integers, forward: list[int]) -> list[tuple[int, int]]:
     """(operator, entry of the agenda) pairs: where an input is read or about to be, or an output soon."""
     read_at: dict[int, set[int]] = {}
-    first = len(tables.agenda)
-    for at, (index, when) in enumerate(tables.agenda.tolist()):
+    first = len(agenda)
+    for at, (index, when) in enumerate(agenda.tolist()):
         if when == BACKWARD:
             first = min(first, at)
             for value in reads_of(graph.operators[index]):
@@ -295,18 +308,6 @@ def _eager(graph: OperatorGraph, tables: Tables, forward: list[int]) -> list[tup
             }
             pairs += [(index, at) for at in sorted(near_inputs | near_outputs) if at >= max(2, first)]
     return pairs
-
-
-def _groups(tables: Tables, operator: int) -> tuple[tuple[int, int], ...]:
-    """Numbers of values that each group of an operator reads and writes, in order.
-
-    Choices are group numbers: operators are alike only if each number means the same for both.
-    """
-    start, end = tables.operators[operator, [OPERATOR_GROUPS, OPERATOR_GROUPS_END]].tolist()
-    rows = tables.groups[start:end]
-    reads = rows[:, GROUP_READS_END] - rows[:, GROUP_READS]
-    writes = rows[:, GROUP_WRITES_END] - rows[:, GROUP_WRITES]
-    return tuple(zip(reads.tolist(), writes.tolist(), strict=True))
 
 
 def _nearest(members: list[int], operator: int) -> list[int]:
@@ -341,35 +342,23 @@ def read_least(flat: FlatProblem) -> Integers:
     Only groups that take at most `LEAN_FACTOR` times as long as the fastest count. The optional operators that this
     needs run as early as they can.
     """
-    tables, values = flat.tables, flat.value_count
+    values, size = flat.value_count, flat.problem.size_bytes
     choices = keep_everything(flat)
     droppable = set(flat.droppable.tolist())
-    for operator in range(flat.operator_count):
-        start, end = (int(tables.operators[operator, OPERATOR_GROUPS + i]) for i in (0, 1))
-        fastest = {
-            group: float(tables.latency_ms[int(tables.groups[group, GROUP_OPTIONS])]) for group in range(start, end)
-        }
-        if not fastest:
+    for operator, groups in enumerate(flat.groups):
+        if not groups:
             continue
-        limit = min(fastest.values()) * LEAN_FACTOR
-        reads = {
-            group: droppable.intersection(_group_reads(flat, group)) for group in fastest if fastest[group] <= limit
-        }
+        limit_ms = LEAN_FACTOR * min(group.least_ms for group in groups)
         chosen = min(
-            reads, key=lambda group: (sum(tables.values[value, VALUE_BYTES] for value in reads[group]), group)
+            (group for group in groups if group.least_ms <= limit_ms),
+            key=lambda group: sum(size[value] for value in droppable.intersection(group.reads)),
         )
-        choices[values + PART_FIRST * flat.operator_count + operator] = chosen - start
-        for value in _group_reads(flat, chosen):
-            writer = int(tables.values[value, VALUE_WRITER])
-            if writer >= 0 and flat.graph.operators[writer].optional:
+        choices[values + PART_FIRST * flat.operator_count + operator] = groups.index(chosen)
+        for value in chosen.reads:
+            writer = flat.problem.maker.get(value)
+            if writer is not None and flat.graph.operators[writer].optional:
                 choices[values + PART_PLACE * flat.operator_count + writer] = EARLY
     return choices
-
-
-def _group_reads(flat: FlatProblem, group: int) -> list[int]:
-    start, end = (int(flat.tables.groups[group, GROUP_READS + i]) for i in (0, 1))
-    found: list[int] = flat.tables.lists[start:end].tolist()
-    return found
 
 
 def encode(flat: FlatProblem, steps: Sequence[Step]) -> Integers:
@@ -383,15 +372,11 @@ def encode(flat: FlatProblem, steps: Sequence[Step]) -> Integers:
     droppable = set(flat.droppable.tolist())
     boundary = _end_of_forward(flat, steps)
     touches = [0] * values
-    ran: set[int] = set()
     fresh: set[int] = set()
-    for at, (operator, choice) in enumerate(steps):
+    for at, ((operator, choice), rerun) in enumerate(zip(steps, reruns(steps), strict=True)):
         implementation = graph.operators[operator].implementations[choice]
-        group = flat.group_of[operator][choice]
-        part = values + (PART_AGAIN if operator in ran else PART_FIRST) * operators
-        ran.add(operator)
-        if group >= 0:
-            choices[part + operator] = group - flat.tables.operators[operator, OPERATOR_GROUPS]
+        part = values + (PART_AGAIN if rerun else PART_FIRST) * operators
+        choices[part + operator] = flat.group_of[operator].get(choice, 0)
         if at < boundary:
             choices[values + PART_PLACE * operators + operator] = EARLY if graph.operators[operator].optional else 0
             continue
@@ -407,11 +392,9 @@ def encode(flat: FlatProblem, steps: Sequence[Step]) -> Integers:
 
 def _end_of_forward(flat: FlatProblem, steps: Sequence[Step]) -> int:
     """Number of steps before the first one that runs again, or runs a backward operator."""
-    seen: set[int] = set()
-    for at, (operator, _) in enumerate(steps):
-        if operator in seen or flat.graph.operators[operator].phase is Phase.BACKWARD:
+    for at, ((operator, _), rerun) in enumerate(zip(steps, reruns(steps), strict=True)):
+        if rerun or flat.graph.operators[operator].phase is Phase.BACKWARD:
             return at
-        seen.add(operator)
     return len(steps)
 
 

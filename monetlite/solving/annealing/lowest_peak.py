@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from monetlite.core.steps import Step
 from monetlite.solving import baselines
-from monetlite.solving.annealing.compiled import Integers
+from monetlite.solving.annealing.compiled import AnnealingCost, Integers
 from monetlite.solving.annealing.compiling import ensure_compiled
 from monetlite.solving.annealing.flat_problem import KEEP_ALWAYS, encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import RERUN_EVERY_TIME
-from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace, round_down
+from monetlite.solving.annealing.runs import AnnealingRun, Workspace
 from monetlite.solving.clock import now
 from monetlite.solving.incumbent import Incumbent
 
@@ -98,8 +98,7 @@ def lower_peak(
     turn = failures = 0
     while not finished() and failures < MAX_FAILURES and best_bytes > floor_bytes:
         cost = AnnealingCost(budget_bytes=max(floor_bytes, best_bytes - step_bytes), weight=weight)
-        affordable = workspace.rate * (deadline - now()) * LONGEST_RUN
-        iterations = round_down(min(RUN_LENGTH * flat.operator_count, affordable))
+        iterations = workspace.iterations(RUN_LENGTH * flat.operator_count, (deadline - now()) * LONGEST_RUN)
         # From the best, and from elsewhere in turn: each place has peaks that small changes don't lower.
         start = best if turn % 2 == 0 else bases[turn // 2 % STARTS]
         turn += 1

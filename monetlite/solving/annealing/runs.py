@@ -6,7 +6,6 @@ memory. The moves and the loop are compiled (`compiled`); here are the arrays th
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy
 
@@ -17,6 +16,7 @@ from monetlite.solving.annealing.compiled import (
     RECENT_COST,
     REFRESH,
     UNDO_LENGTH,
+    AnnealingCost,
     Integers,
     anneal,
     new_scratch,
@@ -34,21 +34,6 @@ NEVER_FITS = 1e9
 """Penalty per byte, over the mean latency of an operator, that no latency makes up for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnnealingCost:
-    """The cost that a run lowers: weight · latency + penalty · overflow.
-
-    The overflow is of allocated memory: bytes beyond `budget_bytes`, summed over steps. If `reserved`, it is of
-    reserved memory: bytes of the allocator's segment beyond `room_bytes`; implementations are chosen for a peak
-    of `budget_bytes`.
-    """
-
-    budget_bytes: int
-    weight: float = 1.0
-    reserved: bool = False
-    room_bytes: int = 0
-
-
 class AnnealingRun:
     """One run of annealing, which may be continued.
 
@@ -58,7 +43,6 @@ class AnnealingRun:
         temperatures: in the beginning and in the end, in the cost's unit.
         penalties: likewise, in the cost's unit per byte.
         total: iterations.
-        strict_penalty: in ms per byte, for implementations in a run that prices reserved memory.
     """
 
     def __init__(
@@ -68,12 +52,11 @@ class AnnealingRun:
         temperatures: tuple[float, float],
         penalties: tuple[float, float],
         total: int,
-        strict_penalty: float = NEVER_FITS,
     ) -> None:
         self.choices = start.copy()
         self.best = start.copy()
         self.cost = cost
-        self.schedule = numpy.array((*temperatures, *penalties, cost.weight, strict_penalty), dtype=numpy.float64)
+        self.schedule = numpy.array((*temperatures, *penalties), dtype=numpy.float64)
         self.record = numpy.array([numpy.inf, 1.0, numpy.inf])
         self.total = total
         self.at = 0
@@ -107,6 +90,15 @@ class Workspace:
         """Iterations a second."""
         self.chunk = REFRESH
         self.no_others = numpy.zeros((0, keep_everything(flat).size), dtype=numpy.int64)
+
+    def iterations(self, most: float, seconds: float) -> int:
+        """Iterations of a run that takes at most so many seconds.
+
+        It is the next of 2ⁿ and 3·2ⁿ⁻¹ below: runs are then as long again where the machine is about as fast.
+        """
+        wanted = min(most, self.rate * seconds)
+        power: int = 2 ** max(6, int(math.log2(max(64.0, wanted))))
+        return power * 3 // 2 if wanted >= 1.5 * power else power
 
     def steps(self, choices: Integers, budget_bytes: int) -> tuple[Step, ...] | None:
         """The steps of choices, as fast as they can be while within the budget where that is possible."""
@@ -155,9 +147,7 @@ class Workspace:
                 self.no_others if others is None else others,
                 run.record,
                 run.schedule,
-                run.cost.budget_bytes,
-                run.cost.reserved,
-                run.cost.room_bytes,
+                run.cost,
                 run.at,
                 end,
                 run.total,
@@ -170,9 +160,3 @@ class Workspace:
             if elapsed < CHUNK_SECONDS / 2:
                 self.chunk *= 2
         return False
-
-
-def round_down(iterations: float) -> int:
-    """The next of 2ⁿ and 3·2ⁿ⁻¹ below: runs are then as long again where the machine is about as fast."""
-    power: int = 2 ** max(6, int(math.log2(max(64.0, iterations))))
-    return power * 3 // 2 if iterations >= 1.5 * power else power

@@ -7,33 +7,28 @@ relaxation suggests are refined too. Each thread has its own best schedules and 
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy
 
 from monetlite.core.steps import Step
 from monetlite.solving import baselines
-from monetlite.solving.annealing.compiled import LATENCY, Integers
+from monetlite.solving.annealing.compiled import LATENCY, AnnealingCost, Integers
 from monetlite.solving.annealing.compiling import ensure_compiled
 from monetlite.solving.annealing.flat_problem import encode, flatten, keep_everything, read_least
 from monetlite.solving.annealing.greedy import Greedy
 from monetlite.solving.annealing.runs import (
     CHUNK_SECONDS,
-    AnnealingCost,
     AnnealingRun,
     Workspace,
-    round_down,
 )
 from monetlite.solving.clock import now
 from monetlite.solving.incumbent import Incumbent
+from monetlite.solving.side_by_side import CORES, THREADS, side_by_side
 
 METHOD = "search"
-THREADS = 2
-"""More threads than this find little more in a minute, and training machines have other work."""
 CHECK_EVERYTHING = 3000
 """With more operators than this `simulate` takes seconds, and only the best known schedule is offered."""
 EXPLORING_SHARE, TIGHT_EXPLORING_SHARE = 0.7, 0.3
@@ -111,26 +106,15 @@ def search(
         for steps in known:
             incumbent.offer(steps, METHOD)
         return
-    stop = threading.Event()
-
-    def finished() -> bool:
-        return stop.is_set() or now() >= deadline or should_stop()
-
     beginning = _begin(incumbent, known, tight)
     if incumbent.latency_ms <= incumbent.problem.least_latency_ms * (1 + 1e-12):
         return
-    workers = [
-        _Worker(incumbent, beginning, guides, number, seed, deadline, finished, tight is not None, neighbour_busy)
-        for number in range(min(THREADS, os.cpu_count() or 1))
-    ]
-    with ThreadPoolExecutor(len(workers)) as pool:
-        try:
-            working = [pool.submit(worker.work) for worker in workers]
-            wait(working, return_when=FIRST_EXCEPTION)
-        finally:
-            stop.set()
-    for future in working:
-        future.result()
+
+    def work(number: int, ended: Callable[[], bool]) -> None:
+        tightly = tight is not None
+        _Worker(incumbent, beginning, guides, number, seed, deadline, ended, tightly, neighbour_busy).work()
+
+    side_by_side(range(CORES), work, lambda: now() >= deadline or should_stop())
 
 
 class _Beginning(NamedTuple):
@@ -259,8 +243,8 @@ class _Worker:
 
     def _run(self, start: Integers, heat: _Heat, length: float) -> AnnealingRun:
         """A run as long as it should be and the time that is left allows."""
-        affordable = self.workspace.rate * self.total_seconds * min(LONGEST_RUN, 1 - self.spent)
-        iterations = round_down(min(length * RUN_LENGTH * self.flat.droppable.size, affordable))
+        seconds = self.total_seconds * min(LONGEST_RUN, 1 - self.spent)
+        iterations = self.workspace.iterations(length * RUN_LENGTH * self.flat.droppable.size, seconds)
         hot = heat.temperature * self.flat.mean_ms
         penalties = heat.penalty * self.penalty_scale, LAST_PENALTY * self.penalty_scale
         return AnnealingRun(start, self.cost, (hot, hot / COOLING), penalties, iterations)

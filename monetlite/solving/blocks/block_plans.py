@@ -16,9 +16,15 @@ from monetlite.core.costs import Cost, Profile
 from monetlite.core.graph import Implementation, Operator, Phase, Resident
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
-from monetlite.solving.annealing.compiled import GROUP_OPTIONS, OPERATOR_GROUPS, OPTION_EXTRA, Integers
+from monetlite.solving.annealing.compiled import (
+    GROUP_OPTIONS,
+    OPERATOR_GROUPS,
+    OPTION_EXTRA,
+    AnnealingCost,
+    Integers,
+)
 from monetlite.solving.annealing.flat_problem import encode, flatten, keep_everything, read_least
-from monetlite.solving.annealing.runs import AnnealingCost, AnnealingRun, Workspace, round_down
+from monetlite.solving.annealing.runs import AnnealingRun, Workspace
 from monetlite.solving.baselines import keep_only, lighter_steps
 from monetlite.solving.problem import Problem
 
@@ -196,10 +202,8 @@ class PlanSearch:
         for point in range(1, points + 1):
             if finished():
                 return
-            affordable = self.workspace.rate * seconds / points
-            iterations = round_down(min(_ITERATIONS * max(1, self.flat.droppable.size), affordable))
             kept_bytes = most * (points - point) // points
-            choices = self._solve(kept_bytes, self.roomy_bytes, choices, iterations, finished)
+            choices = self._solve(kept_bytes, self.roomy_bytes, choices, seconds / points, finished)
 
     def lighten(self, finished: Callable[[], bool]) -> None:
         """Add lighter ways to run each plan: no limit of a sweep is on the peaks inside."""
@@ -226,17 +230,16 @@ class PlanSearch:
         limits = [(kept_bytes, self.roomy_bytes) for kept_bytes in sorted(around)]
         limits.append((best.kept_bytes, int(_LOWER * max(best.forward_bytes, best.backward_bytes))))
         for kept_bytes, peak_bytes in limits:
-            affordable = self.workspace.rate * seconds / len(limits)
-            iterations = round_down(min(_ITERATIONS * max(1, self.flat.droppable.size), affordable))
-            self._solve(kept_bytes, peak_bytes, best.choices, iterations, finished)
+            self._solve(kept_bytes, peak_bytes, best.choices, seconds / len(limits), finished)
         return before_ms - min(map(reduced_ms, self.plans))
 
     def _solve(
-        self, kept_bytes: int, peak_bytes: int, start: Integers, iterations: int, finished: Callable[[], bool]
+        self, kept_bytes: int, peak_bytes: int, start: Integers, seconds: float, finished: Callable[[], bool]
     ) -> Integers:
         """Look for the fastest plan within limits; returns choices to go on from."""
         flat = self.flat
         flat.tables.options[self.turn_row, OPTION_EXTRA] = peak_bytes - kept_bytes - self.stretch.gradient_bytes
+        iterations = self.workspace.iterations(_ITERATIONS * max(1, flat.droppable.size), seconds)
         hot = _HEAT * flat.mean_ms
         scale = flat.problem.least_latency_ms / max(1, flat.plain_peak_bytes)
         penalties = (_PENALTIES[0] * scale, _PENALTIES[1] * scale)

@@ -1,27 +1,20 @@
 """Deep steps: plans for every kind of stretch, the master program, and the schedule that these make."""
 
 import logging
-import os
-import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
-from typing import TypeVar
 
 from monetlite.core.blocks import Block
 from monetlite.core.costs import Profile
 from monetlite.core.errors import IllegalSchedule
 from monetlite.core.simulate import Timeline
 from monetlite.core.steps import Step
-from monetlite.solving.annealing.search import THREADS
 from monetlite.solving.blocks.block_plans import Plan, PlanSearch, Stretch, Stretches
 from monetlite.solving.blocks.master_program import MasterProgram, Prices
 from monetlite.solving.clock import now
+from monetlite.solving.side_by_side import CORES, THREADS, side_by_side
 
 _LOG = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 MIN_BLOCKS = 4
 """Fewer blocks than this are one step to the search."""
@@ -31,26 +24,8 @@ _MASTERS = 4
 """Master programs for one budget, each for less memory, until their schedule fits."""
 _ROUNDS = 4
 """Rounds of pricing that the time for it is meant for."""
-_CORES = min(THREADS, os.cpu_count() or 1)
 POINTS = 12
 """Limits on what a stretch keeps, for each of which a plan is looked for."""
-
-
-def _for_each(
-    items: Iterable[_T], search: Callable[[_T, Callable[[], bool]], _R], finished: Callable[[], bool]
-) -> list[_R]:
-    """Search for each of some items, on as many cores as there are. Ctrl-C ends all searches."""
-    interrupted = threading.Event()
-
-    def ended() -> bool:
-        return interrupted.is_set() or finished()
-
-    with ThreadPoolExecutor(_CORES) as pool:
-        try:
-            return [*pool.map(lambda item: search(item, ended), items)]
-        except BaseException:
-            interrupted.set()
-            raise
 
 
 class DeepStep:
@@ -78,14 +53,14 @@ class DeepStep:
             if place not in self.stretches:
                 self.stretches[place] = self.cut.stretch(*place)
             kinds.setdefault(self.stretches[place].kind, self.stretches[place])
-        share = seconds * min(_CORES, len(kinds)) / max(1, len(kinds))
+        share = seconds * min(CORES, len(kinds)) / max(1, len(kinds))
 
         def search(stretch: Stretch, ended: Callable[[], bool]) -> PlanSearch:
             found = self.searches.get(stretch.kind) or PlanSearch(stretch, self.seed)
             found.sweep(POINTS, share, ended)
             return found
 
-        self.searches |= zip(kinds, _for_each(kinds.values(), search, finished), strict=True)
+        self.searches |= zip(kinds, side_by_side(kinds.values(), search, finished), strict=True)
 
     def plans(self) -> dict[tuple[int, int], list[Plan]]:
         return {
@@ -121,7 +96,7 @@ class DeepStep:
                 wanted = sorted(those, key=attrgetter("kept"))[len(those) // 2]
                 return self.searches[kind].improve(wanted.reduced_ms, share, ended)
 
-            if max(_for_each(asked.items(), improve, over)) <= 0:
+            if max(side_by_side(asked.items(), improve, over)) <= 0:
                 return
 
     def within(

@@ -22,10 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import highspy
 import numpy as np
 
 from monetlite.solving.blocks.block_plans import Plan
-from monetlite.solving.bounding.highs import loaded, module
+from monetlite.solving.bounding.highs import loaded
 from monetlite.solving.bounding.zero_one import ZeroOneProgram
 from monetlite.solving.clock import now
 
@@ -114,7 +115,7 @@ class MasterProgram:
         """The linear relaxation, solved, and the ms of its unit; None in its place if nothing fits."""
         highs, unit_ms = loaded(self.rows, seconds=math.inf)
         highs.run()
-        solved = highs.getModelStatus() == module().HighsModelStatus.kOptimal
+        solved = highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
         return highs if solved else None, unit_ms
 
     def _solved(self, deadline: float, gap: float, left_out: Sequence[int]) -> list[tuple[Place, Plan]] | None:
@@ -124,7 +125,7 @@ class MasterProgram:
             highs.changeColBounds(column, 0.0, 0.0)
         highs.setOptionValue("mip_rel_gap", gap)
         highs.run()
-        if highs.getInfo().primal_solution_status != module().SolutionStatus.kSolutionStatusFeasible:
+        if highs.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None
         found = highs.getSolution().col_value
         taken = [item for column, item in zip(self.columns, self.offered, strict=True) if found[column] > 0.5]

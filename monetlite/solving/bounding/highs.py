@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from typing import Any
 
+import highspy
 import numpy as np
 
-from monetlite.core.errors import SolverError
 from monetlite.solving.bounding.zero_one import ZeroOneProgram
 from monetlite.solving.clock import on_the_wall
 
@@ -17,11 +17,7 @@ def loaded(program: ZeroOneProgram, *, integer: Collection[int] = (), seconds: f
         program: the rows; every column is between 0 and 1.
         integer: columns that are 0 or 1.
         seconds: its time limit.
-
-    Raises:
-        SolverError: HiGHS is not installed.
     """
-    highspy = module()
     columns, rows = len(program.cost_ms), len(program.limit)
     matrix = program.matrix()
     matrix.sum_duplicates()
@@ -42,22 +38,9 @@ def loaded(program: ZeroOneProgram, *, integer: Collection[int] = (), seconds: f
         for column in integer:
             kinds[column] = highspy.HighsVarType.kInteger
         model.integrality_ = kinds
-    highs = highspy.Highs()
+    highs = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.silent()
     highs.setOptionValue("time_limit", on_the_wall(max(0.0, seconds)))
     highs.setOptionValue("threads", 1)
     highs.passModel(model)
     return highs, unit_ms
-
-
-def module() -> Any:
-    """The highspy module.
-
-    Raises:
-        SolverError: it is not installed.
-    """
-    try:
-        import highspy
-    except ImportError as error:
-        raise SolverError("HiGHS is not installed, which bounds and blocks need; pip install highspy") from error
-    return highspy

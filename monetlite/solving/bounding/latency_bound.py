@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import highspy
 import numpy as np
 
-from monetlite.solving.bounding.highs import loaded, module
+from monetlite.solving.bounding.highs import loaded
 from monetlite.solving.bounding.relaxation import Relaxation
 from monetlite.solving.bounding.zero_one import Floats, ZeroOneProgram, dual_bound_ms
 from monetlite.solving.clock import now
@@ -35,14 +36,14 @@ class LatencyBound:
     """A bound on the latency of every schedule within the budget.
 
     Attributes:
-        lower_bound_ms: the bound; infinite if it proves that there are none.
+        lower_bound_ms: the bound.
         relaxation: its origin, for `integer_bound` to continue with.
         solution: of the linear relaxation, between 0 and 1 for each column.
     """
 
     lower_bound_ms: float
-    relaxation: Relaxation | None = None
-    solution: Floats | None = None
+    relaxation: Relaxation
+    solution: Floats | None
 
 
 def latency_bound(
@@ -61,12 +62,7 @@ def latency_bound(
         budget_bytes: the budget.
         seconds: the most that the linear program may take; unfinished, it still gives a bound.
         checkpoint_limit, forward_limit, value_limit: the size of the relaxation; see `Relaxation`.
-
-    Raises:
-        SolverError: HiGHS is not installed.
     """
-    if not problem.runnable:
-        return LatencyBound(lower_bound_ms=math.inf)
     began = now()
     relaxation = Relaxation(
         problem,
@@ -77,8 +73,6 @@ def latency_bound(
     )
     program = relaxation.program
     bound_ms = problem.least_latency_ms
-    if not program.cost_ms or not program.limit:
-        return LatencyBound(lower_bound_ms=bound_ms)
     highs, unit_ms = loaded(program, seconds=max(0.1, seconds - (now() - began)))
     highs.run()
     found = highs.getSolution()
@@ -113,9 +107,9 @@ def integer_bound(
     *,
     seconds: float,
     cutoff_ms: float = math.inf,
-    on_bound: Callable[[float], None] | None = None,
+    on_bound: Callable[[float], None] = lambda bound_ms: None,
     on_solution: Callable[[Floats], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
     patience_seconds: float = math.inf,
 ) -> tuple[float, bool]:
     """Tighten a relaxation's bound by branch and bound and cuts (HiGHS).
@@ -136,12 +130,8 @@ def integer_bound(
     Returns:
         The dual bound in ms, rounded down; and True if the relaxation says no more.
 
-    Raises:
-        SolverError: HiGHS is not installed.
-
     The GIL is released while HiGHS runs; the callbacks are called from the same thread, with it held.
     """
-    highspy = module()
     highs, unit_ms = loaded(program, integer=range(len(program.cost_ms)), seconds=seconds)
     highs.setOptionValue("mip_heuristic_effort", 0.0 if on_solution is None else _HEURISTIC_EFFORT)
     # No gap is good enough.
@@ -171,9 +161,8 @@ def integer_bound(
                 event.interrupt()
                 return
             bound_ms = in_ms(float(event.data_out.mip_dual_bound))
-            if on_bound is not None:
-                on_bound(rounded_down(bound_ms))
-            if stalled(bound_ms) or (should_stop is not None and should_stop()):
+            on_bound(rounded_down(bound_ms))
+            if stalled(bound_ms) or should_stop():
                 event.interrupt()
         except BaseException as error:
             # Nothing may be thrown through the solver.

@@ -15,14 +15,25 @@ _AVAILABILITY_LIMIT = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class CertainLifetimes:
-    """CertainLifetimes that every schedule has.
+    """Lifetimes that values have in every schedule.
 
     `fixed_bytes[m]` is live before main operator m in every schedule, and is no modelled value;
     `pinned_until[v]` is the last main operator before which value v certainly is live, −1 if there is none.
     """
 
+    problem: Problem
     fixed_bytes: list[int]
     pinned_until: list[int]
+
+    def pinned(self, value: int, at: int) -> bool:
+        """True if `fixed_bytes[at]` counts the value."""
+        return self.pinned_until[value] >= at > self.problem.position[self.problem.producers[value][0]]
+
+    def own_bytes(self, at: int, option: Option, modelled: frozenset[int] = frozenset()) -> int:
+        """Bytes that main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
+        size = self.problem.size_bytes
+        reads = sum(size[value] for value in option.reads - modelled if not self.pinned(value, at))
+        return reads + sum(size[value] for value in option.writes) + option.first_extra_bytes
 
 
 def certain_lifetimes(problem: Problem) -> CertainLifetimes:
@@ -33,25 +44,24 @@ def certain_lifetimes(problem: Problem) -> CertainLifetimes:
     """
     count = len(problem.main)
     pinned_until = [-1] * len(problem.size_bytes)
+    forward_until = [-1] * len(problem.size_bytes)
     for at, operator in enumerate(problem.main):
         for value in problem.must_read[operator]:
             pinned_until[value] = at
+            if at < problem.forward_main:
+                forward_until[value] = at
     change = [0] * (count + 1)
     for value, makers in enumerate(problem.producers):
-        if len(makers) != 1 or makers[0] not in problem.position:
+        maker = makers[0] if len(makers) == 1 else -1
+        if maker not in problem.position or value not in problem.always_writes[maker]:
             pinned_until[value] = -1
             continue
-        maker, made_at = makers[0], problem.position[makers[0]]
-        if value not in problem.always_writes[maker]:
-            pinned_until[value] = -1
-            continue
+        made_at = problem.position[maker]
         if problem.held[value]:
             pinned_until[value] = count - 1
         elif made_at < problem.forward_main and problem.graph.operators[maker].rerunnable:
             # It can be made again in the backward part: certain only up to its last forward reader.
-            pinned_until[value] = max(
-                (at for at in problem.main_readers[value] if at < problem.forward_main), default=-1
-            )
+            pinned_until[value] = forward_until[value]
         if pinned_until[value] > made_at:
             change[made_at + 1] += problem.size_bytes[value]
             change[pinned_until[value] + 1] -= problem.size_bytes[value]
@@ -61,25 +71,7 @@ def certain_lifetimes(problem: Problem) -> CertainLifetimes:
     for at in range(count):
         running += change[at]
         fixed_bytes.append(running)
-    return CertainLifetimes(fixed_bytes=fixed_bytes, pinned_until=pinned_until)
-
-
-def own_bytes(
-    problem: Problem, at: int, option: Option, lifetimes: CertainLifetimes, modelled: frozenset[int]
-) -> int:
-    """Bytes that main operator `at` needs with an option beyond `fixed_bytes` and modelled values."""
-    size = problem.size_bytes
-    reads = sum(
-        size[value] for value in option.reads if value not in modelled and not pinned(problem, lifetimes, value, at)
-    )
-    return reads + sum(size[value] for value in option.writes) + option.first_extra_bytes
-
-
-def pinned(problem: Problem, lifetimes: CertainLifetimes, value: int, at: int) -> bool:
-    """True if `fixed_bytes[at]` counts the value."""
-    if lifetimes.pinned_until[value] < at:
-        return False
-    return problem.position[problem.producers[value][0]] < at
+    return CertainLifetimes(problem=problem, fixed_bytes=fixed_bytes, pinned_until=pinned_until)
 
 
 def smallest_budget_bound(problem: Problem) -> int:
@@ -93,10 +85,9 @@ def smallest_budget_bound(problem: Problem) -> int:
     if not problem.runnable:
         return problem.resident_bytes
     lifetimes = certain_lifetimes(problem)
-    nothing: frozenset[int] = frozenset()
     needs = [
         [
-            (option, lifetimes.fixed_bytes[at] + own_bytes(problem, at, option, lifetimes, nothing))
+            (option, lifetimes.fixed_bytes[at] + lifetimes.own_bytes(at, option))
             for option in problem.options[operator]
         ]
         for at, operator in enumerate(problem.main)
@@ -104,13 +95,13 @@ def smallest_budget_bound(problem: Problem) -> int:
     bound = max((min(need for _, need in ways) for ways in needs), default=0)
     backward = len(problem.main) - problem.forward_main
     if backward * len(problem.extra) <= _AVAILABILITY_LIMIT:
-        bound = max(bound, _availability_bound(problem, needs))
+        bound = max(bound, _availability_bound(lifetimes, needs))
     return problem.resident_bytes + max(bound, 0)
 
 
-def _availability_bound(problem: Problem, needs: list[list[tuple[Option, int]]]) -> int:
+def _availability_bound(lifetimes: CertainLifetimes, needs: list[list[tuple[Option, int]]]) -> int:
     """The second part of `smallest_budget_bound`: the peak without which reads can't be live."""
-    lifetimes = certain_lifetimes(problem)
+    problem = lifetimes.problem
     size = np.array(problem.size_bytes, dtype=np.int64)
     forward, count = problem.forward_main, len(problem.main)
     # peak[v]: no schedule has v live just before the present place with a smaller peak so far. Values with
@@ -164,8 +155,7 @@ def _availability_bound(problem: Problem, needs: list[list[tuple[Option, int]]])
         if at >= forward:
             for run in changing[at]:
                 own[run] = min(
-                    extra
-                    + sum(problem.size_bytes[v] for v in option_reads if not pinned(problem, lifetimes, v, at))
+                    extra + sum(problem.size_bytes[v] for v in option_reads if not lifetimes.pinned(v, at))
                     for option_reads, extra in runs[run][3]
                 )
             least_peak = peak.tolist()

@@ -39,7 +39,7 @@ import numpy as np
 
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import plain_steps
-from monetlite.solving.bounding.peak_bound import CertainLifetimes, certain_lifetimes, own_bytes, pinned
+from monetlite.solving.bounding.peak_bound import certain_lifetimes
 from monetlite.solving.bounding.zero_one import ZeroOneProgram
 from monetlite.solving.problem import Option, Problem
 
@@ -120,7 +120,7 @@ class Relaxation:
         options = self.problem.options[self.problem.main[at]]
         own = min(
             (
-                own_bytes(self.problem, at, option, self.lifetimes, self.modelled)
+                self.lifetimes.own_bytes(at, option, self.modelled)
                 + sum(self.problem.size_bytes[value] for value in option.reads & self.modelled)
                 for option in options
             ),
@@ -164,7 +164,7 @@ class Relaxation:
                     self._joined(intervals[first : first + length], self.live[first : first + length])
 
     def _choices(self, at: int) -> list[tuple[Option, int]]:
-        options = _worthwhile(self.problem, at, self.lifetimes, self.modelled)
+        options = self._worthwhile(at)
         least_ms = min(option.first_ms for option in options)
         self.program.constant_ms += least_ms
         if len(options) == 1:
@@ -172,6 +172,21 @@ class Relaxation:
         chosen = [(option, self.program.column(option.first_ms - least_ms)) for option in options]
         self.program.row([(column, 1.0) for _, column in chosen], 1.0, equal=True)
         return chosen
+
+    def _worthwhile(self, at: int) -> list[Option]:
+        """The options of a main operator that differ here: reading fewer modelled values at no more cost wins."""
+        options = self.problem.options[self.problem.main[at]]
+        own = {option: self.lifetimes.own_bytes(at, option, self.modelled) for option in options}
+        kept: list[Option] = []
+        for option in sorted(options, key=lambda option: (option.first_ms, own[option])):
+            if not any(
+                own[better] <= own[option]
+                and better.reads & self.modelled <= option.reads
+                and better.overwrites & self.modelled <= option.overwrites
+                for better in kept
+            ):
+                kept.append(option)
+        return kept
 
     def _forward_part(self) -> dict[int, int]:
         """Columns and rows of the forward part; returns the columns of what is stored at its end."""
@@ -188,7 +203,7 @@ class Relaxation:
                 live = {
                     value: column
                     for value, column in stored.items()
-                    if position.get(self.maker[value], at) < at and not pinned(problem, self.lifetimes, value, at)
+                    if position.get(self.maker[value], at) < at and not self.lifetimes.pinned(value, at)
                 }
                 may_read = problem.may_read[problem.main[at]]
                 self._memory(
@@ -199,14 +214,13 @@ class Relaxation:
                         for source, column, size_bytes in waiting
                         if position[self.maker[source]] < at
                         and source not in may_read
-                        and not pinned(problem, self.lifetimes, source, at)
+                        and not self.lifetimes.pinned(source, at)
                     ],
                 )
             for option, choice in self.chosen[at]:
                 for value in option.overwrites & stored.keys():
                     if self.maker[value] in position:
-                        terms = [(stored[value], 1.0)] + ([(choice, 1.0)] if choice >= 0 else [])
-                        self.program.row(terms, 1.0 if choice >= 0 else 0.0)
+                        self._excluded([(stored[value], 1.0)], choice)
         if problem.forward_main:
             for operator, column in self.early.items():
                 self._early_memory(operator, column, stored)
@@ -321,9 +335,12 @@ class Relaxation:
                     terms = [(live[value], 1.0)]
                     if self.maker[value] in span.once:
                         terms.append((span.once[self.maker[value]], -1.0))
-                    if choice >= 0:
-                        terms.append((choice, 1.0))
-                    self.program.row(terms, 1.0 if choice >= 0 else 0.0)
+                    self._excluded(terms, choice)
+
+    def _excluded(self, terms: list[tuple[int, float]], choice: int) -> None:
+        """Add a row: the terms add up to nothing where a main operator's choice is made; −1 is always made."""
+        chosen = [] if choice < 0 else [(choice, 1.0)]
+        self.program.row([*terms, *chosen], float(len(chosen)))
 
     def _memory(self, at: int, live: dict[int, int], also: Sequence[tuple[int, int]] = ()) -> None:
         """The memory of main operator `at`, with what is live before it, is within the budget.
@@ -335,7 +352,7 @@ class Relaxation:
         terms += [(column, size_bytes * self.scale) for column, size_bytes in also]
         room = self.room - self.lifetimes.fixed_bytes[at]
         for option, choice in self.chosen[at]:
-            own = own_bytes(self.problem, at, option, self.lifetimes, self.modelled)
+            own = self.lifetimes.own_bytes(at, option, self.modelled)
             if choice < 0:
                 room -= own
             else:
@@ -368,23 +385,6 @@ class Relaxation:
             self.program.row([(column, 1.0), *runs], 0.0)
         places = range(intervals[0].places[0], intervals[-1].places[-1] + 1)
         self._supply(_Span(places=places, before=intervals[0].before, once=once), live)
-
-
-def _worthwhile(problem: Problem, at: int, lifetimes: CertainLifetimes, modelled: frozenset[int]) -> list[Option]:
-    """The options of a main operator that differ here: reading fewer modelled values at no more cost wins."""
-    kept: list[tuple[tuple[float, int], frozenset[int], frozenset[int], Option]] = []
-    options = problem.options[problem.main[at]]
-    described = [
-        (option.first_ms, own_bytes(problem, at, option, lifetimes, modelled), option) for option in options
-    ]
-    for first_ms, own, option in sorted(described, key=lambda item: item[:2]):
-        reads, overwrites = option.reads & modelled, option.overwrites & modelled
-        if not any(
-            cost[0] <= first_ms and cost[1] <= own and other <= reads and over <= overwrites
-            for cost, other, over, _ in kept
-        ):
-            kept.append(((first_ms, own), reads, overwrites, option))
-    return [option for _, _, _, option in kept]
 
 
 def _plain_bytes(problem: Problem) -> list[int]:
