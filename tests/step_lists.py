@@ -13,7 +13,7 @@ from monetlite.core.choices import Choices
 from monetlite.core.costs import Cost, Profile, ProfileKind
 from monetlite.core.graph import OperatorGraph, Phase
 from monetlite.core.schedule import Schedule, Status
-from monetlite.core.simulate import Timeline, simulate
+from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
 from monetlite.tracing import Inputs
 
@@ -154,7 +154,7 @@ def schedule_of(profile: Profile, steps: Iterable[Step], budget_bytes: int | Non
         name=graph.name,
         fingerprint=graph.fingerprint,
         structure=graph.structure,
-        operators=len(graph.traced),
+        operators=graph.traced_count,
         inputs=graph.inputs,
         choices=Choices.of_steps(graph, steps),
         budget_bytes=timeline.peak_bytes if budget_bytes is None else budget_bytes,
@@ -179,13 +179,3 @@ def schedule_for(model: nn.Module, inputs: Inputs) -> Schedule:
     """A schedule that computes everything again."""
     graph = monetlite.trace(model, inputs)
     return schedule_of(free_profile(graph), recompute_everything(graph))
-
-
-def live_before(graph: OperatorGraph, timeline: Timeline) -> list[set[int]]:
-    """The values in memory before each step."""
-    live: set[int] = set()
-    before: list[set[int]] = []
-    for (index, choice), frees in zip(timeline.steps, timeline.frees, strict=True):
-        before.append(live)
-        live = (live | set(graph.operators[index].implementations[choice].writes)) - frees
-    return before
