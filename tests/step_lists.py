@@ -154,7 +154,7 @@ def schedule_of(profile: Profile, steps: Iterable[Step], budget_bytes: int | Non
         name=graph.name,
         fingerprint=graph.fingerprint,
         structure=graph.structure,
-        operators=graph.traced_count,
+        operators=len(graph.traced),
         inputs=graph.inputs,
         choices=Choices.of_steps(graph, steps),
         budget_bytes=timeline.peak_bytes if budget_bytes is None else budget_bytes,

@@ -67,8 +67,12 @@ def _has_ones(tensor: torch.Tensor) -> bool:
 
 
 def _as_real_view(source: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """View whose dimensions of one go on from those after them, as in ATen's `computeStride`."""
-    if not _has_ones(view):
+    """View whose dimensions of one go on from those after them, as in ATen's `computeStride`.
+
+    Views in the same shape are AOTAutograd's. It expects gradients of outputs to be laid out as these, and copies
+    others: they stay as the outputs are.
+    """
+    if not _has_ones(view) or same_sizes(view.shape, source.shape):
         return view
     strides, following = list(view.stride()), source.stride()[-1] if source.dim() else 1
     for at in reversed(range(view.dim())):
