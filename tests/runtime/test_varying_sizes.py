@@ -24,6 +24,7 @@ from monetlite.runtime import varying_step
 from monetlite.runtime.call_sizes import CallSizes
 from monetlite.runtime.serving import input_signature
 from monetlite.runtime.step_plans import StepPlans
+from monetlite.tracing import sized_graphs
 from monetlite.tracing.step_inputs import Arguments
 
 PLANNING = {"budget": "80%", "device": "rtx-4090", "time_limit": 1}
@@ -372,7 +373,7 @@ def test_small_inputs_get_a_plan_of_their_own_once_it_pays(planned_at_96):
 @pytest.mark.parametrize("planned", [0, 1])
 def test_a_step_that_cannot_be_planned_at_other_sizes_is_captured_at_each(planned, captures, monkeypatch):
     """At once, or when larger inputs come."""
-    agreeing, left = varying_step.agreeing, [None] * planned
+    agreeing, left = sized_graphs.agreeing, [None] * planned
 
     def refuse(*graphs):
         if not left:
@@ -380,7 +381,7 @@ def test_a_step_that_cannot_be_planned_at_other_sizes_is_captured_at_each(planne
         left.pop()
         return agreeing(*graphs)
 
-    monkeypatch.setattr(varying_step, "agreeing", refuse)
+    monkeypatch.setattr(sized_graphs, "agreeing", refuse)
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
     same_steps(wrapper, model, [tokens(4, length) for length in (21, 60, 21)])
