@@ -273,7 +273,7 @@ class PiecewiseTraining:
 
         def keep(step: CapturedStep) -> None:
             piece = pieces[-1]
-            piece.step, piece.least = step, step.current
+            piece.step, (piece.least,) = step, step.versions
             step.watch = weakly(self._watch, piece)
             self._captured.append(step)
 
@@ -295,7 +295,7 @@ class PiecewiseTraining:
     def _run(self, piece: CapturedPiece, call: Callable[..., Any], *arguments: Any) -> Any:
         """Run a piece by the programs that are planned for this place of the step."""
         sizes = piece.sizes(arguments)
-        piece.step.current = self._meant(piece, sizes)
+        piece.step.versions = [self._meant(piece, sizes)]
         if self._record is None:
             return call(*arguments)
         self._record.run_begins(piece, arguments)
@@ -345,9 +345,9 @@ class PiecewiseTraining:
             return
         self._wanted = False
 
-    def _watch(self, piece: CapturedPiece, what: str) -> None:
+    def _watch(self, piece: CapturedPiece, ends: bool) -> None:
         if self._record is not None:
-            self._record.backward(piece, what == "end")
+            self._record.backward(piece, ends)
 
     def _go_on(self) -> None:
         """Plan, between two steps, as far as there is something to plan."""

@@ -203,7 +203,6 @@ class ScheduledTraining:
             if raised is not None:
                 self._run_itself(call)
                 raise raised
-            self.plans.note_schedule()
             self.plans.peak.step_gave(output)
             if detached is None and self._pieces is None:
                 self.plans.measure_loss(output, call)

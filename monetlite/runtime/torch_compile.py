@@ -166,10 +166,11 @@ def _measured_once(
 ) -> Callable[..., Any]:
     """A compiled step, of which the measured peak is told once for all sizes of the inputs."""
     peak, runs = _peaks.setdefault(schedule.structure, MeasuredPeak()), itertools.count()
+    peak.capture_ends()
+    step.watch = lambda ends: peak.backward_ends() if ends else None
 
     def run(*arguments: Any) -> Any:
         if next(runs):  # while the first one runs, what compiling took is freed
-            peak.keep(step)
             peak.step_begins(graph, Arguments(arguments, {}), lambda: schedule)
         output = compiled(*arguments)
         peak.step_gave(output)
