@@ -73,7 +73,7 @@ class MeasuredPeak:
             if growth.was_late and len(found) < MAX_STEPS:
                 return
             self._told = True
-            own_step_bytes = held_bytes + state_bytes(trained, by)
+            own_step_bytes = held_bytes + state_bytes(trained, by.optimizer)
             before_bytes = growth.before_bytes if device == "cuda" else own_step_bytes
             planned_for = tuple(sorted(tuple(spec.shape) for spec in by.inputs.values()))
             smaller = "" if shapes == planned_for else ", for smaller inputs than planned for"
@@ -139,8 +139,6 @@ def over_budget(peak_bytes: int, budget_bytes: int, other_bytes: int, gradient_b
     )
 
 
-def state_bytes(trained: Iterable[tuple[int, int]], schedule: Schedule) -> int:
-    """Bytes of the optimizer's state that a schedule counts, by the bytes and elements of trained parameters."""
-    if schedule.optimizer is None:
-        return 0
-    return sum(itertools.starmap(optimizer_kind(schedule.optimizer).state_bytes, trained))
+def state_bytes(trained: Iterable[tuple[int, int]], optimizer: str | None) -> int:
+    """Bytes of an optimizer's state, by the bytes and elements of trained parameters; none without one."""
+    return 0 if optimizer is None else sum(itertools.starmap(optimizer_kind(optimizer).state_bytes, trained))
