@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.core.announcing import warn
-from monetlite.core.errors import InfeasibleBudget, ModelError, ModelRaises, ScheduleMismatch, TraceError
+from monetlite.core.errors import InfeasibleBudget, ModelError, ModelRaises, TraceError
 from monetlite.core.graph import COMPILED_LAYOUTS, LOSS_ONLY
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
@@ -46,7 +46,7 @@ from monetlite.runtime.lowering import lower
 from monetlite.runtime.model_in_pieces import ModelInPieces
 from monetlite.runtime.optimizer_state import watch_state
 from monetlite.runtime.pieces import PiecewiseTraining
-from monetlite.runtime.serving import TooLarge, shapes_of
+from monetlite.runtime.serving import shapes_of
 from monetlite.runtime.step_plans import StepPlans
 from monetlite.tracing.attention_masks import is_known, masks_known, with_known_masks
 from monetlite.tracing.capture import (
@@ -258,19 +258,13 @@ class ScheduledTraining:
         serving = plans.serving(call)
         if not serving and plans.budget is None:
             raise plans.unserved(call)
-        if serving:
-            plans.schedule = serving[0]
-            try:
-                output = self._capture(call)
-            except (ScheduleMismatch, TooLarge, TraceError):
-                # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
-                # something other than an input's shape is larger than any schedule was solved for. Or this step
-                # takes a path that can't be captured whole.
-                if plans.budget is None:
-                    raise
-                output = self._solve_and_capture(call)
-        else:
-            output = self._solve_and_capture(call)
+        if not serving and plans.solved == MANY_SOLVED:
+            warn(
+                f"{MANY_SOLVED} schedules have been solved, each for larger inputs than any before; begin with the "
+                "largest, whose schedule serves all, or pad to a few sizes (pad_to_multiple_of in the collator)"
+            )
+        plans.schedule = serving[0] if serving else None
+        output = self._capture_or_begin_pieces(call)
         signature = self.plans.sizes.signature(call, self._numbers.served_types)
         if shapes_of(signature) in map(shapes_of, self._ready):
             self._values_changed += 1
@@ -295,18 +289,14 @@ class ScheduledTraining:
                 f"and after {MAX_PROGRAMS} all are compiled anew; pad to fewer (pad_to_multiple_of)"
             )
 
-    def _solve_and_capture(self, call: Arguments) -> Any:
-        """Run a step for which a schedule has to be found, too."""
+    def _capture_or_begin_pieces(self, call: Arguments) -> Any:
+        """Run a step for which a program has to be made; with a budget, in pieces if it can't be captured whole."""
         plans = self.plans
-        if plans.solved == MANY_SOLVED:
-            warn(
-                f"{MANY_SOLVED} schedules have been solved, each for larger inputs than any before; begin with the "
-                "largest, whose schedule serves all, or pad to a few sizes (pad_to_multiple_of in the collator)"
-            )
         try:
-            plans.schedule = None
             return self._capture(call)
         except TraceError as error:
+            if plans.budget is None:
+                raise
             barring = {
                 "whole": self.whole,
                 "reserved": plans.solving.reserved,
@@ -315,7 +305,6 @@ class ScheduledTraining:
             if names := [f"{name}=True" for name, given in barring.items() if given]:
                 advice = f"Without {' and '.join(names)}, it trains in pieces"
                 raise type(error)(str(error).replace(PIECES, advice)) from error.__cause__
-            assert plans.budget is not None
             training = PiecewiseTraining(self.model, plans.budget, plans.pricing, plans.solving, plans.wait, error)
             self._pieces = ModelInPieces(self.model, training)
         try:

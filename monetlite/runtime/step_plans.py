@@ -13,9 +13,9 @@ import math
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -65,7 +65,6 @@ from monetlite.tracing.step_inputs import (
 )
 
 _planning = threading.Lock()
-_T = TypeVar("_T")
 
 
 class Ran(NamedTuple):
@@ -266,7 +265,9 @@ class StepPlans:
             return self._plan_by(found, joint)
         try:
             return self._plan_by(found, copied(joint))
-        except (ScheduleMismatch, TooLarge):
+        except (ScheduleMismatch, TooLarge, TraceError):
+            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
+            # something other than an input's shape is larger than any schedule was solved for.
             self.schedule = None
             return self._plan_at_once(joint)
 
@@ -290,27 +291,22 @@ class StepPlans:
         return self.fitting.fit(traced, found, resident_bytes)
 
     def _plan_at_once(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
-        """The captured step, and the steps to run of it by a schedule found within seconds."""
-        assert self.runs.budget is not None
-        assert self._example is not None
-        layouts = self._layouts()
-        traced = {layout: self.build(own, layout)[0] for layout, own in in_layouts(joint, layouts).items()}
-        example = self._example
-        return self._within_budget(lambda budget: self._first_plan(traced, example, budget))
+        """The captured step, and the steps to run of it by a schedule found within seconds.
 
-    def _within_budget(self, plan: Callable[[str | int | float], _T]) -> _T:
-        """Plan within the budget. A share of plain training's peak is not less than what a plan had before.
-
-        Plain training takes less once layers are frozen, and a share of that may be too little.
+        A share of plain training's peak is not less than what a plan had before: plain training takes less once
+        layers are frozen, and a share of that may be too little.
         """
-        assert self.runs.budget is not None
+        call, budget = self._asked(), self.runs.budget
+        assert budget is not None
+        layouts = in_layouts(joint, self._layouts()).items()
+        traced = {layout: self._build(own, call, layout) for layout, own in layouts}
         try:
-            return plan(self.runs.budget)
+            return self._first_plan(traced, call, budget)
         except InfeasibleBudget as error:
             before_bytes = max((schedule.budget_bytes for schedule in self.schedules), default=0)
-            if not is_percentage(self.runs.budget) or before_bytes <= error.budget_bytes:
+            if not is_percentage(budget) or before_bytes <= error.budget_bytes:
                 raise
-        return plan(before_bytes)
+        return self._first_plan(traced, call, before_bytes)
 
     def _layouts(self) -> Sequence[str]:
         """Layouts in which a plan is looked for."""
