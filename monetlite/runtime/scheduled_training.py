@@ -164,11 +164,13 @@ class ScheduledTraining:
 
     @left_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of a training step, whose backward pass autograd runs.
+        """Run the forward pass of a training step, whose backward pass autograd runs; all else as ever.
 
         Raises:
             The errors of `MONeTWrapper`.
         """
+        if not (self.model.training and torch.is_grad_enabled()):
+            return call_itself(self.model, *args, **kwargs)
         if is_transformed():
             raise ModelError(
                 "a scheduled training step can't be transformed by torch.func (grad, vmap, jacrev, ...): its "
