@@ -148,15 +148,19 @@ def compile_graph(
         compiled = delivering_backend(partition, eager, kept.append)(graph, inputs)
     if kept and schedule is not None:
         compiled = _measured_once(compiled, graph, kept[-1], schedule)
-    return _noted(compiled if gpu is None else on_gpu(compiled, gpu))
+    return whole_step(compiled, gpu)
 
 
-def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A whole step that tells the call it is in that it ran."""
+def whole_step(step: Callable[..., Any], gpu: torch.device | None) -> Callable[..., Any]:
+    """A step that tells the call it is in that it ran, with its GPU as torch's current one if it has one.
+
+    Re-runs of random operators read the current GPU's generator.
+    """
 
     def run(*arguments: Any) -> Any:
         _thread.whole = True
-        return step(*arguments)
+        with contextlib.nullcontext() if gpu is None else torch.cuda.device(gpu):
+            return step(*arguments)
 
     return run
 
@@ -175,16 +179,6 @@ def _measured_once(
         output = compiled(*arguments)
         peak.step_gave(output)
         return output
-
-    return run
-
-
-def on_gpu(step: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
-    """A step with its GPU as torch's current one: re-runs of random operators read the current generator."""
-
-    def run(*arguments: Any) -> Any:
-        with torch.cuda.device(gpu):
-            return step(*arguments)
 
     return run
 
