@@ -12,11 +12,9 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import OperatorGraph
@@ -27,7 +25,7 @@ from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import (
     compile_program,
-    decompositions,
+    decomposed,
     force_strides,
     output_strides,
 )
@@ -92,15 +90,15 @@ def inductor(program: fx.GraphModule, inputs: Sequence[Any], internal: Collectio
     if not captured:
         raise ModelError("a program without inputs can't be compiled")
     mode = fake_mode(placeholders[0])
-    # Our functions look things up in tables, which are real tensors.
-    with mode, patch.object(mode, "allow_non_fake_inputs", True):
-        # Our own functions become torch's operators, and those the ones that Inductor knows. They go by the order
-        # of elements in the captured layouts, in every program the same.
-        traced = make_fx(torch.func.functionalize(lambda *args: program(*args)), decompositions())(*captured)
+    # Our own functions become operators of torch, which go by the order of elements in the captured layouts, in
+    # every program the same.
+    traced = decomposed(lambda *args: program(*args), captured, mode)
     _as_captured(traced, captured, inputs)
     results = flat_outputs(traced)
     # Other code reads these in the strides that they were captured with.
-    force_strides(traced, [at for at, item in enumerate(results) if item is not None and at not in internal])
+    visible = {at: item for at, item in enumerate(results) if item is not None and at not in internal}
+    tensors = {at: value for at, item in visible.items() if isinstance(value := item.meta["val"], torch.Tensor)}
+    force_strides(traced, visible, {at: value.stride() for at, value in tensors.items() if value.dim() > 2})
     tables = _lift_constants(traced)
     compiled = compile_program(traced, [*inputs, *map(mode.from_tensor, tables)])
 

@@ -14,7 +14,7 @@
 | `compile_fx`, `aot_eager_decomp_partition` | `torch.compile` as others use it, to compare with |
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
@@ -59,6 +59,13 @@ def compile_program(program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         return compile_fx_inner(program, list(inputs))
 
 
+def decomposed(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    """A function of fake tensors as a program of operators that Inductor knows."""
+    # Our functions look things up in tables, which are real tensors.
+    with mode, patch.object(mode, "allow_non_fake_inputs", True):
+        return make_fx(torch.func.functionalize(function), decompositions())(*inputs)
+
+
 def compile_alone(
     function: Callable[..., Any],
     inputs: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]],
@@ -87,32 +94,14 @@ def compile_alone(
                 torch.empty_strided(shape, stride, dtype=dtype, device=device)
                 for shape, stride, dtype, device in inputs
             ]
-        # Our functions look things up in tables, which are real tensors.
-        with mode, patch.object(mode, "allow_non_fake_inputs", True):
-            traced = make_fx(torch.func.functionalize(function), decompositions())(*fakes)
-            _in_strides(traced, strides)
+        traced = decomposed(function, fakes, mode)
+        made: Any = traced.graph.output_node().args[0]
+        captured = [node.meta["val"].stride() for node in made]
+        differing = {at: stride for at, stride in enumerate(strides) if stride != captured[at]}
+        force_strides(traced, range(len(made)), differing)
         with patched(config.patch({"size_asserts": True, "alignment_asserts": False, "triton.cudagraphs": False})):
             compiled: Callable[[list[Any]], Any] = compile_program(traced, fakes)
         return compiled
-
-
-def _in_strides(program: fx.GraphModule, strides: Sequence[tuple[int, ...]]) -> None:
-    """Have a program return results in these strides."""
-    from torch._inductor.inductor_prims import force_stride_order
-
-    output = program.graph.output_node()
-    made: list[Any] = list(output.args[0])  # type: ignore[arg-type]  # a flat tuple
-    with program.graph.inserting_before(output):
-        for at, (node, stride) in enumerate(zip(made, strides, strict=True)):
-            value = node.meta["val"]
-            if value.stride() != stride:
-                made[at] = program.graph.call_function(force_stride_order, (node, stride))
-                made[at].meta["val"] = torch.empty_strided(
-                    value.shape, stride, dtype=value.dtype, device=value.device
-                )
-    output.args = (tuple(made),)
-    output.meta["user_visible_output_idxs"] = list(range(len(made)))
-    program.recompile()
 
 
 def output_strides(compiled: Any) -> list[tuple[int, ...] | None]:
@@ -120,21 +109,27 @@ def output_strides(compiled: Any) -> list[tuple[int, ...] | None]:
     return [None if strides is None else tuple(map(int, strides)) for strides in compiled.output_strides]
 
 
-def force_strides(program: fx.GraphModule, results: Collection[int]) -> None:
-    """Have some results of a program, by position, returned in the strides that they were captured in."""
+def force_strides(
+    program: fx.GraphModule, visible: Collection[int], strides: Mapping[int, tuple[int, ...]]
+) -> None:
+    """Have results of a program, by position, returned in given strides.
+
+    Args:
+        visible: all results that other code reads.
+        strides: of some of them; the others are in those that they were captured in.
+    """
     from torch._inductor.inductor_prims import force_stride_order
 
     output = program.graph.output_node()
     given: Any = output.args[0]
     made = list(given)
     with program.graph.inserting_before(output):
-        for at in results:
+        for at, stride in strides.items():
             value = made[at].meta["val"]
-            if hasattr(value, "dim") and value.dim() > 2:
-                made[at] = program.graph.call_function(force_stride_order, (made[at], value.stride()))
-                made[at].meta["val"] = value
+            made[at] = program.graph.call_function(force_stride_order, (made[at], stride))
+            made[at].meta["val"] = value.new_empty_strided(value.shape, stride)
     output.args = (tuple(made),)
-    output.meta["user_visible_output_idxs"] = list(results)
+    output.meta["user_visible_output_idxs"] = list(visible)
     program.recompile()
 
 
