@@ -120,27 +120,21 @@ class ScheduledTraining:
         outputs = options.get("outputs") or (given[0].outputs if given else LOSS_ONLY)
         if compile and budget is not None:
             options = {**options, "compile": True}
-        regions = budget is not None or any(item.layout in COMPILED_LAYOUTS.values() for item in given)
-        self.model, self.compile, self.whole = model, compile and not regions, whole
+        regions_given = any(item.layout in COMPILED_LAYOUTS.values() for item in given)
+        self.model, self.compile, self.whole = model, compile and budget is None and not regions_given, whole
         # Inductor's programs and what the allocator reserves are too costly to plan twice.
         wait = wait or compile or solving.reserved
         self.plans = StepPlans(model, given, budget=budget, options=options, outputs=outputs, wait=wait)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Know nothing of steps."""
         self._pieces: ModelInPieces | None = None  # if it can't be captured whole
         self._warned_of_shapes = self._warned_of_watching = False
         self._values_changed = 0
         """Steps that were captured for another value than before, where inputs have known shapes."""
         # Schedules that are solved beforehand, and what Inductor compiles, are of graphs in which each number is a
         # constant.
-        fixed = self.plans.budget is None or self.compile or self.plans.pricing.compile
-        self._numbers = VaryingNumbers(fixed=fixed, counting=True)
+        self._numbers = VaryingNumbers(fixed=budget is None or compile, counting=True)
         self._forget()
         watch_state(self.plans)
-        layouts = {schedule.layout for schedule in self.plans.schedules}
-        if self.compile or self.plans.pricing.compile or layouts & set(COMPILED_LAYOUTS.values()):
+        if compile or regions_given:
             self.plans.sizes.fix("what Inductor compiles is for fixed sizes")
 
     @functools.cached_property
@@ -154,13 +148,6 @@ class ScheduledTraining:
         self._step: Callable[..., Any] | None = None  # the compiled training step
         self._ready: set[object] = set()  # signatures of inputs that it has a program for
         self.plans.forget()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("model", "plans", "compile", "whole")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()
 
     @left_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -113,10 +113,6 @@ class StepPlans:
         self.schedule = schedules[0] if schedules else None
         self.budget, self.options, self.outputs, self.wait = budget, options, outputs, wait
         self.pricing, self.solving = split_options(options)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Know nothing of steps."""
         self.solved = 0
         self.sizes, self.fitting, self.outside, self.peak = CallSizes(), Fitting(), OutsideLoss(), MeasuredPeak()
         self.runs = OpenRuns(self.model, self.budget, self.pricing.optimizer)
@@ -136,14 +132,6 @@ class StepPlans:
         self.varying: dict[CapturedStep, VaryingStep] = {}
         self._new_varying: VaryingStep | None = None  # the one that is being captured
         self._planned: PlannedStep | None = None  # the step that is being captured, or planned once more
-
-    def __getstate__(self) -> dict[str, Any]:
-        known = "model schedules schedule budget options pricing solving outputs wait"
-        return {name: getattr(self, name) for name in known.split()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()
 
     @property
     def updates_in_backward(self) -> bool:
