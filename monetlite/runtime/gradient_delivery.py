@@ -21,7 +21,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import le
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,14 +35,13 @@ from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.backward_parts import RUN, deferred, laid_out, results_by_part
 from monetlite.runtime.double_backward import DoubleBackward, Order, RunAgain
 from monetlite.runtime.unused_outputs import UnusedOutputs
-from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
+from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, flat_outputs
 
 _thread = threading.local()
-Keeper: TypeAlias = "Callable[[CapturedStep], None]"
 
 
 def delivering_backend(
-    lower: Partition, compiler: Compiler = boxed, keep: "Keeper | None" = None, *, holds_inputs: bool = True
+    lower: Partition, compiler: Compiler, keep: "Callable[[CapturedStep], None]", *, holds_inputs: bool = True
 ) -> Backend:
     """A backend for `torch.compile` that runs the two programs of a joint graph and delivers gradients as marked.
 
@@ -62,8 +61,7 @@ def delivering_backend(
             return run
         assert step.joint is not None
         watched, again = step.unused, DoubleBackward(graph, step.joint, holds=holds_inputs)
-        if keep is not None:
-            keep(step)
+        keep(step)
 
         def call(*arguments: Any) -> Any:
             if again.expected(arguments):
@@ -108,6 +106,10 @@ class Version:
             _thread.version = before
 
 
+def _hear_nothing(*_: object) -> None:
+    """Stand for a function that is called when something happens, where nobody asks for that."""
+
+
 class Unplanned(Exception):
     """A captured step has no programs for inputs of these sizes. Nothing of the step has run."""
 
@@ -127,8 +129,8 @@ class CapturedStep:
 
     Attributes:
         versions: those by which the steps to come run. The first that serves a step's sizes is taken.
-        run_begins: called with the step, the version and the sizes of each run, if it is there.
-        watch: called when a backward part begins, with False, and when it ends, with True, if it is there.
+        run_begins: called with the step, the version and the sizes of each run.
+        watch: called when a backward part begins, with False, and when it ends, with True.
         joint, unused: None for a graph in which nothing is differentiated.
     """
 
@@ -139,8 +141,8 @@ class CapturedStep:
         self._numbers = itertools.count()
         self.versions: list[Version] = []
         self._sizes_at: list[int] = []  # positions of the inputs that are sizes
-        self.run_begins: Callable[[CapturedStep, Version, tuple[int, ...]], None] | None = None
-        self.watch: Callable[[bool], None] | None = None
+        self.run_begins: Callable[[CapturedStep, Version, tuple[int, ...]], None] = _hear_nothing
+        self.watch: Callable[[bool], None] = _hear_nothing
         self.joint: Joint | None = None
         self._tangents = 0
         self.unused: UnusedOutputs | None = None
@@ -185,8 +187,7 @@ class CapturedStep:
         sizes = self.sizes(arguments)
         for version in self.versions:
             if all(map(le, sizes, version.limits)):
-                if self.run_begins is not None:
-                    self.run_begins(self, version, sizes)
+                self.run_begins(self, version, sizes)
                 return version
         raise Unplanned(self, sizes)
 
@@ -209,7 +210,7 @@ class CapturedStep:
         self._by_number[0].backward = self._compiled_backward(program, inputs, internal, self._by_number[0])
 
         def run(arguments: list[Any]) -> Any:
-            self._tell(ends=False)  # while the run is open
+            self.watch(False)  # while the run is open
             number, *sizes = arguments.pop(-1 - self._tangents).tolist()
             version = self._by_number[number]
             assert version.backward is not None
@@ -217,7 +218,7 @@ class CapturedStep:
             with without_autocast():
                 results = version.backward(arguments)
             if not version.order:
-                self._tell(ends=True)
+                self.watch(True)
             return results
 
         return boxed_function(run)
@@ -245,10 +246,6 @@ class CapturedStep:
         self.versions = sorted([*others, version], key=lambda known: math.prod(known.limits))
         return version
 
-    def _tell(self, *, ends: bool) -> None:
-        if self.watch is not None:
-            self.watch(ends)
-
     def _compiled_backward(
         self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int], version: Version
     ) -> Boxed:
@@ -256,7 +253,7 @@ class CapturedStep:
         self.unused.without_nan(program)
         if not version.order:
             return self.unused.without(self._compiler(program, inputs, internal))
-        return deferred(program, inputs, self._compiler, self.unused, lambda: self._tell(ends=True))
+        return deferred(program, inputs, self._compiler, self.unused, lambda: self.watch(True))
 
 
 def _order(joint: Joint, backward: fx.GraphModule) -> Order:
