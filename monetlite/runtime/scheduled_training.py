@@ -227,7 +227,7 @@ class ScheduledTraining:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
             with contextlib.suppress(*REFUSALS), allow_programs(MAX_PROGRAMS):
-                return self._compiled()(*call.args, **call.kwargs)
+                return self._run(call)
         return self._first(call)
 
     def _first(self, call: Arguments) -> Any:
@@ -311,16 +311,12 @@ class ScheduledTraining:
 
     def _capture(self, call: Arguments) -> Any:
         """Run a step for which a program has to be made."""
-
-        def run() -> Any:
-            return run_captured(self.model, lambda: self._compiled()(*call.args, **call.kwargs))
-
         sizes = self.plans.sizes
         with patched(), self.plans.capturing(call), masks_as_plain(self.model, *call):  # by one thread at a time
             while True:
                 with sizes.asked_to_vary(call) as asked, self._numbers.captured():
                     try:
-                        return run()
+                        return run_captured(self.model, lambda: self._run(call))
                     except TraceError as error:
                         if self._numbers.fix():
                             continue
@@ -328,10 +324,10 @@ class ScheduledTraining:
                             raise
                         sizes.fix(str(error))
 
-    def _compiled(self) -> Callable[..., Any]:
+    def _run(self, call: Arguments) -> Any:
         if self._step is None:
             self._step = compile_step(training_step(self.model, self.plans.outputs), self._backend)
-        return self._step
+        return self._step(*call.args, **call.kwargs)
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.plans.note_shapes(graph)
