@@ -3,7 +3,7 @@
 | symbol | use, and what breaks when it changes |
 | --- | --- |
 | `compile_fx_inner`, `output_strides` | compiles a program of ours, and says in which strides its results come |
-| `select_decomp_table` | operators that Inductor knows, for a program traced into those |
+| `select_decomp_table`, `lowering` | operators that Inductor knows, for a program traced into those |
 | `force_stride_order`, `user_visible_output_idxs` | results in captured strides; views and anchors would fail |
 | `cache_dir` | folder of compiled code; regions would be compiled anew by processes beside this one |
 | `size_asserts` | checks of strides; a region would read other elements where its operand is laid out otherwise |
@@ -14,6 +14,7 @@
 | `compile_fx`, `aot_eager_decomp_partition` | `torch.compile` as others use it, to compare with |
 """
 
+import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -41,6 +42,7 @@ def decompositions() -> Any:
     """The table of functions that turn an operator into those that Inductor compiles."""
     from torch._inductor.decomposition import select_decomp_table
 
+    importlib.import_module("torch._inductor.lowering")  # which some of them take to be imported
     return select_decomp_table()
 
 
