@@ -18,7 +18,6 @@ import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -63,8 +62,7 @@ def compile_program(program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 def decomposed(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
     """A function of fake tensors as a program of operators that Inductor knows."""
-    # Our functions look things up in tables, which are real tensors.
-    with mode, patch.object(mode, "allow_non_fake_inputs", True):
+    with mode:
         return make_fx(torch.func.functionalize(function), decompositions())(*inputs)
 
 
@@ -87,7 +85,8 @@ def compile_alone(
     from torch._inductor import config
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    # Our functions look things up in tables, which are real tensors.
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     device = inputs[0][3].type if inputs else "cpu"
     as_it_is = torch.autocast(device, enabled=False)
     with without_modes(), torch.no_grad(), as_it_is, tracing(TracingContext(mode)):
