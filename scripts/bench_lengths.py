@@ -192,7 +192,7 @@ def difference(model: Any, expected: list[torch.Tensor] | None) -> float:
 
 def count_programs(model: Any) -> list[int]:
     """Programs for each captured step, of a model within a budget."""
-    return [len(step.by_size) for step in called_instead(model).plans.varying] or [0]
+    return [len(step.versions) for step in called_instead(model).plans.varying] or [0]
 
 
 def measured_peaks(model: Any, batches: list[torch.Tensor]) -> list[int]:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from monetlite.core.errors import TraceError
-from monetlite.core.graph import Argument, Call, Implementation, Operator, OperatorGraph, TensorRef
+from monetlite.core.graph import Call, Implementation, Operator, OperatorGraph, TensorRef
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, storage_key, without_modes
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
@@ -224,25 +224,16 @@ def _agreeing(one: Operator, other: Operator) -> Operator:
 
 
 def _same_implementation(one: Implementation, other: Implementation) -> bool:
-    calls = zip((one.call, one.again, one.guard), (other.call, other.again, other.guard), strict=True)
-    return (one.reads, one.writes, one.overwrites) == (other.reads, other.writes, other.overwrites) and all(
-        _same_call(mine, its) for mine, its in calls
-    )
+    fields = ("reads", "writes", "overwrites", "call", "again", "guard")
+    return all(_at_any_size(getattr(one, name)) == _at_any_size(getattr(other, name)) for name in fields)
 
 
-def _same_call(one: Call | None, other: Call | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return (one.target, one.outputs) == (other.target, other.outputs) and _same_arguments(
-        (one.args, one.kwargs), (other.args, other.kwargs)
-    )
-
-
-def _same_arguments(one: Argument, other: Argument) -> bool:
-    if isinstance(one, TensorRef) and isinstance(other, TensorRef):
-        return one.node == other.node
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same_arguments, one, other))
-    if isinstance(one, Size) or isinstance(other, Size):
-        return isinstance(one, Size) and isinstance(other, Size) and one == other
-    return repr(one) == repr(other)
+def _at_any_size(item: Any) -> Any:
+    """A call or argument without the numbers that vary: expressions in their place, and names for tensors."""
+    if isinstance(item, Call):
+        return item.target, item.outputs, _at_any_size(item.args), _at_any_size(item.kwargs)
+    if isinstance(item, TensorRef):
+        return item.node
+    if isinstance(item, tuple):
+        return tuple(map(_at_any_size, item))
+    return item.expression if isinstance(item, Size) else repr(item)

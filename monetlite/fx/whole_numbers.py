@@ -8,13 +8,14 @@ torch computes the same bits as by numbers (`_Rest`).
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from monetlite.core.errors import TraceError
+from monetlite.fx.storages import ancestors
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_symbols import captured_number, expression, tensor_of_number
 
@@ -71,8 +72,8 @@ class WithoutNumbers:
         if rest.taken and not as_tensors:
             raise TraceError(f"a tensor depends on {next(iter(rest.taken)).name}, a number that varies")
         wanted = [*(results[at] for at in self._counted), *rest.taken]
-        needed = _needed_by(graph, wanted)
-        self._count = _part(graph, needed, wanted)
+        needed = ancestors(wanted)
+        self._count = _part(graph, filter(needed.__contains__, graph.graph.nodes), wanted)
         self._of_count = [node in needed for node in given]
         self._of_rest = [node not in numbers for node in given]
         self.graph = rest.module
@@ -135,16 +136,7 @@ def _captured_tensor(node: fx.Node) -> torch.Tensor:
     return _tensor(number)
 
 
-def _needed_by(graph: fx.GraphModule, results: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes that results are computed of, and themselves, in the order of the graph."""
-    found = set(results)
-    for node in reversed(graph.graph.nodes):
-        if node in found:
-            found.update(node.all_input_nodes)
-    return [node for node in graph.graph.nodes if node in found]
-
-
-def _part(graph: fx.GraphModule, nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
+def _part(graph: fx.GraphModule, nodes: Iterable[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
     made, copied = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in nodes:
         copied[node] = made.node_copy(node, copied.__getitem__)
@@ -184,11 +176,8 @@ class _Rest:
             self._copied[node] = (
                 self._with_tensor(node) if takes else self._made.node_copy(node, self._copied.__getitem__)
             )
-        self._made.output(tuple(self._own(item) if isinstance(item, fx.Node) else item for item in results))
+        self._made.output(tuple(self._copied[item] if isinstance(item, fx.Node) else item for item in results))
         self.module = graph_module(graph, self._made)
-
-    def _own(self, node: fx.Node) -> fx.Node:
-        return self._copied[node]
 
     def _with_tensor(self, node: fx.Node) -> fx.Node:
         """A call that takes a number, as one that takes a tensor."""
@@ -217,7 +206,7 @@ class _Rest:
         alone = example.dim() == 0
         if not alike or (alone and function in _IN_PLACE):
             return None
-        own = self._own(tensor)
+        own = self._copied[tensor]
         if alone:
             own = self._made.call_method("reshape", (own, (1,)))
         kind = "call_method" if isinstance(function, str) else "call_function"
@@ -229,7 +218,9 @@ class _Rest:
         number: Any = node.args[place] if len(node.args) > place else None
         if not self._is_number(number) or self._numbers.intersection(node.all_input_nodes) != {number}:
             return None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda item: 0 if item is number else self._own(item))
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda item: 0 if item is number else self._copied[item]
+        )
         options = {**kwargs, "dtype": node.meta["example_value"].dtype}
         zeros = self._made.create_node(node.op, node.target, args, options)
         return self._made.call_function(torch.fill, (zeros, self.taken[number]))

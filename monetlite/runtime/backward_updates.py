@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from monetlite.core.errors import ModelError
-from monetlite.fx.torch_internals.torch_dispatch import changes_in_place
+from monetlite.fx.torch_internals.torch_dispatch import changes_of_each
 
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 _LIBRARIES = ("torch.optim.", "bitsandbytes.optim.", "torchao.optim.")
@@ -142,7 +142,7 @@ class BackwardUpdates:
         """The settings of a group of parameters; of one in a tensor, which tensor, and how often it was written."""
         found = {name: group[name] for name in self._optimizer.defaults if name in group}
         return {
-            name: (id(item), changes_in_place(item)) if isinstance(item, torch.Tensor) else item
+            name: (id(item), *changes_of_each([item])) if isinstance(item, torch.Tensor) else item
             for name, item in found.items()
         }
 

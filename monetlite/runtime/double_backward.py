@@ -53,17 +53,13 @@ class Begun:
         """Hold nothing any longer."""
         self._arguments.clear()
 
-    def again(self) -> list[Any]:
-        """The arguments; None in place of those that are gone."""
-        return [item() if isinstance(item, weakref.ref) else item for item in self._arguments]
-
     def unchanged(self) -> list[Any]:
         """The arguments as they were; empty if they are gone.
 
         Raises:
             ModelError: one was changed in place.
         """
-        found = self.again()
+        found = [item() if isinstance(item, weakref.ref) else item for item in self._arguments]
         versions = changes_of_each(_tensors(found))
         if len(versions) != len(self._versions):
             return []

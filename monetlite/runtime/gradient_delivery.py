@@ -21,27 +21,27 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import le
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
 from monetlite.core.errors import ModelError
+from monetlite.core.schedule import Schedule
 from monetlite.fx.torch_internals.torch_aot import boxed_function, is_tangent, without_autocast
-from monetlite.fx.torch_internals.torch_dispatch import weak_storage, without_class, without_modes
+from monetlite.fx.torch_internals.torch_dispatch import weak_storage, without_class
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.runtime.backward_parts import RUN, deferred, laid_out, results_by_part
 from monetlite.runtime.double_backward import DoubleBackward, Order, RunAgain
 from monetlite.runtime.unused_outputs import UnusedOutputs
-from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, boxed, flat_outputs
+from monetlite.tracing.capture import Backend, Boxed, Compiler, Joint, Partition, aot_backend, flat_outputs
 
 _thread = threading.local()
-Keeper: TypeAlias = "Callable[[CapturedStep], None]"
 
 
 def delivering_backend(
-    lower: Partition, compiler: Compiler = boxed, keep: "Keeper | None" = None, *, holds_inputs: bool = True
+    lower: Partition, compiler: Compiler, keep: "Callable[[CapturedStep], None]", *, holds_inputs: bool = True
 ) -> Backend:
     """A backend for `torch.compile` that runs the two programs of a joint graph and delivers gradients as marked.
 
@@ -61,8 +61,7 @@ def delivering_backend(
             return run
         assert step.joint is not None
         watched, again = step.unused, DoubleBackward(graph, step.joint, holds=holds_inputs)
-        if keep is not None:
-            keep(step)
+        keep(step)
 
         def call(*arguments: Any) -> Any:
             if again.expected(arguments):
@@ -83,18 +82,17 @@ class Version:
     """Two programs of a captured step.
 
     Attributes:
-        number: among the versions of its step, in a tensor that is saved for the backward pass.
-        limits: the largest input sizes that it serves, where they vary.
+        number: among the versions of its step, which is saved for the backward pass.
+        limits: the largest input sizes that it serves; empty if it serves all.
+        schedule: by which it runs, if the step is a whole one.
         order: its chain, empty where the backward program runs as a whole.
         forward, backward: the programs as functions.
     """
 
     def __init__(self, number: int, order: Order) -> None:
-        self.number = number
+        self.number, self.order = number, order
         self.limits: tuple[int, ...] = ()
-        self.order = order
-        with without_modes():  # of a capture, whose fake tensor would be read as slowly as one
-            self.saved = torch.tensor([number], device="cpu")
+        self.schedule: Schedule | None = None
         self.forward: Boxed | None = None
         self.backward: Boxed | None = None
 
@@ -106,6 +104,10 @@ class Version:
             yield
         finally:
             _thread.version = before
+
+
+def _hear_nothing(*_: object) -> None:
+    """Stand for a function that is called when something happens, where nobody asks for that."""
 
 
 class Unplanned(Exception):
@@ -122,31 +124,25 @@ class CapturedStep:
     AOTAutograd holds on to two functions. They run the programs of the version in use, and save its number for the
     backward pass: so a step that began by one version ends by it. What is saved may differ from version to version.
 
-    Where sizes of inputs vary, each version serves those up to its limits, and the smallest that serves is taken.
-    The sizes are saved with the version's number.
+    Where sizes of inputs vary, each version serves those up to its limits. The sizes are saved with the version's
+    number.
 
     Attributes:
-        current: the version by which the steps to come run, unless that depends on their sizes.
-        by_size: the versions by which they run where it does, by their limits.
-        last_sizes: of the last step.
-        has_run: True after a step, until somebody takes note of it.
-        backward_begins: called when a backward program begins, if it is there.
-        watch: called with "begin" and "end" of each backward part, if there is one.
+        versions: those by which the steps to come run. The first that serves a step's sizes is taken.
+        run_begins: called with the step, the version and the sizes of each run.
+        watch: called when a backward part begins, with False, and when it ends, with True.
         joint, unused: None for a graph in which nothing is differentiated.
     """
 
     def __init__(self, lower: Partition, compiler: Compiler) -> None:
         self._lower: Partition | None = lower
         self._compiler = compiler
-        self._versions: dict[int, Version] = {}
+        self._by_number: dict[int, Version] = {}
         self._numbers = itertools.count()
-        self.current: Version
-        self.by_size: dict[tuple[int, ...], Version] = {}
-        self.last_sizes: tuple[int, ...] = ()
-        self.has_run = False
+        self.versions: list[Version] = []
         self._sizes_at: list[int] = []  # positions of the inputs that are sizes
-        self.backward_begins: Callable[[], None] | None = None
-        self.watch: Callable[[str], None] | None = None
+        self.run_begins: Callable[[CapturedStep, Version, tuple[int, ...]], None] = _hear_nothing
+        self.watch: Callable[[bool], None] = _hear_nothing
         self.joint: Joint | None = None
         self._tangents = 0
         self.unused: UnusedOutputs | None = None
@@ -161,14 +157,14 @@ class CapturedStep:
         assert self._lower is not None
         forward, backward = self._lower(joint)
         self._lower = None  # which may hold the tensors that the graph was captured with
-        self.current = self._version(backward)
+        self.versions = [self._version(backward)]
         return forward, backward
 
     def _version(self, backward: fx.GraphModule) -> Version:
         """A version of a number of its own, though threads may make some at once."""
         assert self.joint is not None
         version = Version(next(self._numbers), _order(self.joint, backward))
-        self._versions[version.number] = version
+        self._by_number[version.number] = version
         return version
 
     def open_runs(self) -> int:
@@ -188,68 +184,53 @@ class CapturedStep:
         Raises:
             Unplanned: none does.
         """
-        if not self.by_size:
-            return self.current
         sizes = self.sizes(arguments)
-        version = self.by_size[self.limits_for(sizes)]
-        self.last_sizes = sizes
-        return version
-
-    def limits_for(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The limits of the version that serves these sizes.
-
-        Raises:
-            Unplanned: none does.
-        """
-        for limits in self.by_size:
-            if all(map(le, sizes, limits)):
-                return limits
+        for version in self.versions:
+            if all(map(le, sizes, version.limits)):
+                self.run_begins(self, version, sizes)
+                return version
         raise Unplanned(self, sizes)
-
-    def serve(self, version: Version, limits: tuple[int, ...]) -> None:
-        """Have a version serve sizes up to these."""
-        version.limits = limits
-        self.by_size = dict(sorted({**self.by_size, limits: version}.items(), key=lambda item: math.prod(item[0])))
 
     def compile_forward(self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int]) -> Boxed:
         if self.joint is None:  # nothing is differentiated
             return self._compiler(program, inputs, internal)
-        self._versions[0].forward = self._compiler(program, inputs, internal)
+        self._by_number[0].forward = self._compiler(program, inputs, internal)
 
         def run(arguments: list[Any]) -> Any:
             version: Version = _thread.version
             assert version.forward is not None
-            if self._sizes_at:
-                saved = torch.tensor([version.number, *self.sizes(arguments)], device="cpu")
-            else:
-                saved = version.saved.clone()
-            self._runs, self.has_run = [*self._open(), weak_storage(saved)], True
+            saved = torch.tensor([version.number, *self.sizes(arguments)], device="cpu")
+            self._runs = [*self._open(), weak_storage(saved)]
             arguments[:] = map(without_class, arguments)
             return (*version.forward(arguments), saved)
 
         return boxed_function(run)
 
     def compile_backward(self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int]) -> Boxed:
-        self._versions[0].backward = self._compiled_backward(program, inputs, internal, self._versions[0])
+        self._by_number[0].backward = self._compiled_backward(program, inputs, internal, self._by_number[0])
 
         def run(arguments: list[Any]) -> Any:
-            if self.backward_begins is not None:
-                self.backward_begins()
+            self.watch(False)  # while the run is open
             number, *sizes = arguments.pop(-1 - self._tangents).tolist()
-            version = self._versions[number]
+            version = self._by_number[number]
             assert version.backward is not None
             arguments[:0] = sizes
-            self._tell("begin")
             with without_autocast():
                 results = version.backward(arguments)
             if not version.order:
-                self._tell("end")
+                self.watch(True)
             return results
 
         return boxed_function(run)
 
-    def exchange(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Version:
-        """Run the steps to come by other programs; those that have begun end by theirs."""
+    def exchange(
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        limits: tuple[int, ...] = (),
+        schedule: Schedule | None = None,
+    ) -> Version:
+        """Run the steps to come, of sizes up to limits, by other programs; those that have begun end by theirs."""
         assert self.joint is not None
         version = self._version(backward)
         results, given = flat_outputs(forward), forward.graph.find_nodes(op="placeholder")
@@ -260,12 +241,10 @@ class CapturedStep:
         sizes = len(self._sizes_at)
         taken[sizes : sizes + len(inputs)] = inputs
         version.backward = self._compiled_backward(backward, taken, (), version)
-        self.current = version
+        version.limits, version.schedule = limits, schedule
+        others = [known for known in self.versions if known.limits != limits]
+        self.versions = sorted([*others, version], key=lambda known: math.prod(known.limits))
         return version
-
-    def _tell(self, what: str) -> None:
-        if self.watch is not None:
-            self.watch(what)
 
     def _compiled_backward(
         self, program: fx.GraphModule, inputs: Sequence[Any], internal: Collection[int], version: Version
@@ -274,7 +253,7 @@ class CapturedStep:
         self.unused.without_nan(program)
         if not version.order:
             return self.unused.without(self._compiler(program, inputs, internal))
-        return deferred(program, inputs, self._compiler, self.unused, lambda: self._tell("end"))
+        return deferred(program, inputs, self._compiler, self.unused, lambda: self.watch(True))
 
 
 def _order(joint: Joint, backward: fx.GraphModule) -> Order:

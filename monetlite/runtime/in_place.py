@@ -3,28 +3,16 @@
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from monetlite.core.errors import ModelError
 from monetlite.core.schedule import Schedule
-from monetlite.fx.torch_internals.torch_dynamo import left_alone
-from monetlite.fx.torch_internals.torch_modules import call_instead, call_itself, called_instead
+from monetlite.fx.torch_internals.torch_modules import call_instead, called_instead
 from monetlite.runtime.scheduled_training import OneSchedule, ScheduledTraining, refuse_scheduled
 from monetlite.runtime.wrapper import MONeTWrapper
 from monetlite.tracing.step_inputs import require_module
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-class InPlaceTraining(ScheduledTraining):
-    """The function that a scheduled module is called by: training steps by the schedule, all else as ever."""
-
-    @left_alone
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.model.training and torch.is_grad_enabled():
-            return super().__call__(*args, **kwargs)
-        return call_itself(self.model, *args, **kwargs)
 
 
 def within(
@@ -67,9 +55,8 @@ def within(
     refuse_scheduled(model)
     if called_instead(model) is not None:
         raise ModelError("model.compile() was called on the model; schedule a model that is not compiled")
-    call_instead(
-        model, InPlaceTraining(model, schedule, budget=budget, compile=compile, wait=wait, whole=whole, **options)
-    )
+    training = ScheduledTraining(model, schedule, budget=budget, compile=compile, wait=wait, whole=whole, **options)
+    call_instead(model, training)
     return model
 
 
@@ -99,10 +86,10 @@ def schedule_of(model: nn.Module) -> Schedule | None:
     return model.schedule if isinstance(model, MONeTWrapper) else _training(model).plans.schedule
 
 
-def _training(model: nn.Module) -> InPlaceTraining:
+def _training(model: nn.Module) -> ScheduledTraining:
     require_module(model)
     training = called_instead(model)
-    if not isinstance(training, InPlaceTraining):
+    if not isinstance(training, ScheduledTraining):
         lost = "" if training is None else ", or model.compile() took its plan off"
         raise ModelError(f"monetlite.within was not called on this {type(model).__name__}{lost}")
     return training

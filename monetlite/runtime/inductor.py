@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from monetlite.core.errors import ModelError
 from monetlite.core.graph import OperatorGraph
@@ -27,7 +26,7 @@ from monetlite.fx.torch_internals.torch_dispatch import OpOverload, schema_of
 from monetlite.fx.torch_internals.torch_graph_modules import graph_module
 from monetlite.fx.torch_internals.torch_inductor import (
     compile_program,
-    decompositions,
+    decomposed,
     force_strides,
     output_strides,
 )
@@ -92,19 +91,19 @@ def inductor(program: fx.GraphModule, inputs: Sequence[Any], internal: Collectio
         raise ModelError("a program without inputs can't be compiled")
     mode = fake_mode(placeholders[0])
     # Our functions look things up in tables, which are real tensors.
-    with mode, patch.object(mode, "allow_non_fake_inputs", True):
-        # Our own functions become torch's operators, and those the ones that Inductor knows. They go by the order
-        # of elements in the captured layouts, in every program the same.
-        traced = make_fx(torch.func.functionalize(lambda *args: program(*args)), decompositions())(*captured)
-    _as_captured(traced, captured, inputs)
-    results = flat_outputs(traced)
-    # Other code reads these in the strides that they were captured with.
-    force_strides(traced, [at for at, item in enumerate(results) if item is not None and at not in internal])
-    tables = _lift_constants(traced)
-    compiled = compile_program(traced, [*inputs, *map(mode.from_tensor, tables)])
+    with patch.object(mode, "allow_non_fake_inputs", True):
+        # They become operators of torch. Those go by the order of elements in the captured layouts, which is the
+        # same in every program.
+        traced = decomposed(lambda *args: program(*args), captured, mode)
+        _as_captured(traced, captured, inputs)
+        results = flat_outputs(traced)
+        # Other code reads these in the strides that they were captured with.
+        visible = {at: item for at, item in enumerate(results) if item is not None and at not in internal}
+        tensors = {at: made for at, item in visible.items() if isinstance(made := item.meta["val"], torch.Tensor)}
+        force_strides(traced, visible, {at: made.stride() for at, made in tensors.items() if made.dim() > 2})
+        compiled = compile_program(traced, inputs)
 
     def run(args: list[Any]) -> Any:
-        args.extend(tables)
         return compiled(args)
 
     run.output_strides = output_strides(compiled)  # type: ignore[attr-defined]  # read by `gradient_delivery`
@@ -131,24 +130,6 @@ def _as_captured(program: fx.GraphModule, captured: Sequence[Any], given: Sequen
             for reader in readers:
                 reader.replace_input_with(node, filled)
     program.recompile()
-
-
-def _lift_constants(program: fx.GraphModule) -> list[torch.Tensor]:
-    """Make further inputs of a program's constant tensors, and return them in that order."""
-    constants: dict[str, tuple[torch.Tensor, fx.Node]] = {}
-    last = program.graph.find_nodes(op="placeholder")[-1]
-    for node in program.graph.find_nodes(op="get_attr"):
-        name = str(node.target)
-        if name not in constants:
-            tensor = getattr(program, name)
-            with program.graph.inserting_after(last):
-                last = program.graph.placeholder(name)
-            last.meta["val"] = node.meta.get("val", tensor)
-            constants[name] = (tensor, last)
-        node.replace_all_uses_with(constants[name][1])
-        program.graph.erase_node(node)
-    program.recompile()
-    return [tensor for tensor, _ in constants.values()]
 
 
 def with_draws(program: fx.GraphModule) -> fx.GraphModule:

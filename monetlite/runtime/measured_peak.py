@@ -14,7 +14,6 @@ from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
 from monetlite.profiling.allocated import AllocatedGrowth
 from monetlite.profiling.step_additions import optimizer_kind
-from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.step_inputs import Arguments, device_of
 
@@ -31,17 +30,18 @@ class MeasuredPeak:
     """
 
     def __init__(self) -> None:
-        self._step: CapturedStep | None = None
         self._growth: AllocatedGrowth | None = None
-        self._told = False
+        self._ended: Callable[[], None] | None = None
+        """Called when the backward pass of the step that is measured ends."""
+        self._captured = self._told = False
         self._found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         """Growths of the steps that were measured, by the shapes of their inputs."""
         self._outputs: list[weakref.ref[torch.Tensor]] = []
 
-    def keep(self, step: CapturedStep) -> None:
-        """Note the programs of the step that was captured last, in which nothing is measured."""
+    def capture_ends(self) -> None:
+        """Note that a step was captured, in which nothing is measured."""
         self.drop()
-        self._step = None if self._told else step
+        self._captured = True
 
     def step_begins(self, model: nn.Module, call: Arguments, schedule: Callable[[], Schedule | None]) -> None:
         """Measure a step, unless that was done, or none was captured yet.
@@ -51,7 +51,7 @@ class MeasuredPeak:
             schedule: gives the one that the step runs by, once it has begun.
         """
         self.drop()
-        if self._step is None:
+        if self._told or not self._captured:
             return
         device = device_of(model, tuple(call))
         tensors = as_passed(*call)
@@ -63,11 +63,8 @@ class MeasuredPeak:
         parameters = {item for item in own if isinstance(item, nn.Parameter) and item.requires_grad}
         trained = [(item.nbytes, item.numel()) for item in parameters]
         growth, captured_before = AllocatedGrowth(device), seconds_captured()
-        self._growth = growth
 
-        def watch(what: str) -> None:
-            if what != "end":
-                return
+        def backward_ended() -> None:
             ended, by = growth.end(), schedule()
             self.drop()
             if ended is None or by is None or seconds_captured() > captured_before:
@@ -76,8 +73,8 @@ class MeasuredPeak:
             found.append(ended[1])
             if growth.was_late and len(found) < MAX_STEPS:
                 return
-            self._told, self._step = True, None
-            own_step_bytes = held_bytes + state_bytes(trained, by)
+            self._told = True
+            own_step_bytes = held_bytes + state_bytes(trained, by.optimizer)
             before_bytes = growth.before_bytes if device == "cuda" else own_step_bytes
             planned_for = tuple(sorted(tuple(spec.shape) for spec in by.inputs.values()))
             smaller = "" if shapes == planned_for else ", for smaller inputs than planned for"
@@ -87,7 +84,12 @@ class MeasuredPeak:
             if said := over_budget(peak_bytes, by.budget_bytes, other_bytes, gradient_bytes):
                 warn(said)
 
-        self._step.watch = watch
+        self._growth, self._ended = growth, backward_ended
+
+    def backward_ends(self) -> None:
+        """Note that the backward pass has ended."""
+        if self._ended is not None:
+            self._ended()
 
     def step_gave(self, output: Any) -> None:
         """Note the output of a step, which a caller may hold until it has the next one."""
@@ -100,9 +102,9 @@ class MeasuredPeak:
 
     def drop(self) -> None:
         """Measure no longer."""
-        if self._growth is not None and self._step is not None:
+        if self._growth is not None:
             self._growth.end()
-            self._growth = self._step.watch = None
+            self._growth = self._ended = None
 
 
 def gradients_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -138,8 +140,6 @@ def over_budget(peak_bytes: int, budget_bytes: int, other_bytes: int, gradient_b
     )
 
 
-def state_bytes(trained: Iterable[tuple[int, int]], schedule: Schedule) -> int:
-    """Bytes of the optimizer's state that a schedule counts, by the bytes and elements of trained parameters."""
-    if schedule.optimizer is None:
-        return 0
-    return sum(itertools.starmap(optimizer_kind(schedule.optimizer).state_bytes, trained))
+def state_bytes(trained: Iterable[tuple[int, int]], optimizer: str | None) -> int:
+    """Bytes of an optimizer's state, by the bytes and elements of trained parameters; none without one."""
+    return 0 if optimizer is None else sum(itertools.starmap(optimizer_kind(optimizer).state_bytes, trained))

@@ -16,9 +16,8 @@ from monetlite.core.announcing import tell, warn
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.core.schedule import Schedule
 from monetlite.core.units import format_bytes, is_percentage, parse_budget
-from monetlite.core.weak_calls import weakly
-from monetlite.profiling.step_additions import optimizer_kind
 from monetlite.runtime.gradient_delivery import CapturedStep
+from monetlite.runtime.measured_peak import state_bytes
 from monetlite.runtime.serving import own_bytes
 
 
@@ -53,18 +52,17 @@ class OpenRuns:
         return self._whole is not None and not is_percentage(self._whole) and self._counted > 1
 
     def keep(self, step: CapturedStep) -> None:
-        """Watch a step that was captured."""
+        """Note a step that was captured."""
         self._steps.append(step)
-        step.backward_begins = weakly(self._backward_begins)
 
     def _open(self) -> int:
         return sum(step.open_runs() for step in self._steps)
 
-    def _backward_begins(self) -> None:
+    def backward_begins(self) -> None:
         self.most = max(self.most, self._open())
 
     def forget(self) -> None:
-        """Watch nothing that was captured before."""
+        """Count no runs of what was captured before."""
         self._steps.clear()
 
     def begin(self, schedule: Schedule | None) -> bool:
@@ -115,8 +113,6 @@ class OpenRuns:
         """Bytes that all runs have in common."""
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         held_bytes = own_bytes([*self._model.parameters(), *self._model.buffers()])
-        held_bytes += sum(parameter.nbytes for parameter in trained)
-        if self._optimizer is not None:
-            kind = optimizer_kind(self._optimizer)
-            held_bytes += sum(kind.state_bytes(item.nbytes, item.numel()) for item in trained)
-        return held_bytes
+        gradient_bytes = sum(parameter.nbytes for parameter in trained)
+        sizes = [(parameter.nbytes, parameter.numel()) for parameter in trained]
+        return held_bytes + gradient_bytes + state_bytes(sizes, self._optimizer)

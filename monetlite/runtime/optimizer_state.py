@@ -53,7 +53,7 @@ def _look(optimizer: Optimizer, trained: list[nn.Parameter], schedule: Schedule,
         for item in optimizer.state.get(parameter, {}).values()
         if isinstance(item, torch.Tensor) and item.device == parameter.device
     )
-    uncounted = kept - state_bytes([(item.nbytes, item.numel()) for item in trained], schedule)
+    uncounted = kept - state_bytes([(item.nbytes, item.numel()) for item in trained], schedule.optimizer)
     if uncounted <= NOTEWORTHY_SHARE * schedule.budget_bytes or optimizer in _told:
         return
     _told.add(optimizer)

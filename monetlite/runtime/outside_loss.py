@@ -17,7 +17,6 @@ from monetlite.core.steps import Step
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.profiling.allocated import AllocatedGrowth
 from monetlite.profiling.step_additions import LossMemory, with_outside_loss
-from monetlite.runtime.gradient_delivery import CapturedStep
 
 FIRST_STEPS = 3
 """Steps in which the loss is measured, one after the other. On a busy CPU, a step can pass between two looks at the
@@ -38,38 +37,34 @@ class OutsideLoss:
         self._record: _Record | None = None
         self._steps = 0
         self._planned: tuple[OperatorGraph, tuple[Step, ...]] | None = None
-        self._step: CapturedStep | None = None
 
     def planned(self, graph: OperatorGraph, steps: tuple[Step, ...]) -> None:
         """Note the step that is being captured, and the plan that it begins with."""
         self._planned = graph, steps
 
-    def keep(self, step: CapturedStep) -> None:
-        """Note the programs of the step that was captured last."""
-        self._step = step
-
-    def forward_ends(self, output: Any, device: str, least_bytes: float) -> None:
+    def forward_ends(self, output: Any, device: str, least_bytes: float) -> bool:
         """Begin to measure, in the steps in which that is done, unless the outputs are smaller than so much."""
-        if self._step is None:
-            return
         leaves = pytree.tree_leaves(output)
         outputs_bytes = sum(item.nbytes for item in leaves if isinstance(item, torch.Tensor) and item.requires_grad)
         if outputs_bytes < least_bytes:
-            return
+            return False
         self._steps += 1
         if self._steps > FIRST_STEPS and self._steps.bit_count() > 1:
-            return
+            return False
         gc.collect()  # so that what the capture leaves behind is not freed meanwhile
-        record = self._record = _Record(device, outputs_bytes)
-        self._step.watch = lambda what: record.end() if what == "begin" else None
+        self._record = _Record(device, outputs_bytes)
+        return True
+
+    def backward_begins(self) -> None:
+        """Note that the loss has been computed."""
+        if self._record is not None:
+            self._record.end()
 
     def measured(self) -> LossMemory | None:
         """The memory of the loss, if the last step showed that it takes any, or more than was known."""
         record, self._record = self._record, None
         if record is None:
             return None
-        if self._step is not None:
-            self._step.watch = None
         record.end(found=False)
         found, known = record.found, self.memory
         if found is not None and known is not None:

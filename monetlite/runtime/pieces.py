@@ -102,8 +102,8 @@ class PlannedPieces:
 
     recorded: RecordedStep
     joined: JoinedStep
-    steps: Mapping[int, tuple[Step, ...]] = field(default_factory=dict)
-    schedule: Schedule | None = None
+    steps: Mapping[int, tuple[Step, ...]]
+    schedule: Schedule
     _carried: dict[tuple[int, SizedPiece], Version] = field(default_factory=dict)
 
     def next_run(self, first: int, piece: CapturedPiece) -> int | None:
@@ -166,8 +166,7 @@ class PiecewiseTraining:
         """Number of the next planned run of the present step, and of runs that the plan does not have."""
         self._larger = self._outgrown = False
         """The present step has larger inputs than the planned one; it or one of its runs has."""
-        self._plan: PlannedPieces | None = None  # the last that was made
-        self._plans: list[PlannedPieces] = []  # one for each kind of steps
+        self._plans: list[PlannedPieces] = []  # one for each kind of steps, the last that was made first
         self._now: PlannedPieces | None = None  # that of the present step
         self._ran: list[CapturedPiece] = []  # in the present step
         self._planning: PlanningBesideTraining | None = None
@@ -193,6 +192,11 @@ class PiecewiseTraining:
         model = self._held_elsewhere()  # torch.compile keeps backends for good, and they keep this object
         assert model is not None
         return model
+
+    @property
+    def _plan(self) -> PlannedPieces | None:
+        """The last plan that was made."""
+        return self._plans[0] if self._plans else None
 
     def step_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Go on planning, before the forward pass of a step.
@@ -230,7 +234,7 @@ class PiecewiseTraining:
             self._record.forward_ends()
         if self._plan is None:
             return
-        if self._now is not None and self._now.schedule is not None:
+        if self._now is not None:
             self.schedule = self._now.schedule
         self._settling = self._unplanned_runs == 0
         if self._record is not None:
@@ -273,7 +277,7 @@ class PiecewiseTraining:
 
         def keep(step: CapturedStep) -> None:
             piece = pieces[-1]
-            piece.step, piece.least = step, step.current
+            piece.step, (piece.least,) = step, step.versions
             step.watch = weakly(self._watch, piece)
             self._captured.append(step)
 
@@ -295,7 +299,7 @@ class PiecewiseTraining:
     def _run(self, piece: CapturedPiece, call: Callable[..., Any], *arguments: Any) -> Any:
         """Run a piece by the programs that are planned for this place of the step."""
         sizes = piece.sizes(arguments)
-        piece.step.current = self._meant(piece, sizes)
+        piece.step.versions = [self._meant(piece, sizes)]
         if self._record is None:
             return call(*arguments)
         self._record.run_begins(piece, arguments)
@@ -345,9 +349,9 @@ class PiecewiseTraining:
             return
         self._wanted = False
 
-    def _watch(self, piece: CapturedPiece, what: str) -> None:
+    def _watch(self, piece: CapturedPiece, ends: bool) -> None:
         if self._record is not None:
-            self._record.backward(piece, what == "end")
+            self._record.backward(piece, ends)
 
     def _go_on(self) -> None:
         """Plan, between two steps, as far as there is something to plan."""
@@ -365,15 +369,14 @@ class PiecewiseTraining:
                     try:
                         self._learn(recorded)
                     except BaseException:
-                        self._plan, self._plans, self._wanted = None, [], True  # no step goes on unplanned, unsaid
+                        self._plans, self._wanted = [], True  # no step goes on unplanned, unsaid
                         raise
                 elif self._plan is None:
                     self._wanted = True
             elif self._planning is not None:
-                better = self._planning.advance(now - self._border)
-                before = None if self._plan is None else self._plan.schedule
-                if better is not None and before is not None and self._take(better):
-                    self._planning.told.append(bettered(before, better))
+                better, plan = self._planning.advance(now - self._border), self._plan
+                if better is not None and plan is not None and self._take(plan.recorded, plan.joined, better):
+                    self._planning.told.append(bettered(plan.schedule, better))
                 while self._planning.told:
                     tell(self._planning.told.pop(0))
                 if self._planning.finished:
@@ -420,7 +423,6 @@ class PiecewiseTraining:
         What code between pieces takes may depend on the plan, as where it asks for gradients of a piece.
         """
         assert self._plan is not None
-        assert self._plan.schedule is not None
         self._priced, self._settled, self._unexplained_bytes = self._joined(recorded, self._profiles), True, 0
         peak_bytes = self._peak_bytes(self._plan.schedule)
         if recorded.peak_bytes > peak_bytes + max(UNEXPLAINED * peak_bytes, UNEXPLAINED_BYTES):
@@ -434,7 +436,7 @@ class PiecewiseTraining:
         """Have a plan in the place of the one for the same kind of steps, or else of the shortest."""
         others = [known for known in self._plans if not plan.recorded.is_like(known.recorded)]
         longest = sorted(others, key=lambda known: len(known.recorded.runs))[1 - MAX_KINDS :]
-        self._plan, self._plans, self.schedule = plan, [plan, *longest], plan.schedule
+        self._plans, self.schedule = [plan, *longest], plan.schedule
 
     def _plan_for(self, recorded: RecordedStep) -> None:
         """Plan for a recorded step: with room where inputs grow, for the sizes of the planned one, too, or its own.
@@ -447,13 +449,13 @@ class PiecewiseTraining:
         choices = [recorded] if alike is None else [recorded.covering(alike), recorded]
         if self._outgrown and self._grown >= GROWING:
             choices.insert(0, choices[0].enlarged(HEADROOM))
-        before = self._plan, self._planning, self._priced, self._profiles, self._budget_bytes
+        before = self._priced, self._profiles, self._budget_bytes
         for wanted in choices:
             try:
                 self._begin_plan(wanted)
                 return
             except (InfeasibleBudget, ModelError, ProfileError, TraceError) as error:
-                self._plan, self._planning, self._priced, self._profiles, self._budget_bytes = before
+                self._priced, self._profiles, self._budget_bytes = before
                 problem: MonetliteError = error
                 # Sizes that add up to a fixed one, as experts' tokens do, can't all grow.
                 if isinstance(error, ProfileError):
@@ -483,7 +485,6 @@ class PiecewiseTraining:
             return [self._priced.profile]
 
         first = self.schedule is None
-        self._plan = PlannedPieces(recorded, joined([without_costs(graph) for graph in graphs]))
         planning = PlanningBesideTraining(graphs, self._budget, self._pricing, self._solving, step)
         schedule = planning.best() if self._wait else planning.first()
         self._budget_bytes = schedule.budget_bytes
@@ -493,12 +494,12 @@ class PiecewiseTraining:
                 break
             planning.take_off(excess_bytes)
             schedule = planning.best() if self._wait else planning.first()
-        self._planning = None if planning.finished else planning
-        if not self._take(schedule):
+        if not self._take(recorded, joined([without_costs(graph) for graph in graphs]), schedule):
             raise ModelError(
                 "no plan of the pieces keeps to the budget in the order in which they run; raise the budget by "
                 "some percent, and please report this with the model"
             )
+        self._planning = None if planning.finished else planning
         if first:
             of_whole_models = self._pricing.compile or self._pricing.layout not in (None, AS_TRACED)
             ignored = " Layouts and compile=True are of whole models only." if of_whole_models else ""
@@ -544,10 +545,8 @@ class PiecewiseTraining:
             keeps_gradients=keeps_gradients(),
         )
 
-    def _take(self, schedule: Schedule) -> bool:
-        """Run the steps to come by a schedule; False if its steps can't be run in pieces."""
-        assert self._plan is not None
-        recorded, joined = self._plan.recorded, self._plan.joined
+    def _take(self, recorded: RecordedStep, joined: JoinedStep, schedule: Schedule) -> bool:
+        """Run the steps to come by a schedule of a recorded step; False if its steps can't be run in pieces."""
         peak_bytes = self._peak_bytes(schedule)
         if peak_bytes > self._budget_bytes:
             return False

@@ -61,18 +61,9 @@ class Refinement:
         return self._planning.finished
 
     def remember(self, step: PlannedStep) -> None:
-        """Note a captured step that runs by the first plan."""
+        """Note a captured step, if it runs by the plan that is used."""
         if step.schedule is self.schedule:
             self._steps.append(step)
-
-    def keep(self, step: CapturedStep) -> None:
-        """Note the programs of the step that was noted last."""
-        if self._steps and self._steps[-1].step is None:
-            self._steps[-1].step = step
-
-    def capture_ends(self) -> None:
-        """Note no step whose capture has ended before there were programs."""
-        self._steps = [step for step in self._steps if step.step is not None]
 
     def forget(self) -> None:
         """Leave the steps that were noted as they are: others are captured in their place."""
@@ -93,15 +84,13 @@ class Refinement:
         """Run captured steps by another schedule from here on, where it serves them; False if it serves none."""
         done = False
         for item in self._steps:
-            traced = item.traced.get(better.layout)
-            if traced is None or item.step is None or (item.limits and item.limits not in item.step.by_size):
+            traced, step = item.traced.get(better.layout), item.step
+            if traced is None or step is None or item.limits not in [known.limits for known in step.versions]:
                 continue
             try:
                 fitted, steps = self._fitting.fit(traced, better, item.resident_bytes)
-                version = item.step.exchange(*lower(fitted, steps))
-                if item.limits:
-                    item.step.serve(version, item.limits)
-                item.schedule, done = better, True
+                step.exchange(*lower(fitted, steps), item.limits, better)
+                done = True
             except MonetliteError as error:  # training goes on by the plan that it has
                 if not isinstance(error, (ScheduleMismatch, TooLarge)):
                     self._planning.told.append(f"a better plan is not taken: {error}")

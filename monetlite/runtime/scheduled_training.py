@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.core.announcing import warn
-from monetlite.core.errors import InfeasibleBudget, ModelError, ModelRaises, ScheduleMismatch, TraceError
+from monetlite.core.errors import InfeasibleBudget, ModelError, ModelRaises, TraceError
 from monetlite.core.graph import COMPILED_LAYOUTS, LOSS_ONLY
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
@@ -47,7 +47,7 @@ from monetlite.runtime.lowering import lower
 from monetlite.runtime.model_in_pieces import ModelInPieces
 from monetlite.runtime.optimizer_state import watch_state
 from monetlite.runtime.pieces import PiecewiseTraining
-from monetlite.runtime.serving import TooLarge, shapes_of
+from monetlite.runtime.serving import shapes_of
 from monetlite.runtime.step_plans import StepPlans
 from monetlite.tracing.attention_masks import is_known, masks_as_plain, masks_known, with_known_masks
 from monetlite.tracing.capture import (
@@ -120,27 +120,21 @@ class ScheduledTraining:
         outputs = options.get("outputs") or (given[0].outputs if given else LOSS_ONLY)
         if compile and budget is not None:
             options = {**options, "compile": True}
-        regions = budget is not None or any(item.layout in COMPILED_LAYOUTS.values() for item in given)
-        self.model, self.compile, self.whole = model, compile and not regions, whole
+        regions_given = any(item.layout in COMPILED_LAYOUTS.values() for item in given)
+        self.model, self.compile, self.whole = model, compile and budget is None and not regions_given, whole
         # Inductor's programs and what the allocator reserves are too costly to plan twice.
         wait = wait or compile or solving.reserved
         self.plans = StepPlans(model, given, budget=budget, options=options, outputs=outputs, wait=wait)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Know nothing of steps."""
         self._pieces: ModelInPieces | None = None  # if it can't be captured whole
         self._warned_of_shapes = self._warned_of_watching = False
         self._values_changed = 0
         """Steps that were captured for another value than before, where inputs have known shapes."""
         # Schedules that are solved beforehand, and what Inductor compiles, are of graphs in which each number is a
         # constant.
-        fixed = self.plans.budget is None or self.compile or self.plans.pricing.compile
-        self._numbers = VaryingNumbers(fixed=fixed, counting=True)
+        self._numbers = VaryingNumbers(fixed=budget is None or compile, counting=True)
         self._forget()
         watch_state(self.plans)
-        layouts = {schedule.layout for schedule in self.plans.schedules}
-        if self.compile or self.plans.pricing.compile or layouts & set(COMPILED_LAYOUTS.values()):
+        if compile or regions_given:
             self.plans.sizes.fix("what Inductor compiles is for fixed sizes")
 
     @functools.cached_property
@@ -155,20 +149,15 @@ class ScheduledTraining:
         self._ready: set[object] = set()  # signatures of inputs that it has a program for
         self.plans.forget()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("model", "plans", "compile", "whole")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()
-
     @left_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass of a training step, whose backward pass autograd runs.
+        """Run the forward pass of a training step, whose backward pass autograd runs; all else as ever.
 
         Raises:
             The errors of `MONeTWrapper`.
         """
+        if not (self.model.training and torch.is_grad_enabled()):
+            return call_itself(self.model, *args, **kwargs)
         if is_transformed():
             raise ModelError(
                 "a scheduled training step can't be transformed by torch.func (grad, vmap, jacrev, ...): its "
@@ -203,7 +192,6 @@ class ScheduledTraining:
             if raised is not None:
                 self._run_itself(call)
                 raise raised
-            self.plans.note_schedule()
             self.plans.peak.step_gave(output)
             if detached is None and self._pieces is None:
                 self.plans.measure_loss(output, call)
@@ -239,7 +227,7 @@ class ScheduledTraining:
             # Where something other than the inputs is new since the program was made (a parameter is frozen, a
             # submodule in evaluation mode, autocast on), Dynamo wants another program. Nothing has run then.
             with contextlib.suppress(*REFUSALS), allow_programs(MAX_PROGRAMS):
-                return self._compiled()(*call.args, **call.kwargs)
+                return self._run(call)
         return self._first(call)
 
     def _first(self, call: Arguments) -> Any:
@@ -259,19 +247,13 @@ class ScheduledTraining:
         serving = plans.serving(call)
         if not serving and plans.budget is None:
             raise plans.unserved(call)
-        if serving:
-            plans.schedule = serving[0]
-            try:
-                output = self._capture(call)
-            except (ScheduleMismatch, TooLarge, TraceError):
-                # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
-                # something other than an input's shape is larger than any schedule was solved for. Or this step
-                # takes a path that can't be captured whole.
-                if plans.budget is None:
-                    raise
-                output = self._solve_and_capture(call)
-        else:
-            output = self._solve_and_capture(call)
+        if not serving and plans.solved == MANY_SOLVED:
+            warn(
+                f"{MANY_SOLVED} schedules have been solved, each for larger inputs than any before; begin with the "
+                "largest, whose schedule serves all, or pad to a few sizes (pad_to_multiple_of in the collator)"
+            )
+        plans.schedule = serving[0] if serving else None
+        output = self._capture_or_begin_pieces(call)
         signature = self.plans.sizes.signature(call, self._numbers.served_types)
         if shapes_of(signature) in map(shapes_of, self._ready):
             self._values_changed += 1
@@ -296,18 +278,14 @@ class ScheduledTraining:
                 f"and after {MAX_PROGRAMS} all are compiled anew; pad to fewer (pad_to_multiple_of)"
             )
 
-    def _solve_and_capture(self, call: Arguments) -> Any:
-        """Run a step for which a schedule has to be found, too."""
+    def _capture_or_begin_pieces(self, call: Arguments) -> Any:
+        """Run a step for which a program has to be made; with a budget, in pieces if it can't be captured whole."""
         plans = self.plans
-        if plans.solved == MANY_SOLVED:
-            warn(
-                f"{MANY_SOLVED} schedules have been solved, each for larger inputs than any before; begin with the "
-                "largest, whose schedule serves all, or pad to a few sizes (pad_to_multiple_of in the collator)"
-            )
         try:
-            plans.schedule = None
             return self._capture(call)
         except TraceError as error:
+            if plans.budget is None:
+                raise
             barring = {
                 "whole": self.whole,
                 "reserved": plans.solving.reserved,
@@ -316,7 +294,6 @@ class ScheduledTraining:
             if names := [f"{name}=True" for name, given in barring.items() if given]:
                 advice = f"Without {' and '.join(names)}, it trains in pieces"
                 raise type(error)(str(error).replace(PIECES, advice)) from error.__cause__
-            assert plans.budget is not None
             training = PiecewiseTraining(self.model, plans.budget, plans.pricing, plans.solving, plans.wait, error)
             self._pieces = ModelInPieces(self.model, training)
         try:
@@ -334,16 +311,12 @@ class ScheduledTraining:
 
     def _capture(self, call: Arguments) -> Any:
         """Run a step for which a program has to be made."""
-
-        def run() -> Any:
-            return run_captured(self.model, lambda: self._compiled()(*call.args, **call.kwargs))
-
         sizes = self.plans.sizes
         with patched(), self.plans.capturing(call), masks_as_plain(self.model, *call):  # by one thread at a time
             while True:
                 with sizes.asked_to_vary(call) as asked, self._numbers.captured():
                     try:
-                        return run()
+                        return run_captured(self.model, lambda: self._run(call))
                     except TraceError as error:
                         if self._numbers.fix():
                             continue
@@ -351,10 +324,10 @@ class ScheduledTraining:
                             raise
                         sizes.fix(str(error))
 
-    def _compiled(self) -> Callable[..., Any]:
+    def _run(self, call: Arguments) -> Any:
         if self._step is None:
             self._step = compile_step(training_step(self.model, self.plans.outputs), self._backend)
-        return self._step
+        return self._step(*call.args, **call.kwargs)
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.plans.note_shapes(graph)

@@ -13,9 +13,9 @@ import math
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -30,13 +30,14 @@ from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, is_percentage, parse_budget
+from monetlite.core.weak_calls import weakly
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.torch_internals.torch_dynamo import captured_shapes
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.operators.random import forked_state
 from monetlite.runtime.call_sizes import CallSizes
 from monetlite.runtime.fitting import Fitting
-from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned
+from monetlite.runtime.gradient_delivery import CapturedStep, Unplanned, Version
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.measured_peak import MeasuredPeak
 from monetlite.runtime.open_runs import OpenRuns
@@ -64,7 +65,14 @@ from monetlite.tracing.step_inputs import (
 )
 
 _planning = threading.Lock()
-_T = TypeVar("_T")
+
+
+class Ran(NamedTuple):
+    """A run of a captured step: by which programs, and at which sizes."""
+
+    step: CapturedStep
+    version: Version
+    sizes: Limits
 
 
 class StepPlans:
@@ -105,10 +113,6 @@ class StepPlans:
         self.schedule = schedules[0] if schedules else None
         self.budget, self.options, self.outputs, self.wait = budget, options, outputs, wait
         self.pricing, self.solving = split_options(options)
-        self._begin()
-
-    def _begin(self) -> None:
-        """Know nothing of steps."""
         self.solved = 0
         self.sizes, self.fitting, self.outside, self.peak = CallSizes(), Fitting(), OutsideLoss(), MeasuredPeak()
         self.runs = OpenRuns(self.model, self.budget, self.pricing.optimizer)
@@ -124,17 +128,10 @@ class StepPlans:
         self.runs.forget()
         if self.refinement is not None:
             self.refinement.forget()
-        self.fixed: dict[CapturedStep, Schedule] = {}
+        self._ran: Ran | None = None  # since the last border between two steps
         self.varying: dict[CapturedStep, VaryingStep] = {}
-        self._new_varying: tuple[VaryingStep, Limits] | None = None  # the one that is being captured
-
-    def __getstate__(self) -> dict[str, Any]:
-        known = "model schedules schedule budget options pricing solving outputs wait"
-        return {name: getattr(self, name) for name in known.split()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()
+        self._new_varying: VaryingStep | None = None  # the one that is being captured
+        self._planned: PlannedStep | None = None  # the step that is being captured, or planned once more
 
     @property
     def updates_in_backward(self) -> bool:
@@ -150,9 +147,7 @@ class StepPlans:
         try:
             yield
         finally:
-            self._example, self._shapes = None, {}
-            if self.refinement is not None:
-                self.refinement.capture_ends()
+            self._example, self._shapes, self._planned = None, {}, None
 
     def note_shapes(self, graph: fx.GraphModule) -> None:
         """Note which sizes of the call's tensors are which symbols of the step that is being captured.
@@ -172,7 +167,8 @@ class StepPlans:
             from monetlite.planning.pipeline import noteworthy_bytes
 
             least_bytes = noteworthy_bytes(self.schedule.budget_bytes)
-            self.outside.forward_ends(output, device_of(self.model, tuple(call)), least_bytes)
+            if self.outside.forward_ends(output, device_of(self.model, tuple(call)), least_bytes):
+                self.peak.drop()  # of two records at a time, only one is right
 
     def count_loss(self) -> bool:
         """Count what a loss outside of the model was found to take; True if that breaks the budget of the plans."""
@@ -207,14 +203,16 @@ class StepPlans:
         self.refinement = None
         return True
 
-    def note_schedule(self) -> None:
-        """Note the schedule that the last step ran by: where sizes vary, the one for its sizes."""
-        for captured, step in self.varying.items():
-            if captured.last_sizes:
-                self.schedule = step.schedules[captured.limits_for(captured.last_sizes)]
-        for captured, schedule in self.fixed.items():
-            if captured.has_run:
-                captured.has_run, self.schedule = False, schedule
+    def _run_begins(self, step: CapturedStep, version: Version, sizes: Limits) -> None:
+        self.schedule, self._ran = version.schedule, Ran(step, version, sizes)
+
+    def _watch(self, ends: bool) -> None:
+        """Note that a backward part begins or ends."""
+        if ends:
+            self.peak.backward_ends()
+        else:
+            self.runs.backward_begins()
+            self.outside.backward_begins()
 
     def unserved(self, call: Arguments) -> ModelError:
         tensors, names = tensors_in_order(self.model, *call), tensor_arguments(self.model, *call)
@@ -243,6 +241,7 @@ class StepPlans:
             TooLarge: every schedule for this graph would exceed its budget.
             ScheduleMismatch: all are for other graphs.
         """
+        self._new_varying = self._planned = None
         if input_sizes(joint.graph.graph):
             return self._plan_varying(joint)
         if self.sizes.asked:
@@ -254,7 +253,9 @@ class StepPlans:
             return self._plan_by(found, joint)
         try:
             return self._plan_by(found, copied(joint))
-        except (ScheduleMismatch, TooLarge):
+        except (ScheduleMismatch, TooLarge, TraceError):
+            # The model itself has changed: other parameters are frozen, a submodule is in evaluation mode. Or
+            # something other than an input's shape is larger than any schedule was solved for.
             self.schedule = None
             return self._plan_at_once(joint)
 
@@ -278,27 +279,22 @@ class StepPlans:
         return self.fitting.fit(traced, found, resident_bytes)
 
     def _plan_at_once(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
-        """The captured step, and the steps to run of it by a schedule found within seconds."""
-        assert self.runs.budget is not None
-        assert self._example is not None
-        layouts = self._layouts()
-        traced = {layout: self.build(own, layout)[0] for layout, own in in_layouts(joint, layouts).items()}
-        example = self._example
-        return self._within_budget(lambda budget: self._first_plan(traced, example, budget))
+        """The captured step, and the steps to run of it by a schedule found within seconds.
 
-    def _within_budget(self, plan: Callable[[str | int | float], _T]) -> _T:
-        """Plan within the budget. A share of plain training's peak is not less than what a plan had before.
-
-        Plain training takes less once layers are frozen, and a share of that may be too little.
+        A share of plain training's peak is not less than what a plan had before: plain training takes less once
+        layers are frozen, and a share of that may be too little.
         """
-        assert self.runs.budget is not None
+        call, budget = self._asked(), self.runs.budget
+        assert budget is not None
+        layouts = in_layouts(joint, self._layouts()).items()
+        traced = {layout: self._build(own, call, layout) for layout, own in layouts}
         try:
-            return plan(self.runs.budget)
+            return self._first_plan(traced, call, budget)
         except InfeasibleBudget as error:
             before_bytes = max((schedule.budget_bytes for schedule in self.schedules), default=0)
-            if not is_percentage(self.runs.budget) or before_bytes <= error.budget_bytes:
+            if not is_percentage(budget) or before_bytes <= error.budget_bytes:
                 raise
-        return plan(before_bytes)
+        return self._first_plan(traced, call, before_bytes)
 
     def _layouts(self) -> Sequence[str]:
         """Layouts in which a plan is looked for."""
@@ -354,23 +350,26 @@ class StepPlans:
         self, schedule: Schedule, traced: Mapping[str, Traced], resident_bytes: int, limits: Limits = ()
     ) -> None:
         """Note the schedule of a step that is being planned, whose programs may be exchanged."""
-        self.schedule = schedule
-        if self.refinement is not None:
-            self.refinement.remember(PlannedStep(traced, schedule, resident_bytes, limits))
+        self.schedule, self._planned = schedule, PlannedStep(traced, schedule, resident_bytes, limits)
 
     def keep(self, step: CapturedStep) -> None:
         """Note the programs of the step that was captured last."""
-        self.outside.keep(step)
-        self.peak.keep(step)
+        step.run_begins, step.watch = weakly(self._run_begins), weakly(self._watch)
+        self.peak.capture_ends()
         self.runs.keep(step)
+        (version,) = step.versions
+        version.schedule = self.schedule
         if self._new_varying is not None:
-            (varying, limits), self._new_varying = self._new_varying, None
-            self.varying[step] = varying
-            step.serve(step.current, limits)
-        elif self.schedule is not None:
-            self.fixed[step] = self.schedule
+            self.varying[step] = self._new_varying
+        if self._planned is not None:
+            version.limits = self._planned.limits
+            self._remember(self._planned, step)
+
+    def _remember(self, planned_step: PlannedStep, step: CapturedStep) -> None:
+        """Have a captured step run by a better schedule, too, once there is one."""
+        planned_step.step = step
         if self.refinement is not None:
-            self.refinement.keep(step)
+            self.refinement.remember(planned_step)
 
     def between_steps(self) -> None:
         """Go on planning, in one thread at a time."""
@@ -378,10 +377,13 @@ class StepPlans:
             return
         try:
             seconds = self._clock.border()
-            bettered = self._ran_by_bettered()
+            ran, self._ran = self._ran, None
+            if ran is not None and ran.step in self.varying:
+                self.varying[ran.step].note(ran.sizes, ran.version, seconds)
             for captured, step in self.varying.items():
-                self._plan_smaller(captured, step, seconds)
+                self._plan_smaller(captured, step)
             if self.refinement is not None:
+                bettered = ran is None or ran.version.schedule is self.refinement.schedule
                 with forked_state(device_of(self.model, ())):
                     taken = self.refinement.advance(seconds if bettered else 0.0)
                 if taken is not None:
@@ -392,39 +394,23 @@ class StepPlans:
         finally:
             _planning.release()
 
-    def _ran_by_bettered(self) -> bool:
-        """True if the last step ran by the plan for which a better one is looked for, as all do of one size."""
-        ran = [
-            step.schedules.get(captured.limits_for(captured.last_sizes))
-            for captured, step in self.varying.items()
-            if captured.last_sizes
-        ]
-        return not ran or (self.refinement is not None and self.refinement.schedule in ran)
-
     def _replace(self, before: Schedule, better: Schedule) -> None:
         """Have a better schedule in the place of another."""
         self.schedules = [better if known is before else known for known in self.schedules]
         self.schedule = better if self.schedule is before else self.schedule
-        self.fixed = {step: better if known is before else known for step, known in self.fixed.items()}
-        for step in self.varying.values():
-            step.schedules = {
-                limits: better if known is before else known for limits, known in step.schedules.items()
-            }
 
     def _plan_varying(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """A captured step whose sizes vary, at sizes that serve its call, and the steps to run of it."""
         call = self._asked()
         varying, began = self.sizes.varying(call), time.monotonic()
         step = VaryingStep(joint, call, self._shapes, varying, self._build)
-        traced, steps, limits = self._planned_at(step, step.captured, call)
-        step.planned(time.monotonic() - began, [limits])
-        self._new_varying = step, limits
-        return traced, steps
+        fitted = self._planned_at(step, step.captured, call)
+        step.planned(time.monotonic() - began)
+        self._new_varying = step
+        return fitted
 
-    def _planned_at(
-        self, step: VaryingStep, sizes: Limits, call: Arguments
-    ) -> tuple[Traced, tuple[Step, ...], Limits]:
-        """A step at sizes that serve a call's, the steps to run of it, and the sizes that they serve.
+    def _planned_at(self, step: VaryingStep, sizes: Limits, call: Arguments) -> tuple[Traced, tuple[Step, ...]]:
+        """A step at sizes that serve a call's, and the steps to run of it.
 
         Raises:
             ModelError: no schedule serves the call, and there is no budget to solve for.
@@ -441,9 +427,8 @@ class StepPlans:
             resident_bytes = self._resident_bytes(step.example_at(limits))
             with contextlib.suppress(ScheduleMismatch, TooLarge):
                 fitted = self.fitting.fit(traced, schedule, resident_bytes)
-                step.schedules[limits] = schedule
                 self._use(schedule, {schedule.layout: traced}, resident_bytes, limits)
-                return *fitted, limits
+                return fitted
         budget = self.runs.budget
         if budget is None:
             raise TraceError("no schedule is for the step at other sizes")
@@ -452,8 +437,8 @@ class StepPlans:
         for limits in dict.fromkeys((largest, roomy)):
             if limits != sizes and not self.wait:  # who waits for a plan waits for one
                 with contextlib.suppress(InfeasibleBudget, TraceError):
-                    return *self._plan_at(step, limits, budget, settle=False), limits
-        return *self._plan_at(step, sizes, budget), sizes
+                    return self._plan_at(step, limits, budget, settle=False)
+        return self._plan_at(step, sizes, budget)
 
     def _plain_limits(self, step: VaryingStep, sizes: Limits) -> Limits:
         """About the largest sizes at which plain training fits; those given where the budget is in percent."""
@@ -477,52 +462,42 @@ class StepPlans:
     ) -> tuple[Traced, tuple[Step, ...]]:
         """A step at these sizes, and the steps to run of it by a schedule found within seconds."""
         traced = step.in_layouts(limits, self._layouts())
-        planned_step = self._first_plan(traced, step.example_at(limits), budget, limits, settle=settle)
-        assert self.schedule is not None
-        step.schedules[limits] = self.schedule
-        return planned_step
+        return self._first_plan(traced, step.example_at(limits), budget, limits, settle=settle)
 
     def plan_sizes(self, unplanned: Unplanned, call: Arguments) -> bool:
         """Plan a captured step for larger sizes than before; False if each size has to be captured by itself."""
-        captured, step = unplanned.step, self.varying[unplanned.step]
         self.look_at(call)
         self.peak.drop()
         self._clock.skip()
         began = time.monotonic()
         try:
-            made = self._planned_at(step, unplanned.sizes, call)
+            made = self._planned_at(self.varying[unplanned.step], unplanned.sizes, call)
         except TraceError as error:
             self.sizes.fix(str(error))
             return False
-        self._add_program(captured, made, began)
+        self._add_program(unplanned.step, *made, began)
         return True
 
-    def _plan_smaller(self, captured: CapturedStep, step: VaryingStep, seconds: float) -> None:
+    def _plan_smaller(self, captured: CapturedStep, step: VaryingStep) -> None:
         """Plan for smaller sizes, too, once what they lost by a plan for larger ones would have paid for that."""
-        sizes, captured.last_sizes = captured.last_sizes, ()
-        if sizes:
-            step.note(sizes, captured.limits_for(sizes), seconds)
-        wanted, budget = step.worth_planning(), self.runs.budget
-        if wanted is not None and budget is not None:
+        wanted = step.worth_planning(captured.versions)
+        if wanted is not None and self.runs.budget is not None:
             began = time.monotonic()
             try:
-                self._add_program(captured, (*self._plan_at(step, *wanted), wanted[0]), began)
+                self._add_program(captured, *self._plan_at(step, *wanted), began)
             except MonetliteError as error:  # training goes on by the plans that it has
-                step.planned(time.monotonic() - began, captured.by_size)
+                step.planned(time.monotonic() - began)
                 tell(f"no plan for smaller sizes was found: {error}")
 
-    def _add_program(
-        self, captured: CapturedStep, made: tuple[Traced, tuple[Step, ...], Limits], began: float
-    ) -> None:
-        """Have a step whose sizes vary run by these steps at sizes up to these limits."""
-        traced, steps, limits = made
-        captured.serve(captured.exchange(*lower(traced, steps)), limits)
-        while len(captured.by_size) > MAX_LIMITS:
-            smaller = list(captured.by_size)[:-1]
-            captured.by_size.pop(next(known for known in reversed(smaller) if known != limits))
-        self.varying[captured].planned(time.monotonic() - began, captured.by_size)
-        if self.refinement is not None:
-            self.refinement.keep(captured)
+    def _add_program(self, captured: CapturedStep, traced: Traced, steps: tuple[Step, ...], began: float) -> None:
+        """Have a step whose sizes vary run by the steps that were planned for it."""
+        assert self._planned is not None
+        version = captured.exchange(*lower(traced, steps), self._planned.limits, self.schedule)
+        if len(captured.versions) > MAX_LIMITS:
+            smaller = [known for known in captured.versions[:-1] if known is not version]
+            captured.versions.remove(smaller[-1])
+        self.varying[captured].planned(time.monotonic() - began)
+        self._remember(self._planned, captured)
 
     def _resident_bytes(self, call: Arguments) -> int:
         """Bytes of the model's tensors and of a call's."""

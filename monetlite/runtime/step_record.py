@@ -3,7 +3,7 @@
 import bisect
 import gc
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ import torch
 
 from monetlite.core.joining import LetGo, OutsideCode
 from monetlite.fx.torch_internals.torch_aot import when_backward_ends
-from monetlite.fx.torch_internals.torch_dispatch import change_counter, changes_in_place, weak_storage
+from monetlite.fx.torch_internals.torch_dispatch import watched, weak_storage
 from monetlite.fx.torch_internals.torch_dynamo import seconds_captured
 from monetlite.profiling.memory_use import MemoryMark, MemoryRecord
 from monetlite.runtime.captured_piece import CapturedPiece
@@ -21,19 +21,8 @@ _LEAF = -1
 _FORWARD_ENDS, _BACKWARD_ENDS = "forward pass ends", "backward pass ends"
 
 
-class _Watched:
-    """A tensor that is watched for changes in place, without keeping it alive."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._counter = change_counter(tensor)
-        self._count = changes_in_place(self._counter)
-
-    @property
-    def has_changed(self) -> bool:
-        return changes_in_place(self._counter) != self._count
-
-
-_Versions: TypeAlias = dict[int, _Watched]
+_Watched: TypeAlias = dict[int, Callable[[], bool]]
+"""Functions that tell whether tensors have been changed in place, by the tensors' positions."""
 
 
 class StepRecord:
@@ -72,7 +61,7 @@ class StepRecord:
             if item.requires_grad and item.is_leaf
         ]
         self._forward_ended = self._in_backward = False
-        self._seen: list[tuple[_Versions, _Versions]] = []
+        self._seen: list[tuple[_Watched, _Watched]] = []
         """Inputs and outputs of each run, by position, as they were when it ended."""
         self._made: list[dict[Any, int]] = []
         """Weak references to the storages that each run made for its outputs, and their bytes."""
@@ -111,7 +100,7 @@ class StepRecord:
         for at, leaf in leaves.items():
             self._uses.setdefault((_LEAF, leaf), []).append((len(self._runs), at))
         if not self._forward_ended:
-            self._gone[len(self._runs)] = self._expired()
+            self._gone[len(self._runs)] = self._let_go_since()
         self._memory.mark(f"forward {len(self._runs)}")
         self._runs.append(PieceRun(piece, piece.sizes(arguments), takers, leaves))
 
@@ -122,7 +111,7 @@ class StepRecord:
             node = item.grad_fn if isinstance(item, torch.Tensor) else None
             if node is not None:
                 self._nodes.setdefault(self._serial(node), number)
-        self._seen.append((_versions(arguments), _versions(outputs)))
+        self._seen.append((_watched(arguments), _watched(outputs)))
         given, made = _storages(arguments), _storages(outputs)
         self._made.append({storage: size for storage, size in made.items() if storage not in given})
         for at, item in enumerate(arguments):
@@ -147,8 +136,7 @@ class StepRecord:
                 number = begun[-1]
                 held = frozenset(_present(self._made[number]).values())
                 self._runs[number] = replace(self._runs[number], held_bytes=held)
-                self._gone_backward[number] = self._expired()
-                self._alive = _present(self._alive)
+                self._gone_backward[number] = self._let_go_since()
                 self._memory.mark(f"backward {number} ends")
             return
         waiting = [number for number in runs if number not in self._begun]
@@ -156,9 +144,8 @@ class StepRecord:
             if not self._in_backward:
                 self._in_backward = True
                 when_backward_ends(self._backward_ended)
-            gone = self._expired()
+            gone = self._let_go_since()
             self._freed_outputs[waiting[-1]] = sum(gone.get(storage, 0) for storage in self._made[waiting[-1]])
-            self._alive = _present(self._alive)
             self._begun.append(waiting[-1])
             self._memory.mark(f"backward {waiting[-1]}")
 
@@ -166,19 +153,20 @@ class StepRecord:
         self._in_backward = False
         self._memory.mark(_BACKWARD_ENDS, last=len(self._begun) == len(self._runs))
 
-    def _expired(self) -> dict[Any, int]:
-        return {storage: size for storage, size in self._alive.items() if storage.expired()}
+    def _let_go_since(self) -> dict[Any, int]:
+        """The storages that have gone since the last part of a piece began or ended, and their bytes."""
+        before, self._alive = self._alive, _present(self._alive)
+        return {storage: size for storage, size in before.items() if storage not in self._alive}
 
     def forward_ends(self) -> None:
         """Note the end of the forward pass, with what the code between pieces has changed in place."""
         if seconds_captured() > self._captured_before:
             gc.collect()  # frames that TorchDynamo leaves behind hold tensors that other steps let go
         self._forward_ended = True
-        self._gone[len(self._runs)] = self._expired()
-        self._alive = _present(self._alive)
+        self._gone[len(self._runs)] = self._let_go_since()
         self._memory.mark(_FORWARD_ENDS)
         for number, seen in enumerate(self._seen):
-            arguments, outputs = ([at for at, item in of.items() if item.has_changed] for of in seen)
+            arguments, outputs = ([at for at, changed in of.items() if changed()] for of in seen)
             self._runs[number] = replace(
                 self._runs[number], changed=frozenset(arguments), outputs_changed=bool(outputs)
             )
@@ -197,15 +185,15 @@ class StepRecord:
         growth_bytes = max(mark.peak_bytes for mark in found[: until + 1]) - found[0].live_bytes
         planned = sorted(self._begun)
         in_order = self._begun == planned[::-1]
-        conclusive = in_order and bool(self._gradients)
+        step = RecordedStep(
+            given=self._given,
+            runs=self._runs,
+            in_order=in_order,
+            conclusive=in_order and bool(self._gradients),
+            growth_bytes=growth_bytes,
+        )
         if not planned or not in_order:
-            return RecordedStep(
-                given=self._given,
-                runs=self._runs,
-                in_order=in_order,
-                conclusive=conclusive,
-                growth_bytes=growth_bytes,
-            )
+            return step
         let_go = self._let_go(planned)
         seconds = ended.seconds - found[0].seconds
         added: dict[int, set[int]] = {}
@@ -223,14 +211,11 @@ class StepRecord:
             )
             for number, run in enumerate(self._runs)
         ]
-        return RecordedStep(
-            given=self._given,
+        return replace(
+            step,
             runs=runs,
             planned=planned,
             outside=self._outside(planned, let_go, found, marks),
-            in_order=in_order,
-            conclusive=conclusive,
-            growth_bytes=growth_bytes,
             seconds=seconds,
             capture_seconds=seconds_captured() - self._captured_before,
         )
@@ -268,9 +253,8 @@ class StepRecord:
             forward = _stretch(found, marks, begin, _FORWARD_ENDS if behind is None else f"forward {behind}")
             begin = _FORWARD_ENDS if behind is None else f"backward {behind} ends"
             backward = _stretch(found, marks, begin, _BACKWARD_ENDS if before is None else f"backward {before}")
-            kept_bytes, released_bytes = _parts(
-                forward.change_bytes + let_go_bytes[number] - sum(size for size, _ in handed[number])
-            )
+            change_bytes = forward.change_bytes + let_go_bytes[number] - sum(size for size, _ in handed[number])
+            kept_bytes = max(0, change_bytes)
             passed_bytes = sum(
                 size
                 for storage, size in ({} if behind is None else self._gone_backward.get(behind, {})).items()
@@ -283,7 +267,7 @@ class StepRecord:
                     forward_bytes=forward.growth_bytes,
                     backward_bytes=backward.growth_bytes,
                     gradient_bytes=gradient_bytes[number],
-                    released_bytes=released_bytes,
+                    released_bytes=max(0, -change_bytes),
                     passed_bytes=min(passed_bytes, kept_bytes),
                     freed_output_bytes=0 if before is None else self._freed_outputs.get(before, 0),
                     backward_change_bytes=backward.change_bytes,
@@ -337,13 +321,8 @@ def _present(storages: Mapping[Any, int]) -> dict[Any, int]:
     return {storage: size for storage, size in storages.items() if not storage.expired()}
 
 
-def _parts(change_bytes: int) -> tuple[int, int]:
-    """The bytes that a change adds, and those that it takes off."""
-    return max(0, change_bytes), max(0, -change_bytes)
-
-
-def _versions(tensors: Iterable[Any]) -> _Versions:
-    return {at: _Watched(item) for at, item in enumerate(tensors) if isinstance(item, torch.Tensor)}
+def _watched(tensors: Iterable[Any]) -> _Watched:
+    return {at: watched(item) for at, item in enumerate(tensors) if isinstance(item, torch.Tensor)}
 
 
 def _stretch(

@@ -154,15 +154,19 @@ def compile_graph(
         compiled = delivering_backend(partition, eager, kept.append)(graph, inputs)
     if kept and schedule is not None:
         compiled = _measured_once(compiled, graph, kept[-1], schedule)
-    return _noted(compiled if gpu is None else on_gpu(compiled, gpu))
+    return whole_step(compiled, gpu)
 
 
-def _noted(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A whole step that tells the call it is in that it ran."""
+def whole_step(step: Callable[..., Any], gpu: torch.device | None) -> Callable[..., Any]:
+    """A step that tells the call it is in that it ran, with its GPU as torch's current one if it has one.
+
+    Re-runs of random operators read the current GPU's generator.
+    """
 
     def run(*arguments: Any) -> Any:
         _thread.whole = True
-        return step(*arguments)
+        with contextlib.nullcontext() if gpu is None else torch.cuda.device(gpu):
+            return step(*arguments)
 
     return run
 
@@ -172,24 +176,15 @@ def _measured_once(
 ) -> Callable[..., Any]:
     """A compiled step, of which the measured peak is told once for all sizes of the inputs."""
     peak, runs = _peaks.setdefault(schedule.structure, MeasuredPeak()), itertools.count()
+    peak.capture_ends()
+    step.watch = lambda ends: peak.backward_ends() if ends else None
 
     def run(*arguments: Any) -> Any:
         if next(runs):  # while the first one runs, what compiling took is freed
-            peak.keep(step)
             peak.step_begins(graph, Arguments(arguments, {}), lambda: schedule)
         output = compiled(*arguments)
         peak.step_gave(output)
         return output
-
-    return run
-
-
-def on_gpu(step: Callable[..., Any], gpu: torch.device) -> Callable[..., Any]:
-    """A step with its GPU as torch's current one: re-runs of random operators read the current generator."""
-
-    def run(*arguments: Any) -> Any:
-        with torch.cuda.device(gpu):
-            return step(*arguments)
 
     return run
 

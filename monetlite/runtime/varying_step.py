@@ -6,7 +6,7 @@ few of them, and a step that comes runs by the plan for the smallest that are no
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode
 from monetlite.operators import cudnn
 from monetlite.runtime.call_sizes import Dimensions
+from monetlite.runtime.gradient_delivery import Version
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.operator_graph import OF_ROWS, Traced
 from monetlite.tracing.sized_graphs import Limits, SizedGraphs
@@ -66,7 +67,6 @@ class VaryingStep:
 
     Attributes:
         captured: the sizes of the captured call.
-        schedules: by the sizes that they were solved for.
 
     Raises:
         TraceError: the step can't be planned for several sizes.
@@ -92,7 +92,6 @@ class VaryingStep:
         alike = {id(leaf): _without_memory(leaf) for leaf in leaves}
         self._leaves = [alike[id(leaf)] for leaf in leaves]
         self._not_plain: Limits | None = None  # plain training exceeds the budget at larger sizes
-        self.schedules: dict[Limits, Schedule] = {}
         self._planning_seconds = 0.0
         self._waste: dict[Limits, Waste] = {}
 
@@ -188,24 +187,25 @@ class VaryingStep:
             limits[symbol] = min(size, limits.get(symbol, size))
         return tuple(limits.get(symbol, size) for symbol, size in enumerate(self.captured))
 
-    def planned(self, seconds: float, kept: Collection[Limits]) -> None:
-        """Note that planning took so long, and which plans are in use from here on."""
+    def planned(self, seconds: float) -> None:
+        """Note that planning took so long."""
         self._planning_seconds, self._waste = seconds, {}
-        self.schedules = {limits: self.schedules[limits] for limits in kept}
 
-    def note(self, sizes: Limits, limits: Limits, seconds: float) -> None:
+    def note(self, sizes: Limits, version: Version, seconds: float) -> None:
         """Note a step that ran by a plan for larger sizes."""
-        overhead = self.schedules[limits].overhead
-        if overhead > 0 and math.prod(sizes) < SMALL_SHARE * math.prod(limits):
-            waste = self._waste.setdefault(limits, Waste())
+        assert version.schedule is not None
+        overhead = version.schedule.overhead
+        if overhead > 0 and math.prod(sizes) < SMALL_SHARE * math.prod(version.limits):
+            waste = self._waste.setdefault(version.limits, Waste())
             waste.seconds += seconds * overhead / (1 + overhead)
             waste.sizes = [*waste.sizes[-_MAX_NOTED:], sizes]
 
-    def worth_planning(self) -> tuple[Limits, int] | None:
+    def worth_planning(self, versions: Sequence[Version]) -> tuple[Limits, int] | None:
         """Sizes for which a plan would have paid, and the budget, in bytes, of the plan that ran instead."""
-        for limits, waste in self._waste.items():
-            if waste.seconds > self._planning_seconds and len(self.schedules) < MAX_LIMITS:
-                return waste.typical(), self.schedules[limits].budget_bytes
+        for version in versions if len(versions) < MAX_LIMITS else ():
+            waste = self._waste.get(version.limits, Waste())
+            if waste.seconds > self._planning_seconds and version.schedule is not None:
+                return waste.typical(), version.schedule.budget_bytes
         return None
 
 

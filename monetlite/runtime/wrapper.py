@@ -3,7 +3,6 @@
 Attributes, items, modes and state are those of the model behind it.
 """
 
-import copy
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -214,16 +213,14 @@ class MONeTWrapper(nn.Module):
                 raise
             return getattr(self.__dict__["model"], name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "MONeTWrapper":
-        model, of = copy.deepcopy(self.model, memo), self._training
-        return MONeTWrapper(
-            model,
-            of.plans.schedules,
-            budget=of.plans.budget,
-            wait=of.plans.wait,
-            whole=of.whole,
-            **{"compile": of.compile, **of.plans.options},
-        )
+    def __reduce__(self) -> Any:
+        """Copy or pickle a wrapper: its model and schedules are wrapped anew, and it has the same hooks."""
+        plans, compiles = self._training.plans, self._training.compile
+        options = {"compile": compiles, **plans.options, "wait": plans.wait, "whole": self._training.whole}
+        wrap = functools.partial(MONeTWrapper, budget=plans.budget, **options)
+        state = self.__getstate__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        own = {name: value for name, value in state.items() if name not in ("model", "_training")}
+        return wrap, (self.model, plans.schedules), own
 
     def extra_repr(self) -> str:
         if self.schedule is None:

@@ -10,7 +10,7 @@ from monetlite.core.errors import TraceError
 from monetlite.core.graph import AS_TRACED, OperatorGraph
 from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals.torch_dispatch import without_modes
-from monetlite.fx.torch_internals.torch_symbols import captured_value, expression, largest
+from monetlite.fx.torch_internals.torch_symbols import captured_number, expression, largest
 from monetlite.fx.varying_sizes import agreeing, graph_at, input_sizes
 from monetlite.tracing.capture import Joint
 from monetlite.tracing.operator_graph import Traced
@@ -41,7 +41,7 @@ class SizedGraphs:
         symbols = input_sizes(joint.graph.graph)
         sizes = [node.meta["val"] for node in symbols.values()]
         self._symbols = list(symbols)
-        self.captured: Limits = tuple(captured_value(size) or 0 for size in sizes)
+        self.captured: Limits = tuple(captured_number(size) or 0 for size in sizes)
         self.most = [largest(size) for size in sizes]
         self._graphs: dict[tuple[Limits, str], OperatorGraph] = {}
 

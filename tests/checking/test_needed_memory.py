@@ -107,4 +107,4 @@ def test_an_optimizer_that_nobody_knows_is_named(tmp_path):
         assert refused.exit_code == 2, refused.output
         assert "optimizer 'lion' is unknown; there are sgd, momentum" in refused.stderr
     with pytest.raises(ModelError, match="'lion' is unknown"):
-        state_bytes([(4, 1)], schedule)
+        state_bytes([(4, 1)], "lion")

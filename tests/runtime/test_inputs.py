@@ -225,11 +225,17 @@ def test_more_shapes_than_programs_are_kept_for(monkeypatch):
     assert sum("more than 2 shapes" in str(item.message) for item in told) == 1
 
 
+def look(_module, _args):
+    """Change nothing, as a hook."""
+
+
 def test_copies_keep_what_was_solved_and_how_to_solve():
     model = Words()
     wrapper = monetlite.MONeTWrapper(model, **AMPLE)
     wrapper(tokens(2, 8))
+    wrapper.register_forward_pre_hook(look)
     for clone in (copy.deepcopy(wrapper), pickle.loads(pickle.dumps(wrapper))):
+        assert [*clone._forward_pre_hooks.values()] == [look]
         assert clone.schedule == wrapper.schedule
         assert clone._training.plans.schedules == wrapper._training.plans.schedules
         clone(tokens(2, 12))

@@ -18,7 +18,7 @@ import monetlite
 from monetlite.profiling import meters
 from monetlite.profiling.memory_use import is_profiling, peak_growth_bytes
 from monetlite.runtime import pieces
-from monetlite.runtime.torch_compile import on_gpu
+from monetlite.runtime.torch_compile import whole_step
 from monetlite.tracing.step_inputs import device_of, gpu_of
 
 log = logging.getLogger(__name__)
@@ -360,7 +360,7 @@ def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     assert gpu_of(nn.Linear(2, 2), (torch.ones(()), there)) == torch.device("cuda:1"), "after a number on the CPU"
     assert device_of(nn.Linear(2, 2), (torch.ones(()), there)) == "cuda"
     assert gpu_of(nn.Linear(2, 2), (torch.ones(2),)) is None
-    assert on_gpu(lambda number: (number, now[0]), there.device)(7) == (7, 1)
+    assert whole_step(lambda number: (number, now[0]), there.device)(7) == (7, 1)
     assert now == [0]
 
 

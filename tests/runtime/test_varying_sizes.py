@@ -138,8 +138,9 @@ def test_one_capture_serves_all_lengths(captures):
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
     same_steps(wrapper, model, [tokens(4, length) for length in LENGTHS])
     assert captures == [((4, 37),)]
-    (programs,) = (item.by_size for item in wrapper._training.plans.varying)
-    assert [*programs] == [(64,), (96,)]  # with room for more: a power of two, up to what the model holds
+    (captured,) = wrapper._training.plans.varying
+    # With room for more: a power of two, up to what the model holds.
+    assert [version.limits for version in captured.versions] == [(64,), (96,)]
     for length, limit in ((37, 64), (90, 96), (20, 64), (70, 96)):
         wrapper(tokens(4, length))
         assert [spec.shape for spec in wrapper.schedule.inputs.values()] == [(4, limit)]
@@ -149,8 +150,8 @@ def test_the_first_plan_is_for_all_lengths_at_which_plain_training_fits():
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **{**PLANNING, "budget": "1GB"})
     same_steps(wrapper, model, [tokens(4, length) for length in (21, 90, 40)])
-    (varying,) = wrapper._training.plans.varying.values()
-    assert [*varying.schedules] == [(96,)]
+    ((captured, varying),) = wrapper._training.plans.varying.items()
+    assert [version.limits for version in captured.versions] == [(96,)]
     peaks = {}
 
     def peak_bytes(graph):
@@ -348,25 +349,26 @@ def test_what_stands_where_a_tensor_varied_has_no_sizes_that_vary(other):
 
 @pytest.fixture
 def planned_at_96():
-    """A model, its wrapper, and its varying step, by a plan that loses time at smaller lengths."""
+    """A model, its wrapper, and its captured step, by a plan that loses time at smaller lengths."""
     model = Encoder()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
     same_steps(wrapper, model, [tokens(4, 91)])
-    (varying,) = wrapper._training.plans.varying.values()
-    first = varying.schedules[96,]
-    varying.schedules[96,] = replace(first, latency_ms=1.2 * first.plain_latency_ms)
+    ((captured, varying),) = wrapper._training.plans.varying.items()
+    (version,) = captured.versions
+    assert version.limits == (96,)
+    version.schedule = replace(version.schedule, latency_ms=1.2 * version.schedule.plain_latency_ms)
     varying._planning_seconds = 1e-9
-    return model, wrapper, varying
+    return model, wrapper, captured
 
 
 def test_small_inputs_get_a_plan_of_their_own_once_it_pays(planned_at_96):
-    model, wrapper, varying = planned_at_96
+    model, wrapper, captured = planned_at_96
     same_steps(wrapper, model, [tokens(4, length) for length in (20, 24, 30, 20)])
-    assert (96,) in varying.schedules
-    assert 1 < len(varying.schedules) <= 4
-    small = min(varying.schedules)
-    assert small <= (30,)
-    assert varying.schedules[small].budget_bytes == varying.schedules[96,].budget_bytes
+    assert 1 < len(captured.versions) <= 4
+    smallest, *_, largest = captured.versions
+    assert smallest.limits <= (30,)
+    assert largest.limits == (96,)
+    assert smallest.schedule.budget_bytes == largest.schedule.budget_bytes
 
 
 @pytest.mark.thorough
@@ -413,7 +415,7 @@ def test_a_captured_step_keeps_no_inputs():
 
 @pytest.mark.thorough
 def test_a_plan_for_smaller_inputs_that_fails_ends_nothing(planned_at_96, monkeypatch, caplog):
-    model, wrapper, varying = planned_at_96
+    model, wrapper, captured = planned_at_96
     tried = []
 
     def refuse(self, limits, layout):
@@ -425,7 +427,7 @@ def test_a_plan_for_smaller_inputs_that_fails_ends_nothing(planned_at_96, monkey
         same_steps(wrapper, model, [tokens(4, length) for length in (20, 24, 30)])
     assert tried
     assert "no plan for smaller sizes was found: not at this size" in caplog.messages
-    assert [*varying.schedules] == [(96,)]
+    assert [version.limits for version in captured.versions] == [(96,)]
 
 
 def test_numbers_that_differ_keep_no_size_from_varying():

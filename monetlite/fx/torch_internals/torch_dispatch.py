@@ -146,24 +146,21 @@ def weak_storage(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
-def changes_in_place(tensor: torch.Tensor) -> int:
-    """Number of changes in place that a tensor's storage has seen, as autograd counts them (`_version`)."""
-    return tensor._version
-
-
 def changes_of_each(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Changes in place of several tensors, as each step asks of all parameters; 0 where they are not counted."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def change_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory for `changes_in_place` of another one, which it doesn't keep alive.
+def watched(tensor: torch.Tensor) -> Callable[[], bool]:
+    """A function that tells whether a tensor's storage was changed in place since; it doesn't keep that alive.
 
-    A detached tensor counts with the one that it is of, and goes on where its `data` is replaced.
+    Autograd counts changes (`_version`). A detached tensor counts with the one that it is of, and goes on where its
+    `data` is replaced.
     """
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return counter
+    before = counter._version
+    return lambda: counter._version != before
 
 
 def is_transformed() -> bool:

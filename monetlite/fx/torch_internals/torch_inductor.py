@@ -3,7 +3,7 @@
 | symbol | use, and what breaks when it changes |
 | --- | --- |
 | `compile_fx_inner`, `output_strides` | compiles a program of ours, and says in which strides its results come |
-| `select_decomp_table` | operators that Inductor knows, for a program traced into those |
+| `select_decomp_table`, `lowering` | operators that Inductor knows, for a program traced into those |
 | `force_stride_order`, `user_visible_output_idxs` | results in captured strides; views and anchors would fail |
 | `cache_dir` | folder of compiled code; regions would be compiled anew by processes beside this one |
 | `size_asserts` | checks of strides; a region would read other elements where its operand is laid out otherwise |
@@ -14,10 +14,10 @@
 | `compile_fx`, `aot_eager_decomp_partition` | `torch.compile` as others use it, to compare with |
 """
 
-from collections.abc import Callable, Collection, Sequence
+import importlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -41,6 +41,7 @@ def decompositions() -> Any:
     """The table of functions that turn an operator into those that Inductor compiles."""
     from torch._inductor.decomposition import select_decomp_table
 
+    importlib.import_module("torch._inductor.lowering")  # which some of them take to be imported
     return select_decomp_table()
 
 
@@ -57,6 +58,12 @@ def compile_program(program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
     with torch_random():
         return compile_fx_inner(program, list(inputs))
+
+
+def decomposed(function: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
+    """A function of fake tensors as a program of operators that Inductor knows."""
+    with mode:
+        return make_fx(torch.func.functionalize(function), decompositions())(*inputs)
 
 
 def compile_alone(
@@ -78,7 +85,8 @@ def compile_alone(
     from torch._inductor import config
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    # Our functions look things up in tables, which are real tensors.
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     device = inputs[0][3].type if inputs else "cpu"
     as_it_is = torch.autocast(device, enabled=False)
     with without_modes(), torch.no_grad(), as_it_is, tracing(TracingContext(mode)):
@@ -87,32 +95,14 @@ def compile_alone(
                 torch.empty_strided(shape, stride, dtype=dtype, device=device)
                 for shape, stride, dtype, device in inputs
             ]
-        # Our functions look things up in tables, which are real tensors.
-        with mode, patch.object(mode, "allow_non_fake_inputs", True):
-            traced = make_fx(torch.func.functionalize(function), decompositions())(*fakes)
-            _in_strides(traced, strides)
+        traced = decomposed(function, fakes, mode)
+        made: Any = traced.graph.output_node().args[0]
+        captured = [node.meta["val"].stride() for node in made]
+        differing = {at: stride for at, stride in enumerate(strides) if stride != captured[at]}
+        force_strides(traced, range(len(made)), differing)
         with patched(config.patch({"size_asserts": True, "alignment_asserts": False, "triton.cudagraphs": False})):
             compiled: Callable[[list[Any]], Any] = compile_program(traced, fakes)
         return compiled
-
-
-def _in_strides(program: fx.GraphModule, strides: Sequence[tuple[int, ...]]) -> None:
-    """Have a program return results in these strides."""
-    from torch._inductor.inductor_prims import force_stride_order
-
-    output = program.graph.output_node()
-    made: list[Any] = list(output.args[0])  # type: ignore[arg-type]  # a flat tuple
-    with program.graph.inserting_before(output):
-        for at, (node, stride) in enumerate(zip(made, strides, strict=True)):
-            value = node.meta["val"]
-            if value.stride() != stride:
-                made[at] = program.graph.call_function(force_stride_order, (node, stride))
-                made[at].meta["val"] = torch.empty_strided(
-                    value.shape, stride, dtype=value.dtype, device=value.device
-                )
-    output.args = (tuple(made),)
-    output.meta["user_visible_output_idxs"] = list(range(len(made)))
-    program.recompile()
 
 
 def output_strides(compiled: Any) -> list[tuple[int, ...] | None]:
@@ -120,21 +110,27 @@ def output_strides(compiled: Any) -> list[tuple[int, ...] | None]:
     return [None if strides is None else tuple(map(int, strides)) for strides in compiled.output_strides]
 
 
-def force_strides(program: fx.GraphModule, results: Collection[int]) -> None:
-    """Have some results of a program, by position, returned in the strides that they were captured in."""
+def force_strides(
+    program: fx.GraphModule, visible: Collection[int], strides: Mapping[int, tuple[int, ...]]
+) -> None:
+    """Have results of a program, by position, returned in given strides.
+
+    Args:
+        visible: all results that other code reads.
+        strides: of some of them; the others are in those that they were captured in.
+    """
     from torch._inductor.inductor_prims import force_stride_order
 
     output = program.graph.output_node()
     given: Any = output.args[0]
     made = list(given)
     with program.graph.inserting_before(output):
-        for at in results:
+        for at, stride in strides.items():
             value = made[at].meta["val"]
-            if hasattr(value, "dim") and value.dim() > 2:
-                made[at] = program.graph.call_function(force_stride_order, (made[at], value.stride()))
-                made[at].meta["val"] = value
+            made[at] = program.graph.call_function(force_stride_order, (made[at], stride))
+            made[at].meta["val"] = value.new_empty_strided(value.shape, stride)
     output.args = (tuple(made),)
-    output.meta["user_visible_output_idxs"] = list(results)
+    output.meta["user_visible_output_idxs"] = list(visible)
     program.recompile()
 
 

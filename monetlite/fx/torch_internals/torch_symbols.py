@@ -69,16 +69,9 @@ def same_sizes(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.Sy
     return mine == its
 
 
-def captured_number(number: Any) -> int | float | None:
-    """The value of a number in the step that was captured; None if it depends on the data."""
-    found: int | float | None = number.node.hint
-    return found
-
-
-def captured_value(size: torch.SymInt) -> int | None:
-    """The value of a size in the step that was captured; None if it depends on the data."""
-    hint = size.node.hint
-    return None if hint is None else int(hint)
+def captured_number(number: Any) -> Any:
+    """The value of a number or size in the step that was captured; None if it depends on the data."""
+    return number.node.hint
 
 
 def largest(size: torch.SymInt) -> int | None:

@@ -15,8 +15,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
-    change_counter,
-    changes_in_place,
+    changes_of_each,
     decomposition_table,
     failures_unlogged,
     faked_by,
@@ -29,6 +28,7 @@ from monetlite.fx.torch_internals.torch_dispatch import (
     suggest_memory_format,
     traced_as,
     unchecked,
+    watched,
     weak_storage,
     without_modes,
     without_python_kernels,
@@ -257,24 +257,24 @@ def test_the_suggested_memory_format() -> None:
 
 def test_changes_in_place_are_counted_for_a_tensor_and_its_views() -> None:
     tensor = torch.zeros(4)
-    before = changes_in_place(tensor)
+    (before,) = changes_of_each([tensor])
     tensor.view(2, 2).add_(1)
-    assert changes_in_place(tensor) == changes_in_place(tensor.view(2, 2)) > before
+    counts = changes_of_each([tensor, tensor.view(2, 2)])
+    assert counts[0] == counts[1] > before
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_counter_of_changes_outlives_its_tensor_without_memory(grad: bool) -> None:
+def test_changes_are_known_of_a_tensor_that_is_gone(grad: bool) -> None:
     tensor = torch.ones(4, requires_grad=grad) * 1
     view = tensor[1:]
-    counters, storage = [change_counter(tensor), change_counter(view)], weak_storage(tensor)
-    before = [changes_in_place(counter) for counter in counters]
-    assert [counter.untyped_storage().nbytes() for counter in counters] == [0, 0]
+    changed, storage = [watched(tensor), watched(view)], weak_storage(tensor)
+    assert not any(asked() for asked in changed)
     with torch.no_grad():
         view.add_(1)
     assert tensor.tolist() == [1, 2, 2, 2]
     del tensor, view
     assert storage.expired()
-    assert [changes_in_place(counter) for counter in counters] == [count + 1 for count in before]
+    assert all(asked() for asked in changed)
 
 
 def test_a_weak_reference_to_a_storage_outlives_views_and_not_the_storage() -> None:

@@ -1,6 +1,8 @@
 """Inductor compiles functions alone, where regions are found again, with checks of their arguments."""
 
 import operator
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,19 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> list[GraphLowering]:
 
     monkeypatch.setattr(GraphLowering, "run", run_noted)
     return found
+
+
+def test_operators_are_decomposed_before_anything_is_compiled() -> None:
+    """Some of the functions look at modules that the compiler imports."""
+    program = (
+        "import torch\n"
+        "from monetlite.fx.torch_internals.torch_dispatch import FakeTensorMode\n"
+        "from monetlite.fx.torch_internals.torch_inductor import decomposed\n"
+        "with FakeTensorMode() as mode:\n"
+        "    image = torch.empty(1, 1, 4, 4)\n"
+        "assert decomposed(lambda x: torch.ops.aten.max_pool2d_with_indices(x, [2, 2]), [image], mode)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_its_folder_is_the_one_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
