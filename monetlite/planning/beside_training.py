@@ -23,7 +23,7 @@ from monetlite.core.options import PricingOptions, SolvingOptions
 from monetlite.core.schedule import Schedule, Status
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
-from monetlite.core.units import parse_budget
+from monetlite.core.units import format_bytes, parse_budget
 from monetlite.planning.budgets import as_schedule, solve_layouts
 from monetlite.planning.pipeline import measured_here, price
 from monetlite.planning.solving_process import SolvingProcess
@@ -112,6 +112,13 @@ class PlanningBesideTraining:
         except InfeasibleBudget as error:
             if error.proven_bytes > error.budget_bytes:
                 raise
+            reached = (
+                "" if error.reached_bytes is None else f" (the smallest takes {format_bytes(error.reached_bytes)})"
+            )
+            tell(
+                f"no plan is within {format_bytes(error.budget_bytes)} yet{reached}; looking for "
+                f"{self._solving.time_limit:g} s"
+            )
             self.finished = True
             return self._solved(profiles, self._solving)
         self.finished = schedule.status is Status.OPTIMAL

@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 from monetlite.core.announcing import planned, tell, warn
+from monetlite.core.binding import lacking
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
 from monetlite.core.graph import OperatorGraph
@@ -264,7 +265,9 @@ class StepPlans:
         traced, call = self.build(joint, found.layout)
         resident_bytes, refusal = self._resident_bytes(call), None
         for schedule in self.serving(call):
-            if schedule.structure == traced.graph.structure:
+            if schedule.structure == traced.graph.structure and not self._would_run_otherwise(
+                schedule, traced.graph
+            ):
                 try:
                     fitted = self.fitting.fit(traced, schedule, resident_bytes)
                 except TooLarge as error:
@@ -276,7 +279,13 @@ class StepPlans:
             raise refusal
         if plain := plain_if_smaller(found, traced.graph):
             return traced, plain
+        if self._would_run_otherwise(found, traced.graph):
+            raise ScheduleMismatch("tensors lie otherwise in memory than those of the step that was planned")
         return self.fitting.fit(traced, found, resident_bytes)
+
+    def _would_run_otherwise(self, schedule: Schedule, graph: OperatorGraph) -> bool:
+        """True for a schedule that would run otherwise than planned, where one for this step can be made."""
+        return self.budget is not None and schedule.device == graph.device and lacking(schedule, graph)
 
     def _plan_at_once(self, joint: Joint) -> tuple[Traced, tuple[Step, ...]]:
         """The captured step, and the steps to run of it by a schedule found within seconds.

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import pickle
 import warnings
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import monetlite
 from monetlite.core.errors import ModelError, ScheduleMismatch
+from monetlite.core.steps import plain_steps
 from monetlite.runtime import scheduled_training
 
 SOLVING = {"device": "rtx-4090", "time_limit": 0.5}
@@ -372,3 +374,34 @@ def test_the_schedule_is_that_of_the_step_that_ran_last():
         model(torch.randn(rows, 32)).square().mean().backward()
         (taken,) = monetlite.schedule_of(model).inputs.values()
         assert taken.shape[0] >= rows
+
+
+class Averaged(nn.Module):
+    """Images to averages of their pixels."""
+
+    def __init__(self):
+        super().__init__()
+        channels = [3, *[16] * 6]
+        pairs = itertools.pairwise(channels)
+        self.layers = nn.Sequential(
+            *[item for one, other in pairs for item in (nn.Conv2d(one, other, 3), nn.BatchNorm2d(other), nn.ReLU())]
+        )
+
+    def forward(self, images):
+        return self.layers(images).mean((2, 3))
+
+
+def test_images_in_another_order_are_planned_for_themselves():
+    """Where the last activation's gradient comes of other strides, it can't be written over what comes in."""
+    model, images = Averaged(), torch.randn(8, 3, 32, 32)
+    profile = free_profile(monetlite.trace(model, (images,)))
+    last = profile.graph.by_name["layers.17.backward"]
+    over = [item.name for item in profile.graph.operators[last].implementations].index("inplace")
+    steps = [(index, over if index == last else choice) for index, choice in plain_steps(profile.graph)]
+    given = replace(schedule_of(profile, steps), device="cpu")
+    wrapper = monetlite.MONeTWrapper(twin(model), given, budget="200%", device="cpu", time_limit=0.3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the schedule of")
+        for call in 2 * (images, images.to(memory_format=torch.channels_last)):
+            assert_same(step(wrapper, (call,)), step(model, (call,)))
+    assert len(wrapper._training.plans.schedules) == 2
