@@ -13,8 +13,8 @@ class GpuPeak:
     """The most bytes that were asked for on the current GPU since this was made, or was begun anew."""
 
     def __init__(self) -> None:
-        self._device = torch.cuda.current_device()
-        self._most_bytes = 0
+        self.device = torch.cuda.current_device()
+        self.most_bytes = 0
         self.begin()
         _open.add(self)
 
@@ -22,19 +22,19 @@ class GpuPeak:
         """Begin anew; returns the bytes that are in use."""
         now_bytes, most_bytes = self._asked_for()
         for other in list(_open):
-            if other._device == self._device:
-                other._most_bytes = max(other._most_bytes, most_bytes)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._most_bytes = now_bytes
+            if other.device == self.device:
+                other.most_bytes = max(other.most_bytes, most_bytes)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.most_bytes = now_bytes
         return now_bytes
 
     def look(self) -> tuple[int, int]:
         """The bytes that are in use, and the most since the beginning."""
         now_bytes, most_bytes = self._asked_for()
-        return now_bytes, max(self._most_bytes, most_bytes)
+        return now_bytes, max(self.most_bytes, most_bytes)
 
     def _asked_for(self) -> tuple[int, int]:
-        stats = torch.cuda.memory_stats(self._device)
+        stats = torch.cuda.memory_stats(self.device)
         return int(stats["requested_bytes.all.current"]), int(stats["requested_bytes.all.peak"])
 
 

@@ -14,6 +14,7 @@ OTHERS = {
     "pickle._Unpickler",  # Python's
     "owner._forward",  # monetlite's own, as the next
     "instance._forward",
+    "run.cost._replace",  # of a named tuple
 }
 """Attributes with a leading underscore that are not torch's."""
 OPERATORS = ("torch.ops.", "aten.", "_aten.")
