@@ -39,7 +39,7 @@ QUICK = {
     "compare": {"repeats": 1, "time_limit": 0.2, "peers": "checkpoint"},
 }
 """What commands do where a page doesn't say otherwise."""
-SMALL = {name: QUICK[name] | {"input_size": (64, 64)} for name in ("check", "measure")}
+SMALL = {name: QUICK[name] | {"input_size": "64"} for name in ("check", "measure")}
 """And with ResNet-50 in the README."""
 MONETS = "solution_vgg16_176_inplace_conv_multiway_newnode_7.00.pkl"
 BY_CI = (

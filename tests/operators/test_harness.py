@@ -1,5 +1,7 @@
 """The harness finds what is wrong with an implementation, whatever it is."""
 
+from unittest import mock
+
 import pytest
 import torch
 from contents import plain
@@ -13,8 +15,6 @@ from monetlite.operators.implementations import alternatives_for, function
 @pytest.fixture
 def offer(monkeypatch):
     """Offer a function as another way to run `tanh`, for as long as the test takes."""
-    monkeypatch.setattr(implementations, "FUNCTIONS", dict(implementations.FUNCTIONS))
-    monkeypatch.setattr(implementations, "_names", dict(implementations._names))
     monkeypatch.setattr(implementations, "_alternatives", {})
 
     def register(run, **details):
@@ -27,7 +27,8 @@ def offer(monkeypatch):
             rest = {name: item for name, item in details.items() if name != "over"}
             yield kernel.implement("other", run, **rest)
 
-    return register
+    with mock.patch.dict(implementations.FUNCTIONS), mock.patch.dict(implementations._names):
+        yield register
 
 
 def check(kind="normal"):

@@ -113,5 +113,5 @@ def test_where_no_plan_is_found_for_the_largest_images_one_is_for_somewhat_large
     model = monetlite.MONeTWrapper(Upsampling("nearest", "twice"), **{**PLANNING, "budget": 600_000})
     for size in SIZES[:3]:
         model(torch.randn(2, 3, *size)).backward()
-    (varying,) = model._training.plans.varying.values()
-    assert [*varying.schedules] == [(32, 16), (32, 32)]
+    (captured,) = model._training.plans.varying
+    assert [version.limits for version in captured.versions] == [(32, 16), (32, 32)]
