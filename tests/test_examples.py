@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import re
 import runpy
 import subprocess
@@ -88,7 +87,7 @@ runpy.run_path({str(FOLDER / "torchrun_ddp.py")!r}, run_name="__main__")
 """
 
 
-@pytest.mark.skipif("MONETLITE_THOROUGH" not in os.environ, reason="half a minute; see test_distributed.py")
+@pytest.mark.thorough  # half a minute; see test_distributed.py
 def test_torchrun(tmp_path):
     (tmp_path / "quick.py").write_text(QUICK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -138,7 +138,7 @@ def test_a_scheduled_run_is_the_plain_run(kind, tmp_path):
     assert bool(adapter) == ("lora" in kind)
 
 
-@pytest.mark.skipif(not THOROUGH, reason="MONETLITE_THOROUGH=1 runs it")
+@pytest.mark.thorough
 def test_a_scheduled_run_in_bfloat16_is_the_plain_run(tmp_path):
     plain, scheduled = (trained("gpt2", tmp_path / str(way), way, bf16=True) for way in (False, True))
     assert scheduled[0] == plain[0]

@@ -1,6 +1,5 @@
 """Programs compiled by Inductor: plain training but for rounding, or a refusal where that can't be."""
 
-import os
 import random
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ from monetlite.runtime.inductor import _as_captured, as_inductor_fuses, inductor
 from monetlite.tracing.capture import flat_outputs
 
 CLOSE = 1e-4
-THOROUGH = pytest.mark.skipif("MONETLITE_THOROUGH" not in os.environ, reason="Inductor takes long")
+THOROUGH = pytest.mark.thorough  # Inductor takes long
 
 
 class Deep(nn.Module):
@@ -57,6 +56,7 @@ def test_a_transformer():
         time_limit=1,
         implementations="default",
         compile=True,
+        outputs="all",
     )
     assert_same(step(wrapper, inputs), step(model, inputs), within=1e-3)
 
@@ -66,7 +66,7 @@ def test_a_transformer():
 def test_a_transformer_by_any_implementations(seed):
     model, inputs = tiny_transformer("gpt2")
     model.train()
-    graph = monetlite.trace(model, inputs).restricted(lambda item: item.guard is None)
+    graph = monetlite.trace(model, inputs, outputs="all").restricted(lambda item: item.guard is None)
     rng = random.Random(seed)
     steps = with_random_implementations(graph, recompute_with_any_reads(graph, rng, 0.5), rng)
     assert sum(bool(choice) for _, choice in steps) > 10
