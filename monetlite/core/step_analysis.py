@@ -125,7 +125,7 @@ class StepAnalysis:
     @cached_property
     def again(self) -> tuple[bool, ...]:
         """For each step, True if its operator ran before."""
-        return tuple(reruns(self.timeline.steps))
+        return tuple(reruns(self.steps))
 
     @cached_property
     def bytes_of(self) -> Mapping[Holding, tuple[int, ...]]:

@@ -112,9 +112,8 @@ class PlanningBesideTraining:
         except InfeasibleBudget as error:
             if error.proven_bytes > error.budget_bytes:
                 raise
-            reached = (
-                "" if error.reached_bytes is None else f" (the smallest takes {format_bytes(error.reached_bytes)})"
-            )
+            least_bytes = error.reached_bytes
+            reached = "" if least_bytes is None else f" (the smallest takes {format_bytes(least_bytes)})"
             tell(
                 f"no plan is within {format_bytes(error.budget_bytes)} yet{reached}; looking for "
                 f"{self._solving.time_limit:g} s"

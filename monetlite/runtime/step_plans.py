@@ -265,9 +265,8 @@ class StepPlans:
         traced, call = self.build(joint, found.layout)
         resident_bytes, refusal = self._resident_bytes(call), None
         for schedule in self.serving(call):
-            if schedule.structure == traced.graph.structure and not self._would_run_otherwise(
-                schedule, traced.graph
-            ):
+            same = schedule.structure == traced.graph.structure
+            if same and not self._would_run_otherwise(schedule, traced.graph):
                 try:
                     fitted = self.fitting.fit(traced, schedule, resident_bytes)
                 except TooLarge as error:
