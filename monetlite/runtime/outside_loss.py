@@ -12,8 +12,10 @@ import torch
 
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.graph import OperatorGraph
+from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step
+from monetlite.core.units import format_bytes
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.profiling.allocated import AllocatedGrowth
 from monetlite.profiling.step_additions import LossMemory, with_outside_loss
@@ -78,11 +80,23 @@ class OutsideLoss:
         """A profile with what the loss is known to take."""
         return profile if self.memory is None else with_outside_loss(profile, self.memory)
 
-    def peak_bytes(self) -> int:
-        """The peak of the step that was captured last, with the loss; workspaces of operators don't count."""
+    def problem(self, schedule: Schedule) -> str:
+        """What is wrong with a schedule, if the last step showed that the loss takes more than was known.
+
+        Empty if the step that was captured last keeps to its budget with that. Workspaces of operators don't count.
+        """
+        if self.measured() is None:
+            return ""
         assert self._planned is not None
         graph, steps = self._planned
-        return simulate(self.counted(without_costs(graph)), steps).peak_bytes
+        with_loss_bytes = simulate(self.counted(without_costs(graph)), steps).peak_bytes
+        peak_bytes = max(with_loss_bytes, schedule.peak_bytes)
+        if peak_bytes <= schedule.budget_bytes:
+            return ""
+        return (
+            f"with the loss outside of the model, this step takes at least {format_bytes(peak_bytes)}, over the "
+            f"budget of {format_bytes(schedule.budget_bytes)}"
+        )
 
 
 class _Record:

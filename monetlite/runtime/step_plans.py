@@ -173,16 +173,9 @@ class StepPlans:
 
     def count_loss(self) -> bool:
         """Count what a loss outside of the model was found to take; True if that breaks the budget of the plans."""
-        found, schedule = self.outside.measured(), self.schedule
-        if found is None or schedule is None:
+        schedule = self.schedule
+        if schedule is None or not (problem := self.outside.problem(schedule)):
             return False
-        peak_bytes = max(self.outside.peak_bytes(), schedule.peak_bytes)
-        if peak_bytes <= schedule.budget_bytes:
-            return False
-        problem = (
-            f"with the loss outside of the model, this step takes at least {format_bytes(peak_bytes)}, over the "
-            f"budget of {format_bytes(schedule.budget_bytes)}"
-        )
         if self.budget is None:
             warn(
                 f"{problem}. The schedule can't count it; give a budget in its place, "

@@ -1,8 +1,9 @@
 """The backend of `torch.compile(model, backend="monetlite", options={"budget": "6GB"})`.
 
-A model that TorchDynamo captures as one graph is priced and solved when it is compiled. It runs by its schedule
-then, as in `MONeTWrapper`. A process keeps its schedules until it ends; with `schedule`, a file keeps one. Graphs
-that are parts of a model are its pieces, and planned together (`runtime.pieces`).
+A model that TorchDynamo captures as one graph is planned when it is compiled, as in `MONeTWrapper`: it begins with
+a schedule that is found within seconds, and a better one is looked for beside training. With `schedule`, compiling
+waits for the best one, and a file keeps it. A process keeps its schedules until it ends. Graphs that are parts of a
+model are its pieces, and planned together (`runtime.pieces`).
 """
 
 import contextlib
@@ -11,20 +12,15 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from monetlite.core.errors import ModelError, TraceError
-from monetlite.core.graph import AS_TRACED, OperatorGraph
-from monetlite.core.options import PricingOptions, SolvingOptions, split_options
-from monetlite.core.schedule import Schedule
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_compiled_calls import CompiledCall, current_call, surround_calls
-from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.torch_internals.torch_dynamo import (
     break_reason,
     drawing_functions,
@@ -36,47 +32,20 @@ from monetlite.fx.torch_internals.torch_dynamo import (
 from monetlite.fx.torch_internals.torch_messages import leave_messages_out
 from monetlite.fx.torch_internals.torch_varying import VaryingNumbers, VaryingSizes
 from monetlite.runtime.buffers import eager
-from monetlite.runtime.fitting import Fitting
+from monetlite.runtime.compile_options import CompileOptions, compile_options
 from monetlite.runtime.gradient_delivery import CapturedStep, delivering_backend
-from monetlite.runtime.lowering import lower
-from monetlite.runtime.measured_peak import MeasuredPeak
+from monetlite.runtime.graph_plan import GraphPlan
 from monetlite.runtime.pieces import PiecewiseTraining
-from monetlite.runtime.scheduled_training import loaded
 from monetlite.runtime.serving import as_passed, own_bytes
 from monetlite.tracing.capture import Joint, copied
 from monetlite.tracing.names import source_of
 from monetlite.tracing.operator_graph import Traced, build_graph
 from monetlite.tracing.refusals import NUMPY_DRAWS, line_of
-from monetlite.tracing.step_inputs import Arguments, autocast_dtype, device_of, gpu_of, on_its_gpu
+from monetlite.tracing.step_inputs import autocast_dtype, device_of, gpu_of, on_its_gpu
 from monetlite.tracing.whole_kernels import kernels_kept_whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompileOptions:
-    """Contents of `options=` of `torch.compile`: budget, schedule, and the options of `monetlite.optimize`.
-
-    Attributes:
-        budget: of the whole step; not needed if the schedule exists.
-        schedule: a schedule file, read if it exists, else written; or a name such as zoo:resnet50@6GB.
-        whole: refuse a model that is captured in several graphs.
-    """
-
-    budget: str | int | float | None
-    schedule: str | None
-    whole: bool
-    pricing: PricingOptions
-    solving: SolvingOptions
-
-    @property
-    def schedule_exists(self) -> bool:
-        return self.schedule is not None and (self.schedule.startswith("zoo:") or Path(self.schedule).exists())
-
 
 _PIECES, _WHOLE, _LEFT_ALONE, _NUMBERS, _SIZES = "pieces", "whole", "left alone", "numbers", "sizes"
 _thread = threading.local()
-_solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
-_peaks: dict[str, MeasuredPeak] = {}
-"""Of each structure that has been compiled."""
 
 
 def __getattr__(name: str) -> Any:
@@ -124,9 +93,9 @@ def compile_graph(
         )
     if torch.is_grad_enabled() and (pieces := pieces or _pieces(graph, chosen)):
         return pieces.backend(graph, inputs)
-    autocast = autocast_dtype(device_of(graph, inputs))
-
-    schedule: Schedule | None = None
+    device = device_of(graph, inputs)
+    autocast = autocast_dtype(device)
+    plan: GraphPlan | None = None
     kept: list[CapturedStep] = []
 
     def partition(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -144,16 +113,17 @@ def compile_graph(
             }
             return replace(built, graph=replace(unguarded, name="compiled", inputs=given))
 
-        nonlocal schedule
-        schedule = _schedule(lambda layout: traced_in(layout).graph, chosen)
+        nonlocal plan
         resident = [*graph.parameters(), *graph.buffers(), *as_passed(tuple(inputs), {})]
-        return lower(*Fitting().fit(traced_in(schedule.layout), schedule, own_bytes(resident)))
+        plan = GraphPlan(traced_in, chosen, own_bytes(resident), device)
+        return plan.lowered()
 
     gpu = gpu_of(graph, inputs)
     with on_its_gpu(graph, inputs), kernels_kept_whole():
         compiled = delivering_backend(partition, eager, kept.append)(graph, inputs)
-    if kept and schedule is not None:
-        compiled = _measured_once(compiled, graph, kept[-1], schedule)
+    if kept and plan is not None:
+        plan.keep(kept[-1])
+        compiled = _planned_further(compiled, graph, plan)
     return whole_step(compiled, gpu)
 
 
@@ -171,55 +141,18 @@ def whole_step(step: Callable[..., Any], gpu: torch.device | None) -> Callable[.
     return run
 
 
-def _measured_once(
-    compiled: Callable[..., Any], graph: fx.GraphModule, step: CapturedStep, schedule: Schedule
-) -> Callable[..., Any]:
-    """A compiled step, of which the measured peak is told once for all sizes of the inputs."""
-    peak, runs = _peaks.setdefault(schedule.structure, MeasuredPeak()), itertools.count()
-    peak.capture_ends()
-    step.watch = lambda ends: peak.backward_ends() if ends else None
+def _planned_further(compiled: Callable[..., Any], graph: fx.GraphModule, plan: GraphPlan) -> Callable[..., Any]:
+    """A compiled step, of which its plan hears."""
+    runs = itertools.count()
 
     def run(*arguments: Any) -> Any:
         if next(runs):  # while the first one runs, what compiling took is freed
-            peak.step_begins(graph, Arguments(arguments, {}), lambda: schedule)
+            plan.step_begins(graph, arguments)
         output = compiled(*arguments)
-        peak.step_gave(output)
+        plan.step_gave(output)
         return output
 
     return run
-
-
-def compile_options(given: Mapping[str, Any]) -> CompileOptions:
-    """Read `options=` of `torch.compile`.
-
-    Raises:
-        ModelError: an unknown option, a value that is out of range, or neither a budget nor a schedule file.
-    """
-    own = ("budget", "schedule", "whole")
-    pricing, solving = split_options({name: value for name, value in given.items() if name not in own}, own)
-    chosen = CompileOptions(
-        budget=given.get("budget"),
-        schedule=given.get("schedule"),
-        whole=given.get("whole", False),
-        pricing=pricing,
-        solving=solving,
-    )
-    if chosen.budget is None and not chosen.schedule_exists:
-        if chosen.schedule is not None:
-            raise ModelError(
-                f"there is no schedule file {chosen.schedule}. With a budget, one is solved and kept there: "
-                f"options={{'schedule': {chosen.schedule!r}, 'budget': '6GB'}}"
-            )
-        raise ModelError(
-            "backend 'monetlite' needs a budget: torch.compile(model, backend='monetlite', "
-            "options={'budget': '6GB'}), or options={'schedule': FILE} with a schedule file"
-        )
-    if pricing.step_in_backward:
-        raise ModelError(
-            "a graph of torch.compile has parameters among its inputs, so step_in_backward can't be planned; "
-            "monetlite.within(model, budget=..., step_in_backward=True) plans it"
-        )
-    return chosen
 
 
 @contextlib.contextmanager
@@ -308,30 +241,3 @@ def _begin_pieces(call: CompiledCall | None, options: CompileOptions, said: str)
         call.given[_PIECES] = pieces
         return pieces
     raise ModelError(f"{said}. {problem}, or move what ends the graph out of the forward pass")
-
-
-def _schedule(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) -> Schedule:
-    """The schedule of a graph, of which `graph_in` makes the operator graph in a layout."""
-    graph = graph_in(AS_TRACED)
-    key = (graph.fingerprint, graph.device, options)
-    if key not in _solved:
-        if options.schedule is not None and options.schedule_exists:
-            _solved[key] = loaded(options.schedule)
-        else:
-            _solved[key] = _solve(graph_in, options)
-            if options.schedule is not None:
-                _solved[key].save(options.schedule)
-    return _solved[key]
-
-
-def _solve(graph_in: Callable[[str], OperatorGraph], options: CompileOptions) -> Schedule:
-    from monetlite.planning.budgets import layouts_to_try, solve_layouts
-    from monetlite.planning.pipeline import price
-
-    assert options.budget is not None
-    pricing, solving = options.pricing, options.solving
-    graphs = [graph_in(layout) for layout in layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)]
-    # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones.
-    with without_modes():
-        profiles = [price(graph, pricing, solving) for graph in graphs]
-        return solve_layouts(profiles, options.budget, solving, layout=pricing.layout)

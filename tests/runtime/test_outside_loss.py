@@ -51,6 +51,24 @@ def test_a_step_keeps_to_its_budget_with_the_loss(wait, caplog):
     assert trained.schedule.peak_bytes > 3 * ROWS * CLASSES * 4
 
 
+def test_a_compiled_step_keeps_to_its_budget_with_the_loss(caplog):
+    x, compiled = torch.randn(ROWS, 64), model()
+    budget = int(0.87 * peak_bytes(model(), x, cross_entropy))
+    compiled.compile(backend="monetlite", dynamic=False, options={"budget": budget, "time_limit": 0.3})
+    with caplog.at_level("INFO", logger="monetlite"):
+        measured = [peak_bytes(compiled, x, cross_entropy) for _ in range(3)][-1]
+    assert any("with the loss outside of the model" in line for line in caplog.messages)
+    assert measured <= budget
+
+
+def test_a_compiled_step_warns_where_a_file_keeps_its_schedule(tmp_path):
+    x, compiled = torch.randn(ROWS, 64), model()
+    options = {"budget": int(0.87 * peak_bytes(model(), x, cross_entropy)), "schedule": str(tmp_path / "kept.yaml")}
+    compiled.compile(backend="monetlite", dynamic=False, options={"time_limit": 0.3, **options})
+    with pytest.warns(UserWarning, match="A schedule file can't count it"):
+        peak_bytes(compiled, x, cross_entropy)
+
+
 def test_what_a_caller_keeps_counts_through_the_backward_pass():
     x, kept = torch.randn(ROWS, 64), []
 

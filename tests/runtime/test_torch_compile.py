@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import monetlite
+from monetlite.planning import beside_training
 from monetlite.profiling import meters
 from monetlite.profiling.memory_use import is_profiling, peak_growth_bytes
 from monetlite.runtime import pieces
@@ -90,6 +92,39 @@ def test_training_is_plain_training_within_the_budget():
     assert peaks["compiled"] < 0.75 * peaks["plain"]
 
 
+def test_it_begins_at_once_and_takes_a_better_plan_later(caplog, monkeypatch):
+    solve_layouts, limits = beside_training.solve_layouts, []
+
+    def solved(profiles, budget, solving, **others):
+        limits.append(solving.time_limit)
+        return solve_layouts(profiles, budget, solving, **others)
+
+    class Process:
+        """The process beside training: it finds a plan for less memory at once."""
+
+        running, failure = False, None
+
+        def __init__(self, profiles, budget, solving, layout, first):
+            self.found = [solve_layouts(profiles, first.peak_bytes - 1, replace(solving, time_limit=0.5))]
+
+        def better(self):
+            return self.found.pop() if self.found else None
+
+    monkeypatch.setattr(beside_training, "solve_layouts", solved)
+    monkeypatch.setattr(beside_training, "SolvingProcess", Process)
+    model, x = SmallCNN(), (torch.randn(4, 3, 12, 12),)
+    other = compiled(twin(model), budget="95%", device="cpu", time_limit=60)
+    caplog.set_level(logging.INFO, logger="monetlite")
+    assert_same(step(other, x), step(model, x))
+    assert caplog.messages[0].startswith("plan: ")
+    assert caplog.messages[0].endswith("looking for a better plan beside training")
+    assert 0 < max(limits) <= beside_training.FIRST_SECONDS[1]
+    while "better plan," not in caplog.messages[-1]:
+        assert_same(step(other, x), step(model, x))
+    for _ in range(2):
+        assert_same(step(other, x), step(model, x))
+
+
 def test_dropout_and_statistics():
     model, x = SmallCNN(), (torch.randn(4, 3, 12, 12),)
     other = compiled(twin(model), budget="95%", device="rtx-4090")
@@ -121,7 +156,7 @@ def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
     assert_same(step(first, (x,)), step(model, (x,)))
     assert monetlite.load_schedule(file).budget_bytes > 0
     torch._dynamo.reset()
-    monkeypatch.setattr("monetlite.runtime.torch_compile._solved", {})
+    monkeypatch.setattr("monetlite.runtime.graph_plan._solved", {})
     monkeypatch.setattr("monetlite.planning.budgets.solve_layouts", lambda *_, **__: pytest.fail("solved again"))
     second = compiled(twin(model), schedule=str(file))
     assert_same(step(second, (x,)), step(model, (x,)))
@@ -147,7 +182,7 @@ def test_another_layout_runs_and_is_kept_in_the_file(tmp_path, monkeypatch):
     assert_same(step(first, x), step(twin(model), x), within=1e-4)
     assert monetlite.load_schedule(file).layout == "channels_last"
     torch._dynamo.reset()
-    monkeypatch.setattr("monetlite.runtime.torch_compile._solved", {})
+    monkeypatch.setattr("monetlite.runtime.graph_plan._solved", {})
     monkeypatch.setattr("monetlite.planning.budgets.solve_layouts", lambda *_, **__: pytest.fail("solved again"))
     second = compiled(twin(model), schedule=str(file))
     assert_same(step(second, x), step(twin(model), x), within=1e-4)

@@ -1,0 +1,173 @@
+"""The plan of a graph that `torch.compile` captured: its schedule, and the search for a better one."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from monetlite.core.announcing import planned, tell, warn
+from monetlite.core.costs import Profile
+from monetlite.core.graph import AS_TRACED
+from monetlite.core.interrupts import interrupts_kept
+from monetlite.core.schedule import Schedule
+from monetlite.core.weak_calls import weakly
+from monetlite.fx.torch_internals.torch_dispatch import without_modes
+from monetlite.operators.random import forked_state
+from monetlite.runtime.compile_options import CompileOptions
+from monetlite.runtime.fitting import Fitting
+from monetlite.runtime.gradient_delivery import CapturedStep
+from monetlite.runtime.lowering import lower
+from monetlite.runtime.measured_peak import MeasuredPeak
+from monetlite.runtime.outside_loss import OutsideLoss
+from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock
+from monetlite.runtime.scheduled_training import loaded
+from monetlite.tracing.operator_graph import Traced
+from monetlite.tracing.step_inputs import Arguments
+
+_solved: dict[tuple[str, str, CompileOptions], Schedule] = {}
+"""The last schedules of this process, by graph, device and options."""
+_peaks: dict[str, MeasuredPeak] = {}
+"""Of each structure that has been compiled: it is told once for all sizes of the inputs."""
+
+
+class GraphPlan:
+    """The schedule of a captured graph, and the search for a better one.
+
+    Args:
+        traced_in: makes the graph in a layout.
+        options: of its compilation.
+        resident_bytes: of the model's tensors and of its inputs.
+        device: of the model.
+
+    Attributes:
+        schedule: the one in use.
+
+    Raises:
+        Those of `monetlite.optimize`.
+    """
+
+    def __init__(
+        self,
+        traced_in: Callable[[str], Traced],
+        options: CompileOptions,
+        resident_bytes: int,
+        device: str,
+    ) -> None:
+        graph = traced_in(AS_TRACED).graph
+        self._key = graph.fingerprint, graph.device, options
+        self._traced_in, self._options = traced_in, options
+        self._resident_bytes, self._device = resident_bytes, device
+        self._fitting, self._clock, self._outside = Fitting(), StepClock(), OutsideLoss()
+        self._refinement: Refinement | None = None
+        if self._key in _solved:
+            self.schedule = _solved[self._key]
+        elif options.schedule is not None and options.schedule_exists:
+            self.schedule = loaded(options.schedule)
+        else:
+            self.schedule = self._found()
+        self._note_if_last()
+        self._peak = _peaks.setdefault(self.schedule.structure, MeasuredPeak())
+
+    def _found(self) -> Schedule:
+        """A schedule to begin with; the best one if a file is to keep it."""
+        from monetlite.planning.beside_training import PlanningBesideTraining
+        from monetlite.planning.budgets import layouts_to_try
+
+        options = self._options
+        assert options.budget is not None
+        pricing, solving = options.pricing, options.solving
+        layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
+        traced = {layout: self._traced_in(layout) for layout in layouts}
+        graphs = [item.graph for item in traced.values()]
+
+        def with_loss(profiles: list[Profile]) -> list[Profile]:
+            return list(map(self._outside.counted, profiles))
+
+        # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones. Measuring
+        # draws random numbers; the step that waits for it must not notice.
+        with without_modes(), forked_state(self._device), interrupts_kept():
+            planning = PlanningBesideTraining(graphs, options.budget, pricing, solving, with_loss)
+            schedule = planning.first() if options.schedule is None else planning.best()
+        if options.schedule is not None:
+            schedule.save(options.schedule)
+        self._refinement = None if planning.finished else Refinement(planning, schedule, self._fitting)
+        self._step = PlannedStep(traced, schedule, self._resident_bytes)
+        beside = "" if planning.finished else "; looking for a better plan beside training"
+        tell(f"plan: {planned(schedule)}{beside}")
+        return schedule
+
+    def lowered(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The two programs of the graph."""
+        traced = self._traced_in(self.schedule.layout)
+        fitted, steps = self._fitting.fit(traced, self.schedule, self._resident_bytes)
+        self._outside.planned(fitted.graph, steps)
+        return lower(fitted, steps)
+
+    def keep(self, step: CapturedStep) -> None:
+        """Note what was captured, whose programs a better schedule's may replace."""
+        self._captured = step
+        self._peak.capture_ends()
+        step.watch = weakly(self._watch)
+        self._remember()
+
+    def _remember(self) -> None:
+        if self._refinement is not None:
+            self._step.step = self._captured
+            self._refinement.remember(self._step)
+
+    def _watch(self, ends: bool) -> None:
+        """Note that a backward part begins or ends."""
+        if ends:
+            self._peak.backward_ends()
+        else:
+            self._outside.backward_begins()
+
+    def step_begins(self, graph: fx.GraphModule, arguments: tuple[Any, ...]) -> None:
+        """Go on planning, if no run waits for its backward pass, and measure the step that begins."""
+        if not self._captured.open_runs():
+            self._count_loss()
+            self._look_on()
+        self._peak.step_begins(graph, Arguments(arguments, {}), lambda: self.schedule)
+
+    def step_gave(self, output: Any) -> None:
+        """Note the output of a step, and measure what the caller's loss takes, if that isn't known yet."""
+        from monetlite.planning.pipeline import noteworthy_bytes
+
+        self._peak.step_gave(output)
+        if self._outside.forward_ends(output, self._device, noteworthy_bytes(self.schedule.budget_bytes)):
+            self._peak.drop()  # of two records at a time, only one is right
+
+    def _count_loss(self) -> None:
+        """Plan once more, if the plan breaks its budget by what a loss outside of the model was found to take."""
+        problem = self._outside.problem(self.schedule)
+        if not problem:
+            return
+        if self._options.schedule is not None:
+            warn(
+                f"{problem}. A schedule file can't count it: leave out schedule=, or let the model return its loss"
+            )
+            return
+        tell(f"{problem}; planning again")
+        self.schedule = self._found()
+        self._captured.exchange(*self.lowered(), schedule=self.schedule)
+        self._peak.drop()
+        self._remember()
+        self._note_if_last()
+
+    def _look_on(self) -> None:
+        if self._refinement is None:
+            return
+        seconds = self._clock.border()
+        with forked_state(self._device):
+            taken = self._refinement.advance(seconds)
+        if taken is not None:
+            self.schedule = taken[1]
+        if self._refinement.finished:
+            self._refinement = None
+            self._note_if_last()
+        self._clock.goes_on()
+
+    def _note_if_last(self) -> None:
+        """Keep the schedule for later compilations of the graph, if no better one is looked for."""
+        if self._refinement is None:
+            _solved[self._key] = self.schedule
