@@ -81,7 +81,7 @@ class OutsideLoss:
         return profile if self.memory is None else with_outside_loss(profile, self.memory)
 
     def problem(self, schedule: Schedule) -> str:
-        """What is wrong with a schedule, if the last step showed that the loss takes more than was known.
+        """The fault of a schedule, where the last step showed that the loss takes more than was known.
 
         Empty if the step that was captured last keeps to its budget with that. Workspaces of operators don't count.
         """
