@@ -30,7 +30,12 @@ from monetlite.fx.storages import Reachability
 from monetlite.fx.torch_internals import torch_pytree as pytree
 from monetlite.fx.torch_internals.patching import patched
 from monetlite.fx.torch_internals.torch_aot import aot_autograd, aot_settings, boxed_function, keep_saved_tensors
-from monetlite.fx.torch_internals.torch_as_plain import ASKED, asked_gradients_left_out, said_to_be_plain
+from monetlite.fx.torch_internals.torch_as_plain import (
+    ASKED,
+    asked_gradients_left_out,
+    quotients_kept_whole,
+    said_to_be_plain,
+)
 from monetlite.fx.torch_internals.torch_branches import checks_captured
 from monetlite.fx.torch_internals.torch_dispatch import FakeTensor, FakeTensorMode, failures_unlogged
 from monetlite.fx.torch_internals.torch_dynamo import (
@@ -379,6 +384,7 @@ def capture_settings() -> Iterator[None]:
         failures_unlogged(),
         checks_captured(),
         said_to_be_plain(but_in=_TOLD),
+        quotients_kept_whole(),
         dynamo_settings(
             recompile_limit=MAX_PROGRAMS,
             use_numpy_random_stream=True,  # and not torch's generator in its place

@@ -3,6 +3,7 @@
 | symbol | use, and what breaks when it changes |
 | --- | --- |
 | `_get_handlers`, `f_globals` | tell code whether it is compiled; another branch than in plain training would run |
+| `_get_handlers` | `torch.addcdiv` would be three operators, which round otherwise than its kernel |
 | `TensorVariable.method_requires_grad_` | asks for a gradient of what is computed; LoRA would break |
 | `_call_setattr`, `call_setattr` | the same by an attribute, since torch 2.13 and before; T5 would |
 """
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables import builtin as _builtin
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -47,6 +49,19 @@ def said_to_be_plain(but_in: Collection[str]) -> AbstractContextManager[None]:
 
     answers = {item: answer(own) for item, own in handlers.items() if getattr(item, "__name__", "") in _ASKING}
     return patched(mock.patch.dict(handlers, answers))
+
+
+def quotients_kept_whole() -> AbstractContextManager[None]:
+    """Have captures call `torch.addcdiv` with a `value` as it is, for the time of a block."""
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    taken_apart = handlers[torch.addcdiv]
+
+    def called(function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("value"), ConstantVariable):
+            return None  # no other handling
+        return taken_apart(function, translator, *args, **kwargs)
+
+    return patched(mock.patch.dict(handlers, {torch.addcdiv: called}))
 
 
 def asked_gradients_left_out() -> AbstractContextManager[None]:
