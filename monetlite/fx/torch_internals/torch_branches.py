@@ -10,6 +10,7 @@ step checks when it runs: what TorchDynamo itself makes of `assert labels.max() 
 | `.instructions`, `.instruction_pointer`, `.indexof`, `.jump`, `.stack` | the code around a branch; the same |
 | `Instruction.exn_tab_entry` | handlers; an exception that the model catches would end the step |
 | `TensorVariable`, `TorchInGraphFunctionVariable` | a tensor in captured code, and a call; the same as first |
+| `get_torch_obj_rule_map`, `UserFunctionVariable` | what is captured by lines; Gaussian losses would be refused |
 | `torch._assert_async` | an operator that fails where its tensor is false; wrong inputs would go unnoticed |
 """
 
@@ -21,8 +22,15 @@ from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
+from torch._dynamo import trace_rules
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import ConstantVariable, TensorVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables import (
+    ConstantVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    UserFunctionVariable,
+)
+from torch.nn import functional as F
 
 from monetlite.fx.torch_internals.patching import patched
 
@@ -41,6 +49,9 @@ _ENDS = (
 )
 """Parts of the names of bytecodes after which a branch may do something else than raise."""
 
+_LINE_BY_LINE = (F.gaussian_nll_loss,)
+"""Functions of torch that have such branches, and that TorchDynamo would run as one call."""
+
 
 def checks_captured() -> AbstractContextManager[None]:
     """Have captures take branches that only raise for assertions, for the time of a block."""
@@ -49,7 +60,8 @@ def checks_captured() -> AbstractContextManager[None]:
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    with ExitStack() as undone:
+    rules = dict.fromkeys(_LINE_BY_LINE, UserFunctionVariable)
+    with ExitStack() as undone, mock.patch.dict(trace_rules.get_torch_obj_rule_map(), rules):
         for translator in _translators(InstructionTranslatorBase):
             table = list(translator.dispatch_table)
             for name, code in dis.opmap.items():

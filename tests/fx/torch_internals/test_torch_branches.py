@@ -86,6 +86,21 @@ def test_branches_that_do_anything_else_are_not(function):
         captured(function)(torch.tensor([1.0, 2.0]))
 
 
+def test_a_loss_of_torch_that_looks_at_variances():
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gaussian_nll_loss(x, x + 1, x)
+
+    x = torch.tensor([1.0, 2.0])
+    with pytest.raises(torch._dynamo.exc.UserError):
+        captured(loss)(x)
+    torch._dynamo.reset()
+    with checks_captured():
+        compiled = captured(loss)
+        assert torch.equal(compiled(x), loss(x))
+        with pytest.raises(RuntimeError, match="gaussian_nll_loss raises an exception"):
+            compiled(-x)
+
+
 def test_torch_is_as_it_was():
     translators = [torch._dynamo.symbolic_convert.InstructionTranslator.dispatch_table]
     with checks_captured():
