@@ -5,13 +5,11 @@ from typing import Any
 
 from torch import fx
 
-from monetlite.core.announcing import planned, tell, warn
+from monetlite.core.announcing import tell, warn
 from monetlite.core.costs import Profile
 from monetlite.core.graph import AS_TRACED
-from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.schedule import Schedule
 from monetlite.core.weak_calls import weakly
-from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.operators.random import forked_state
 from monetlite.runtime.compile_options import CompileOptions
 from monetlite.runtime.fitting import Fitting
@@ -19,7 +17,7 @@ from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.lowering import lower
 from monetlite.runtime.measured_peak import MeasuredPeak
 from monetlite.runtime.outside_loss import OutsideLoss
-from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock
+from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock, amid_a_step, refined
 from monetlite.runtime.scheduled_training import loaded
 from monetlite.tracing.operator_graph import Traced
 from monetlite.tracing.step_inputs import Arguments
@@ -47,58 +45,50 @@ class GraphPlan:
     """
 
     def __init__(
-        self,
-        traced_in: Callable[[str], Traced],
-        options: CompileOptions,
-        resident_bytes: int,
-        device: str,
+        self, traced_in: Callable[[str], Traced], options: CompileOptions, resident_bytes: int, device: str
     ) -> None:
+        from monetlite.planning.budgets import layouts_to_try
+
         graph = traced_in(AS_TRACED).graph
         self._key = graph.fingerprint, graph.device, options
-        self._traced_in, self._options = traced_in, options
-        self._resident_bytes, self._device = resident_bytes, device
+        self._options, self._resident_bytes, self._device = options, resident_bytes, device
         self._fitting, self._clock, self._outside = Fitting(), StepClock(), OutsideLoss()
         self._refinement: Refinement | None = None
-        if self._key in _solved:
-            self.schedule = _solved[self._key]
-        elif options.schedule is not None and options.schedule_exists:
+        # What makes graphs holds the tensors that the step was captured with, so all of them are made at once.
+        if options.schedule is not None and options.schedule_exists:
             self.schedule = loaded(options.schedule)
+            self._traced = {self.schedule.layout: traced_in(self.schedule.layout)}
         else:
-            self.schedule = self._found()
+            layouts = layouts_to_try(options.pricing.layout, options.solving.tolerance, options.pricing.compile)
+            self._traced = {layout: traced_in(layout) for layout in layouts}
+            self.schedule = _solved.get(self._key) or self._found()
         self._note_if_last()
         self._peak = _peaks.setdefault(self.schedule.structure, MeasuredPeak())
 
     def _found(self) -> Schedule:
         """A schedule to begin with; the best one if a file is to keep it."""
         from monetlite.planning.beside_training import PlanningBesideTraining
-        from monetlite.planning.budgets import layouts_to_try
 
         options = self._options
         assert options.budget is not None
         pricing, solving = options.pricing, options.solving
-        layouts = layouts_to_try(pricing.layout, solving.tolerance, pricing.compile)
-        traced = {layout: self._traced_in(layout) for layout in layouts}
-        graphs = [item.graph for item in traced.values()]
+        graphs = [item.graph for item in self._traced.values()]
 
         def with_loss(profiles: list[Profile]) -> list[Profile]:
             return list(map(self._outside.counted, profiles))
 
-        # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones. Measuring
-        # draws random numbers; the step that waits for it must not notice.
-        with without_modes(), forked_state(self._device), interrupts_kept():
+        with amid_a_step(self._device):
             planning = PlanningBesideTraining(graphs, options.budget, pricing, solving, with_loss)
             schedule = planning.first() if options.schedule is None else planning.best()
         if options.schedule is not None:
             schedule.save(options.schedule)
-        self._refinement = None if planning.finished else Refinement(planning, schedule, self._fitting)
-        self._step = PlannedStep(traced, schedule, self._resident_bytes)
-        beside = "" if planning.finished else "; looking for a better plan beside training"
-        tell(f"plan: {planned(schedule)}{beside}")
+        self._refinement = refined(planning, schedule, self._fitting)
+        self._step = PlannedStep(self._traced, schedule, self._resident_bytes)
         return schedule
 
     def lowered(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The two programs of the graph."""
-        traced = self._traced_in(self.schedule.layout)
+        traced = self._traced[self.schedule.layout]
         fitted, steps = self._fitting.fit(traced, self.schedule, self._resident_bytes)
         self._outside.planned(fitted.graph, steps)
         return lower(fitted, steps)

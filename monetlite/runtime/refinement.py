@@ -1,14 +1,18 @@
 """The search for a better plan than the first, beside training, and the exchange of programs for it."""
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from monetlite.core.announcing import bettered, tell
+from monetlite.core.announcing import bettered, planned, tell
 from monetlite.core.errors import MonetliteError, ScheduleMismatch
+from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.schedule import Schedule
+from monetlite.fx.torch_internals.torch_dispatch import without_modes
+from monetlite.operators.random import forked_state
 from monetlite.runtime.fitting import Fitting
 from monetlite.runtime.gradient_delivery import CapturedStep
 from monetlite.runtime.lowering import lower
@@ -37,6 +41,32 @@ class PlannedStep:
     resident_bytes: int
     limits: Limits = ()
     step: CapturedStep | None = None
+
+
+@contextlib.contextmanager
+def amid_a_step(device: str) -> Iterator[None]:
+    """Plan within a training step on a device, which must not notice.
+
+    Measuring draws random numbers. Compiling makes fake tensors of what is computed meanwhile, and operators are
+    measured on real ones.
+    """
+    with without_modes(), forked_state(device), interrupts_kept():
+        yield
+
+
+def refined(
+    planning: "PlanningBesideTraining", first: Schedule, fitting: Fitting, *, sizes: str = "", wanted: bool = True
+) -> "Refinement | None":
+    """Tell of a first plan, and look for a better one, if that is wanted and there may be one.
+
+    Args:
+        planning, first, fitting: as for `Refinement`.
+        sizes: that the plan is for, in words.
+        wanted: whether to look for a better one.
+    """
+    wanted = wanted and not planning.finished
+    tell(f"plan{sizes}: {planned(first)}{'; looking for a better plan beside training' if wanted else ''}")
+    return Refinement(planning, first, fitting) if wanted else None
 
 
 class Refinement:

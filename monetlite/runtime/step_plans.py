@@ -20,19 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from monetlite.core.announcing import planned, tell, warn
+from monetlite.core.announcing import tell, warn
 from monetlite.core.binding import lacking
 from monetlite.core.costs import Profile, without_costs
 from monetlite.core.errors import InfeasibleBudget, ModelError, MonetliteError, ScheduleMismatch, TraceError
 from monetlite.core.graph import OperatorGraph
-from monetlite.core.interrupts import interrupts_kept
 from monetlite.core.options import split_options
 from monetlite.core.schedule import Schedule
 from monetlite.core.simulate import simulate
 from monetlite.core.steps import Step, plain_steps
 from monetlite.core.units import format_bytes, is_percentage, parse_budget
 from monetlite.core.weak_calls import weakly
-from monetlite.fx.torch_internals.torch_dispatch import without_modes
 from monetlite.fx.torch_internals.torch_dynamo import captured_shapes
 from monetlite.fx.varying_sizes import input_sizes
 from monetlite.operators.random import forked_state
@@ -43,7 +41,7 @@ from monetlite.runtime.lowering import lower
 from monetlite.runtime.measured_peak import MeasuredPeak
 from monetlite.runtime.open_runs import OpenRuns
 from monetlite.runtime.outside_loss import OutsideLoss
-from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock
+from monetlite.runtime.refinement import PlannedStep, Refinement, StepClock, amid_a_step, refined
 from monetlite.runtime.serving import (
     TooLarge,
     as_passed,
@@ -324,9 +322,7 @@ class StepPlans:
         from monetlite.planning.beside_training import PlanningBesideTraining
 
         graphs = [item.graph for item in traced.values()]
-        # Compiling makes fake tensors of what is computed meanwhile; operators are measured on real ones. Measuring
-        # draws random numbers; the step that waits for it must not notice.
-        with without_modes(), forked_state(device_of(self.model, tuple(call))), interrupts_kept():
+        with amid_a_step(device_of(self.model, tuple(call))):
             if self._example is not None:
                 tell(f"captured {len(graphs[0].traced)} operators in {self._clock.seconds:.1f} s; planning")
 
@@ -337,12 +333,10 @@ class StepPlans:
             schedule = planning.best(self.schedules) if self.wait else planning.first(settle=settle)
         self.solved += 1
         self.schedules = sorted([schedule, *self.schedules], key=size_served)
-        # Where sizes vary, a plan for smaller inputs than another one's is good enough.
-        bettered = not planning.finished and (not limits or schedule is self.schedules[-1])
-        if bettered:
-            self.refinement = Refinement(planning, schedule, self.fitting)
         sizes = f" for sizes up to {' x '.join(map(str, limits))}" if limits else ""
-        tell(f"plan{sizes}: {planned(schedule)}{'; looking for a better plan beside training' if bettered else ''}")
+        # Where sizes vary, a plan for smaller inputs than another one's is good enough.
+        wanted = not limits or schedule is self.schedules[-1]
+        self.refinement = refined(planning, schedule, self.fitting, sizes=sizes, wanted=wanted) or self.refinement
         resident_bytes = self._resident_bytes(call)
         self._use(schedule, traced, resident_bytes, limits)
         return self.fitting.fit(traced[schedule.layout], schedule, resident_bytes)
