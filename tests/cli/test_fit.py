@@ -112,7 +112,10 @@ def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_pa
     assert all(way["latency_ms"] <= checkpointed["latency_ms"] for way in planned if checkpointed["fits"])
 
 
-@pytest.mark.parametrize(("tolerance", "allowed"), [("1e-6", {0.0}), ("1e-3", {0.0, 1e-3})])
+TOLERANCES = [("1e-6", {0.0}), ("1e-3", {0.0, 1e-3})]
+
+
+@pytest.mark.parametrize(("tolerance", "allowed"), often(TOLERANCES, TOLERANCES[1]))
 def test_the_tolerance_is_the_one_that_was_asked_for(tolerance, allowed, folder, tight):
     budget = ("--budget", f"{tight['budget_bytes']}B", "--json", "--tolerance", tolerance)
     found = json.loads(run("fit", folder, *FIT, *budget).stdout)
@@ -128,14 +131,14 @@ def test_a_length_beyond_a_window_is_not_told(tmp_path, window, length):
     assert {of["length"] for of in found["largest"].values()} == {length}
 
 
-def test_a_folder_is_the_folder_though_a_published_model_has_its_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize("given", often(["gpt2", "gpt2/config.json"], "gpt2"))
+def test_a_folder_is_the_folder_though_a_published_model_has_its_name(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "gpt2"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(NARROW))
-    for given in ("gpt2", "gpt2/config.json"):
-        found = json.loads(run("fit", given, *FIT, "--json").stdout)
-        assert any('from_pretrained("gpt2"' in line for line in found["lines"]["plain loop"]), given
+    found = json.loads(run("fit", given, *FIT, "--json").stdout)
+    assert any('from_pretrained("gpt2"' in line for line in found["lines"]["plain loop"])
 
 
 def test_names_of_folders_without_a_model_are_the_models(work_folder):
