@@ -31,8 +31,7 @@ def within(
     `isinstance` are the module's own, so transformers' Trainer, accelerate, peft, TRL and Lightning take it as it
     is. `release` takes the schedule off again. Copies of the module don't have it.
 
-    Args:
-        model, schedule, budget, compile, wait, whole, options: as for `MONeTWrapper`.
+    The arguments are those of `MONeTWrapper`, and training steps raise its errors.
 
     Returns:
         The module itself.
@@ -40,7 +39,6 @@ def within(
     Raises:
         ModelError: no module; or it is scheduled, wrapped or compiled already; neither a schedule nor a budget.
         ScheduleFileError: the file can't be read.
-        On training steps, the errors of `MONeTWrapper`.
 
     Example:
         >>> import torch, monetlite
