@@ -133,7 +133,9 @@ class GraphPlan:
         if not problem:
             return
         if self._options.schedule is not None:
-            warn(f"{problem}. A schedule file can't count it: give a budget alone, or have the model return its loss")
+            warn(
+                f"{problem}. A schedule file can't count it: give a budget alone, or let the model return its loss"
+            )
             return
         tell(f"{problem}; planning again")
         self.schedule = self._found()
