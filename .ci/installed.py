@@ -37,7 +37,7 @@ def build(batch: int = 64):
 """
 COMMANDS = (
     "solve --model resnet50 --budget 6GB --time-limit 4",
-    "solve --model resnet18 --batch 4 --input-size 64 --device t4 --budget 120MB --time-limit 1 --output mine.yaml",
+    "solve --model resnet18 --batch 4 --input-size 64 --device t4 --budget 250MB --time-limit 1 --output mine.yaml",
     "show mine.yaml --output timeline.png",
     "show mine.yaml --output report.html --time-limit 1",
     "check mine.yaml --repeats 1",
