@@ -158,6 +158,6 @@ class GraphPlan:
         self._clock.goes_on()
 
     def _note_if_last(self) -> None:
-        """Keep the schedule for later compilations of the graph, if no better one is looked for."""
-        if self._refinement is None:
+        """Keep the schedule for later compilations, if no better one is looked for and no file has it."""
+        if self._refinement is None and self._options.schedule is None:
             _solved[self._key] = self.schedule

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 
@@ -119,10 +120,11 @@ def test_it_begins_at_once_and_takes_a_better_plan_later(caplog, monkeypatch):
     assert caplog.messages[0].startswith("plan: ")
     assert caplog.messages[0].endswith("looking for a better plan beside training")
     assert 0 < max(limits) <= beside_training.FIRST_SECONDS[1]
-    while "better plan," not in caplog.messages[-1]:
+    end = time.monotonic() + 60
+    while not any("better plan," in line for line in caplog.messages):
+        assert time.monotonic() < end, caplog.messages
         assert_same(step(other, x), step(model, x))
-    for _ in range(2):
-        assert_same(step(other, x), step(model, x))
+    assert_same(step(other, x), step(model, x))  # by its programs
 
 
 def test_dropout_and_statistics():
@@ -155,6 +157,11 @@ def test_a_schedule_file_is_written_and_read(tmp_path, monkeypatch):
     first = compiled(twin(model), budget="110%", device="rtx-4090", schedule=str(file))
     assert_same(step(first, (x,)), step(model, (x,)))
     assert monetlite.load_schedule(file).budget_bytes > 0
+    file.rename(tmp_path / "elsewhere.yaml")
+    torch._dynamo.reset()
+    again = compiled(twin(model), budget="110%", device="rtx-4090", schedule=str(file))
+    assert_same(step(again, (x,)), step(model, (x,)))
+    assert file.exists(), "the file is written whenever it isn't there"
     torch._dynamo.reset()
     monkeypatch.setattr("monetlite.runtime.graph_plan._solved", {})
     monkeypatch.setattr("monetlite.planning.budgets.solve_layouts", lambda *_, **__: pytest.fail("solved again"))
