@@ -48,7 +48,7 @@ def compiled(model, **options):
 def test_it_is_the_planned_one(door, caplog):
     """With a loss outside, which is measured in the first steps, and an optimizer, whose state counts."""
     layers = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 4000))
-    trained, x = door(layers, budget="100%", time_limit=1, optimizer="momentum"), torch.randn(1536, 64)
+    trained, x = door(layers, budget="100%", device="rtx-3090", optimizer="momentum"), torch.randn(1536, 64)
     optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3, momentum=0.9, foreach=False)
     with caplog.at_level("INFO", logger="monetlite"):
         for _ in range(MANY):
@@ -168,11 +168,11 @@ def test_what_a_gpu_held_before_is_told_apart_from_what_a_step_takes():
     assert not over_budget(3_100_000_000, 3_000_000_000, 0, 0)
 
 
-@pytest.mark.parametrize("cleared", ["before", "between", "never"])
+@pytest.mark.parametrize("cleared", often(["before", "between", "never"], "before", "never"))
 def test_gradients_that_are_there_when_a_step_begins_are_told(cleared):
-    blocks = (nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512)) for _ in range(8))
+    blocks = (nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512)) for _ in range(4))
     model, x = nn.Sequential(*blocks, nn.Linear(512, 10)), torch.randn(512, 512)
-    model = monetlite.within(model, budget="85%", device="rtx-3090", time_limit=1)
+    model = monetlite.within(model, budget="85%", device="rtx-3090", time_limit=0.3)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(MANY):
@@ -193,7 +193,7 @@ def test_a_step_in_which_another_model_is_captured_is_not_measured():
 import torch, monetlite
 from torch import nn
 makes, judges = nn.Sequential(nn.Linear(16, 64), nn.Tanh()), nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 1))
-makes, judges = (monetlite.within(item, budget="6MB") for item in (makes, judges))
+makes, judges = (monetlite.within(item, budget="6MB", device="rtx-3090") for item in (makes, judges))
 for _ in range(8):
     made = makes(torch.randn(32, 16))
     judges.zero_grad()

@@ -15,7 +15,7 @@ RUNS = 3
 
 
 def network():
-    layers = [module for _ in range(8) for module in (nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128))]
+    layers = [module for _ in range(4) for module in (nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128))]
     return nn.Sequential(*layers)
 
 
