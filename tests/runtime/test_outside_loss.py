@@ -12,12 +12,13 @@ from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.runtime.serving import own_bytes
 
 CLASSES, ROWS = 4000, 1536
+QUICK = {"device": "rtx-4090", "time_limit": 0.3}
 
 
 def model():
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64)]
-    for _ in range(4):
+    for _ in range(3):
         layers += [nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)]
     return nn.Sequential(*layers, nn.Linear(64, CLASSES, bias=False))
 
@@ -43,7 +44,7 @@ def test_a_step_keeps_to_its_budget_with_the_loss(wait, caplog):
     x = torch.randn(ROWS, 64)
     plain_bytes = peak_bytes(model(), x, cross_entropy)
     budget = int(0.87 * plain_bytes)
-    trained = monetlite.MONeTWrapper(model(), budget=budget, time_limit=0.3, wait=wait)
+    trained = monetlite.MONeTWrapper(model(), budget=budget, wait=wait, **QUICK)
     with caplog.at_level("INFO", logger="monetlite"):
         measured = [peak_bytes(trained, x, cross_entropy) for _ in range(3)][-1]
     assert any("with the loss outside of the model" in line for line in caplog.messages)
@@ -76,7 +77,7 @@ def test_what_a_caller_keeps_counts_through_the_backward_pass():
         kept[:] = [output, torch.empty_like(output)]
         return output.square().sum()
 
-    trained = monetlite.MONeTWrapper(model(), budget="100%", time_limit=0.3)
+    trained = monetlite.MONeTWrapper(model(), budget="100%", **QUICK)
     peak_bytes(trained, x, keeping)
     memory = trained._training.plans.outside.memory
     kept_bytes, _ = memory.of(monetlite.trace(model(), x))
@@ -85,7 +86,7 @@ def test_what_a_caller_keeps_counts_through_the_backward_pass():
 
 def test_a_loss_that_does_not_fit_is_said():
     x = torch.randn(ROWS, 64)
-    trained = monetlite.MONeTWrapper(model(), budget=int(3.05 * ROWS * CLASSES * 4), time_limit=0.3)
+    trained = monetlite.MONeTWrapper(model(), budget=int(3.05 * ROWS * CLASSES * 4), **QUICK)
 
     def steps():
         for _ in range(3):
@@ -124,7 +125,7 @@ def test_a_given_schedule_gives_way_to_one_that_counts_the_loss():
     given = monetlite.solve(
         profile, min(budget, monetlite.solve(profile, "100%", time_limit=0.3).peak_bytes), time_limit=1
     )
-    trained = monetlite.MONeTWrapper(model(), given, budget=budget, time_limit=0.3)
+    trained = monetlite.MONeTWrapper(model(), given, budget=budget, **QUICK)
     measured = [peak_bytes(trained, x, cross_entropy) for _ in range(3)][-1]
     assert given not in trained._training.plans.schedules
     assert measured <= budget
@@ -133,7 +134,7 @@ def test_a_given_schedule_gives_way_to_one_that_counts_the_loss():
 def test_a_loss_that_grows_later_is_counted():
     x = torch.randn(ROWS, 64)
     budget = int(0.87 * peak_bytes(model(), x, cross_entropy))
-    trained = monetlite.MONeTWrapper(model(), budget=budget, time_limit=0.3, wait=True)
+    trained = monetlite.MONeTWrapper(model(), budget=budget, wait=True, **QUICK)
     for loss in [torch.sum] * 4 + [cross_entropy] * 5:
         trained.zero_grad()
         loss(trained(x)).backward()
