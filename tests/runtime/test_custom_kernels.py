@@ -193,7 +193,7 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     def __init__(self, of):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(of) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(of) for _ in range(2))
 
     def forward(self, x):
         for block in self.blocks:
@@ -220,7 +220,7 @@ def test_registered_kernels_are_operators(of):
     torch.manual_seed(0)
     model = Blocks(of).train()
     plain = twin(model)
-    monetlite.within(model, budget="75%", device="rtx-4090", time_limit=0.5, whole=True)
+    monetlite.within(model, budget="75%", device="rtx-4090", time_limit=0.3, whole=True)
     same_steps(model, plain)
     schedule = monetlite.schedule_of(model)
     assert schedule.peak_bytes <= schedule.budget_bytes < schedule.plain_peak_bytes
@@ -230,7 +230,7 @@ def test_kernels_that_are_not_registered_run_between_pieces():
     torch.manual_seed(0)
     model = Blocks(RawNorm).train()
     plain = twin(model)
-    monetlite.within(model, budget="90%", device="rtx-4090", time_limit=0.5)
+    monetlite.within(model, budget="90%", device="rtx-4090", time_limit=0.3)
     with pytest.warns(UserWarning, match="raw_norm"):
         same_steps(model, plain)
 
@@ -240,7 +240,7 @@ def test_an_operator_that_changes_tensors_runs_in_place_or_on_copies():
     graph = monetlite.trace(model, torch.randn(4, 16, WIDTH))
     calls = [(item, item.implementations[0].call) for item in graph.operators]
     changing = [item for item, call in calls if call is not None and call.target == "monetlite.changed"]
-    assert len(changing) == 3
+    assert len(changing) == 2
     for operator in changing:
         assert operator.phase is Phase.BACKWARD
         default, in_place = operator.implementations
@@ -248,5 +248,5 @@ def test_an_operator_that_changes_tensors_runs_in_place_or_on_copies():
     plain = twin(model)
     for names in ({"default"}, {"default", "inplace"}):
         allowed = graph.restricted(lambda item, names=names: item.name in names)
-        schedule = monetlite.solve(monetlite.profile(allowed, "rtx-4090"), "80%", time_limit=0.5)
+        schedule = monetlite.solve(monetlite.profile(allowed, "rtx-4090"), "80%", time_limit=0.3)
         same_steps(monetlite.MONeTWrapper(twin(model), schedule), plain, steps=1)
