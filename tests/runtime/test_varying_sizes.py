@@ -27,7 +27,7 @@ from monetlite.runtime.step_plans import StepPlans
 from monetlite.tracing import sized_graphs
 from monetlite.tracing.step_inputs import Arguments
 
-PLANNING = {"budget": "80%", "device": "rtx-4090", "time_limit": 1}
+PLANNING = {"budget": "80%", "device": "rtx-4090", "time_limit": 0.3}
 AMPLE = {**PLANNING, "budget": "200%"}
 LENGTHS = (37, 21, 50, 90, 17, 64, 33, 2)
 
@@ -132,9 +132,10 @@ def same_steps(model, plain, inputs):
         assert torch.equal(torch.get_rng_state(), state), f"other random numbers at {tuple(x.shape)}"
 
 
-def test_one_capture_serves_all_lengths(captures):
+@pytest.mark.parametrize("build", often([Encoder, OfPyTorch], Encoder))
+def test_one_capture_serves_all_lengths(build, captures):
     """The schedule is that of the last step."""
-    model = OfPyTorch()
+    model = build()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
     same_steps(wrapper, model, [tokens(4, length) for length in LENGTHS])
     assert captures == [((4, 37),)]
@@ -293,7 +294,7 @@ def test_no_length_exceeds_the_budget():
             return {"loss": super().forward(tokens).square().mean()}
 
     model = WithLoss()
-    wrapper = monetlite.MONeTWrapper(twin(model), budget="75%", time_limit=1)
+    wrapper = monetlite.MONeTWrapper(twin(model), budget="75%", time_limit=0.3)
     peaks = {}
     for length in (77, 50, 96, 64, 20, 96):
         x = tokens(32, length)
@@ -464,7 +465,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", often(USES, "divided and rounded up"))
 def test_what_is_computed_of_a_size_keeps_none_from_varying(use, captures):
     model, counts = UsesCount(USES[use]), (9, 12, 7, 15, 20)
     same_steps(monetlite.MONeTWrapper(twin(model), **AMPLE), model, [torch.randn(count, 16) for count in counts])
@@ -497,7 +498,7 @@ def pair(words, numbers):
     return torch.randint(0, 99, (4, words)), torch.rand(4, numbers)
 
 
-@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("swapped", often([False, True], False))
 def test_sizes_that_are_equal_once_are_not_taken_for_one(captures, swapped):
     """A smaller size in between has the first plan serve again, which is of equal sizes."""
     model = Pair()
@@ -511,7 +512,7 @@ def test_sizes_that_are_equal_once_are_not_taken_for_one(captures, swapped):
     assert len(captures) <= 3
 
 
-@pytest.mark.parametrize("by_schedule", [False, True])
+@pytest.mark.parametrize("by_schedule", often([False, True], False))
 def test_square_images_shrink_and_grow_again(by_schedule):
     model = Pixels()
     images = {size: (torch.randn(4, 3, size, size),) for size in (32, 24)}
