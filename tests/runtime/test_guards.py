@@ -25,19 +25,16 @@ FROM_OUTPUT = ("from_output_inplace", "from_output")
 def normalised():
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False),
-        nn.BatchNorm2d(8),
-        nn.Sigmoid(),
-        nn.Conv2d(8, 6, 3, bias=False),
+        nn.Conv2d(3, 6, 3, bias=False),
         nn.BatchNorm2d(6),
         nn.Sigmoid(),
         nn.Flatten(),
-        nn.Linear(6 * 64, 10),
+        nn.Linear(6 * 100, 10),
         nn.LayerNorm(10),
         nn.Tanh(),
     )
     with torch.no_grad():
-        for layer in (model[1], model[4], model[8]):
+        for layer in (model[1], model[5]):
             layer.weight.uniform_(0.5, 2.0)
             layer.bias.normal_()
     return model, (torch.randn(4, 3, 12, 12),)
@@ -88,9 +85,9 @@ def test_gradients_from_the_output_are_within_their_tolerance(layout):
     assert_same(found, expected, 10 * FROM_OUTPUT_TOLERANCE)
 
 
-WEIGHTS = [(1, 0.0), (4, 1e-30), (8, math.nan)]
-"""Each layer, and each weight."""
-ALL_WEIGHTS = list(itertools.product((1, 4, 8), (0.0, 1e-30, math.nan)))
+WEIGHTS = [(1, 1e-30), (5, math.nan)]
+"""Each kind of normalisation. Another test has a weight of zero."""
+ALL_WEIGHTS = list(itertools.product((1, 5), (0.0, 1e-30, math.nan)))
 
 
 @pytest.mark.parametrize(("layer", "value"), ALL_WEIGHTS if "MONETLITE_THOROUGH" in os.environ else WEIGHTS)
@@ -121,9 +118,9 @@ def test_a_weight_that_comes_to_rule_it_out_while_training():
         warnings.simplefilter("error")
         wrapped(*inputs).sum().backward()
     with torch.no_grad():
-        wrapped.model[4].weight[0] = 1e-4
-        wrapped.model[4].bias[0] = 1e-4 * MAX_RATIO * 2
-    with pytest.warns(UserWarning, match=r"4\.backward"):
+        wrapped.model[1].weight[0] = 1e-4
+        wrapped.model[1].bias[0] = 1e-4 * MAX_RATIO * 2
+    with pytest.warns(UserWarning, match=r"1\.backward"):
         wrapped(*inputs).sum().backward()
     reference = twin(wrapped.model)
     for candidate in (wrapped, reference):
@@ -147,8 +144,8 @@ def test_what_the_default_needs_is_kept_even_where_it_was_overwritten():
         steps.append((index, choice))
     monetlite.simulate(free_profile(graph), steps)
     with torch.no_grad():
-        model[4].weight[0] = 0.0
-    with pytest.warns(UserWarning, match=r"4\.backward"):
+        model[1].weight[0] = 0.0
+    with pytest.warns(UserWarning, match=r"1\.backward"):
         found = step(wrap(model, graph, tuple(steps)), inputs)
     assert_same(found, step(twin(model), inputs), 10 * FROM_OUTPUT_TOLERANCE)
 
