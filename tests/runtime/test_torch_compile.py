@@ -34,14 +34,14 @@ def quick_measurements(monkeypatch):
 
 
 def compiled(model, **options):
-    model.compile(backend="monetlite", options={"time_limit": 1, **options})
+    model.compile(backend="monetlite", options={"time_limit": 0.5, **options})
     return model
 
 
 class Deep(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(*[module for _ in range(8) for module in (nn.Linear(256, 256), nn.GELU())])
+        self.layers = nn.Sequential(*[module for _ in range(5) for module in (nn.Linear(256, 256), nn.GELU())])
 
     def forward(self, x):
         return self.layers(x)
@@ -60,7 +60,7 @@ def test_parameters_count_as_in_other_plans(tmp_path):
 def test_torch_compile_of_a_model_with_a_plan_leaves_the_plan(planned):
     """TorchDynamo would capture the model itself, and no budget would hold."""
     model, x = Deep(), torch.randn(2048, 256)
-    other = planned(twin(model), budget="60%", device="cpu", time_limit=1)
+    other = planned(twin(model), budget="60%", device="cpu", time_limit=0.5)
     outer = torch.compile(other, backend="eager")
     for _ in range(2):
         for owner in (model, outer):
