@@ -30,7 +30,7 @@ class DropsLayers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), mlp()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), mlp()) for _ in range(2))
         self.head = nn.Linear(16, 4)
 
     def forward(self, x):
