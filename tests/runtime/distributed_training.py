@@ -29,7 +29,7 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1)) for _ in range(3)]
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.1)) for _ in range(2)]
         self.layers = nn.Sequential(*layers)
         self.norm = nn.BatchNorm1d(WIDTH)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_models import twin
 from step_lists import free_profile, recompute_everything, schedule_of
+from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -24,9 +25,13 @@ class Outputs(nn.Module):
         return self.how(*(head(y).sin() for head in self.heads))
 
 
-@pytest.fixture(params=[2**20, 0], ids=["at once", "in parts"])
+DELIVERIES = {"at once": 2**20, "in parts": 0}
+IN_BOTH_WAYS = pytest.mark.parametrize("deliveries", DELIVERIES, indirect=True)
+
+
+@pytest.fixture(params=often(DELIVERIES, "in parts"))
 def deliveries(request, monkeypatch):
-    monkeypatch.setattr(graph_builder, "MIN_DELIVERY_BYTES", request.param)
+    monkeypatch.setattr(graph_builder, "MIN_DELIVERY_BYTES", DELIVERIES[request.param])
 
 
 def pair(model, x):
@@ -46,6 +51,7 @@ def assert_equal(found, expected):
         assert theirs is None or torch.equal(mine, theirs)
 
 
+@IN_BOTH_WAYS
 @pytest.mark.usefixtures("deliveries")
 def test_heads_trained_in_turn():
     """Zeros in place of None would have AdamW move the other heads by their weight decay and momentum."""
@@ -78,6 +84,7 @@ def test_outputs_that_are_views_of_one_tensor():
         assert_equal(gradients(trained), gradients(plain))
 
 
+@IN_BOTH_WAYS
 @pytest.mark.usefixtures("deliveries")
 def test_an_infinite_derivative_of_an_output_that_is_not_used():
     """Its zeros would become NaN on their way to what other outputs lead to."""
