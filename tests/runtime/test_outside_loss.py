@@ -11,7 +11,7 @@ from monetlite.core.errors import InfeasibleBudget
 from monetlite.profiling.memory_use import peak_growth_bytes
 from monetlite.runtime.serving import own_bytes
 
-CLASSES, ROWS = 4000, 1536
+CLASSES, ROWS = 4000, 768
 QUICK = {"device": "rtx-4090", "time_limit": 0.3}
 
 
