@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_models import assert_same, step, twin
 from step_lists import free_profile, schedule_of
+from thoroughness import often
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +29,10 @@ def wrapped(model, inputs):
     return monetlite.MONeTWrapper(twin(model), schedule_of(free_profile(graph), plain_steps(graph)))
 
 
-@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+HOOKS = "register_forward_hook", "register_forward_pre_hook"
+
+
+@pytest.mark.parametrize("kind", often(HOOKS, "register_forward_hook"))
 def test_a_hook_that_comes_after_the_first_step_is_noticed(kind):
     model, inputs = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), (torch.randn(5, 8),)
     wrapper = wrapped(model, inputs)
@@ -45,7 +49,7 @@ def test_a_hook_that_comes_after_the_first_step_is_noticed(kind):
     assert_same(step(solving, inputs), step(model, inputs))
 
 
-@pytest.mark.parametrize("norm", ["running", "batch", "frozen"])
+@pytest.mark.parametrize("norm", often(["running", "batch", "frozen"], "running", "frozen"))
 def test_batch_norm_of_a_transposed_tensor(norm):
     """Its result is in order on a CPU, so that what views it can't go by the input's strides."""
 
@@ -119,7 +123,7 @@ def test_hidden_states_of_a_transformers_model():
     tokens = torch.randint(0, 50, (2, 8))
     inputs = {"input_ids": tokens, "labels": tokens}
     fresh = twin(model)
-    wrapper = wrapped(model, inputs)
+    wrapper = monetlite.MONeTWrapper(model, budget="100%", device="rtx-4090", time_limit=0.3, outputs="all")
     assert_same(step(wrapper, inputs), step(fresh, inputs))
     assert len(wrapper(**inputs).hidden_states) == 2
 
@@ -278,7 +282,7 @@ def by_attribute(tensor):
     tensor.requires_grad = True
 
 
-@pytest.mark.parametrize("ask", [lambda tensor: tensor.requires_grad_(True), by_attribute])
+@pytest.mark.parametrize("ask", often([lambda tensor: tensor.requires_grad_(True), by_attribute], by_attribute))
 def test_a_gradient_that_is_asked_for_within_the_model_takes_no_piece(ask):
     model, inputs = Adapted(ask), (torch.randint(0, 11, (3, 5)),)
     assert_same(step(wrapped(model, inputs), inputs), step(model, inputs))

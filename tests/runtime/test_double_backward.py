@@ -71,7 +71,7 @@ def assert_trained_alike(plain, planned, step, steps=3):
 
 def test_a_gradient_penalty_is_plain_trainings():
     plain = critic()
-    planned = monetlite.within(twin(plain), budget="100%")
+    planned = monetlite.within(twin(plain), budget="100%", device="rtx-4090")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_trained_alike(plain, planned, penalty_step)
@@ -81,7 +81,7 @@ def test_a_gradient_penalty_is_plain_trainings():
 
 def test_a_gradient_penalty_under_autocast():
     plain = critic()
-    planned = monetlite.within(twin(plain), budget="110%")
+    planned = monetlite.within(twin(plain), budget="110%", device="rtx-4090")
 
     def step(model, number):
         return penalty_step(model, number, lambda: torch.autocast("cpu", torch.bfloat16))
@@ -92,7 +92,7 @@ def test_a_gradient_penalty_under_autocast():
 
 def test_later_runs_on_such_inputs_run_once():
     model = critic()
-    planned = monetlite.within(model, budget="100%")
+    planned = monetlite.within(model, budget="100%", device="rtx-4090")
     with pytest.warns(UserWarning, match=AGAIN):
         penalty_step(planned, 0)
     x = torch.randn(8, 3, 16, 16, requires_grad=True)

@@ -47,7 +47,7 @@ class SharesAHead(nn.Module):
 
     def forward(self, x):
         features, loss = self.body(x), 0.0
-        for _ in range(6):
+        for _ in range(4):
             features = self.head(shifted(features)).tanh()
             loss = loss + features.square().mean()
         return loss
@@ -61,7 +61,7 @@ class AddsPieces(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
 
     def forward(self, x):
         for layer in self.layers:
@@ -139,7 +139,7 @@ def left_behind(x):
 class LeavesBehind(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
 
     def forward(self, x):
         for layer in self.layers:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_models import SmallCNN, assert_same, step, twin
 from step_lists import free_profile, recompute_everything, schedule_of
+from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -42,7 +43,7 @@ def test_a_model_in_channels_last():
     assert all(item.grad.stride() == item.stride() for item in wrapped.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", often([torch.bfloat16, torch.float16], torch.float16))
 def test_gradient_scaling_under_autocast(dtype):
     model, x = Block(), torch.randn(4, 3, 8, 8)
     with torch.autocast("cpu", dtype):
