@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from small_models import SmallCNN, TwoInputsTwoOutputs, assert_same, call, step, twin
+from small_models import TinyCNN, TwoInputsTwoOutputs, assert_same, call, step, twin
 from step_lists import schedule_for
 from thoroughness import often
 from torch import nn
@@ -26,7 +26,7 @@ def mlp(width=12):
 def schedules():
     """Schedules of the small models here, each traced once."""
     return {
-        "cnn": schedule_for(SmallCNN(), torch.randn(4, 3, 12, 12)),
+        "cnn": schedule_for(TinyCNN(), torch.randn(4, 3, 12, 12)),
         "mlp": schedule_for(mlp(), torch.randn(4, 8)),
         "scaled": schedule_for(Scaled(), torch.randn(4, 6)),
     }
@@ -34,7 +34,7 @@ def schedules():
 
 @pytest.fixture
 def cnn(schedules):
-    return SmallCNN(), (torch.randn(4, 3, 12, 12),), schedules["cnn"]
+    return TinyCNN(), (torch.randn(4, 3, 12, 12),), schedules["cnn"]
 
 
 def test_parameters_buffers_and_keys_are_the_models_own(cnn):
@@ -56,10 +56,10 @@ def test_state_dict_goes_into_the_plain_model_and_back(cnn):
     model, inputs, schedule = cnn
     wrapper = monetlite.MONeTWrapper(twin(model), schedule)
     step(wrapper, inputs)
-    plain = SmallCNN()
+    plain = TinyCNN()
     plain.load_state_dict(wrapper.state_dict())
     assert_same(step(wrapper, inputs), step(plain, inputs))
-    other = monetlite.MONeTWrapper(SmallCNN(), schedule)
+    other = monetlite.MONeTWrapper(TinyCNN(), schedule)
     other.load_state_dict(plain.state_dict())
     assert_same(step(other, inputs), step(twin(plain), inputs))
 
@@ -68,7 +68,7 @@ def test_loading_weights_between_steps_takes_effect(cnn):
     model, inputs, schedule = cnn
     wrapper = monetlite.MONeTWrapper(model, schedule)
     step(wrapper, inputs)
-    other = SmallCNN()
+    other = TinyCNN()
     wrapper.load_state_dict(other.state_dict())
     assert_same(step(wrapper, inputs), step(other, inputs))
 
@@ -89,7 +89,7 @@ def test_deep_copies_share_nothing_and_train_alike(schedules):
 
 def test_deep_copies_have_the_same_options():
     options = {"budget": "80%", "compile": True, "tolerance": 1e-3, "wait": True}
-    clone = copy.deepcopy(monetlite.MONeTWrapper(SmallCNN(), **options))
+    clone = copy.deepcopy(monetlite.MONeTWrapper(TinyCNN(), **options))
     assert clone._training.plans.options == {"compile": True, "tolerance": 1e-3}
     assert clone._training.plans.wait
 
@@ -287,7 +287,7 @@ def test_a_wrapper_is_not_wrapped_again(cnn):
     [
         (None, "not None$"),
         ("resnet50", "not 'resnet50'$"),
-        (SmallCNN, r"not <class .*; call the class to make a model: SmallCNN\("),
+        (TinyCNN, r"not <class .*; call the class to make a model: TinyCNN\("),
         (twin, "not <function twin"),
     ],
 )
@@ -440,7 +440,7 @@ def test_what_was_compiled_for_is_not_replaced(cnn, name):
     model, _, schedule = cnn
     wrapper = monetlite.MONeTWrapper(model, schedule)
     with pytest.raises(ModelError, match=f"wrapper.{name} can't be replaced"):
-        setattr(wrapper, name, SmallCNN())
+        setattr(wrapper, name, TinyCNN())
     assert wrapper.model is model
 
 
