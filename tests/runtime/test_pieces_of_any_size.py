@@ -150,7 +150,7 @@ def test_steps_of_any_size_are_plain_training_s(name):
     assert schedule.peak_bytes <= schedule.budget_bytes
 
 
-@pytest.mark.parametrize("name", often(MODELS, "recurrent", "rounds"))
+@pytest.mark.parametrize("name", often(MODELS, "rounds"))
 def test_a_size_that_has_varied_is_not_captured_again(name, captures):
     build, calls = MODELS[name]
     model, counts = monetlite.within(build(), budget="130%", **QUICK), []
@@ -161,7 +161,7 @@ def test_a_size_that_has_varied_is_not_captured_again(name, captures):
     assert counts[3:] == [counts[3]] * len(counts[3:])
 
 
-@pytest.mark.parametrize("dynamic", [None, False])
+@pytest.mark.parametrize("dynamic", often([None, False], None))
 def test_pieces_of_torch_compile_are_not_captured_again(dynamic, captures):
     """Neither TorchDynamo's own way of making sizes symbols nor its absence counts."""
     build, calls = MODELS["experts"]
@@ -189,10 +189,10 @@ def test_pieces_that_can_t_be_planned_for_several_sizes_are_captured_at_each(com
         model.compile(backend="monetlite", dynamic=False, options=options)
     else:
         monetlite.within(model, **options)
-    for seed, args in enumerate(calls):
+    for seed, args in enumerate(calls[:4]):
         assert_same(step(model, args, seed), step(plain, args, seed))
         counts.append(len(captures))
-    assert all(now > before for before, now in itertools.pairwise(counts[:4]))
+    assert all(now > before for before, now in itertools.pairwise(counts))
 
 
 class Counts(nn.Module):
@@ -230,7 +230,7 @@ def test_no_size_exceeds_the_budget():
     model = Recurrent(64)
     longest = tokens(16, 60)
     plain_bytes = Trainee(copy.deepcopy(model), longest, {}, default_loss, "cpu").memory().peak_bytes
-    wrapper = monetlite.MONeTWrapper(model, budget=int(0.9 * plain_bytes), time_limit=1)
+    wrapper = monetlite.MONeTWrapper(model, budget=int(0.9 * plain_bytes), time_limit=0.3)
 
     def train(args):
         wrapper.zero_grad()
