@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from models_in_pieces import QUICK, DropsLayers, ReadsAMean, mlp, note_unplanned, trained
-from small_models import assert_same, step, twin
+from small_models import Reads, assert_same, step, twin
 from thoroughness import often
 from torch import nn
 from torch._dynamo import graph_break
@@ -55,7 +55,7 @@ class MasksSpans(ReadsAMean):
 
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
-@pytest.mark.parametrize("build", [ReadsAMean, ScalesByAMean, MasksSpans])
+@pytest.mark.parametrize("build", often([ReadsAMean, ScalesByAMean, MasksSpans], ScalesByAMean, MasksSpans))
 def test_numbers_that_differ_in_each_step_are_not_compiled_in_each(build, monkeypatch):
     compiled, backend = [], PiecewiseTraining.backend
     monkeypatch.setattr(PiecewiseTraining, "backend", lambda *given: (compiled.append(1), backend(*given))[1])
@@ -80,7 +80,7 @@ class Catches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = mlp(), mlp()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
 
     def forward(self, x):
         x = self.first(x)
@@ -106,7 +106,7 @@ def borders(counts):
 class SplitsInParts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = mlp(), mlp()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
         self.register_buffer("counts", torch.tensor([[4, 2], [2, 2]]))
 
     def forward(self, x):
@@ -132,12 +132,12 @@ class SkipsByNumpy(DropsLayers):
     ("build", "compiled"),
     often(
         itertools.product([DropsLayers, Catches, SplitsInParts, SkipsByNumpy], [False, True]),
-        *[(DropsLayers, False), (SplitsInParts, True), (Catches, True), (SkipsByNumpy, False)],
+        *[(DropsLayers, False), (SplitsInParts, True), (Catches, True)],
     ),
 )
 def test_later_steps_look_at_nothing_anew(build, compiled):
     """A number that only a branch reads needs a program for each side; functions that were left out stay so."""
-    model, options = build(), {"budget": "105%", **QUICK}
+    model, options = build(), {"budget": "120%", **QUICK}
     if compiled:
         model.compile(backend="monetlite", options=options)
     else:
@@ -151,7 +151,7 @@ def test_later_steps_look_at_nothing_anew(build, compiled):
     assert looked[-1] - looked[14] <= 4, "more than the sides of branches that come for the first time"
 
 
-class Counts(ReadsAMean):
+class Counts(Reads):
     """Clamps to a fraction of a number that counts steps, which an operator has to know."""
 
     seen = 0
@@ -162,7 +162,7 @@ class Counts(ReadsAMean):
 
 
 def test_the_optimizer_of_a_model_in_pieces_is_counted():
-    plain, x = ReadsAMean(), torch.randn(64, 16)
+    plain, x = Reads(), torch.randn(64, 64)
     model = monetlite.within(twin(plain), budget="120%", optimizer="adamw", **QUICK)
     for seed in range(4):
         assert_same(step(model, (x,), seed), step(plain, (x,), seed))
@@ -180,7 +180,7 @@ class ReadsRegions(nn.Module):
 
     def forward(self, x):
         features, loss = self.body(x).relu(), 0.0
-        for number in range(5):
+        for number in range(3):
             scale = 2.0 if features[0, 0, number, number].item() > 1e9 else 1.0
             loss = loss + self.head(features.mean((2, 3)) * scale).square().sum()
         return loss
@@ -227,7 +227,8 @@ class FillsPlaces(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.layers = nn.Linear(16, 16), nn.ModuleList(mlp() for _ in range(2))
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2))
 
     def forward(self, x, mask):
         hidden = x.clone()
@@ -253,8 +254,8 @@ def test_captures_that_go_on_are_told_of_once(monkeypatch):
     model = monetlite.within(Counts(), budget="200%", **QUICK)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in range(8):
-            model(torch.randn(64, 16)).sum().backward()
+        for _ in range(6):
+            model(torch.randn(64, 64)).sum().backward()
     (text,) = [str(item.message) for item in said if "captured again" in str(item.message)]
     assert re.search(
         r"in 2 steps since it was planned, the last time at .*test_later_steps_in_pieces\.py:\d+, for other sizes",
@@ -300,7 +301,7 @@ class Fails(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second, self.fails = mlp(), mlp(), False
+        self.first, self.second, self.fails = nn.Linear(16, 64), nn.Linear(64, 16), False
 
     def forward(self, x):
         x = self.first(x)
@@ -313,7 +314,7 @@ class Fails(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 def test_a_recorded_step_that_fails_is_recorded_again():
     plain, x = Fails(), torch.randn(64, 16)
-    model = monetlite.within(twin(plain), budget="105%", **QUICK)
+    model = monetlite.within(twin(plain), budget="120%", **QUICK)
     step(model, (x,))
     model.fails = True
     with pytest.raises(ValueError, match="no more"):
@@ -327,9 +328,9 @@ def test_a_recorded_step_that_fails_is_recorded_again():
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 def test_a_step_that_is_left_after_its_forward_pass_holds_up_no_other_model():
-    left, other, x = ReadsAMean(), ReadsAMean(), torch.randn(64, 16)
+    left, other, x = Reads(), Reads(), torch.randn(64, 64)
     for model in (left, other):
-        monetlite.within(model, budget="105%", **QUICK)
+        monetlite.within(model, budget="120%", **QUICK)
     step(left, (x,))
     output = left(x)
     assert is_profiling()
@@ -349,7 +350,7 @@ def test_a_step_that_is_left_after_its_forward_pass_holds_up_no_other_model():
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 def test_no_step_s_tensors_are_kept():
-    model = monetlite.within(Fails(), budget="105%", **QUICK)
+    model = monetlite.within(Fails(), budget="120%", **QUICK)
     for _ in range(4):
         x = torch.randn(64, 16)
         held = weakref.ref(x)
@@ -361,16 +362,16 @@ def test_no_step_s_tensors_are_kept():
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 def test_models_that_train_in_turn_are_both_planned():
-    models, x = [ReadsAMean(), ReadsAMean()], torch.randn(64, 16)
+    models, x = [Reads(), Reads()], torch.randn(64, 64)
     for model in models:
-        monetlite.within(model, budget="105%", **QUICK)
+        monetlite.within(model, budget="120%", **QUICK)
     for seed in range(4):
         for model in models:
             step(model, (x,), seed)
     assert all(map(monetlite.schedule_of, models))
 
 
-class LogsAtTimes(ReadsAMean):
+class LogsAtTimes(Reads):
     """Reads a number in every third step only."""
 
     def __init__(self):
@@ -379,25 +380,25 @@ class LogsAtTimes(ReadsAMean):
 
     def forward(self, x):
         self.steps += 1
-        y = self.first(x)
+        y = self.first(x).relu()
         if self.steps % 3 == 0:
             self.log.append(y.abs().mean().item())
-        return self.second(y)
+        return self.last(y)
 
 
 class LogsAlways(LogsAtTimes):
     def forward(self, x):
-        y = self.first(x)
+        y = self.first(x).relu()
         self.log.append(y.abs().mean().item())
-        return self.second(y)
+        return self.last(y)
 
 
-@pytest.mark.parametrize(("build", "wait"), [(LogsAtTimes, False), (LogsAlways, True)])
+@pytest.mark.parametrize(("build", "wait"), often([(LogsAtTimes, False), (LogsAlways, True)], (LogsAtTimes, False)))
 def test_numbers_that_are_read_in_some_steps_end_pieces(build, wait):
     plain = build()
     wrapper = monetlite.MONeTWrapper(twin(plain), budget=10**7, wait=wait, **QUICK)
     for number in range(7):
-        x = torch.randn(8, 16)
+        x = torch.randn(8, 64)
         assert_same(step(wrapper, (x,), number), step(plain, (x,), number))
     assert wrapper.model.log == plain.log
     assert len(plain.log) >= 2
@@ -408,7 +409,7 @@ class LooksUp(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = mlp(), mlp()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
 
     def forward(self, x, table):
         y = self.first(x)
@@ -419,7 +420,7 @@ class LooksUp(nn.Module):
 
 def test_numbers_that_are_looked_up_by_numbers_end_pieces():
     plain = LooksUp()
-    wrapper = monetlite.MONeTWrapper(twin(plain), budget="105%", **QUICK)
+    wrapper = monetlite.MONeTWrapper(twin(plain), budget="120%", **QUICK)
     for number in range(5):
         inputs = torch.randn(8, 16), torch.randint(0, 4, (8,))
         assert_same(step(wrapper, inputs, number), step(plain, inputs, number))
