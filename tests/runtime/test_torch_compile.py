@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from small_models import SmallCNN, assert_same, step, twin
+from small_models import SmallCNN, TinyCNN, assert_same, step, twin
 from thoroughness import often
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -128,14 +128,14 @@ def test_it_begins_at_once_and_takes_a_better_plan_later(caplog, monkeypatch):
 
 
 def test_dropout_and_statistics():
-    model, x = SmallCNN(), (torch.randn(4, 3, 12, 12),)
+    model, x = TinyCNN(), (torch.randn(4, 3, 12, 12),)
     other = compiled(twin(model), budget="95%", device="rtx-4090")
     for _ in range(2):
         assert_same(step(other, x), step(model, x))
 
 
 def test_evaluation_and_no_grad():
-    model, x = SmallCNN(), torch.randn(4, 3, 12, 12)
+    model, x = TinyCNN(), torch.randn(4, 3, 12, 12)
     other = compiled(twin(model), budget="95%", device="rtx-4090")
     other.eval()
     model.eval()
