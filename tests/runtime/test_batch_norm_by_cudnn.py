@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_models import SmallCNN, assert_same, step, twin
+from small_models import TinyCNN, assert_same, step, twin
 from step_lists import free_profile, recompute, schedule_of
 from torch import nn
 from torch._C import DispatchKey
@@ -58,7 +58,7 @@ def calls(graph):
 
 
 def test_a_graph_has_the_operators_that_run_cudnn(by_cudnn):
-    graph = monetlite.trace(SmallCNN(), torch.randn(4, 3, 12, 12))
+    graph = monetlite.trace(TinyCNN(), torch.randn(4, 3, 12, 12))
     assert "aten._batch_norm_with_update_functional.default" in calls(graph)
     assert "aten.batch_norm_backward.default" in calls(graph)
     assert not [name for name in calls(graph) if "native_batch_norm" in name]
@@ -66,7 +66,7 @@ def test_a_graph_has_the_operators_that_run_cudnn(by_cudnn):
 
 def test_its_structure_is_that_of_a_cpus(request):
     """What cuDNN reserves for its gradient is a note: a schedule for one serves the other."""
-    model, x = SmallCNN(), torch.randn(4, 3, 12, 12)
+    model, x = TinyCNN(), torch.randn(4, 3, 12, 12)
     here = monetlite.trace(model, x)
     request.getfixturevalue("by_cudnn")
     there = monetlite.trace(model, x)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from small_models import SmallCNN, assert_same, step, twin
+from small_models import TinyCNN, assert_same, step, twin
 from step_lists import free_profile, recompute_everything, schedule_of
 from thoroughness import often
 from torch import nn
@@ -36,7 +36,7 @@ def test_a_model_in_bfloat16():
 
 def test_a_model_in_channels_last():
     layout = torch.channels_last
-    model, x = SmallCNN().to(memory_format=layout), (torch.randn(4, 3, 12, 12).contiguous(memory_format=layout),)
+    model, x = TinyCNN().to(memory_format=layout), (torch.randn(4, 3, 12, 12).contiguous(memory_format=layout),)
     wrapped = wrap(twin(model), x)
     for _ in range(2):
         assert_same(step(wrapped, x), step(model, x))
@@ -78,7 +78,7 @@ def with_autocast(schedule, graph):
 
 @pytest.mark.parametrize("fused", [{"foreach": True}, {"fused": True}])
 def test_optimizers_of_many_tensors_at_once(fused):
-    model, x = SmallCNN(), torch.randn(4, 3, 12, 12)
+    model, x = TinyCNN(), torch.randn(4, 3, 12, 12)
     wrapped = wrap(copy.deepcopy(model), x)
     for network in (wrapped, model):
         optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, **fused)

@@ -14,8 +14,8 @@ from monetlite.profiling.memory_use import peak_growth_bytes
 RUNS = 3
 
 
-def network():
-    layers = [module for _ in range(4) for module in (nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128))]
+def network(blocks=4):
+    layers = [module for _ in range(blocks) for module in (nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128))]
     return nn.Sequential(*layers)
 
 
@@ -101,7 +101,7 @@ def test_runs_in_pieces_are_told_of_once(inputs):
     class Looks(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second = network(), network()
+            self.first, self.second = network(2), network(2)
 
         def forward(self, x):
             found = self.first(x)
@@ -119,7 +119,7 @@ def test_an_output_that_is_kept_is_no_run(inputs):
     class Keeps(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second, self.third, self.kept = network(), network(), network(), None
+            self.first, self.second, self.third, self.kept = network(1), network(1), network(1), None
 
         def forward(self, x):
             found = self.first(x)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from small_models import SmallCNN, assert_same, step, twin
+from small_models import TinyCNN, assert_same, step, twin
 from step_lists import free_profile, recompute_everything, schedule_of
 from torch import nn
 
@@ -28,7 +28,7 @@ def test_the_first_steps_in_several_threads():
 
 def test_re_runs_on_another_thread_are_plain_trainings_bit_for_bit(monkeypatch):
     """As on a GPU, where backward passes run on a thread of autograd's."""
-    model, images = SmallCNN(), torch.randn(4, 3, 12, 12)
+    model, images = TinyCNN(), torch.randn(4, 3, 12, 12)
     graph = monetlite.trace(model, images)
     schedule = schedule_of(free_profile(graph), recompute_everything(graph))
     expected = step(twin(model), (images,))
@@ -45,7 +45,7 @@ def test_re_runs_on_another_thread_are_plain_trainings_bit_for_bit(monkeypatch):
 
 
 def test_a_re_run_is_not_tuned(monkeypatch):
-    graph = monetlite.trace(SmallCNN(), torch.randn(4, 3, 12, 12))
+    graph = monetlite.trace(TinyCNN(), torch.randn(4, 3, 12, 12))
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
 
     def fit(steps, device):
