@@ -138,7 +138,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", often(MODELS, "experts", "halves", "wide"))
+@pytest.mark.parametrize("name", often(MODELS, "halves", "wide"))
 def test_steps_of_any_size_are_plain_training_s(name):
     """Losses, gradients, those of inputs included, and the generator's state."""
     build, calls = MODELS[name]
