@@ -208,7 +208,8 @@ def in_form(graph, name):
 
 
 def test_results_are_within_the_tolerance_and_laid_out_as_captured():
-    graph = compiled_graph(Mixed(), (torch.randn(12, 5, 16),))
+    model, inputs = mixed()
+    graph = compiled_graph(model, inputs)
     for operator in regions(graph):
         by_name = {item.name: item for item in operator.implementations}
         if "compiled" not in by_name:
