@@ -46,7 +46,7 @@ def small_net():
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def graph():
     return monetlite.trace(small_net(), torch.randn(4, 3, 32, 32))
 
