@@ -1,6 +1,7 @@
 """Rules of the house that a reader relies on: a name means one thing, and a docstring says it plainly."""
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -19,11 +20,19 @@ def repeated(names):
     return {name: sorted(of) for name, of in places.items() if len(of) > 1}
 
 
-def nodes(kinds):
+@functools.cache
+def described():
+    """What has a docstring, or is a string that stands alone: its file, kind, name, line and words."""
+    found = []
     for path in FILES:
+        place = str(path.relative_to(PACKAGE))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, kinds):
-                yield str(path.relative_to(PACKAGE)), node
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                name, line = getattr(node, "name", ""), getattr(node, "lineno", 1)
+                found.append((place, type(node), name, line, ast.get_docstring(node) or ""))
+            elif isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+                found.append((place, ast.Expr, "", node.lineno, node.value.value))
+    return found
 
 
 def test_no_two_files_share_a_name():
@@ -32,7 +41,7 @@ def test_no_two_files_share_a_name():
 
 
 def test_no_two_classes_share_a_name():
-    assert repeated((node.name.strip("_"), path) for path, node in nodes(ast.ClassDef)) == {}
+    assert repeated((name.strip("_"), path) for path, kind, name, _, _ in described() if kind is ast.ClassDef) == {}
 
 
 def test_every_folder_is_a_package():
@@ -44,8 +53,8 @@ def test_every_folder_is_a_package():
 def test_docstrings_begin_with_a_noun_or_a_verb(kind):
     riddles = [
         f"{path}: {text.splitlines()[0]}"
-        for path, node in nodes(kind)
-        if (text := ast.get_docstring(node)) and text.startswith(RIDDLES)
+        for path, of, _, _, text in described()
+        if of is kind and text.startswith(RIDDLES)
     ]
     assert riddles == []
 
@@ -53,10 +62,8 @@ def test_docstrings_begin_with_a_noun_or_a_verb(kind):
 def test_notes_on_names_begin_with_a_noun_or_a_verb():
     """A string that stands alone after an assignment says what the name is."""
     riddles = [
-        f"{path}:{node.lineno}: {node.value.value}"
-        for path, node in nodes(ast.Expr)
-        if isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-        and node.value.value.startswith(RIDDLES)
+        f"{path}:{line}: {text}"
+        for path, of, _, line, text in described()
+        if of is ast.Expr and text.startswith(RIDDLES)
     ]
     assert riddles == []

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_allocator import NaiveAllocator
+from thoroughness import some
 
 from monetlite.allocator import Allocator
 
@@ -98,7 +99,7 @@ requests = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=some(300))
 @given(requests=requests, expandable=st.booleans(), limit=st.none() | st.integers(20 * MIB, 400 * MIB))
 def test_any_requests_against_the_list_of_intervals(
     requests: list[tuple[int, int, bool]], expandable: bool, limit: int | None

@@ -10,6 +10,7 @@ import torch
 import transformers
 from commands import run
 from rich.console import Console
+from thoroughness import often
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -172,7 +173,10 @@ def replace_device(plain):
     return on_gpu
 
 
-@pytest.mark.parametrize("way", ["transformers", "rows", "summed, class second"])
+WAYS = ["transformers", "rows", "summed, class second"]
+
+
+@pytest.mark.parametrize("way", often(WAYS, "transformers", "summed, class second"))
 def test_a_tiled_loss_is_the_same_loss_without_logits(way):
     ids = tokens()
     if way == "transformers":

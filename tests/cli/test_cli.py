@@ -12,6 +12,8 @@ import monetlite
 from monetlite import cli
 from monetlite.core.schedule import Status
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 MODEL = """
 import torch
 from torch import nn
@@ -53,7 +55,7 @@ def folder(work_folder):
     return work_folder
 
 
-SOLVE = ("solve", "--model", "net.py:build", "--device", "p100", "--time-limit", "2")
+SOLVE = ("solve", "--model", "net.py:build", "--device", "p100", "--time-limit", "0.5")
 
 
 def test_solve_writes_a_schedule_and_says_what_people_decide_by(folder):
@@ -92,7 +94,6 @@ def test_solve_as_json_is_one_object_and_agrees_with_the_file(folder):
     assert facts["fingerprint"] == schedule.fingerprint
 
 
-@pytest.mark.usefixtures("traced_once")
 @pytest.mark.thorough
 def test_solve_a_built_in_model_with_an_optimizer(folder):
     shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32")
@@ -118,7 +119,6 @@ def test_solve_a_built_in_model_with_an_optimizer(folder):
 
 
 @pytest.mark.thorough
-@pytest.mark.usefixtures("traced_once")
 def test_accumulated_gradients_are_counted(folder):
     shape = ("--model", "resnet18", "--batch", "2", "--input-size", "32", "--device", "p100", "--time-limit", "0.2")
     without, counted = (
@@ -468,9 +468,9 @@ def test_rare_options_stand_apart():
 
 
 def test_the_line_about_a_model_is_as_wide_as_the_terminal(folder):
-    options = ("--model", "resnet18", "--batch", "2", "--input-size", "32", "--device", "p100")
+    options = ("--model", "vgg11", "--batch", "2", "--input-size", "32", "--device", "p100")
     shown = run("measure", "--operators", *options, columns=40)
     assert shown.exit_code == 0, shown.output
     first = shown.stdout.partition("loss is")[0].splitlines()
-    assert first[0].startswith("ResNet-18: ")
+    assert first[0].startswith("VGG-11: ")
     assert max(map(len, first)) <= 40

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from xmlrpc import client
 
 import pytest
@@ -39,7 +40,7 @@ FIT = ("--gpu", "rtx-4090", "--batch", "2", "--sequence-length", "128", "--time-
 
 @pytest.fixture(scope="module", autouse=True)
 def _traced_once():
-    """A model is traced once at each size."""
+    """A model is traced once at each size, in this process, however long it takes."""
     known, trace = {}, monetlite.tracing.trace_layouts
 
     def traced(model, inputs, layouts, **options):
@@ -54,6 +55,7 @@ def _traced_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(monetlite.tracing, "trace_layouts", traced)
+        patch.setattr(model_steps, "WORTH_A_PROCESS", float("inf"))
         yield
 
 
@@ -173,9 +175,15 @@ def test_no_setting_is_shown_that_checkpoints_more_than_its_figures(tmp_path):
     assert not any(way["every_n_layers"] for way in found["ways"])
 
 
-@pytest.mark.thorough
-def test_sizes_are_told_by_another_process_where_tracing_takes_long(folder, roomy, monkeypatch):
-    begun, begin = [], model_steps.begin_call
+def begin_here(function, *given):
+    """What another process is sent and sends back, without one."""
+    function, given = pickle.loads(pickle.dumps((function, given)))
+    return lambda: pickle.loads(pickle.dumps(function(*given)))
+
+
+@pytest.mark.parametrize("begin", often([begin_call, begin_here], begin_here))
+def test_sizes_are_told_by_another_process_where_tracing_takes_long(folder, roomy, monkeypatch, begin):
+    begun = []
     monkeypatch.setattr(model_steps, "WORTH_A_PROCESS", 0.0)
     monkeypatch.setattr(model_steps, "begin_call", lambda *given: begun.append(given) or begin(*given))
     found = json.loads(run("fit", folder, *FIT, "--json").stdout)

@@ -30,8 +30,8 @@ def build(batch=4):
 """
 MODEL = "--model net.py:build"
 COMMANDS = (
-    f"solve {MODEL} --device t4 --budget 100% --time-limit 0.5 --output out.yaml",
-    f"solve --max-batch {MODEL} --device t4 --budget 60kB --time-limit 1",
+    f"solve {MODEL} --device t4 --budget 100% --time-limit 0.3 --output out.yaml",
+    f"solve --max-batch {MODEL} --device t4 --budget 60kB --time-limit 0.3",
     f"show mine.yaml {MODEL} --no-solve",
     f"show mine.yaml {MODEL} --time-limit 0.1",
     f"show mine.yaml {MODEL} --output out.png --csv out.csv",

@@ -21,6 +21,7 @@ from torch import nn
 def build(batch=4):
     return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)), torch.randn(batch, 32)
 """
+pytestmark = pytest.mark.usefixtures("traced_once")
 GPT2 = "--model hf:gpt2 --sequence-length 512 --budget 8GB --device rtx-4060 --optimizer adamw --autocast bfloat16"
 
 

@@ -100,7 +100,7 @@ BUILT = {
 
 @pytest.fixture(
     scope="module",
-    params=often(BUILT, "with dropout", "convolutions", "gpt2", "up and down", "a model that holds one"),
+    params=often(BUILT, "with dropout", "convolutions", "up and down", "a model that holds one"),
 )
 def recorded(request):
     model, inputs = BUILT[request.param]()

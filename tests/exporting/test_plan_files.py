@@ -120,10 +120,14 @@ def test_a_plan_for_torch_compile_counts_no_optimizer(folder):
     assert "measuring" not in found.stderr
 
 
-@pytest.mark.parametrize("target", Target)
-def test_a_file_has_literals_and_functions_alone_whatever_names_say(target):
+@pytest.fixture(scope="module")
+def exported():
     model, inputs = transformer()
-    exported = export_plan(model, inputs, 10**9, PricingOptions())
+    return export_plan(model, inputs, 10**9, PricingOptions())
+
+
+@pytest.mark.parametrize("target", Target)
+def test_a_file_has_literals_and_functions_alone_whatever_names_say(exported, target):
     hostile = 'x"""\nimport os; os.system("touch hacked")\n# \x1b[2J\r\\'
     block = replace(exported.step.blocks[0], path=hostile)
     step = replace(exported.step, blocks=(block, *exported.step.blocks[1:]))

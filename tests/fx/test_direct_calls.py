@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thoroughness import some
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -135,7 +136,7 @@ views = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=some(150))
 @given(chain=views, transposed=st.booleans(), returned=st.booleans(), changed=st.booleans())
 def test_views_left_out_change_nothing(chain: list[Any], transposed: bool, returned: bool, changed: bool) -> None:
     source = torch.randn(6, 4).t() if transposed else torch.randn(4, 6)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_models import assert_same, step, twin
 from step_lists import free_profile, schedule_of
+from thoroughness import often
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,7 +21,10 @@ class Losses(nn.Module):
         return self.loss(torch.sigmoid(self.layer(x)), target)
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss])
+LOSSES = [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss]
+
+
+@pytest.mark.parametrize("loss", often(LOSSES, *LOSSES[::2]))
 def test_a_loss_takes_the_memory_of_a_number(loss):
     model, inputs = Losses(loss), (torch.randn(64, 16), torch.rand(64, 16))
     graph = monetlite.trace(model, inputs)

@@ -82,7 +82,7 @@ CONJUGATES = {
 }
 
 
-@pytest.mark.parametrize("kind", CONJUGATES)
+@pytest.mark.parametrize("kind", often(CONJUGATES, "numbers", "resolved"))
 def test_a_copy_of_a_conjugate_is_made(kind):
     model, inputs = Layer(CONJUGATES[kind]), (torch.randn(4, 6),)
     for wrapper in scheduled(model, inputs):

@@ -7,6 +7,7 @@ import torch
 from cudnn_graphs import Block, convolutions, plans_of, traced
 from fake_cudnn import PLANS, install
 from harness import Captured
+from thoroughness import often
 from torch import nn
 
 from monetlite.core.devices import find_device
@@ -109,6 +110,9 @@ class TestDescribed:
         assert not any(offered_names(graph).values())
 
 
+TOLERANCES = [(torch.float32, 2e-3), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)]
+
+
 class TestFake:
     def test_convolutions_have_the_plans_that_can_be_built(self, frontend):
         graph = cudnn.offer_plans(traced())
@@ -133,9 +137,7 @@ class TestFake:
         graph = cudnn.offer_plans(traced())
         assert cudnn.offer_plans(graph) == graph
 
-    @pytest.mark.parametrize(
-        ("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)]
-    )
+    @pytest.mark.parametrize(("dtype", "tolerance"), often(TOLERANCES, *TOLERANCES[1:]))
     def test_tolerances(self, frontend, dtype, tolerance):
         graph = cudnn.offer_plans(traced(dtype=dtype))
         found = {item.tolerance for operator, _ in convolutions(graph) for item in plans_of(operator)}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_models import assert_same, step, twin
 from step_lists import free_profile, recompute_everything, schedule_of
+from thoroughness import often
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -190,7 +191,7 @@ def noised(x):
     return x * factors
 
 
-@pytest.mark.parametrize("draw", [masked, noised])
+@pytest.mark.parametrize("draw", often([masked, noised], noised))
 def test_operators_of_other_libraries_are_drawn_again(draw):
     expected, *found = steps_of(Drawing(draw), (torch.randn(4, 6),))
     for after in found:

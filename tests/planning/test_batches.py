@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from step_lists import free_profile
+from thoroughness import often
 from torch import nn, randn
 
 import monetlite
@@ -66,7 +67,7 @@ def needs(batch):
     return simulate(profile, plain_steps(profile.graph)).peak_bytes, exact.smallest_reached_bytes
 
 
-@pytest.mark.parametrize("first", [1, 700])
+@pytest.mark.parametrize("first", often([1, 700], 1))
 def test_brute_force_agrees(first):
     budget_bytes = 8_000_000
     found = largest_batch(price, budget_bytes, SolvingOptions(time_limit=2), first=first)
@@ -91,7 +92,7 @@ def test_multiples_only():
     assert needs(found.largest + 8)[1] > 8_000_000
 
 
-@pytest.mark.parametrize("first", [32, 5000])
+@pytest.mark.parametrize("first", often([32, 5000], 5000))
 def test_few_batches_are_traced_and_the_answer_is_dense(first):
     traced = []
 
@@ -154,6 +155,7 @@ def test_what_is_not_in_proportion_to_the_batch_is_traced():
     assert found.plain_largest == 40
 
 
+@pytest.mark.thorough
 def test_where_to_begin_is_only_that():
     assert largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=10**9).largest == (
         largest_batch(price, 8_000_000, SolvingOptions(time_limit=1), first=700).largest
@@ -179,7 +181,7 @@ def build(batch=8):
 
 @pytest.mark.usefixtures("traced_once")
 class TestCommand:
-    ARGUMENTS = ("solve", "--max-batch", "--model", "own.py:build", "--device", "rtx-3090", "--time-limit", "1")
+    ARGUMENTS = ("solve", "--max-batch", "--model", "own.py:build", "--device", "rtx-3090", "--time-limit", "0.3")
 
     @pytest.fixture(autouse=True)
     def _own_model(self, work_folder):

@@ -42,39 +42,39 @@ MODELS = {
 PRICING = PricingOptions(device="rtx-4090")
 
 
-@pytest.fixture
-def built(request, tmp_path):
-    kind = request.param
+@pytest.fixture(scope="module")
+def traced(request, tmp_path_factory):
+    """A model's equal layers, what it has in memory, and its steps of all layers and of few."""
+    kind, folder = request.param, tmp_path_factory.mktemp("model")
     model_type = kind.partition("+")[0]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **MODELS[kind][0]}))
-    return build_model(f"hf:{tmp_path}{kind[len(model_type) :]}", batch=2, sequence_length=32, meta=True)
-
-
-@pytest.mark.parametrize("built", ["gpt2"], indirect=True)
-def test_what_cublas_keeps_counts_where_only_all_layers_are_a_large_step(built, monkeypatch):
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **MODELS[kind][0]}))
+    built = build_model(f"hf:{folder}{kind[len(model_type) :]}", batch=2, sequence_length=32, meta=True)
     layers, inputs = find_equal_layers(built.model), built.example_inputs
+    assert layers is not None
     resident = resident_bytes(built.model, tensors_in_order(built.model, *split_inputs(inputs)))
-    whole = price(trace(built.model, inputs, device="rtx-4090"), PRICING)
-    peak_bytes = simulate(whole, plain_steps(whole.graph)).peak_bytes
-    monkeypatch.setattr(estimate, "LEAST_BESIDE_CUBLAS_BYTES", peak_bytes)
+    whole = trace(built.model, inputs, device="rtx-4090")
     shorten(built.model, layers)
     (few,) = trace_layouts(built.model, inputs, ["as_traced"], device="rtx-4090", each_gradient=True)
+    return layers, resident, whole, few
+
+
+@pytest.mark.parametrize("traced", ["gpt2"], indirect=True)
+def test_what_cublas_keeps_counts_where_only_all_layers_are_a_large_step(traced, monkeypatch):
+    layers, resident, whole, few = traced
+    whole = price(whole, PRICING)
+    peak_bytes = simulate(whole, plain_steps(whole.graph)).peak_bytes
+    monkeypatch.setattr(estimate, "LEAST_BESIDE_CUBLAS_BYTES", peak_bytes)
     assert price(few, PRICING).graph.resident.libraries == 0
     found = at_full_depth(price(few, PRICING), layers, resident)
     assert found.graph.resident.libraries == 2 * find_device("rtx-4090").cublas_workspace_bytes
 
 
-@pytest.mark.parametrize("built", often(MODELS, "gpt2"), indirect=True)
-def test_a_step_of_few_layers_tells_that_of_all(built, request):
-    layers = find_equal_layers(built.model)
-    assert layers is not None
-    assert layers.period == MODELS[request.node.callspec.params["built"]][1]
+@pytest.mark.parametrize("traced", often(MODELS, "gpt2"), indirect=True)
+def test_a_step_of_few_layers_tells_that_of_all(traced, request):
+    layers, resident, whole, few = traced
+    assert layers.period == MODELS[request.node.callspec.params["traced"]][1]
     assert layers.depth < layers.count
-    inputs = built.example_inputs
-    resident = resident_bytes(built.model, tensors_in_order(built.model, *split_inputs(inputs)))
-    whole = price(trace(built.model, inputs, device="rtx-4090"), PRICING)
-    shorten(built.model, layers)
-    (few,) = trace_layouts(built.model, inputs, ["as_traced"], device="rtx-4090", each_gradient=True)
+    whole = price(whole, PRICING)
     found = at_full_depth(price(few, PRICING), layers, resident)
     assert found.graph.fingerprint == whole.graph.fingerprint
     assert found.graph.values == whole.graph.values

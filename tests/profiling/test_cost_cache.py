@@ -46,7 +46,7 @@ def meter(monkeypatch):
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def graph():
     return monetlite.trace(
         nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), nn.Sigmoid()), torch.randn(2, 8)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -45,7 +46,7 @@ def small_net():
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def graph():
     return monetlite.trace(small_net(), torch.randn(4, 3, 32, 32))
 
@@ -426,10 +427,10 @@ def test_indices_are_in_range():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "copies", "momentary"),
-    [("sgd", 0, (1, 0)), ("momentum", 1, (1, 0)), ("adam", 2, (3, 1)), ("adamw", 2, (2, 1))],
-)
+HELD = [("sgd", 0, (1, 0)), ("momentum", 1, (1, 0)), ("adam", 2, (3, 1)), ("adamw", 2, (2, 1))]
+
+
+@pytest.mark.parametrize(("name", "copies", "momentary"), often(HELD, HELD[1], HELD[3]))
 def test_an_optimizers_state_and_step(name, copies, momentary, graph, counting):
     plain = monetlite.profile(graph, "cpu")
     made = monetlite.profile(graph, "cpu", optimizer=name)

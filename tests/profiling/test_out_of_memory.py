@@ -59,7 +59,7 @@ def small(monkeypatch):
     return meter
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def graph():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
     return monetlite.trace(model, torch.randn(2, 3, 12, 12))

@@ -33,6 +33,11 @@ def build():
 """
 
 
+@pytest.fixture(autouse=True)
+def _traced_once(traced_once):
+    """The model of `solved` is traced for the first command alone."""
+
+
 @pytest.fixture(scope="session")
 def resnet(tmp_path_factory):
     """A real model's schedule, from the collection that comes with monetlite."""

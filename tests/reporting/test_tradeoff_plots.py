@@ -95,9 +95,8 @@ def test_trade_offs_of_any_shape_can_be_read(seed, subject):
 
 
 def test_a_trade_off_by_command(solved, work_folder):
-    result = plot(
-        solved, "--kind", "tradeoff", "--points", "2", "--time-limit", "1", "--output", "t.svg", "--csv", "t.csv"
-    )
+    quick = ("--kind", "tradeoff", "--points", "2", "--time-limit", "0.3")
+    result = plot(solved, *quick, "--output", "t.svg", "--csv", "t.csv")
     assert result.exit_code == 0, result.output
     assert "estimated for p100" in " ".join(result.stdout.split())
     assert "smallest budget" in result.stdout
@@ -110,7 +109,7 @@ def test_a_trade_off_by_command(solved, work_folder):
     words = words_of_svg("t.svg")
     for named in ("this schedule", "plain training", "√n checkpointing", "nothing fits below", "Checkmate"):
         assert named in words
-    result = plot(solved, "--kind", "tradeoff", "--points", "2", "--time-limit", "1", "--output", "t.png", "--json")
+    result = plot(solved, *quick, "--output", "t.png", "--json")
     facts = json.loads(result.stdout)
     assert facts["kind"] == "tradeoff"
     assert {"plain training", "this schedule", "monetlite", GREEDY, SQRT, BLOCKS} <= {

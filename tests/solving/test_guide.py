@@ -40,6 +40,7 @@ def test_any_solution_gives_steps_that_only_need_memory(seed: int) -> None:
     simulate(profile, found, 10**12)
 
 
+@pytest.mark.thorough
 def test_guides_are_often_the_optimum_itself() -> None:
     """On graphs this small the relaxation is close to the problem: a solution that is a schedule is optimal."""
     same = compared = 0

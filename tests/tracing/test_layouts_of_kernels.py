@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from small_models import assert_same, step, twin
+from thoroughness import some
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
@@ -113,7 +114,7 @@ def views(count):
 @pytest.mark.parametrize("by_python", [False, True])
 def test_views_with_ones_have_real_strides(by_python):
     wrong = 0
-    for tensor, shape, strides in views(200):
+    for tensor, shape, strides in views(some(200)):
         with FakeTensorMode() as mode:
             wrong += mode.from_tensor(tensor).view(shape).stride() != strides
         with kernels_kept_whole(), FakeTensorMode() as mode:

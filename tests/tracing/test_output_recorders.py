@@ -27,10 +27,10 @@ class Branches(nn.Module):
         return self.layer(x * 2 if x.sum() > 1e9 else x)
 
 
-def llama() -> tuple[Any, dict[str, torch.Tensor]]:
+def llama(layers: int = LAYERS) -> tuple[Any, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model: Any
-    model, inputs = tiny_transformer("llama", LAYERS)
+    model, inputs = tiny_transformer("llama", layers)
     model.model.layers[0].mlp = Branches(model.model.layers[0].mlp)
     return model, inputs
 
@@ -50,7 +50,7 @@ def test_recording_ends_no_piece(recorded: bool):
     model, inputs = llama()
     trained(model, inputs, True)  # which puts the hooks on
     expected = trained(copy.deepcopy(model), inputs, recorded)
-    planned = monetlite.within(model, budget="200%", time_limit=0.5, wait=True)
+    planned = monetlite.within(model, budget="200%", device="rtx-4090", time_limit=0.1, wait=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(4):
@@ -64,15 +64,15 @@ def test_recording_ends_no_piece(recorded: bool):
 
 
 def test_a_model_around_a_planned_layer_records_what_is_in_it():
-    model, inputs = llama()
+    model, inputs = llama(layers=2)
     model.set_attn_implementation("eager")
     expected = copy.deepcopy(model)(**inputs, output_attentions=True).attentions
-    monetlite.within(model.model.layers[0], budget="200%", time_limit=0.5, wait=True)
+    monetlite.within(model.model.layers[0], budget="200%", device="rtx-4090", time_limit=0.1, wait=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(3):
             output = model(**inputs, output_attentions=True)
             output.loss.backward()
-            assert len(output.attentions) == LAYERS
+            assert len(output.attentions) == 2
             for ours, plain in zip(output.attentions, expected, strict=True):
                 torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from small_models import assert_same, step, twin
 from step_lists import free_profile, recompute_with_any_reads, schedule_of, with_random_implementations
+from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -34,7 +35,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("kind", SPLITS)
+@pytest.mark.parametrize("kind", often(SPLITS, "split", "sizes"))
 def test_unsafe_parts_are_views(kind):
     """No implementation overwrites one while the others, or the whole, are read."""
     model, inputs = Chunks(SPLITS[kind]), (torch.randn(4, 6),)

@@ -11,6 +11,7 @@ import pytest
 import monetlite
 import monetlite.planning.pipeline
 from monetlite.core.choices import Choices
+from monetlite.core.graph import LOSS_ONLY
 from monetlite.core.options import SolvingOptions
 from monetlite.core.source import ModelSource
 from monetlite.planning.budgets import solve_layouts
@@ -24,7 +25,7 @@ def build(batch=64):
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     return model, torch.randn(batch, 8)
 """
-SOURCE = ModelSource(model="resnet18", batch=32, input_size=(128, 128))
+SOURCE = ModelSource(model="vgg11", batch=256, input_size=(128, 128))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +38,7 @@ def _traced_once():
 
 @pytest.fixture(scope="module")
 def sound(_traced_once):
-    profile = monetlite.profile(check.traced(SOURCE, "", "as_traced", "rtx-3090"), "rtx-3090")
+    profile = monetlite.profile(check.traced(SOURCE, "", "as_traced", "rtx-3090", LOSS_ONLY), "rtx-3090")
     return replace(monetlite.solve(profile, "70%", time_limit=1), source=SOURCE, seconds=1.0)
 
 
@@ -70,8 +71,8 @@ def test_every_figure_is_held_against_the_estimates(checker, sound, tmp_path):
 def test_another_model_of_the_same_name_is_said_with_its_first_difference(checker, sound, tmp_path):
     for other, message in (
         (
-            replace(sound, source=replace(SOURCE, model="resnet34")),
-            r"other operators .*begin to differ at layer1\.2",
+            replace(sound, source=replace(SOURCE, model="vgg13")),
+            r"other operators .*begin to differ at features\.2",
         ),
         (replace(sound, source=replace(SOURCE, batch=4)), "other sizes"),
     ):
@@ -81,9 +82,12 @@ def test_another_model_of_the_same_name_is_said_with_its_first_difference(checke
 
 def test_choices_that_are_not_legal(checker, sound, tmp_path):
     for choices, message in (
-        (Choices(before={"nowhere": (("conv1", "default"),)}), "names operator 'nowhere'"),
-        (Choices(implementations={"conv1": "magic"}), "as 'magic'"),
-        (Choices(before={"fc.backward": (("fc.backward", "default"),)}), "fc.backward"),
+        (Choices(before={"nowhere": (("features.0", "default"),)}), "names operator 'nowhere'"),
+        (Choices(implementations={"features.0": "magic"}), "as 'magic'"),
+        (
+            Choices(before={"classifier.6.backward": (("classifier.6.backward", "default"),)}),
+            "classifier.6.backward",
+        ),
     ):
         (problem,) = checked(checker, replace(sound, choices=choices), tmp_path).problems
         assert message in problem
@@ -100,7 +104,7 @@ def test_what_says_too_little_or_is_no_schedule(checker, sound, tmp_path):
 def test_of_a_measured_file_what_tensors_take_is_checked(checker, sound, tmp_path):
     """Plans of cuDNN included, which nothing here could run."""
     measured = replace(sound, kind="measured", device="cuda")
-    planned = {**sound.choices.implementations, "conv1": "cudnn.engine11.k2=4.k12=-1"}
+    planned = {**sound.choices.implementations, "features.0": "cudnn.engine11.k2=4.k12=-1"}
     assert checked(checker, measured, tmp_path).passed
     assert checked(
         checker, replace(measured, latency_ms=measured.latency_ms * 0.99, lower_bound_ms=0.0), tmp_path
@@ -136,21 +140,21 @@ class TestCommands:
     def test_list_show_and_get(self, folder, sound, tmp_path):
         listed = run("list", "--folder", folder)
         assert listed.exit_code == 0
-        assert "resnet18" in listed.output
+        assert "vgg11" in listed.output
         assert f"{sound.overhead:+.1%}" in listed.output
         (entry,) = json.loads(run("list", "--folder", folder, "--json").stdout)
         assert entry["file"] == file_name(sound)
         assert (
-            "no schedule matches; there are schedules of resnet18"
-            in run("list", "--folder", folder, "--batch", 33).output
+            "no schedule matches; there are schedules of vgg11"
+            in run("list", "--folder", folder, "--batch", 257).output
         )
-        shown = run("show", "zoo:resnet18", "--folder", folder)
-        assert "--model resnet18 --batch 32 --input-size 128x128" in " ".join(shown.output.split())
+        shown = run("show", "zoo:vgg11", "--folder", folder)
+        assert "--model vgg11 --batch 256 --input-size 128x128" in " ".join(shown.output.split())
         assert (
-            json.loads(run("show", "zoo:resnet18", "--folder", folder, "--json").stdout)["peak_bytes"]
+            json.loads(run("show", "zoo:vgg11", "--folder", folder, "--json").stdout)["peak_bytes"]
             == sound.peak_bytes
         )
-        got = run("get", "zoo:resnet18", "--folder", folder, "--output", tmp_path / "mine.yaml")
+        got = run("get", "zoo:vgg11", "--folder", folder, "--output", tmp_path / "mine.yaml")
         assert got.exit_code == 0
         assert monetlite.load_schedule(tmp_path / "mine.yaml") == sound
 
@@ -214,7 +218,7 @@ class TestCommands:
         assert "nope.yaml can't be read" in run("show", "nope.yaml", "--folder", folder).output
 
     def test_errors_are_messages(self, folder):
-        for arguments in (["show", "zoo:nothing"], ["get", "zoo:resnet18@1MB"]):
+        for arguments in (["show", "zoo:nothing"], ["get", "zoo:vgg11@1MB"]):
             result = run(*arguments, "--folder", folder)
             assert result.exit_code == 4
             assert "Traceback" not in result.output

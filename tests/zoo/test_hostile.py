@@ -94,7 +94,7 @@ def hostile(text, rng, here):
     return written.replace("EVIL", evil, 1).encode()
 
 
-@pytest.mark.parametrize("part", often(range(4), 0, 1))
+@pytest.mark.parametrize("part", often(range(4), 0))
 def test_hostile_files_make_errors_and_nothing_else(text, tmp_path, part):
     """Each is refused with an error of ours or is another schedule, in bounded time, and leaves nothing behind."""
     rng = random.Random(part)
