@@ -12,6 +12,7 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     dynamo_settings,
     forget_left_out,
     taken_apart,
+    while_compiling,
 )
 from monetlite.fx.torch_internals.torch_varying import VaryingNumbers
 from monetlite.runtime.pieces import PiecewiseTraining
@@ -50,7 +51,7 @@ class ModelInPieces:
         alone = masks_as_plain(self._model, args, kwargs)
         changes = patched(self._numbers.captured(), self.training.sizes.captured(), self.training.again.noted())
         with (
-            capture_settings(),
+            while_compiling(capture_settings),
             taken_apart(self._left_alone),
             changes,
             unless_captured,

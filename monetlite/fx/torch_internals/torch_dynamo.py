@@ -9,6 +9,7 @@
 | `real_stack` | the person's lines, noted on errors of any class that it raises; they would end training |
 | `get_compilation_metrics` | why a step was compiled once more; an error would not name the changed value |
 | `calculate_time_spent` | seconds of captures; they would count as the step's |
+| `CatchErrorsWrapper.__call__` | what TorchDynamo calls to compile; captures would be without their settings |
 | `maybe_has_backedge` | asked where a graph ends in a loop; a function with a loop would not be captured at all |
 | `RestartAnalysis` | raised to begin a capture again; such a graph would not be planned |
 | `exceptions_allowed_to_be_fallback` | raised to capture inner functions; nothing of them would be planned |
@@ -44,6 +45,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, reset_
 from torch._dynamo import config as _config
 from torch._dynamo import disable, eval_frame, trace_rules
 from torch._dynamo import utils as _utils
+from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import RestartAnalysis, exceptions_allowed_to_be_fallback
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
@@ -55,6 +57,7 @@ from torch.nn.modules import activation, container, transformer
 from monetlite.fx.torch_internals.patching import patched
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_compile = CatchErrorsWrapper.__call__
 RESTARTS = RestartAnalysis
 """Errors of a backend after which TorchDynamo captures a function again, by other settings of its own."""
 UNSUPPORTED = exceptions_allowed_to_be_fallback
@@ -177,6 +180,19 @@ def taken_apart(left_alone: Iterable[tuple[types.ModuleType, str]] = ()) -> Abst
         capture_dynamic_output_shape_ops=False,
     )
     return patched(_only_errors(), settings, *kept_plain)
+
+
+def while_compiling(settings: Callable[[], AbstractContextManager[object]]) -> AbstractContextManager[None]:
+    """Change torch's state whenever TorchDynamo compiles a function, for the time of a block.
+
+    Few steps compile anything, and changes take milliseconds to make.
+    """
+
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        with settings():
+            return _compile(*args, **kwargs)
+
+    return patched(mock.patch.object(CatchErrorsWrapper, "__call__", compiling))
 
 
 def left_alone(function: _F) -> _F:

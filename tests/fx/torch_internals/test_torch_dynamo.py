@@ -1,14 +1,16 @@
 """TorchDynamo's settings, errors and logs are as monetlite relies on."""
 
+import contextlib
 import logging
 import operator
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from noted_graphs import Graphs
-from torch import nn
+from torch import fx, nn
 
 from monetlite.fx.torch_internals import torch_dynamo
 from monetlite.fx.torch_internals.torch_dynamo import (
@@ -18,8 +20,10 @@ from monetlite.fx.torch_internals.torch_dynamo import (
     break_reason,
     draws_like_numpy,
     dynamo_settings,
+    left_alone,
     reason_text,
     recompile_reason,
+    while_compiling,
 )
 
 log = logging.getLogger(__name__)
@@ -106,6 +110,40 @@ def test_what_a_backend_raises_is_kept() -> None:
     with pytest.raises(TorchDynamoException) as caught:
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
     assert isinstance(caught.value.inner_exception, Ours)
+
+
+def test_settings_are_there_whenever_a_function_is_compiled_and_at_no_other_time() -> None:
+    present: list[str] = []
+
+    @contextlib.contextmanager
+    def settings() -> Iterator[None]:
+        present.append("settings")
+        yield
+        present.pop()
+
+    def keep(graph: fx.GraphModule, _: object) -> Callable[..., Any]:
+        compiled.append(list(present))
+        return graph.forward
+
+    @left_alone
+    def look() -> None:
+        ran.append(list(present))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        look()
+        return x.cos()
+
+    compiled: list[list[str]] = []
+    ran: list[list[str]] = []
+    step = torch.compile(function, backend=keep, dynamic=False)
+    for size in (2, 2, 3):
+        with while_compiling(settings):
+            step(torch.ones(size))
+    assert compiled == [["settings"]] * 4, "two pieces, for each of two sizes"
+    assert ran == [[]] * 3
+    step(torch.ones(4))
+    assert compiled[4:] == [[], []]
 
 
 def test_numpy_draws_are_torchs() -> None:
