@@ -75,11 +75,12 @@ def tiny_config(kind: str, **keys: Any) -> Any:
     """A configuration of a type, small wherever it has one of the sizes. One layer of each kind, and two at least."""
     known = transformers.AutoConfig.for_model(kind)
     special = SPECIAL.get(kind, {})
-    names = {*vars(known), *getattr(known, "attribute_map", {}), *special}
+    own_names = getattr(known, "attribute_map", {})  # num_attention_heads: num_heads
+    names = {*vars(known), *own_names, *special}
     chosen = {
         name: value
         for name, value in {**SIZES, **special}.items()
-        if name in names and (name in special or _alike(vars(known).get(name), value))
+        if name in names and (name in special or _alike(vars(known).get(own_names.get(name, name)), value))
     } | keys
     text = getattr(known, "text_config", None)
     if isinstance(text, transformers.PretrainedConfig):
