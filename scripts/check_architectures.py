@@ -15,6 +15,7 @@ import copy
 import statistics
 import time
 import warnings
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -129,17 +130,26 @@ def steps_difference(expected: Trainee, ours: Trainee) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", nargs="*", choices=list(BUILDERS), default=list(BUILDERS))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    add_options(parser)
+    options = parser.parse_args()
+    report("Architectures", options.model, options)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--percent", type=float, default=80.0, help="budget, of plain training's peak")
     parser.add_argument("--time-limit", type=float, default=3.0)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     add_output(parser)
-    options = parser.parse_args()
+
+
+def report(title: str, names: Iterable[str], options: argparse.Namespace) -> None:
+    """Print the table of some models, and write it."""
     write_table(
-        "Architectures",
+        title,
         f"{STEPS} steps each. The budget is {options.percent:g}% of plain training's peak, or the first that fits in "
         "steps of 10%.",
         "| model | captured | difference | budget | kept | predicted | overhead | step | seconds |",
-        (row(name, options.percent, options.time_limit, options.device) for name in options.model),
+        (row(name, options.percent, options.time_limit, options.device) for name in names),
         options.output,
         left=2,
         device=options.device,

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from check_architectures import STEPS, row
-from table_report import add_output, write_table
+from check_architectures import add_options, report
 from tiny_architectures import BATCH, BUILDERS, LENGTH, SPECIAL, TINY, VOCABULARY
 from torch import nn
 from transformers.models.auto import modeling_auto
@@ -142,21 +141,12 @@ def names(heads: list[str], part: str) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--head", nargs="*", choices=list(HEADS), default=list(HEADS))
-    parser.add_argument("--percent", type=float, default=75.0, help="budget, of plain training's peak")
-    parser.add_argument("--time-limit", type=float, default=5.0)
-    parser.add_argument("--part", default="1/1", help="every so-manyth type, for several processes")
-    add_output(parser)
+    parser.add_argument("--part", default="1/1", help="1/2 and 2/2: half of the types each, for two processes")
+    add_options(parser)
+    parser.set_defaults(percent=75.0, device="cpu")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    write_table(
-        "Every type of model of transformers",
-        f"{STEPS} steps each. The budget is {options.percent:g}% of plain training's peak, or the first that fits in "
-        "steps of 10%.",
-        "| model | captured | difference | budget | kept | predicted | overhead | step | seconds |",
-        (row(name, options.percent, options.time_limit, "cpu") for name in names(options.head, options.part)),
-        options.output,
-        left=2,
-    )
+    report("Every type of model of transformers", names(options.head, options.part), options)
 
 
 if __name__ == "__main__":

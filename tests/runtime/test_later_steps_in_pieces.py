@@ -22,7 +22,7 @@ import monetlite
 from monetlite.checking.trainee import Trainee, default_loss
 from monetlite.core.errors import InfeasibleBudget
 from monetlite.profiling.memory_use import is_profiling
-from monetlite.runtime import breaks
+from monetlite.runtime import breaks, model_in_pieces
 from monetlite.runtime.pieces import PiecewiseTraining
 
 
@@ -149,6 +149,18 @@ def test_later_steps_look_at_nothing_anew(build, compiled):
         model(torch.randn(8, 16)).sum().backward()
         looked.append(torch._dynamo.utils.counters["frames"]["total"])
     assert looked[-1] - looked[14] <= 4, "more than the sides of branches that come for the first time"
+
+
+def test_torch_is_changed_for_captures_only_where_something_is_captured(monkeypatch):
+    settings, captures = model_in_pieces.capture_settings, []
+    monkeypatch.setattr(model_in_pieces, "capture_settings", lambda: (captures.append(1), settings())[1])
+    model = monetlite.within(Reads(), budget="120%", **QUICK)
+    for _ in range(6):
+        model(torch.randn(64, 64)).sum().backward()
+    assert captures
+    captures.clear()
+    model(torch.randn(64, 64)).sum().backward()
+    assert not captures
 
 
 class Counts(Reads):
