@@ -190,5 +190,5 @@ SUBJECTS = {
     ),
     "gpt": Subject(build=gpt, budgets=PERCENT),
     "vit": Subject(build=vit, budgets=PERCENT),
-    "llama": Subject(build=llama, budgets=("50%",)),
+    "llama": Subject(build=llama, budgets=("50%", "25%")),
 }
