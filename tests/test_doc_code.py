@@ -66,7 +66,7 @@ def commands(page):
                 yield command.removeprefix(".venv/bin/")
 
 
-SELDOM = ("choosing-a-budget.md", "implementations.md", "estimates.md", "exporting.md")
+SELDOM = ("choosing-a-budget.md", "tutorial.md", "implementations.md", "estimates.md", "exporting.md")
 """Pages whose commands are much like those of others."""
 
 

@@ -257,6 +257,7 @@ def test_the_commands_facts_agree_with_the_schedule(folder):
         assert less["latency_ms"] >= less["lower_bound_ms"]
 
 
+@pytest.mark.thorough
 def test_without_solving_there_are_no_alternatives(folder):
     result = run("show", folder / "s.yaml", "--model", f"{folder}/net.py:build", "--no-solve")
     assert result.exit_code == 0, result.output
@@ -268,6 +269,7 @@ def test_without_solving_there_are_no_alternatives(folder):
     assert (facts["limit"], facts["more_memory"], facts["less_memory"]) == (None, None, None)
 
 
+@pytest.mark.thorough
 def test_a_peak_over_the_budget_is_told(folder, tmp_path):
     schedule = monetlite.load_schedule(folder / "s.yaml")
     edited = tmp_path / "edited.yaml"
@@ -282,6 +284,7 @@ def test_a_peak_over_the_budget_is_told(folder, tmp_path):
         assert (f"{format_bytes(schedule.peak_bytes)} over " in " ".join(result.stdout.split())) is told
 
 
+@pytest.mark.thorough
 def test_costs_of_another_device_are_told_from_the_files(folder):
     model = ("--model", f"{folder}/net.py:build")
     result = run("show", folder / "s.yaml", *model, "--no-solve", "--device", "t4")
@@ -294,6 +297,7 @@ def test_costs_of_another_device_are_told_from_the_files(folder):
     assert (facts["smallest_proven_bytes"], facts["smallest_reached_bytes"]) == (0, None)
 
 
+@pytest.mark.thorough
 def test_a_budget_of_reserved_memory_is_compared_with_others_of_its_kind(folder, tmp_path, monkeypatch):
     """The search is a stand-in. It finds a faster schedule of the same peak, for which more is reserved."""
     own = monetlite.load_schedule(folder / "s.yaml")
@@ -330,6 +334,7 @@ def test_a_budget_of_reserved_memory_is_compared_with_others_of_its_kind(folder,
     assert "10%" not in on_cpu.stdout
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_explained(folder):
     (folder / "other.py").write_text(MODEL.replace("nn.ReLU()", "nn.GELU()"))
     for arguments, code, says in (

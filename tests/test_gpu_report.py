@@ -114,6 +114,7 @@ def test_a_row_that_ends_the_process_twice_is_a_failure(script, tmp_path):
     assert rows_of(tmp_path)[0]["failure"] == "ended the process, 2 times"
 
 
+@pytest.mark.thorough
 def test_gradients_are_compared_where_plain_training_fits(script):
     """Plain training of the whole batch runs out of memory, and so does half of it."""
     model, inputs = script.SUBJECTS["gpt"].build(True)

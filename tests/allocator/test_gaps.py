@@ -77,6 +77,7 @@ def test_what_is_arranged_gives_nothing_back(profile: Profile) -> None:
     assert timeline.latency_ms <= 1.1 * found.latency_ms
 
 
+@pytest.mark.thorough
 def test_nothing_is_found_where_nothing_fits(profile: Profile) -> None:
     starts = [plain_steps(profile.graph)]
     assert arrange(profile, starts, profile.graph.resident.total + 30 * 10**6, seconds=0.5) is None

@@ -314,6 +314,7 @@ def test_who_fails_is_a_run_with_a_reason_and_the_model_stays_as_it_was(monkeypa
         assert torch.equal(tensor, kept.state_dict()[name]), name
 
 
+@pytest.mark.thorough
 def test_beside_inductor_schedules_may_have_compiled_regions(monkeypatch):
     """Within Inductor's peak only, and with sums in another order though the others are exact."""
     asked = []
@@ -336,6 +337,7 @@ def test_beside_inductor_schedules_may_have_compiled_regions(monkeypatch):
     assert all(schedule.layout == "as_traced" for schedule in asked if schedule.tolerance == 0)
 
 
+@pytest.mark.thorough
 def test_where_plain_training_does_not_fit_the_rest_is_still_measured(monkeypatch, tmp_path):
     enter = Bench.enter
 

@@ -107,6 +107,7 @@ def operations(bench, contender=None):
     return counter.get_total_flops()
 
 
+@pytest.mark.thorough
 def test_more_checkpoints_take_less_memory_and_more_operations():
     ids = tokens()
     bench = bench_of(llama(5), input_ids=ids, labels=ids)
@@ -122,6 +123,7 @@ def test_more_checkpoints_take_less_memory_and_more_operations():
     assert [item.setting for item in by_hand] == ["3 Layer", "every second of 3 Layer", "every third of 3 Layer"]
 
 
+@pytest.mark.thorough
 def test_what_is_saved_is_not_computed_again():
     ids = tokens()
     bench = bench_of(llama(), input_ids=ids, labels=ids)

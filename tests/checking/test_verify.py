@@ -160,6 +160,7 @@ def test_gradients_in_16_bits_may_differ_by_two_roundings(dtype, autocast, allow
     assert verify(model, schedule, inputs).allowed_difference == allowed
 
 
+@pytest.mark.thorough
 def test_images_in_another_layout_are_compared_with_those_of_plain_training():
     model, x = Images(), torch.randn(4, 3, 12, 12)
     graph = trace(model, x, layout="channels_last").available("cpu")
@@ -432,6 +433,7 @@ def test_what_no_number_says_is_null_in_json(measured):
     assert facts["reasons"][0]["check"] == "difference"
 
 
+@pytest.mark.thorough
 def test_long_lists_are_cut_with_a_count_at_80_columns(measured):
     model, x = Images(), torch.randn(4, 3, 12, 12)
     schedule = schedule_for(

@@ -361,6 +361,7 @@ def test_what_running_a_shared_schedule_and_showing_results_does_not_import(fold
     assert done.stdout.split() == ["[]", "False"], done.stderr
 
 
+@pytest.mark.thorough
 def test_how_exact_and_in_which_layout_is_the_persons_choice(folder):
     result = run(*SOLVE, "--budget", "100%", "--json", "--output", "exact.yaml")
     facts = json.loads(result.stdout)

@@ -117,6 +117,7 @@ def test_the_fastest_way_on_a_small_card_agrees_with_solve(tight, folder, tmp_pa
 TOLERANCES = [("1e-6", {0.0}), ("1e-3", {0.0, 1e-3})]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("tolerance", "allowed"), often(TOLERANCES, TOLERANCES[1]))
 def test_the_tolerance_is_the_one_that_was_asked_for(tolerance, allowed, folder, tight):
     budget = ("--budget", f"{tight['budget_bytes']}B", "--json", "--tolerance", tolerance)
@@ -124,6 +125,7 @@ def test_the_tolerance_is_the_one_that_was_asked_for(tolerance, allowed, folder,
     assert {way["tolerance"] for way in found["ways"] if way["tolerance"] is not None} == allowed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("window", "length"), often([(256, None), (4096, 512)], (256, None)))
 def test_a_length_beyond_a_window_is_not_told(tmp_path, window, length):
     """Attention has a mask there, and another kernel."""
@@ -181,6 +183,7 @@ def begin_here(function, *given):
     return lambda: pickle.loads(pickle.dumps(function(*given)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("begin", often([begin_call, begin_here], begin_here))
 def test_sizes_are_told_by_another_process_where_tracing_takes_long(folder, roomy, monkeypatch, begin):
     begun = []
@@ -191,6 +194,7 @@ def test_sizes_are_told_by_another_process_where_tracing_takes_long(folder, room
     assert found["largest"] == roomy["largest"]
 
 
+@pytest.mark.thorough
 def test_workspace_of_tiles_follows_to_other_sizes(folder):
     """It has a constant part, which no factor tells."""
 
@@ -230,6 +234,7 @@ def ends(code):
     os._exit(code)
 
 
+@pytest.mark.thorough
 def test_a_call_in_another_process_returns_raises_or_says_that_it_ended():
     cannot_be_unpickled = client.dumps(client.Fault(1, ""))
     results = [
@@ -268,6 +273,7 @@ def test_the_screen_is_one(folder, tight):
     assert "estimated, not measured" in found.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("given", "length"), often([((), 512), (("--sequence-length", "64"), 64)], ((), 512)))
 def test_without_sizes_it_is_one_sequence_as_long_as_the_model_takes(folder, given, length):
     found = run("fit", folder, *given, "--time-limit", "1", "--json")
@@ -339,6 +345,7 @@ def test_the_budget_is_what_the_card_has_left():
     assert CardMemory("cpu", "CPU", 10**9).context_bytes == 0
 
 
+@pytest.mark.thorough
 def test_what_the_allocator_reserves_has_to_fit_too():
     """By default it reserves a quarter more than a network's tensors take."""
     built = build_model("resnet18", batch=64, meta=True)

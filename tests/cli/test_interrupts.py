@@ -152,6 +152,7 @@ run()
         assert time.monotonic() - began < 50
 
 
+@pytest.mark.thorough
 def test_the_end_of_a_process_waits_for_a_bound_that_was_told_to_stop():
     """HiGHS has threads that abort a process which ends before them."""
     program = """

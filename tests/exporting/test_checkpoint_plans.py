@@ -100,7 +100,7 @@ BUILT = {
 
 @pytest.fixture(
     scope="module",
-    params=often(BUILT, "with dropout", "convolutions", "up and down", "a model that holds one"),
+    params=often(BUILT, "convolutions", "a model that holds one"),
 )
 def recorded(request):
     model, inputs = BUILT[request.param]()
@@ -138,6 +138,7 @@ def test_gradients_and_random_numbers_are_those_of_plain_training(recorded):
         assert all(torch.equal(found.gradients[name], plain.gradients[name]) for name in plain.gradients)
 
 
+@pytest.mark.thorough
 def test_outputs_that_are_held_are_counted():
     model, inputs = BUILT["gpt2"]()
     peaks = {}
@@ -271,6 +272,7 @@ def test_a_cache_of_keys_and_values_is_switched_off():
     )
 
 
+@pytest.mark.thorough
 def test_plans_get_faster_with_the_budget(recorded):
     search = CheckpointSearch(recorded[2])
     low, high = search.smallest().peak_bytes, search.found({}).peak_bytes

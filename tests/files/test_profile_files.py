@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import SmallCNN, tiny_transformer
+from thoroughness import often
 
 import monetlite
 from monetlite.core.costs import profile_text
@@ -23,7 +24,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", often(MODELS, "cnn"))
 def test_a_profile_is_what_it_was(name, tmp_path):
     model, inputs = MODELS[name]()
     graph = monetlite.trace(model, inputs)
@@ -42,6 +43,7 @@ def test_a_profile_is_what_it_was(name, tmp_path):
     assert simulate(loaded, plain_steps(loaded.graph)) == simulate(profile, plain_steps(profile.graph))
 
 
+@pytest.mark.thorough
 def test_what_is_solved_from_a_file_trains_the_model(tmp_path):
     model, inputs = SmallCNN(channels=16), torch.randn(8, 3, 24, 24)
     monetlite.profile(monetlite.trace(model, inputs)).save(tmp_path / "p.json")

@@ -54,6 +54,7 @@ names = st.text(
 runs = st.lists(st.tuples(names, names), max_size=3).map(tuple)
 
 
+@pytest.mark.thorough
 @settings(max_examples=some(150), deadline=None)
 @given(
     before=st.dictionaries(names, runs, max_size=3),

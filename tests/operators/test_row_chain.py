@@ -133,6 +133,7 @@ def test_every_form_of_a_chain_agrees_with_the_default(form):
     assert {"products", "products_tiles_4"} <= names
 
 
+@pytest.mark.thorough
 def test_a_batch_without_rows_has_plain_trainings_gradients():
     model, tokens = Model("gelu", layers=1).train(), tokens_of()
     trained, plain = monetlite.MONeTWrapper(model, in_tiles(model, tokens)), copy.deepcopy(model)

@@ -241,7 +241,7 @@ def fused(graph):
             *["", "bias", "tied", "frozen", "capped", "float", "sum", "last", "first", "middle"],
             *["masked", "weighted", *SMOOTHED, "adapted", "adapted_trained", "adapted_wide"],
         ],
-        *["bias", "tied", "capped", "last", "weighted", "smoothed", "adapted", "adapted_wide"],
+        *["bias", "tied", "capped", "last", "weighted", "smoothed"],
     ),
 )
 def test_a_step_in_tiles_has_plain_trainings_gradients(form):

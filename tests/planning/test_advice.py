@@ -119,6 +119,7 @@ def test_a_smaller_batch_saves_what_is_said(build, options):
     assert close_and_not_below(peak_bytes, plain_peak(small))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("build", "options"),
     [(language_model, {}), (convnet, {}), (convnet, {"optimizer": "adamw", "accumulate": True})],
@@ -129,6 +130,7 @@ def test_bfloat16_weights_save_what_is_said(build, options):
     assert close_and_not_below(named(advised(profile, 1), "bfloat16"), plain_peak(narrow))
 
 
+@pytest.mark.thorough
 def test_an_optimizer_without_state_saves_what_is_said():
     profile = language_model(batch=1, optimizer="adamw")
     assert named(advised(profile, 1), "SGD") == plain_peak(language_model(batch=1, optimizer="sgd"))

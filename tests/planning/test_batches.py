@@ -224,6 +224,7 @@ def test_a_models_name_is_printed_as_it_is():
     assert console.file.getvalue().startswith("[old]/[/x]/own.py:build within 1 MB: batch 8")
 
 
+@pytest.mark.thorough
 def test_a_budget_of_reserved_memory():
     """Every batch that is shown runs within it; fewer fit than by peaks."""
     budget_bytes = 60 * 10**6

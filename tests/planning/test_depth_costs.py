@@ -58,6 +58,7 @@ def traced(request, tmp_path_factory):
     return layers, resident, whole, few
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("traced", ["gpt2"], indirect=True)
 def test_what_cublas_keeps_counts_where_only_all_layers_are_a_large_step(traced, monkeypatch):
     layers, resident, whole, few = traced
@@ -94,6 +95,7 @@ def test_a_step_of_few_layers_tells_that_of_all(traced, request):
         )
 
 
+@pytest.mark.thorough
 def test_the_longest_list_is_found_before_layers_are_left_out(tmp_path, monkeypatch):
     """A decoder of six layers is traced with four, fewer than the encoder's five."""
     sizes = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64}

@@ -53,6 +53,7 @@ def test_each_schedule_is_better_than_the_one_before(profile: Profile):
     assert process.better() is None
 
 
+@pytest.mark.thorough
 def test_it_begins_from_the_schedule_that_there_is(profile: Profile):
     """With hardly any time, what it hands over is no worse than that."""
     start = monetlite.solve(profile, "70%", time_limit=2.0)
@@ -73,6 +74,7 @@ def test_it_leaves_nothing_behind(profile: Profile):
     assert not folder.exists()
 
 
+@pytest.mark.thorough
 def test_it_says_why_there_is_none(profile: Profile):
     start = monetlite.solve(profile, "100%", time_limit=0.2)
     process = SolvingProcess([profile], "1%", SolvingOptions(time_limit=0.2), None, start)

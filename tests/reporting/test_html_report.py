@@ -101,6 +101,7 @@ def test_pointing_at_a_step_shows_its_operator_and_the_tensors_that_are_in_memor
     assert len(set(seen)) == 4
 
 
+@pytest.mark.thorough
 def test_keys_go_from_step_to_step(page, resnet, runs):
     breakdown = runs["scheduled"]
     timeline = breakdown.timeline
@@ -145,6 +146,7 @@ def shown_range(page):
     return float(begin), float(end)
 
 
+@pytest.mark.thorough
 def test_zooming_changes_what_is_shown_and_reset_restores_it(page):
     whole, picture = page.range(), page.band("scheduled", "stored")
     length = shown_range(page)[1]
@@ -309,6 +311,7 @@ def test_the_table_of_values_sorts_filters_and_says_what_becomes_of_each(page, r
     assert f"{recomputed}[0]" not in resnet.schedule.choices.stored
 
 
+@pytest.mark.thorough
 def test_the_tables_of_what_is_run_otherwise_and_again(page, resnet, runs):
     timeline, graph = runs["scheduled"].timeline, resnet.profile.graph
     ran, again = set(), []

@@ -195,6 +195,7 @@ def test_choices_are_what_the_steps_say(opened):
     assert (dict(stored.bytes_of), stored.again, dict(stored.ways)) == ({Fate.STORED: size_bytes}, 0, {})
 
 
+@pytest.mark.thorough
 def test_choices_name_other_implementations(opened, subject, solved, work_folder):
     choices = opened.schedule.choices
     again = [how for runs in choices.before.values() for _, how in runs]

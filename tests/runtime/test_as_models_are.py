@@ -107,6 +107,7 @@ def test_operators_that_take_probabilities_and_the_like_are_measured(function):
     assert all(cost.latency_ms >= 0 for costs in profile.costs for cost in costs)
 
 
+@pytest.mark.thorough
 def test_hidden_states_of_a_transformers_model():
     """Collected by hooks that transformers puts on at the first call, under a lock."""
     import transformers

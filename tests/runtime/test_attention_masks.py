@@ -65,6 +65,7 @@ def test_gradients_are_plain_training_s(use_cache: bool | None, kind: str):
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_a_mask_is_made_only_where_plain_training_may_make_one():
     plainly = {"input_ids": IDS, "labels": IDS}
     without = attention_inputs(plainly)
@@ -102,6 +103,7 @@ def test_masks_of_ones_are_left_out_and_others_are_not(wait: bool):
     assert peaks[1] < peaks[0], "the mask of ones is made whole"
 
 
+@pytest.mark.thorough
 def test_a_schedule_of_masks_of_ones_says_so_of_others():
     """A schedule that is kept serves any mask, unless it was solved for ones only."""
     model = llama()
@@ -119,6 +121,7 @@ def test_a_schedule_of_masks_of_ones_says_so_of_others():
         trained(kept, inputs | {"attention_mask": PADDED})
 
 
+@pytest.mark.thorough
 def test_a_mask_that_the_model_makes_is_left_out():
     """Nystromformer can't run with a mask, and makes one of ones, which plain training leaves out."""
     torch.manual_seed(0)

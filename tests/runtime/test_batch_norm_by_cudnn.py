@@ -92,6 +92,7 @@ def test_a_recomputed_step_is_plain_trainings(by_cudnn, layout):
         torch.testing.assert_close(found.buffers[name], buffer)
 
 
+@pytest.mark.thorough
 def test_every_implementation_of_its_gradient(by_cudnn):
     model, x = layers()[:3], (torch.randn(4, 3, 9, 9),)
     graph = monetlite.trace(model, *x)

@@ -79,6 +79,7 @@ def test_a_gradient_penalty_is_plain_trainings():
     assert planned.training
 
 
+@pytest.mark.thorough
 def test_a_gradient_penalty_under_autocast():
     plain = critic()
     planned = monetlite.within(twin(plain), budget="110%", device="rtx-4090")
@@ -90,6 +91,7 @@ def test_a_gradient_penalty_under_autocast():
         assert_trained_alike(plain, planned, step)
 
 
+@pytest.mark.thorough
 def test_later_runs_on_such_inputs_run_once():
     model = critic()
     planned = monetlite.within(model, budget="100%", device="rtx-4090")

@@ -221,6 +221,7 @@ def test_names_of_a_forward_pass_that_is_not_the_classes_own():
         wrapper(b=B, a=A).sum().backward()
 
 
+@pytest.mark.thorough
 def test_inputs_that_grow_are_solved_for_again_and_again(monkeypatch):
     monkeypatch.setattr(scheduled_training, "MANY_SOLVED", 2)
     model = Counting()
@@ -234,6 +235,7 @@ def test_inputs_that_grow_are_solved_for_again_and_again(monkeypatch):
         assert_same(found, step(model, x))
 
 
+@pytest.mark.thorough
 def test_more_shapes_than_programs_are_kept_for(monkeypatch):
     monkeypatch.setattr(scheduled_training, "MAX_PROGRAMS", 2)
     model = Counting()
@@ -387,6 +389,7 @@ class FoldsRows(nn.Module):
         return sum(x[row :: len(x) // 32] for row in range(len(x) // 32))
 
 
+@pytest.mark.thorough
 def test_the_schedule_is_that_of_the_step_that_ran_last():
     model = monetlite.within(FoldsRows(), budget=10**7, **SOLVING)
     for rows in (64, 64, 512, 32, 512, 64):

@@ -55,7 +55,7 @@ class MasksSpans(ReadsAMean):
 
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
-@pytest.mark.parametrize("build", often([ReadsAMean, ScalesByAMean, MasksSpans], ScalesByAMean, MasksSpans))
+@pytest.mark.parametrize("build", often([ReadsAMean, ScalesByAMean, MasksSpans], ScalesByAMean))
 def test_numbers_that_differ_in_each_step_are_not_compiled_in_each(build, monkeypatch):
     compiled, backend = [], PiecewiseTraining.backend
     monkeypatch.setattr(PiecewiseTraining, "backend", lambda *given: (compiled.append(1), backend(*given))[1])
@@ -132,7 +132,7 @@ class SkipsByNumpy(DropsLayers):
     ("build", "compiled"),
     often(
         itertools.product([DropsLayers, Catches, SplitsInParts, SkipsByNumpy], [False, True]),
-        *[(DropsLayers, False), (SplitsInParts, True), (Catches, True)],
+        *[(DropsLayers, False), (Catches, True)],
     ),
 )
 def test_later_steps_look_at_nothing_anew(build, compiled):
@@ -250,6 +250,7 @@ class FillsPlaces(nn.Module):
         return hidden
 
 
+@pytest.mark.thorough
 def test_what_is_called_beside_a_mask_s_places_is_planned():
     plain, inputs = FillsPlaces(), (torch.randn(8, 16), torch.arange(8) > 5)
     model = monetlite.within(twin(plain), budget="110%", **QUICK)
@@ -261,6 +262,7 @@ def test_what_is_called_beside_a_mask_s_places_is_planned():
     assert re.search(r"in 2 pieces(?s:.*)\n  how many places a mask selects", text)
 
 
+@pytest.mark.thorough
 def test_captures_that_go_on_are_told_of_once(monkeypatch):
     monkeypatch.setattr(breaks, "MANY_CAPTURING", 2)
     model = monetlite.within(Counts(), budget="200%", **QUICK)
@@ -297,6 +299,7 @@ def let_go(tensors):
     tensors.pop().zero_()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 def test_changes_of_tensors_that_are_gone_are_seen():
     """A plan that kept the small tensor in place of the wide one would need less, and end in an error of torch."""
@@ -430,6 +433,7 @@ class LooksUp(nn.Module):
         return self.second(y)
 
 
+@pytest.mark.thorough
 def test_numbers_that_are_looked_up_by_numbers_end_pieces():
     plain = LooksUp()
     wrapper = monetlite.MONeTWrapper(twin(plain), budget="120%", **QUICK)
@@ -451,6 +455,7 @@ class ReadsAHalf(nn.Module):
         return self.down(half.sigmoid())
 
 
+@pytest.mark.thorough
 def test_views_of_outputs_that_vary_are_captured_once_for_all_sizes(monkeypatch):
     captured, planned_piece = [], PiecewiseTraining._planned_piece
     monkeypatch.setattr(

@@ -123,6 +123,7 @@ class Annealed(nn.Module):
         return self.dropout(self.layer(x)).tanh() * scale
 
 
+@pytest.mark.thorough
 @torch._dynamo.config.patch(recompile_limit=3)
 def test_numbers_may_change_more_often_than_torchs_own_limit_of_recompilations():
     """Also where inputs are of a layout seen before, and Dynamo finds the change by itself."""

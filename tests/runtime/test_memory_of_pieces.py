@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from models_in_pieces import QUICK
+from thoroughness import often
 from torch import nn
 from torch._dynamo import graph_break
 
@@ -85,7 +86,10 @@ def plain_bytes(model, x):
 
 @pytest.mark.parametrize(
     ("build", "shape", "part"),
-    [(ReadsCodes, (256, 64), 1.0), (SharesAHead, (64, 32), 1.0), (AddsPieces, (256, 64), 1.3)],
+    often(
+        [(ReadsCodes, (256, 64), 1.0), (SharesAHead, (64, 32), 1.0), (AddsPieces, (256, 64), 1.3)],
+        *[(ReadsCodes, (256, 64), 1.0), (SharesAHead, (64, 32), 1.0)],
+    ),
 )
 def test_a_model_in_pieces_keeps_to_a_budget_near_plain_training_s_peak_and_takes_what_is_predicted(
     build, shape, part
@@ -149,6 +153,7 @@ class LeavesBehind(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.thorough
 def test_what_a_capture_leaves_behind_in_the_recorded_step_is_not_counted(monkeypatch):
     peaks = []
     for captures in (False, True):

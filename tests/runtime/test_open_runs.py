@@ -75,6 +75,7 @@ def test_a_share_of_plain_training_is_one_of_each_run(inputs):
     assert monetlite.schedule_of(trained) is schedule
 
 
+@pytest.mark.thorough
 def test_a_share_that_is_too_small_is_told_of(inputs):
     with pytest.raises(InfeasibleBudget) as smallest:
         monetlite.optimize(network(), inputs[0], "1%", device="cpu", time_limit=0.3)
@@ -97,6 +98,7 @@ def test_a_schedule_that_several_runs_exceed_is_told_of_once(inputs):
     assert ["before a backward pass" in str(item.message) for item in told].count(True) == 1
 
 
+@pytest.mark.thorough
 def test_runs_in_pieces_are_told_of_once(inputs):
     class Looks(nn.Module):
         def __init__(self):
@@ -115,6 +117,7 @@ def test_runs_in_pieces_are_told_of_once(inputs):
     assert ["the budget is of one run" in str(item.message) for item in told].count(True) == 1
 
 
+@pytest.mark.thorough
 def test_an_output_that_is_kept_is_no_run(inputs):
     class Keeps(nn.Module):
         def __init__(self):

@@ -52,6 +52,7 @@ def test_a_step_keeps_to_its_budget_with_the_loss(wait, caplog):
     assert trained.schedule.peak_bytes > 3 * ROWS * CLASSES * 4
 
 
+@pytest.mark.thorough
 def test_a_compiled_step_keeps_to_its_budget_with_the_loss(caplog):
     x, compiled = torch.randn(ROWS, 64), model()
     budget = int(0.87 * peak_bytes(model(), x, cross_entropy))
@@ -62,6 +63,7 @@ def test_a_compiled_step_keeps_to_its_budget_with_the_loss(caplog):
     assert measured <= budget
 
 
+@pytest.mark.thorough
 def test_a_compiled_step_warns_where_a_file_keeps_its_schedule(tmp_path):
     x, compiled = torch.randn(ROWS, 64), model()
     options = {"budget": int(0.87 * peak_bytes(model(), x, cross_entropy)), "schedule": str(tmp_path / "kept.yaml")}
@@ -70,6 +72,7 @@ def test_a_compiled_step_warns_where_a_file_keeps_its_schedule(tmp_path):
         peak_bytes(compiled, x, cross_entropy)
 
 
+@pytest.mark.thorough
 def test_what_a_caller_keeps_counts_through_the_backward_pass():
     x, kept = torch.randn(ROWS, 64), []
 
@@ -84,6 +87,7 @@ def test_what_a_caller_keeps_counts_through_the_backward_pass():
     assert kept_bytes == pytest.approx(ROWS * CLASSES * 4, rel=0.1)
 
 
+@pytest.mark.thorough
 def test_a_loss_that_does_not_fit_is_said():
     x = torch.randn(ROWS, 64)
     trained = monetlite.MONeTWrapper(model(), budget=int(3.05 * ROWS * CLASSES * 4), **QUICK)
@@ -117,6 +121,7 @@ def test_a_small_loss_changes_nothing():
     assert trained._training.plans.outside.memory is None
 
 
+@pytest.mark.thorough
 def test_a_given_schedule_gives_way_to_one_that_counts_the_loss():
     x = torch.randn(ROWS, 64)
     plain_bytes = peak_bytes(model(), x, cross_entropy)

@@ -27,7 +27,7 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
-@pytest.mark.parametrize("name", often(MODELS, "drops layers", "recurrent", "changes in place"))
+@pytest.mark.parametrize("name", often(MODELS, "drops layers", "recurrent"))
 def test_steps_in_pieces_are_plain_training_s(name):
     build, inputs = MODELS[name]
     plain, args = build(), inputs()
@@ -211,9 +211,7 @@ class Masked(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 @pytest.mark.parametrize(
     ("build", "skipped"),
-    often(
-        itertools.product([sequential, nested, hooked, Masked], [False, True]), (sequential, False), (Masked, True)
-    ),
+    often(itertools.product([sequential, nested, hooked, Masked], [False, True]), (sequential, False)),
 )
 def test_torch_s_own_modules_are_taken_apart_and_planned(build, skipped):
     """TorchDynamo leaves out their functions, and notes that, where a part of them breaks a graph."""
@@ -297,6 +295,7 @@ def test_a_model_that_can_not_be_planned_trains_plainly_where_it_fits():
         step(model, (x,))
 
 
+@pytest.mark.thorough
 def test_a_larger_budget_can_be_tried_where_an_error_is_handled():
     """The error that is handled is the context of others; they are not taken for it."""
     model, x = Recurrent(), torch.randint(0, 11, (8, 12))
@@ -325,6 +324,7 @@ class AddsLaidOutOtherwise(nn.Module):
         return z if z.mean() > 1e9 else self.last(z).square().mean()
 
 
+@pytest.mark.thorough
 def test_inputs_that_are_laid_out_otherwise_are_plain_training_s():
     plain = AddsLaidOutOtherwise()
     planned = monetlite.within(twin(plain), budget="80%", time_limit=1)  # measured: it is planned with "inplace"

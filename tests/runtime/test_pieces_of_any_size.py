@@ -138,7 +138,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", often(MODELS, "halves", "wide"))
+@pytest.mark.parametrize("name", often(MODELS, "halves"))
 def test_steps_of_any_size_are_plain_training_s(name):
     """Losses, gradients, those of inputs included, and the generator's state."""
     build, calls = MODELS[name]
@@ -161,6 +161,7 @@ def test_a_size_that_has_varied_is_not_captured_again(name, captures):
     assert counts[3:] == [counts[3]] * len(counts[3:])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dynamic", often([None, False], None))
 def test_pieces_of_torch_compile_are_not_captured_again(dynamic, captures):
     """Neither TorchDynamo's own way of making sizes symbols nor its absence counts."""
@@ -176,6 +177,7 @@ def test_pieces_of_torch_compile_are_not_captured_again(dynamic, captures):
     assert torch._dynamo.config.automatic_dynamic_shapes, "left as it was"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", often([False, True], True))
 def test_pieces_that_can_t_be_planned_for_several_sizes_are_captured_at_each(compiled, captures, monkeypatch):
     def refuse(self, sizes, layout=""):

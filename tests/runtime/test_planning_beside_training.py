@@ -148,6 +148,7 @@ def test_a_budget_below_what_default_implementations_need_is_planned_for_at_once
     assert any(name != "default" for name in schedule.choices.implementations.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("found_in_a_part", [True, False])
 def test_where_nothing_is_found_soon_a_part_of_the_time_limit_is_tried_before_all(found_in_a_part, monkeypatch):
     limits, solved = [], PlanningBesideTraining._solved
@@ -189,6 +190,7 @@ def test_waiting_finds_the_best_plan_in_the_first_step_by_one_capture(planned, m
     assert "better plan" not in caplog.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wait", often([False, True], False))
 def test_a_share_is_not_less_than_before_once_layers_are_frozen(wait):
     """Plain training of the last layer alone takes little, and no plan of it takes a share of that."""

@@ -97,6 +97,7 @@ class TestLossesOverTwentySteps:
         made = list(batches(make, 2 * STEPS))
         assert_alike(name, train(wrapped, made, every=2), train(plain, made, every=2))
 
+    @pytest.mark.thorough
     @some("vit")
     def test_torch_compile(self, name):
         model, make = build(name)

@@ -177,6 +177,7 @@ def test_a_smaller_batch_has_the_same_structure():
     assert len({graph.structure for graph in graphs}) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [2, 8])
 def test_every_layout_is_tried_within_the_time(count, monkeypatch):
     profiles = [free_profile(compiled_graph(Weighted(), (torch.randn(8 + at, 16),))) for at in range(count)]
@@ -230,6 +231,7 @@ def test_results_are_within_the_tolerance_and_laid_out_as_captured():
                 assert len(over) == (name == "compiled_inplace")
 
 
+@pytest.mark.thorough
 def test_a_region_may_be_long():
     def long(x):
         for _ in range(1200):
@@ -259,6 +261,7 @@ def test_regions_keep_nothing_of_the_capture_alive():
     assert kept("compiled", 11) <= kept("channels_last", 12)
 
 
+@pytest.mark.thorough
 def test_equal_layers_share_what_is_compiled():
     counts = []
     for layers in (3, 4):
@@ -267,6 +270,7 @@ def test_equal_layers_share_what_is_compiled():
     assert counts[0] == counts[1]
 
 
+@pytest.mark.thorough
 def test_only_what_the_forward_pass_or_anchors_read_is_written():
     model, inputs = tiny_transformer("gpt2", layers=1)
     plain, graph = trace_layouts(model, inputs, ["as_traced", "compiled"])

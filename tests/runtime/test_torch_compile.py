@@ -56,6 +56,7 @@ def test_parameters_count_as_in_other_plans(tmp_path):
     assert [spec.shape for spec in found.inputs.values()] == [(8, 256)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("planned", often([monetlite.MONeTWrapper, monetlite.within], monetlite.within))
 def test_torch_compile_of_a_model_with_a_plan_leaves_the_plan(planned):
     """TorchDynamo would capture the model itself, and no budget would hold."""
@@ -322,6 +323,7 @@ def test_a_step_in_pieces_is_planned_where_an_error_is_being_handled_but_not_whe
     assert_same(planned, step(model, x))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*can't be captured whole")
 def test_equal_models_have_pieces_of_their_own():
     """TorchDynamo would run the code of one for the other."""
@@ -406,6 +408,7 @@ def test_a_step_runs_with_its_gpu_as_the_current_one(monkeypatch):
     assert now == [0]
 
 
+@pytest.mark.thorough
 def test_importing_it_changes_nothing():
     program = (
         "import sys, torch, torch._dynamo\n"

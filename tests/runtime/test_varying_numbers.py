@@ -105,7 +105,7 @@ def test_one_program_serves_all_values_where_the_best_plan_is_waited_for(capture
     ("use", "attribute"),
     often(
         itertools.product(BY_THEMSELVES, [False, True]),
-        *[("dropout", False), ("base", True), ("text", True)],
+        *[("dropout", False)],
     ),
 )
 def test_values_that_an_operator_has_to_know_are_captured_each(use, attribute):

@@ -178,6 +178,7 @@ def test_even_lengths_vary_from_the_second_on(captures):
     assert captures == [((4, 32),), ((4, 24),)]
 
 
+@pytest.mark.thorough
 def test_sizes_that_come_back_run_by_the_program_that_they_had(captures):
     """The first one's is of its own sizes; it is not captured again because other sizes have come."""
     model = Encoder()
@@ -194,6 +195,7 @@ def test_a_smaller_last_batch_is_captured_by_itself_and_batches_of_any_size_are_
     assert captures == [((6, 32),), ((3, 32),), ((4, 32),)]
 
 
+@pytest.mark.thorough
 def test_images_of_any_size(captures):
     model = Pixels()
     wrapper = monetlite.MONeTWrapper(twin(model), **PLANNING)
@@ -235,6 +237,7 @@ def test_a_transformers_model(given, captures):
     assert len(captures) == 1
 
 
+@pytest.mark.thorough
 def test_a_step_ends_by_the_program_that_it_began_by():
     """Forward passes of several lengths, and plans, come before the backward passes."""
     model = Encoder()
@@ -261,6 +264,7 @@ def test_a_given_schedule_serves_all_lengths_up_to_its_own(captures):
     same_steps(wrapper, model, [tokens(4, 63)])
 
 
+@pytest.mark.thorough
 def test_the_graph_at_a_size_is_the_one_traced_there(monkeypatch):
     """Nothing is estimated: operators, sizes and what is measured are those of a trace at that size."""
     built, traced_at = [], varying_step.VaryingStep.traced_at
@@ -310,6 +314,7 @@ def test_no_length_exceeds_the_budget():
     assert peaks[96] > 2 * peaks[20]
 
 
+@pytest.mark.thorough
 def test_where_python_counts_each_length_is_captured(captures):
     model = Recurrent()
     wrapper = monetlite.MONeTWrapper(twin(model), **AMPLE)
@@ -362,6 +367,7 @@ def planned_at_96():
     return model, wrapper, captured
 
 
+@pytest.mark.thorough
 def test_small_inputs_get_a_plan_of_their_own_once_it_pays(planned_at_96):
     model, wrapper, captured = planned_at_96
     same_steps(wrapper, model, [tokens(4, length) for length in (20, 24, 30, 20)])
@@ -472,6 +478,7 @@ def test_what_is_computed_of_a_size_keeps_none_from_varying(use, captures):
     assert len(captures) == 3, "as many as for batches of any size without it"
 
 
+@pytest.mark.thorough
 def test_sizes_and_numbers_vary_in_one_program(captures):
     model = Weighted()
     planned = monetlite.within(twin(model), **AMPLE)
@@ -498,6 +505,7 @@ def pair(words, numbers):
     return torch.randint(0, 99, (4, words)), torch.rand(4, numbers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("swapped", often([False, True], False))
 def test_sizes_that_are_equal_once_are_not_taken_for_one(captures, swapped):
     """A smaller size in between has the first plan serve again, which is of equal sizes."""
@@ -512,6 +520,7 @@ def test_sizes_that_are_equal_once_are_not_taken_for_one(captures, swapped):
     assert len(captures) <= 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("by_schedule", often([False, True], False))
 def test_square_images_shrink_and_grow_again(by_schedule):
     model = Pixels()
@@ -523,6 +532,7 @@ def test_square_images_shrink_and_grow_again(by_schedule):
         assert_same(step(planned, images[size]), step(model, images[size]))
 
 
+@pytest.mark.thorough
 def test_a_new_plan_for_sizes_takes_the_place_of_an_older_one():
     """Of two sizes, each may be the larger: more plans than are kept, of which none serves the sizes of another."""
     model = Pair()
@@ -544,6 +554,7 @@ class Named(nn.Module):
         return made * 2 if batch["kind"] == "hard" else made
 
 
+@pytest.mark.thorough
 def test_names_of_samples_are_no_part_of_what_is_captured(captures):
     model, batches = Named(), []
     for number, (kind, length) in enumerate(

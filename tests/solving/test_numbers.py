@@ -103,6 +103,7 @@ def test_one_byte_either_side_of_feasible(
         assert (solution.steps is None) == (difference < 0)
 
 
+@pytest.mark.thorough
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**6), largest=st.sampled_from([40, 10**13]), share=st.floats(0.5, 1.1))
 def test_larger_graphs_of_any_size(seed: int, largest: int, share: float) -> None:

@@ -57,6 +57,7 @@ def test_operators_are_called_after_modules_however_these_are_reached(wrap, befo
     assert {operator.module for operator in graph.operators} <= own
 
 
+@pytest.mark.thorough
 def test_operators_of_an_adapted_model_are_called_after_its_modules():
     config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
     lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)

@@ -85,6 +85,7 @@ def test_the_kernel_is_the_one_that_torch_chooses(capability, dtype, changes, ex
     assert chosen == expected
 
 
+@pytest.mark.thorough
 def test_only_attention_differs_from_a_trace_for_the_cpu():
     model, inputs = Attention(), torch.randn(2, 16, 32)
     here, there = monetlite.trace(model, inputs), monetlite.trace(model, inputs, device="rtx-3090")

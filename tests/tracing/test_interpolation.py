@@ -107,6 +107,7 @@ def test_torch_is_as_it_was_afterwards():
     assert operator.py_kernels == before
 
 
+@pytest.mark.thorough
 def test_where_no_plan_is_found_for_the_largest_images_one_is_for_somewhat_larger_ones(monkeypatch):
     """The size at which plain training fits is an estimate."""
     monkeypatch.setattr(StepPlans, "_plain_limits", lambda _, __, sizes: tuple(100 * size for size in sizes))

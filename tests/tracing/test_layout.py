@@ -221,7 +221,7 @@ def strides(tensor):
     return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-@pytest.mark.parametrize("kind", often(WAYS, *list(WAYS)[:3]))
+@pytest.mark.parametrize("kind", often(WAYS, *list(WAYS)[:2]))
 def test_elements_are_in_the_order_that_they_were_in_wherever_that_matters(kind):
     """The same elements are dropped, the same are found by strides, and outputs have the strides that they had."""
     torch.manual_seed(0)

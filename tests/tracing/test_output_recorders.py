@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from small_models import tiny_transformer
-from thoroughness import often
 from torch import nn
 
 import monetlite
@@ -45,7 +44,8 @@ def trained(model: nn.Module, inputs: dict[str, torch.Tensor], recorded: bool) -
     return [item.detach() for item in (output["loss"], *states, *gradients) if item is not None]
 
 
-@pytest.mark.parametrize("recorded", often([False, True], True))
+@pytest.mark.thorough
+@pytest.mark.parametrize("recorded", [False, True])
 def test_recording_ends_no_piece(recorded: bool):
     model, inputs = llama()
     trained(model, inputs, True)  # which puts the hooks on
@@ -63,6 +63,7 @@ def test_recording_ends_no_piece(recorded: bool):
     assert "output_capturing" not in text
 
 
+@pytest.mark.thorough
 def test_a_model_around_a_planned_layer_records_what_is_in_it():
     model, inputs = llama(layers=2)
     model.set_attn_implementation("eager")
